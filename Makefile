@@ -1,0 +1,37 @@
+# make quickstart   install, then train a small model on this machine's CPU
+# make test         install, then every test that needs no GPU
+# make lint         ruff and mypy
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint docs clean
+quickstart: $(VENV)/.installed
+	$(BIN)/gcore train recipes/quickstart.yaml
+
+test: $(VENV)/.installed-dev
+	$(BIN)/pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy gcore
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m gcore.config.reference > docs/configuration.md
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first, at its exact version: pip then takes a CPU build where one is at hand
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
+	$(BIN)/pip install -q $$(grep '^torch==' constraints.txt)
+	$(BIN)/pip install -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

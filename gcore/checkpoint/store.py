@@ -1,0 +1,94 @@
+"""Checkpoints on disk: `step_N/` exists completely or not at all.
+
+    begin -> step_N.partial/ ... files ... -> state.json -> manifest.json (sizes, checksums) -> rename to step_N/
+
+The manifest is written last and the folder renamed after it, so a name `step_N` is a promise. A crash leaves a
+`.partial` folder that nobody reads and the next save removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from gcore.types import UserError
+
+MANIFEST, STATE = "manifest.json", "state.json"
+
+
+def begin(folder: Path, step: int, need_bytes: int) -> Path:
+    """An empty folder to write into. Refuses when the disk cannot hold it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < need_bytes:
+        raise UserError(
+            f"{folder}: checkpoint of step {step} needs {need_bytes / 2**20:.0f} MB, {free / 2**20:.0f} MB are free; "
+            "the last complete checkpoint is kept (keys: run.dir, checkpoint.keep)"
+        )
+    partial = folder / f"step_{step}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    return partial
+
+
+def commit(partial: Path, state: dict[str, Any], keep: int) -> Path:
+    """Seal the folder and drop the oldest beyond `keep`."""
+    (partial / STATE).write_text(json.dumps(state, indent=1))
+    files = {f.name: {"bytes": f.stat().st_size, "sha256": _checksum(f)} for f in sorted(partial.iterdir())}
+    with open(partial / MANIFEST, "w") as file:
+        json.dump({"format": 1, "files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    final = partial.with_suffix("")
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    for old in complete(partial.parent)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first."""
+    found = [p for p in folder.glob("step_*") if p.name[5:].isdigit() and (p / MANIFEST).is_file()]
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def find(resume: str, folder: Path) -> Path | None:
+    """The checkpoint that `run.resume` means, verified; None to start anew."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        found = complete(folder)
+        return verify(found[-1]) if found else None
+    path = Path(resume)
+    if not (path / MANIFEST).is_file():
+        raise UserError(
+            f"run.resume={resume}: no complete checkpoint there (expected `auto`, `never` or a folder step_N)"
+        )
+    return verify(path)
+
+
+def verify(checkpoint: Path) -> Path:
+    """Every file has the size and checksum it was sealed with."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    for name, entry in manifest["files"].items():
+        file = checkpoint / name
+        if not file.is_file() or file.stat().st_size != entry["bytes"] or _checksum(file) != entry["sha256"]:
+            raise UserError(
+                f"{file}: damaged or missing; remove {checkpoint} to resume from an older one (key: run.resume)"
+            )
+    return checkpoint
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+    return state
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

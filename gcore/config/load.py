@@ -1,0 +1,157 @@
+"""YAML file + `key=value` overrides -> Config. All problems are reported at once, each with the nearest valid key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from gcore.config.tree import Config
+from gcore.types import UserError
+
+SECRET_WORDS = ("token", "secret", "password", "api_key", "apikey")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-6` as a string; everyone who writes a learning rate means a number."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_FLOAT = re.compile(r"^[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, override, validate. Raises UserError with one line a problem."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"{file}: no such recipe (expected a YAML file; see recipes/)")
+    try:
+        tree = parse_yaml(file.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not a text file: {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{file}: expected keys and values at the top, got {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    return validate(tree, source=str(file))
+
+
+def parse_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def validate(tree: dict[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(e) for e in error.errors()]
+        head = f"{source}: " if len(lines) == 1 else f"{source}: {len(lines)} problems\n  "
+        raise UserError(head + "\n  ".join(lines)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved tree as YAML, secrets redacted."""
+    return yaml.safe_dump(_redact(config.model_dump(mode="json")), sort_keys=False)
+
+
+def _redact(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {k: _redact(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_redact(v, key) for v in value]
+    if isinstance(value, str) and any(word in key.lower() for word in SECRET_WORDS) and key != "tokenizer":
+        return "<redacted>"
+    return value
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    if not sign or not key:
+        raise UserError(f"override {override!r}: expected key=value, for example training.lr=1e-5")
+    try:
+        value = parse_yaml(text) if text else None
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: the value is not valid YAML") from None
+    *parents, last = key.split(".")
+    node: Any = tree
+    for depth, name in enumerate(parents):
+        if isinstance(node, list):
+            node = _list_item(node, name, override)
+            continue
+        if node.get(name) is None:
+            node[name] = {}
+        node = node[name]
+        if not isinstance(node, dict | list):
+            raise UserError(f"override {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+    if isinstance(node, list):
+        _list_item(node, last, override)
+        node[int(last)] = value
+    else:
+        node[last] = value
+
+
+def _list_item(node: list[Any], name: str, override: str) -> Any:
+    if not name.isdigit() or int(name) >= len(node):
+        raise UserError(f"override {override!r}: expected an index below {len(node)}, got {name!r}")
+    return node[int(name)]
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"] if not _is_union_tag(part))
+    match error["type"]:
+        case "extra_forbidden":
+            nearest = _nearest_key(where)
+            return f"{where}: unknown key" + (f"; did you mean {nearest}?" if nearest else "")
+        case "missing":
+            return f"{where}: missing; this key must be set"
+        case "value_error":
+            message = str(error["ctx"]["error"])
+            return f"{where}: {message}" if where else message
+        case _:
+            return f"{where}: {error['msg'][0].lower() + error['msg'][1:]}, got {error['input']!r}"
+
+
+def _is_union_tag(part: Any) -> bool:
+    return isinstance(part, str) and (part in ("int", "str", "float", "constrained-int") or "[" in part)
+
+
+def _nearest_key(where: str) -> str | None:
+    """Among all keys: first a similar name in the same section, then the same name elsewhere, then a similar path."""
+    keys = list(all_keys())
+    section, _, name = where.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    if close := difflib.get_close_matches(name, siblings, 1, cutoff=0.6):
+        return siblings[close[0]]
+    if same := [key for key in keys if key.rpartition(".")[2] == name]:
+        return same[0]
+    leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    if close := difflib.get_close_matches(name, leaves, 1, cutoff=0.75):
+        return leaves[close[0]]
+    close = difflib.get_close_matches(where, keys, 1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        for section in sections_of(info.annotation):
+            yield from all_keys(section, f"{prefix}{name}.")
+
+
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The sections inside an annotation such as `WarmStart | None` (not those inside lists)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [s for arg in typing.get_args(annotation) for s in sections_of(arg)]
+    return []

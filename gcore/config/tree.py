@@ -1,0 +1,355 @@
+"""The one configuration tree. Every key a user can set is a field here, with its meaning under it.
+
+Imports neither torch nor ray, so that `gcore train --dry-run`, editors and tests read it at once. Unknown keys are
+refused. Each fact is configured once: what follows from other keys is a property, or resolved by `controller/plan.py`.
+The reference in docs/configuration.md is generated from this file (`python -m gcore.config.reference`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Auto = Literal["auto"]
+PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Run(Section):
+    name: str = "run"
+    """Name of the run; its files are in `DIR/NAME`."""
+    dir: str = "runs"
+    """Folder that holds the runs."""
+    seed: int = 0
+    """Seed of everything random: data order, sampling noise, weights of a built model."""
+    steps: Count = 100
+    """Training steps."""
+    resume: str = "never"
+    """`never`: start anew (an existing run of that name is kept under another name); `auto`: go on from the last
+    complete checkpoint if there is one; or the path of a checkpoint `.../step_N`."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir) / self.name
+
+
+class BuildModel(Section):
+    architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    """Model family, as in transformers."""
+    hidden_size: PositiveInt = 128
+    """Width."""
+    intermediate_size: PositiveInt = 512
+    """Width of the feed-forward layers."""
+    layers: PositiveInt = 4
+    """Number of decoder layers."""
+    heads: PositiveInt = 4
+    """Attention heads; must divide `hidden_size`."""
+    kv_heads: PositiveInt = 4
+    """Key/value heads; must divide `heads`."""
+    max_length: PositiveInt = 256
+    """Longest sequence (prompt and response)."""
+    alphabet: str = "0123456789+-*/=()?,.: abcdefghijklmnopqrstuvwxyz"
+    """Characters of the built-in one-token-per-character tokenizer."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> BuildModel:
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads={self.heads} must divide hidden_size={self.hidden_size}, and kv_heads={self.kv_heads} must "
+                "divide heads"
+            )
+        return self
+
+
+class Model(Section):
+    path: str | None = None
+    """Folder of a Hugging Face model (config.json, safetensors, tokenizer)."""
+    build: BuildModel | None = None
+    """Build a small model from scratch instead, with its own tokenizer: no download."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer, when it is not in `model.path`."""
+    chat_template: str | None = None
+    """Jinja chat template: the text itself or the path of a file. Default: the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Allow Python code shipped inside the model folder to run."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if (self.path is None) == (self.build is None):
+            raise ValueError(
+                "set exactly one of model.path (a Hugging Face folder) and model.build (a small model made here)"
+            )
+        return self
+
+
+class Dataset(Section):
+    path: str | None = None
+    """A .jsonl or .parquet file, or the folder of a Hugging Face dataset saved to disk."""
+    task: str | None = None
+    """A generated task instead: `arithmetic`, or `reasoning_gym/NAME` (needs the extra `reasoning-gym`)."""
+    args: dict[str, Any] = {}
+    """Arguments of the task."""
+    size: PositiveInt | None = None
+    """Use at most this many rows."""
+    prompt_column: str = "auto"
+    """Column with the prompt: a string or a list of messages. `auto`: `prompt`, `question`, `input` or `messages`."""
+    answer_column: str = "auto"
+    """Column with the reference answer. `auto`: `answer`, `ground_truth`, `label`, `solution` or verl's
+    `reward_model.ground_truth`."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Dataset:
+        if (self.path is None) == (self.task is None):
+            raise ValueError("set exactly one of path (a file or folder) and task (a generated task)")
+        return self
+
+
+class Data(Section):
+    train: Dataset
+    """Prompts to train on."""
+    eval: Dataset | None = None
+    """Held-out prompts: answered greedily, scored by `rewards`, logged as `eval/accuracy`."""
+    system_prompt: str | None = None
+    """Put before every prompt that is a plain string."""
+    max_prompt_length: PositiveInt = 512
+    """Longest prompt in tokens, after the chat template. Longer ones are dropped and reported at load."""
+    shuffle: bool = True
+    """Draw the rows of each epoch in a seeded random order."""
+
+
+class Algorithm(Section):
+    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    """How rewards become advantages: see preparation/advantages.py."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """The surrogate: see training/losses.py."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """`token_mean`: every token of the global batch weighs the same (DAPO); `sequence_mean`: every sample weighs the
+    same (the GRPO paper); `fixed_length`: sum of tokens over samples x max_response_length (Dr.GRPO)."""
+    clip_ratio_low: NonNegative = 0.2
+    """Lower clipping range of the probability ratio."""
+    clip_ratio_high: NonNegative = 0.2
+    """Upper clipping range of the probability ratio (0.28 in DAPO's clip-higher)."""
+    clip_ratio_dual: float | None = Field(default=None, gt=1)
+    """Dual clip: bound on the ratio for negative advantages; off by default."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL penalty to the starting policy in the loss; above 0 a reference model is kept."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    mini_batches: PositiveInt = 1
+    """Optimizer steps a training step; must not exceed `sampling.prompts_per_step`."""
+
+
+class Generation(Section):
+    engine: Literal["embedded"] = "embedded"
+    """`embedded`: transformers models in G-Core's own batched engine, on CPU or GPU."""
+    max_response_length: PositiveInt = 256
+    """Most tokens a response may have."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature of the rollouts."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1 is off."""
+    top_k: Count = 0
+    """Sample among the k likeliest tokens; 0 is off."""
+    max_concurrent: PositiveInt = 256
+    """Sequences a replica decodes at once; more wait in its queue."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where engines run; `auto`: as `training.device`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the engine's weights; `auto`: float32 on CPU, bfloat16 on GPU."""
+
+
+class RewardFunction(Section):
+    name: str
+    """Name in the logs: `reward/NAME`."""
+    path: str
+    """`package.module:function` or `file.py:function`; TRL, verl and OpenRLHF signatures are recognised."""
+    weight: float = 1.0
+    """Weight in the sum."""
+    args: dict[str, Any] = {}
+    """Extra keyword arguments."""
+
+
+class Rewards(Section):
+    functions: list[RewardFunction] = Field(min_length=1)
+    """Their weighted sum is the reward."""
+    accuracy: str | None = None
+    """Name of the function whose value counts as accuracy in evaluations; default: the first."""
+    attempts: PositiveInt = 2
+    """Tries before a failing reward drops the group (it is counted in `reward/errors`, never trained as 0)."""
+    max_error_frac: Fraction = 0.5
+    """Stop the run when more than this share of a step's groups had no reward."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Rewards:
+        names = [f.name for f in self.functions]
+        if len(set(names)) < len(names):
+            raise ValueError(f"names must be different, got {names}")
+        if self.accuracy is not None and self.accuracy not in names:
+            raise ValueError(f"rewards.accuracy={self.accuracy!r} names none of {names}")
+        return self
+
+
+class Sampling(Section):
+    prompts_per_step: PositiveInt = 32
+    """Prompts of a training step, over all controllers. The one unit of batch size."""
+    samples_per_prompt: PositiveInt = 8
+    """Responses to each prompt: the group that advantages are computed in."""
+
+
+class WarmStart(Section):
+    steps: Count = 100
+    """Supervised steps before reinforcement learning."""
+    batch_size: PositiveInt = 64
+    """Demonstrations a step, over all controllers."""
+    lr: NonNegative = 1e-3
+    """Learning rate, constant after a linear warm-up over a tenth of the steps."""
+
+
+class Training(Section):
+    backend: Literal["fsdp"] = "fsdp"
+    """`fsdp`: PyTorch FSDP2."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of forward and backward; weights and optimizer stay in float32. `auto`: as in `generation.dtype`."""
+    lr: NonNegative = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up."""
+    warmup_steps: Count = 0
+    """Optimizer steps of linear warm-up."""
+    min_lr_ratio: Fraction = 0.0
+    """Where linear and cosine end, as a share of `lr`."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW."""
+    eps: NonNegative = 1e-8
+    """AdamW."""
+    weight_decay: NonNegative = 0.0
+    """AdamW."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this global norm."""
+    max_tokens_per_gpu: PositiveInt = 16384
+    """Token budget of a micro-batch on one rank; a training step takes as many micro-batches as it needs."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more work."""
+    max_bad_updates: PositiveInt = 3
+    """Updates with NaN or infinite gradients are skipped and counted; this many in a row end the run."""
+    warm_start: WarmStart | None = None
+    """Supervised training on the dataset's answers before reinforcement learning."""
+
+
+class PolicyPlacement(Section):
+    replicas: PositiveInt | Auto = "auto"
+    """Engine processes; `auto`: one per GPU, or one per CPU core (at most 4)."""
+    threads: PositiveInt | Auto = "auto"
+    """CPU threads of each; `auto`: 1, with which results do not depend on what else is being decoded."""
+
+
+class TrainerPlacement(Section):
+    ranks: PositiveInt | Auto = "auto"
+    """Data-parallel trainer processes; `auto`: one per GPU, or 1 on CPU."""
+    threads: PositiveInt | Auto = "auto"
+    """CPU threads of each; `auto`: cores divided by ranks."""
+
+
+class Placement(Section):
+    policy: PolicyPlacement = PolicyPlacement()
+    """The policy's engines."""
+    trainer: TrainerPlacement = TrainerPlacement()
+    """The trainer."""
+    object_store_mb: PositiveInt | Auto = "auto"
+    """Shared memory for what travels between processes; `auto`: 256 plus four times the model."""
+
+
+class Checkpoint(Section):
+    every: Count = 0
+    """Save every so many steps; 0: only at the end."""
+    keep: PositiveInt = 2
+    """Complete checkpoints to keep."""
+
+
+class Observe(Section):
+    eval_every: Count = 0
+    """Evaluate every so many steps; 0: only before and after training."""
+    progress: Literal["auto", "live", "plain", "none"] = "auto"
+    """What the terminal shows; `auto`: a live view on a terminal, else a line a step."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    wandb: bool = False
+    """Log to Weights & Biases (needs `wandb`)."""
+    mlflow: bool = False
+    """Log to MLflow (needs `mlflow`)."""
+    trace: bool = True
+    """Write `trace.json` for Perfetto."""
+    min_free_disk_mb: Count = 200
+    """Refuse to start with less free space in the run directory."""
+
+
+class Config(Section):
+    run: Run = Run()
+    """Name, folder, seed and length of the run."""
+    model: Model
+    """The policy."""
+    data: Data
+    """Prompts."""
+    controllers: PositiveInt | Auto = "auto"
+    """Equal controller processes that share the samples; `auto`: one per trainer rank. Results do not depend on it."""
+    runtime: Literal["ray", "local"] = "ray"
+    """`ray`: every role in a process of its own, on one machine or many (RAY_ADDRESS joins a cluster);
+    `local`: everything in one process, for debuggers."""
+    workflow: str = "gcore.controller.workflow:generate_and_reward"
+    """The life of a sample, `package.module:function`: see docs/extending.md."""
+    algorithm: Algorithm = Algorithm()
+    """Advantages and loss."""
+    generation: Generation = Generation()
+    """The policy's engine and how it samples."""
+    rewards: Rewards
+    """How responses are scored."""
+    sampling: Sampling = Sampling()
+    """How many prompts and samples a step has."""
+    training: Training = Training()
+    """The trainer and its optimizer."""
+    placement: Placement = Placement()
+    """How many processes of each role."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Saving."""
+    observe: Observe = Observe()
+    """Evaluation, progress and logs."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.algorithm.mini_batches > self.sampling.prompts_per_step:
+            raise ValueError(
+                f"algorithm.mini_batches={self.algorithm.mini_batches} exceeds "
+                f"sampling.prompts_per_step={self.sampling.prompts_per_step}: every mini-batch needs a prompt"
+            )
+        if self.algorithm.adv_estimator in ("grpo", "dr_grpo", "rloo") and self.sampling.samples_per_prompt < 2:
+            raise ValueError(
+                f"algorithm.adv_estimator={self.algorithm.adv_estimator} compares siblings: "
+                f"sampling.samples_per_prompt must be at least 2, got {self.sampling.samples_per_prompt}"
+            )
+        if self.runtime == "local" and self.placement.trainer.ranks not in (1, "auto"):
+            raise ValueError(
+                "runtime=local has one process and so one trainer rank; got "
+                f"placement.trainer.ranks={self.placement.trainer.ranks} (use runtime=ray)"
+            )
+        longest = self.data.max_prompt_length + self.generation.max_response_length
+        if longest > self.training.max_tokens_per_gpu:
+            raise ValueError(
+                f"data.max_prompt_length + generation.max_response_length = {longest} exceeds "
+                f"training.max_tokens_per_gpu={self.training.max_tokens_per_gpu}: the longest sample would not fit"
+            )
+        if self.model.build and longest > self.model.build.max_length:
+            raise ValueError(
+                f"data.max_prompt_length + generation.max_response_length = {longest} exceeds "
+                f"model.build.max_length={self.model.build.max_length}"
+            )
+        return self

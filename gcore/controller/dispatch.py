@@ -1,0 +1,79 @@
+"""From this controller's samples to the trainer ranks and back: layout, hand-over, update, weights.
+
+Every controller computes the same layout from the gathered metadata. Samples go straight from the controller that
+holds them to the rank that trains on them. Rank r is driven by controller r mod N.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from gcore.config.tree import Config
+from gcore.preparation.balance import lay_out
+from gcore.preparation.samples import meta_of
+from gcore.preparation.workload import CostModel
+from gcore.protocols import Group, Handle, Stats
+from gcore.types import Sample, SampleMeta, TrainBatch
+
+
+class Dispatcher:
+    def __init__(self, config: Config, group: Group, engines: Sequence[Handle], trainers: Sequence[Handle]) -> None:
+        self._config, self._group, self._engines, self._trainers = config, group, engines, trainers
+        self._mine = [r for r in range(len(trainers)) if r % group.size == group.rank]
+        self._cost = CostModel(crossover=768.0)
+        self.bytes_out = 0
+
+    async def open(self) -> Stats:
+        info: Stats = await self._trainers[0].call("info")
+        self._cost = CostModel(crossover=6 * info["hidden_size"])
+        return info
+
+    async def hand_over(
+        self, step: int, samples: Sequence[Sample], objective: Literal["policy", "imitation"] = "policy"
+    ) -> tuple[list[SampleMeta], list[TrainBatch]]:
+        """Agree on who trains on what, and bring the samples there. Only metadata crosses the collective."""
+        gathered = await self._group.all_gather(f"samples of step {step}", [meta_of(s) for s in samples])
+        metas = [meta for part in gathered for meta in part]
+        if not metas:
+            return metas, []
+        batches = lay_out(
+            metas,
+            step=step,
+            num_ranks=len(self._trainers),
+            cost=self._cost,
+            objective=objective,
+            mini_batches=self._config.algorithm.mini_batches if objective == "policy" else 1,
+            max_tokens=self._config.training.max_tokens_per_gpu,
+        )
+        by_key = {sample.key: sample for sample in samples}
+        await asyncio.gather(*(self._push(rank, batch, by_key) for rank, batch in enumerate(batches)))
+        await self._group.all_gather(f"samples of step {step} at their ranks", None)
+        return metas, batches
+
+    async def _push(self, rank: int, batch: TrainBatch, by_key: dict[tuple[int, int], Sample]) -> None:
+        keys = (key for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row)
+        bundle = [by_key[key] for key in keys if key in by_key]
+        if bundle:
+            self.bytes_out += sum(s.tokens_T.nbytes + 9 * s.num_steps for s in bundle)
+            await self._trainers[rank].call("push", self._group.rank, bundle)
+
+    async def on_all_ranks(self, method: str, *args: Any) -> list[Any]:
+        """Call every rank, each from the controller that drives it; everyone gets all answers, by rank."""
+        return await self.on_ranks(method, [args] * len(self._trainers))
+
+    async def on_ranks(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        answers = await asyncio.gather(*(self._trainers[r].call(method, *args[r]) for r in self._mine))
+        gathered = await self._group.all_gather(method, dict(zip(self._mine, answers, strict=True)))
+        by_rank = {rank: answer for part in gathered for rank, answer in part.items()}
+        return [by_rank[r] for r in range(len(self._trainers))]
+
+    async def sync_weights(self, version: int) -> None:
+        """Trainer -> engines. The weights go from rank 0 to the engines by reference; no controller holds them."""
+        if self._group.rank == 0:
+            gathered = [trainer.submit("weights") for trainer in self._trainers]
+            await asyncio.gather(*(e.call("load_weights", version, gathered[0]) for e in self._engines))
+            for other in gathered[1:]:
+                await other
+        await self._group.all_gather(f"weights of version {version}", None)

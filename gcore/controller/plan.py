@@ -1,0 +1,83 @@
+"""From configuration and machine to numbers of processes, threads and bytes. Pure."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from gcore.config.tree import Config
+
+MAX_AUTO_ENGINES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    cores: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Plan(controllers=1, engines=2, engine_threads=1, trainers=1, trainer_threads=2, object_store_mb=270, gpus=0)"""
+
+    controllers: int
+    engines: int
+    engine_threads: int
+    trainers: int
+    trainer_threads: int
+    object_store_mb: int
+    gpus: int
+
+    def lines(self, config: Config) -> list[str]:
+        """What `--dry-run` prints: derived sizes and the processes."""
+        sampling, algorithm = config.sampling, config.algorithm
+        samples = sampling.prompts_per_step * sampling.samples_per_prompt
+        longest = config.data.max_prompt_length + config.generation.max_response_length
+        return [
+            f"step         {sampling.prompts_per_step} prompts x {sampling.samples_per_prompt} = {samples} samples,"
+            f" at most {samples * longest:,} tokens",
+            f"update       {algorithm.mini_batches} mini-batch(es) of {samples // algorithm.mini_batches} samples,"
+            f" micro-batches of at most {config.training.max_tokens_per_gpu:,} tokens a rank",
+            f"run          {config.run.steps} steps = {config.run.steps * sampling.prompts_per_step:,} prompts,"
+            f" {config.run.steps * samples:,} samples",
+            f"processes    1 driver, {self.controllers} controller(s), {self.engines} engine(s) x {self.engine_threads}"
+            f" thread(s), {self.trainers} trainer rank(s) x {self.trainer_threads} thread(s)"
+            + (" - all in one process (runtime=local)" if config.runtime == "local" else ""),
+            f"devices      {f'{self.gpus} GPU(s), engine and trainer rank i share GPU i' if self.gpus else 'CPU'}",
+            f"files        {config.run.folder}",
+        ]
+
+
+def see_machine() -> Machine:
+    """Cores this process may use, and GPUs, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = len([v for v in visible.split(",") if v.strip() and v.strip() != "-1"])
+    else:
+        try:
+            gpus = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
+        except OSError:
+            gpus = 0
+    return Machine(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, gpus)
+
+
+def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
+    gpus = machine.gpus if config.training.device != "cpu" else 0
+    if config.runtime == "local":
+        gpus = min(gpus, 1)
+    policy, trainer = config.placement.policy, config.placement.trainer
+    ranks = trainer.ranks if trainer.ranks != "auto" else max(gpus, 1)
+    engines = policy.replicas if policy.replicas != "auto" else gpus or min(machine.cores, MAX_AUTO_ENGINES)
+    if config.runtime == "local" and policy.replicas == "auto":
+        engines = 1
+    return Plan(
+        controllers=config.controllers if config.controllers != "auto" else ranks,
+        engines=engines,
+        engine_threads=policy.threads if policy.threads != "auto" else 1,
+        trainers=ranks,
+        trainer_threads=trainer.threads if trainer.threads != "auto" else max(1, machine.cores // ranks),
+        object_store_mb=config.placement.object_store_mb
+        if config.placement.object_store_mb != "auto"
+        else 256 + 4 * model_mb,
+        gpus=min(gpus, max(ranks, engines)),
+    )

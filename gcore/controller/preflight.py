@@ -1,0 +1,72 @@
+"""What can be found wrong before any process starts is found here: each as one line that names the key."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+from gcore.config.tree import Config
+from gcore.controller.build import build_rewarder, load_workflow, quiet
+from gcore.observe.trackers import check_trackers
+from gcore.prompts.rows import load_rows
+from gcore.prompts.source import Templater
+from gcore.prompts.tokenizer import load_tokenizer
+from gcore.types import UserError
+
+
+def preflight(config: Config) -> None:
+    quiet()
+    _disk(config)
+    check_trackers(config.observe)
+    if config.runtime == "ray" and importlib.util.find_spec("ray") is None:
+        raise UserError("runtime=ray: Ray is not installed; `pip install ray`, or use runtime=local")
+    tokenizer = load_tokenizer(config.model)
+    _model_folder(config)
+    load_workflow(config.workflow)
+    rewarder: Any = build_rewarder(config)
+    for split in ("train", "eval"):
+        dataset = config.data.train if split == "train" else config.data.eval
+        if dataset is None:
+            continue
+        rows = load_rows(dataset, f"data.{split}")
+        templater = Templater(tokenizer, config.data, split)
+        prompt = templater.prompt(rows[0], 0, 0)
+        rewarder.check(prompt.columns)
+        if split == "train" and config.training.warm_start is not None:
+            templater.demonstration(rows[0])
+
+
+def _disk(config: Config) -> None:
+    folder = Path(config.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"run.dir={folder}: cannot write there: {error.strerror or error}") from None
+    free = shutil.disk_usage(folder).free / 2**20
+    if free < config.observe.min_free_disk_mb:
+        raise UserError(
+            f"run.dir={folder}: {free:.0f} MB free, expected at least observe.min_free_disk_mb="
+            f"{config.observe.min_free_disk_mb}; free some space or choose another run.dir"
+        )
+
+
+def _model_folder(config: Config) -> None:
+    path = config.model.path
+    if path is not None and not (Path(path) / "config.json").is_file():
+        raise UserError(f"model.path={path}: no config.json there; expected the folder of a Hugging Face model")
+
+
+def model_megabytes(config: Config) -> int:
+    """Size of the policy in float32, for the object store: from the files, or from the shape of a built model."""
+    if config.model.path is not None:
+        files = list(Path(config.model.path).glob("*.safetensors"))
+        return int(2 * sum(f.stat().st_size for f in files) / 2**20)
+    build = config.model.build
+    assert build is not None
+    per_layer = 4 * build.hidden_size**2 + 3 * build.hidden_size * build.intermediate_size
+    return 1 + (build.layers * per_layer + 200 * build.hidden_size) * 4 // 2**20

@@ -1,0 +1,93 @@
+"""Sums from all controllers and ranks -> one row of metrics."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gcore.controller.collect import Collected
+from gcore.preparation.samples import samples_digest
+from gcore.types import SampleMeta
+
+
+def local_sums(collected: Collected) -> dict[str, Any]:
+    """What one controller knows of its share; everything in it adds up over controllers (or is a maximum: `max_*`)."""
+    scored = [s for group in collected.groups for s in group]
+    rewards = [s.reward for s in scored]
+    lengths = [len(s.rollout.tokens_S) for s in scored]
+    parts: dict[str, list[float]] = {}
+    for s in scored:
+        for name, value in s.parts.items():
+            parts.setdefault(name, []).append(value)
+    return {
+        "samples": len(scored),
+        "groups": len(collected.groups),
+        "reward": sum(rewards),
+        "reward_squares": float(np.square(rewards).sum()),
+        "no_spread": sum(len({s.reward for s in group}) == 1 for group in collected.groups),
+        "tokens": sum(lengths),
+        "prompt_tokens": sum(len(s.rollout.prompt.tokens_P) for s in scored),
+        "max_length": max(lengths, default=0),
+        "clipped": sum(s.rollout.finish == "length" for s in scored),
+        "failed": len(collected.failed),
+        "parts": {name: (sum(values), len(values)) for name, values in parts.items()},
+        "stage_s": collected.stage_s,
+        "peak_rss_mb": peak_rss_mb(),
+    }
+
+
+def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:
+    def total(name: str) -> float:
+        return float(sum(part[name] for part in gathered))
+
+    samples = max(total("samples"), 1.0)
+    mean = total("reward") / samples
+    row = {
+        "reward/mean": mean,
+        "reward/std": float(np.sqrt(max(total("reward_squares") / samples - mean**2, 0.0))),
+        "reward/zero_spread_frac": total("no_spread") / max(total("groups"), 1.0),
+        "reward/errors": total("failed"),
+        "response_length/mean": total("tokens") / samples,
+        "response_length/max": max(part["max_length"] for part in gathered),
+        "response_length/clipped_frac": total("clipped") / samples,
+        "batch/samples": int(total("samples")),
+        "samples_digest": samples_digest(metas),
+    }
+    names = sorted({name for part in gathered for name in part["parts"]})
+    for name in names:
+        pairs = [part["parts"][name] for part in gathered if name in part["parts"]]
+        row[f"reward/{name}"] = sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
+    row["controller/peak_rss_mb"] = max(part["peak_rss_mb"] for part in gathered)
+    return row
+
+
+def actor_row(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The ranks' sums as means over steps; gradient norm and learning rate are the same on every rank."""
+
+    def total(name: str) -> float:
+        return sum(rank.get(name, 0.0) for rank in ranks)
+
+    updates, actions = max(ranks[0]["updates"], 1.0), max(total("actions"), 1.0)
+    row = {
+        "actor/loss": total("loss") / updates,
+        "actor/pg_loss": total("pg_loss") / updates,
+        "actor/entropy": total("entropy") / actions,
+        "actor/clip_frac": total("clipped") / actions,
+        "actor/approx_kl": total("approx_kl") / actions,
+        "actor/grad_norm": ranks[0]["grad_norm"] / updates,
+        "actor/lr": ranks[0]["lr"] / updates,
+        "actor/skipped_updates": ranks[0]["skipped"],
+        "rollout/logprob_diff_mean": total("logprob_diff") / actions,
+    }
+    if any("kl" in rank for rank in ranks):
+        row["actor/kl"] = total("kl") / actions
+    return row
+
+
+def peak_rss_mb() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1024 if sys.platform != "darwin" else 2**20)

@@ -1,0 +1,285 @@
+"""What surrounds the loop: opening (data, resume, warm start), evaluation, checkpoints, metrics, status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from gcore.checkpoint import store
+from gcore.config.tree import Config, Dataset
+from gcore.controller import record
+from gcore.controller.collect import Collected, collect
+from gcore.controller.dispatch import Dispatcher
+from gcore.controller.workflow import SampleContext, Workflow
+from gcore.generation.pool import EnginePool
+from gcore.observe.metrics import MetricsWriter, rewind
+from gcore.observe.progress import Status
+from gcore.observe.trace import Tracer
+from gcore.prompts.rows import load_rows
+from gcore.prompts.source import PromptSource, Templater, measure
+from gcore.protocols import Group, Handle, Rewarder
+from gcore.types import Sample, SampleMeta, UserError
+
+
+class Session:
+    """A controller's belongings. Controller 0 alone writes files; everyone takes part in what is collective."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        engines: Sequence[Handle],
+        trainers: Sequence[Handle],
+        tokenizer: Any,
+        rewarder: Rewarder,
+        workflow: Workflow,
+        tracer: Tracer,
+    ) -> None:
+        self.config, self.group, self.workflow, self.tracer = config, group, workflow, tracer
+        self.folder: Path = config.run.folder
+        self.step = 0
+        pool = EnginePool(engines, first=group.rank)
+        self.ctx = SampleContext(config, pool, rewarder, tokenizer, tracer)
+        self.greedy = SampleContext(config, pool, rewarder, tokenizer, tracer, greedy=True)
+        self.engines, self.trainers, self._tokenizer = engines, trainers, tokenizer
+        self.dispatcher = Dispatcher(config, group, engines, trainers)
+        self._writer: MetricsWriter | None = None
+        self._rows: list[dict[str, Any]] = []
+        self._notes: list[str] = []
+        self._times: dict[str, float] = {}
+        self._stage, self._detail = "starting", ""
+        self._state_bytes = 0
+
+    # ---- opening and closing --------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Everything before the first step: prompts measured, checkpoint or warm start, weights to the engines."""
+        self._stage = "loading data"
+        self.source = await self._load(self.config.data.train, "train", self.config.data.shuffle)
+        self.held_out = None
+        if self.config.data.eval is not None:
+            self.held_out = await self._load(self.config.data.eval, "eval", shuffle=False)
+        if not self.trainers:
+            await self._load_engines()
+            return
+        info = await self.dispatcher.open()
+        self._state_bytes = int(info["num_parameters"]) * 4 * (4 if self.config.algorithm.kl_coef > 0 else 3)
+        checkpoint = store.find(self.config.run.resume, self.folder)
+        if checkpoint is not None:
+            await self._resume(checkpoint)
+        else:
+            self._open_writer()
+            await self._warm_start()
+            await self.dispatcher.on_all_ranks("begin")
+            await self.dispatcher.sync_weights(version=0)
+            await self.evaluate()
+
+    async def close(self) -> None:
+        if self.group.rank == 0 and self._writer is not None:
+            self._writer.close()
+        self._stage = "done"
+        self.tracer.flush()
+        await self.group.all_gather("end", None)
+
+    async def _load(self, dataset: Dataset, split: Literal["train", "eval"], shuffle: bool) -> PromptSource:
+        """Each controller measures its part of the rows; the kept row numbers are shared."""
+        key = f"data.{split}"
+        rows = load_rows(dataset, key)
+        templater = Templater(self._tokenizer, self.config.data, split)
+        limit = self.config.data.max_prompt_length
+        mine = measure(rows, templater, limit, self.group.rank, self.group.size)
+        parts = await self.group.all_gather(f"prompts of {key}", (mine.kept, mine.too_long))
+        kept = sorted(i for part in parts for i in part[0])
+        too_long = sorted(i for part in parts for i in part[1])
+        if too_long:
+            self.note(
+                f"{key}: dropped {len(too_long)} of {len(rows)} prompts over data.max_prompt_length={limit} "
+                f"(rows {', '.join(map(str, too_long[:5]))}{', ...' if len(too_long) > 5 else ''})"
+            )
+        if not kept:
+            raise UserError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")
+        return PromptSource(rows, kept, templater, self.config.run.seed, shuffle)
+
+    async def _resume(self, checkpoint: Path) -> None:
+        self._stage = f"resuming from {checkpoint.name}"
+        state = store.read_state(checkpoint)
+        if state["seed"] != self.config.run.seed:
+            raise UserError(
+                f"{checkpoint} was made with run.seed={state['seed']}, not {self.config.run.seed}; samples would repeat"
+            )
+        self.step = state["step"]
+        await self.dispatcher.on_all_ranks("load", str(checkpoint))
+        await self.dispatcher.sync_weights(version=self.step)
+        if self.group.rank == 0:
+            rewind(self.folder, self.step)
+        self._open_writer()
+        self.note(f"resumed from {checkpoint} at step {self.step}")
+
+    async def _load_engines(self) -> None:
+        """Evaluation of a checkpoint: there is no trainer, so controller 0 reads the weights for the engines."""
+        if self.group.rank == 0 and self.config.run.resume not in ("never", "auto"):
+            weights = load_file(Path(self.config.run.resume) / "model.safetensors")
+            await asyncio.gather(*(e.call("load_weights", 0, weights) for e in self.engines))
+        await self.group.all_gather("weights to evaluate", None)
+
+    def _open_writer(self) -> None:
+        if self.group.rank == 0:
+            config = self.config
+            self._writer = MetricsWriter(self.folder, config.observe, config.run.name, config.model_dump(mode="json"))
+
+    async def _warm_start(self) -> None:
+        """Supervised steps on the dataset's answers, through the same layout and the same trainer."""
+        warm = self.config.training.warm_start
+        if warm is None:
+            return
+        for i in range(warm.steps):
+            self._stage, self._detail = "warm start", f"{i}/{warm.steps}"
+            cursors = range(i * warm.batch_size, (i + 1) * warm.batch_size)
+            samples = [self._demonstration(c) for c in cursors if c % self.group.size == self.group.rank]
+            with self.timed("warm_start", i + 1):
+                _, batches = await self.dispatcher.hand_over(i + 1, samples, "imitation")
+                ranks = await self.dispatcher.on_ranks("update", [(batch,) for batch in batches])
+            loss = sum(rank["loss"] for rank in ranks)
+            self._write(
+                {
+                    "phase": "warm_start",
+                    "step": i + 1,
+                    "warm_start/loss": loss,
+                    "warm_start/lr": ranks[0]["lr"],
+                    "timing_s/step": self._times.pop("warm_start"),
+                }
+            )
+
+    def _demonstration(self, cursor: int) -> Sample:
+        prompt, answer_S = self.source.at(cursor), self.source.demonstration(cursor)
+        return Sample(
+            prompt_id=cursor,
+            sibling=0,
+            tokens_T=np.concatenate([prompt.tokens_P, answer_S]),
+            mask_S=np.ones(len(answer_S), np.bool_),
+            rollout_logprobs_S=np.zeros(len(answer_S), np.float32),
+            advantages_S=np.ones(len(answer_S), np.float32),
+        )
+
+    # ---- evaluation and checkpoints -------------------------------------------------------------------------------
+
+    async def evaluate_if_due(self) -> None:
+        every = self.config.observe.eval_every
+        if self.step == self.config.run.steps or (every and self.step % every == 0):
+            await self.evaluate()
+
+    async def evaluate(self) -> dict[str, float]:
+        """Greedy answers to the held-out prompts, each controller its share."""
+        if self.held_out is None:
+            return {}
+        with self.timed("eval", self.step):
+            size, rank = self.group.size, self.group.rank
+            prompts = [self.held_out.at(i) for i in range(len(self.held_out)) if i % size == rank]
+            collected = await collect(self.workflow, self.greedy, prompts, self.report)
+            name = self.config.rewards.accuracy or self.config.rewards.functions[0].name
+            scored = [s for group in collected.groups for s in group]
+            sums = (
+                sum(s.parts.get(name, 0.0) for s in scored),
+                sum(s.reward for s in scored),
+                len(scored),
+                len(collected.failed),
+            )
+            parts = await self.group.all_gather("evaluation", sums)
+        accuracy, reward, count, failed = (sum(part[i] for part in parts) for i in range(4))
+        row = {
+            "eval/accuracy": accuracy / max(count, 1),
+            "eval/reward_mean": reward / max(count, 1),
+            "eval/prompts": count,
+            "eval/failed": failed,
+            "timing_s/eval": self._times.pop("eval"),
+        }
+        self._write({"step": self.step, **row})
+        return row
+
+    async def checkpoint_if_due(self) -> None:
+        every = self.config.checkpoint.every
+        if self.step == self.config.run.steps or (every and self.step % every == 0):
+            await self.checkpoint()
+
+    async def checkpoint(self) -> None:
+        with self.timed("checkpoint", self.step):
+            partial = self.folder / f"step_{self.step}.partial"
+            if self.group.rank == 0:
+                partial = store.begin(self.folder, self.step, self._state_bytes + (16 << 20))
+            await self.group.all_gather("checkpoint folder", None)
+            await self.dispatcher.on_all_ranks("save", str(partial))
+            if self.group.rank == 0:
+                state = {"step": self.step, "seed": self.config.run.seed}
+                store.commit(partial, state, self.config.checkpoint.keep)
+            await self.group.all_gather("checkpoint sealed", None)
+
+    # ---- metrics and status ---------------------------------------------------------------------------------------
+
+    def check_failures(self, step: int, metas: Sequence[SampleMeta], collected: Collected) -> None:
+        """Every controller comes to the same conclusion: what is missing from the step is what failed."""
+        wanted = self.config.sampling.prompts_per_step
+        kept = len({meta.prompt_id for meta in metas})
+        if (wanted - kept) / wanted > self.config.rewards.max_error_frac or not kept:
+            why = next(iter(collected.failed.values()), "see the other controllers")
+            raise UserError(
+                f"step {step}: {wanted - kept} of {wanted} prompts had no reward "
+                f"(rewards.max_error_frac={self.config.rewards.max_error_frac}); first cause: {why}"
+            )
+
+    async def record(
+        self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: list[dict[str, float]]
+    ) -> None:
+        for stage in ("generation", "rewarding"):
+            self._times[stage] = collected.stage_s.get(stage, 0.0)
+        sums = {**record.local_sums(collected), "bytes_out": self.dispatcher.bytes_out, "times": dict(self._times)}
+        self.dispatcher.bytes_out = 0
+        gathered = await self.group.all_gather(f"metrics of step {step}", sums)
+        times = {name: max(part["times"].get(name, 0.0) for part in gathered) for name in sums["times"]}
+        tokens = sum(part["tokens"] for part in gathered)
+        row = {
+            "step": step,
+            **record.rollout_row(gathered, metas),
+            **record.actor_row(ranks),
+            "perf/tokens_per_s": tokens / times["step"],
+            "controller/bytes_in": max(part["tokens"] * 8 for part in gathered),
+            "controller/bytes_out": max(part["bytes_out"] for part in gathered),
+            **{f"timing_s/{name}": seconds for name, seconds in times.items()},
+        }
+        self._times.clear()
+        self._write(row)
+        self.tracer.flush()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._rows = [*self._rows[-50:], row]
+        if self._writer is not None:
+            self._writer.log(row)
+
+    def note(self, text: str) -> None:
+        if self.group.rank == 0:
+            self._notes.append(text)
+
+    def report(self, detail: str) -> None:
+        self._detail = detail
+
+    @contextlib.contextmanager
+    def timed(self, name: str, step: int | None = None) -> Iterator[None]:
+        if name != "step":
+            self._stage, self._detail = name, ""
+        started = time.perf_counter()
+        with self.tracer.span(name, step=self.step + 1 if step is None else step):
+            yield
+        self._times[name] = time.perf_counter() - started
+
+    async def status(self, since: int = 0) -> tuple[Status, list[dict[str, Any]], list[str]]:
+        """For the progress view: what I am doing, rows and notes the driver has not seen yet."""
+        rows, self._rows = self._rows, []
+        notes, self._notes = self._notes, []
+        status = Status(f"controller-{self.group.rank}", self._stage, self._detail, self.step)
+        return status, rows if self.group.rank == 0 else [], notes

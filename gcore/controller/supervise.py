@@ -1,0 +1,173 @@
+"""The driver: starts the processes of a run, shows its progress, and ends all of them when one is gone. Holds no data.
+
+    preflight -> engines, trainers -> controllers -> (run | watch | poll status) -> stop -> report
+
+Whatever ends the run first decides: all controllers done, a role that raised, a process that died, Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from gcore.config import Config, dump_config
+from gcore.controller.build import build_controller, build_engine, build_runtime, build_trainer
+from gcore.controller.plan import Plan, make_plan, see_machine
+from gcore.controller.preflight import model_megabytes, preflight
+from gcore.observe.metrics import read_rows
+from gcore.observe.progress import Progress
+from gcore.observe.report import plot_reward
+from gcore.observe.trace import merge_traces
+from gcore.protocols import Handle, RoleDied, RoleError, Runtime
+
+POLL_S = 0.25
+GRACE_S = 1.5  # after the first failure, how long to wait for a more telling one
+Mode = Literal["train", "eval"]
+
+
+def run(config: Config, mode: Mode = "train") -> Any:
+    """The whole run, from nothing to files on disk. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
+    preflight(config)
+    plan = make_plan(config, see_machine(), model_megabytes(config))
+    if mode == "train":
+        open_folder(config)
+    try:
+        return asyncio.run(_run(config, plan, mode))
+    finally:
+        if mode == "train":
+            with contextlib.suppress(OSError):
+                merge_traces(config.run.folder)
+                plot_reward(config.run.folder)
+
+
+def open_folder(config: Config) -> Path:
+    """The run's folder. A finished run of the same name is moved aside, never overwritten."""
+    folder = config.run.folder
+    if config.run.resume == "never" and folder.exists():
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        shutil.move(folder, aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    return folder
+
+
+async def _run(config: Config, plan: Plan, mode: Mode) -> Any:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _interrupt)
+    warm = config.training.warm_start
+    history = read_rows(config.run.folder) if config.run.resume != "never" else []
+    with Progress(
+        config.observe.progress,
+        config.run.name,
+        config.run.steps,
+        warm_steps=warm.steps if warm else 0,
+        history=history,
+    ) as progress:
+        runtime: Runtime | None = None
+        try:
+            progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
+            started = time.monotonic()
+            runtime = build_runtime(config, plan)
+            controllers = await _start(runtime, config, plan, mode)
+            progress.note(
+                f"{plan.controllers} controller(s), {plan.engines} engine(s), "
+                f"{plan.trainers if mode == 'train' else 0} trainer rank(s) ready in {time.monotonic() - started:.1f} s"
+            )
+            return await _supervise(runtime, controllers, progress, mode)
+        finally:
+            if runtime is not None:
+                runtime.stop()
+
+
+def _interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> Sequence[Handle]:
+    engines_coming = asyncio.ensure_future(runtime.start_group("engine", build_engine, [(config, plan)] * plan.engines))
+    trainers: Sequence[Handle] = []
+    if mode == "train":
+        trainers = await runtime.start_group("trainer", build_trainer, [(config, plan)] * plan.trainers)
+    engines = await engines_coming
+    return await runtime.start_group(
+        "controller", build_controller, [(config, plan, list(engines), list(trainers))] * plan.controllers
+    )
+
+
+async def _supervise(runtime: Runtime, controllers: Sequence[Handle], progress: Progress, mode: Mode) -> Any:
+    method = "run" if mode == "train" else "evaluate"
+    runs = [asyncio.ensure_future(c.call(method)) for c in controllers]
+    others = [asyncio.ensure_future(runtime.watch()), asyncio.ensure_future(_poll(controllers, progress))]
+    try:
+        waiting = {*runs, *others}
+        while not all(task.done() for task in runs):
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.exception() for task in done):
+                if waiting:
+                    await asyncio.wait(waiting, timeout=GRACE_S)
+                raise _first_cause([t.exception() for t in (*runs, *others) if t.done() and t.exception()])
+        await _show(controllers, progress)
+        return runs[0].result()
+    finally:
+        for task in (*runs, *others):
+            task.cancel()
+        await asyncio.gather(*runs, *others, return_exceptions=True)
+
+
+def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
+    """A dead process explains what others raised; a role's own exception explains a broken collective."""
+
+    def rank(error: BaseException | None) -> int:
+        if isinstance(error, RoleDied):
+            return 0 if "is gone" in error.detail else 1
+        if isinstance(error, RoleError):
+            return 3 if "TimeoutError" in error.message else 2
+        return 4
+
+    cause = min(errors, key=rank)
+    assert cause is not None
+    return cause
+
+
+async def _poll(controllers: Sequence[Handle], progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(POLL_S)
+        await _show(controllers, progress)
+
+
+async def _show(controllers: Sequence[Handle], progress: Progress) -> None:
+    answers = await asyncio.gather(*(c.call("status") for c in controllers))
+    statuses = [answer[0] for answer in answers]
+    for _, rows, notes in answers:
+        for text in notes:
+            progress.note(text)
+        for row in rows:
+            progress.update(statuses, row)
+    progress.update(statuses, None)
+
+
+def exit_code(error: BaseException) -> int:
+    """2: the user can mend it; 130: interrupted; 1: anything else."""
+    if isinstance(error, RoleError) and error.user_error:
+        return 2
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def explain(error: BaseException) -> None:
+    """What the terminal says when a run ends early: the first traceback and the name of the role."""
+    if isinstance(error, RoleError):
+        if not error.user_error:
+            print(f"\nfirst traceback, from {error.role}:\n{error.traceback}", file=sys.stderr)
+        print(f"gcore: {error.message if error.user_error else error}", file=sys.stderr)
+    elif isinstance(error, RoleDied):
+        print(
+            f"gcore: {error}; the run has stopped (run.resume=auto goes on from the last checkpoint)", file=sys.stderr
+        )

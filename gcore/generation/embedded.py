@@ -1,0 +1,362 @@
+"""The embedded engine: continuous batching over any transformers decoder, on CPU or GPU.
+
+    requests ──> waiting ──admit (prefill, shared by siblings)──> rows ──decode, a token a row a step──> completions
+
+What it owns: the rows of the KV cache, admission, and sampling. The network itself is the library's.
+
+The active rows always stand at the front of the cache, so a decoding step runs on a plain slice. A finished row is
+replaced by the last one. Every prompt is prefilled up to its last token but one; the last token is the row's first
+decoding step, so all logits come from one place.
+
+On CPU a row's result is bitwise the same whoever shares the batch: matrix products treat rows alike from 8 rows on,
+and masked attention does from block to block of keys; both sizes are rounded up for that, and a replica keeps to one
+thread. `tests/contract/test_engine.py` holds it to that. On GPUs kernels differ in the last bits by batch size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from gcore.generation.noise import uniforms
+from gcore.types import Completion, Finish, Request, UserError
+
+MIN_ROWS = 8
+KEY_BLOCK = 32
+
+
+def _round_up(value: int, block: int) -> int:
+    return -(-value // block) * block
+
+
+class RowCache(Cache):
+    """Keys and values as [rows, heads, length, dim] a layer; `write_at` says where each row's next token goes."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.keys: list[torch.Tensor | None] = [None] * num_layers
+        self.values: list[torch.Tensor | None] = [None] * num_layers
+        self.layers = []  # the library looks here for layer kinds; none of them applies
+        self.num_rows = self.length = 0
+        self.rows: torch.Tensor | slice = slice(0, 0)  # rows that the forward pass under way reads and writes
+        self.write_at: torch.Tensor | None = None  # [n] in decoding, None in prefill (from 0 on)
+        self.read_length = 0
+
+    def reserve(self, num_rows: int, length: int) -> None:
+        """Grow to at least this size; contents stay."""
+        if num_rows <= self.num_rows and length <= self.length:
+            return
+        self.num_rows, self.length = max(num_rows, self.num_rows), max(length, self.length)
+        for tensors in (self.keys, self.values):
+            for i, old in enumerate(tensors):
+                if old is not None:
+                    new = old.new_zeros(self.num_rows, old.shape[1], self.length, old.shape[3])
+                    new[: old.shape[0], :, : old.shape[2]] = old
+                    tensors[i] = new
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.keys[layer_idx] is None:
+            shape = (self.num_rows, key_states.shape[1], self.length, key_states.shape[3])
+            self.keys[layer_idx] = key_states.new_zeros(shape)
+            self.values[layer_idx] = value_states.new_zeros((*shape[:3], value_states.shape[3]))
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        assert keys is not None and values is not None
+        n, length = key_states.shape[0], key_states.shape[2]
+        if self.write_at is None:
+            keys[self.rows, :, :length] = key_states
+            values[self.rows, :, :length] = value_states
+            return key_states, value_states
+        index = self.write_at[:, None, None, None].expand(-1, key_states.shape[1], 1, key_states.shape[3])
+        keys[:n].scatter_(2, index, key_states)
+        values[:n].scatter_(2, index[..., : value_states.shape[3]], value_states)
+        return keys[:n, :, : self.read_length], values[:n, :, : self.read_length]
+
+    def copy_row(self, source: int, targets: list[int], length: int) -> None:
+        for tensors in (self.keys, self.values):
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor[targets, :, :length] = tensor[source, :, :length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.read_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.read_length, 0
+
+
+@dataclass(slots=True)
+class _Job:
+    request: Request
+    future: asyncio.Future[Completion]
+    loop: asyncio.AbstractEventLoop
+    tokens: list[int]
+    logprobs: list[float]
+    version: int = -1
+
+
+class EmbeddedEngine:
+    """Implements protocols.Engine. Decoding runs in a thread of its own; the event loop stays free."""
+
+    def __init__(self, model: PreTrainedModel, *, max_concurrent: int, max_length: int, threads: int = 1) -> None:
+        self._model, self._threads = model, threads
+        self._device = model.device
+        self._max_rows, self._max_length = max_concurrent, max_length
+        self._cache = RowCache(model.config.num_hidden_layers)
+        self._waiting: deque[_Job] = deque()
+        self._jobs: list[_Job] = []  # row i of the cache belongs to _jobs[i]
+        self._lengths = np.zeros(max(max_concurrent, MIN_ROWS), np.int64)  # tokens already in the cache, by row
+        self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
+        self._orders: deque[tuple[int, Mapping[str, Any], asyncio.Future[None], asyncio.AbstractEventLoop]] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self.version = 0
+        self._generated, self._busy_s = 0, 0.0
+        self._parameters = dict(model.named_parameters())
+        self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
+        self._thread.start()
+
+    # ---- protocol -------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        loop = asyncio.get_running_loop()
+        for request in requests:
+            self._check(request)
+        jobs = [_Job(request, loop.create_future(), loop, [], []) for request in requests]
+        with self._wake:
+            if self._failure or self._closed:
+                raise RuntimeError("the engine has stopped") from self._failure
+            self._waiting.extend(jobs)
+            self._wake.notify()
+        return list(await asyncio.gather(*(job.future for job in jobs)))
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any]) -> None:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        with self._wake:
+            self._orders.append((version, weights, done, loop))
+            self._wake.notify()
+        await done
+
+    async def stats(self) -> dict[str, float]:
+        return {
+            "generated_tokens": float(self._generated),
+            "busy_s": self._busy_s,
+            "running": float(len(self._jobs)),
+            "waiting": float(len(self._waiting)),
+        }
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(timeout=10)
+
+    def _check(self, request: Request) -> None:
+        total = len(request.tokens_P) + request.params.max_tokens
+        if len(request.tokens_P) == 0:
+            raise UserError(
+                "an engine request has an empty prompt; expected at least one token (chat templates add some)"
+            )
+        if request.params.max_tokens < 1:
+            raise UserError(f"an engine request asks for {request.params.max_tokens} tokens; expected at least 1")
+        if total > self._max_length:
+            raise UserError(
+                f"prompt of {len(request.tokens_P)} tokens + max_tokens {request.params.max_tokens} = {total} exceeds "
+                f"the engine's {self._max_length} (keys: data.max_prompt_length, generation.max_response_length)"
+            )
+
+    # ---- the decoding thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                while True:
+                    with self._wake:
+                        while not (self._closed or self._waiting or self._jobs or self._orders):
+                            self._wake.wait()
+                        if self._closed:
+                            raise RuntimeError("the engine was closed")
+                    started = time.perf_counter()
+                    while self._orders:
+                        self._load(*self._orders.popleft())
+                    self._admit()
+                    if self._jobs:
+                        self._decode()
+                    self._busy_s += time.perf_counter() - started
+        except BaseException as error:
+            with self._wake:
+                self._failure = error
+                jobs, self._jobs, self._waiting = [*self._jobs, *self._waiting], [], deque()
+            for job in jobs:
+                job.loop.call_soon_threadsafe(_fail, job.future, error)
+
+    def _load(
+        self, version: int, weights: Mapping[str, Any], done: asyncio.Future[None], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        try:
+            missing = self._parameters.keys() - weights.keys()
+            if missing:
+                raise ValueError(f"weights of version {version} lack {sorted(missing)[:3]} ({len(missing)} names)")
+            for name, parameter in self._parameters.items():
+                value = weights[name]
+                parameter.copy_(value if isinstance(value, torch.Tensor) else torch.from_numpy(value))
+            self.version = version
+            loop.call_soon_threadsafe(_finish, done, None)
+        except Exception as error:
+            loop.call_soon_threadsafe(_fail, done, error)
+
+    def _admit(self) -> None:
+        """Move waiting requests into free rows; siblings with the same prompt share one prefill."""
+        with self._wake:
+            free = self._max_rows - len(self._jobs)
+            new = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        if not new:
+            return
+        first = len(self._jobs)
+        need = max(len(job.request.tokens_P) + job.request.params.max_tokens for job in new)
+        rows = min(_round_up(max(first + len(new), MIN_ROWS), 64), len(self._lengths))
+        self._cache.reserve(rows, _round_up(need, KEY_BLOCK))
+        prompts: dict[bytes, list[int]] = {}
+        for i, job in enumerate(new, start=first):
+            tokens_P = job.request.tokens_P
+            job.version = self.version
+            self._lengths[i], self._last[i] = len(tokens_P) - 1, tokens_P[-1]
+            if len(tokens_P) > 1:
+                prompts.setdefault(tokens_P[:-1].tobytes(), []).append(i)
+        self._jobs.extend(new)
+        if prompts:
+            self._prefill(list(prompts.values()))
+
+    def _prefill(self, groups: list[list[int]]) -> None:
+        """Fill the cache for the prompts of these groups of rows, in slices of bounded size."""
+        groups = sorted(groups, key=lambda rows: self._lengths[rows[0]])
+        start = 0
+        while start < len(groups):
+            stop = start + 1
+            while stop < len(groups) and (stop + 1 - start) * self._lengths[groups[stop][0]] <= 16384:
+                stop += 1
+            part, start = groups[start:stop], stop
+            width = _round_up(int(max(self._lengths[rows[0]] for rows in part)), KEY_BLOCK)
+            tokens = np.zeros((len(part), width), np.int64)
+            for i, rows in enumerate(part):
+                length = self._lengths[rows[0]]
+                tokens[i, :length] = self._jobs[rows[0]].request.tokens_P[:-1]
+            position = torch.arange(width, device=self._device)
+            mask = (position[None, :] <= position[:, None])[None, None].expand(len(part), 1, width, width)
+            cache = self._cache
+            cache.reserve(0, width)
+            cache.rows = torch.tensor([rows[0] for rows in part], device=self._device)
+            cache.write_at, cache.read_length = None, width
+            self._forward(torch.from_numpy(tokens), position[None].expand(len(part), -1), mask)
+            for rows in part:
+                if len(rows) > 1:
+                    cache.copy_row(rows[0], rows[1:], int(self._lengths[rows[0]]))
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        output = self._model(
+            input_ids=tokens.to(self._device),
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def _decode(self) -> None:
+        """One token for every active row; deliver and remove the rows that are done."""
+        n = len(self._jobs)
+        padded = max(n, MIN_ROWS)
+        lengths = torch.from_numpy(self._lengths[:padded].copy())
+        lengths[n:] = 0
+        cache = self._cache
+        cache.rows, cache.read_length = slice(0, padded), _round_up(int(lengths.max()) + 1, KEY_BLOCK)
+        lengths = lengths.to(self._device)
+        cache.write_at = lengths
+        mask = (torch.arange(cache.read_length, device=self._device)[None] <= lengths[:, None])[:, None, None]
+        logits = self._forward(torch.from_numpy(self._last[:padded, None].copy()), lengths[:, None], mask)
+        tokens, logprobs = sample(
+            logits[:n], [job.request for job in self._jobs], [len(job.tokens) for job in self._jobs]
+        )
+        self._lengths[:n] += 1
+        self._last[:n] = tokens
+        self._generated += n
+        done: list[int] = []
+        for i, (job, token, logprob) in enumerate(zip(self._jobs, tokens.tolist(), logprobs.tolist(), strict=True)):
+            job.tokens.append(token)
+            job.logprobs.append(logprob)
+            if token in job.request.params.stop_tokens or len(job.tokens) == job.request.params.max_tokens:
+                done.append(i)
+        self._deliver(done)
+
+    def _deliver(self, done: list[int]) -> None:
+        finished: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]] = {}
+        for i in reversed(done):
+            job, last = self._jobs[i], len(self._jobs) - 1
+            finish: Finish = "stop" if job.tokens[-1] in job.request.params.stop_tokens else "length"
+            answer = Completion(np.array(job.tokens, np.int32), np.array(job.logprobs, np.float32), job.version, finish)
+            finished.setdefault(job.loop, []).append((job.future, answer))
+            if i != last:
+                self._cache.copy_row(last, [i], int(self._lengths[last]))
+                self._jobs[i], self._lengths[i], self._last[i] = self._jobs[last], self._lengths[last], self._last[last]
+            self._jobs.pop()
+        for loop, answers in finished.items():
+            loop.call_soon_threadsafe(_finish_all, answers)
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request], steps: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The next token of each row and its logprob, by inverse transform of the row's own noise; 0 is greedy."""
+    temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32)
+    greedy = (temperature == 0).to(logits.device)
+    scale = torch.where(temperature == 0, 1.0, temperature).to(logits.device)
+    logprobs_BV = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
+    probs_BV = logprobs_BV.exp()
+    if any(r.params.top_k or r.params.top_p < 1 for r in requests):
+        probs_BV = _truncate(probs_BV, requests)
+    keys = np.array([r.noise_key for r in requests], np.uint64)
+    positions = np.array([r.position for r in requests], np.int64) + np.asarray(steps, np.int64)
+    noise = torch.from_numpy(uniforms(keys, positions)).clamp_(max=1 - 2.0**-24).float().to(logits.device)
+    cumulative = probs_BV.cumsum(-1)
+    tokens = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    tokens = torch.where(greedy, logits.argmax(-1), tokens.clamp_(max=logits.shape[-1] - 1))
+    logprobs = logprobs_BV.gather(-1, tokens[:, None])[:, 0]
+    return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+
+def _truncate(probs_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    """Zero what top-k and top-p exclude. The likeliest token always stays."""
+    sorted_BV, order = probs_BV.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs_BV.shape[-1], device=probs_BV.device)
+    top_k = torch.tensor([r.params.top_k or probs_BV.shape[-1] for r in requests], device=probs_BV.device)
+    top_p = torch.tensor([r.params.top_p for r in requests], device=probs_BV.device)
+    before = sorted_BV.cumsum(-1) - sorted_BV
+    keep = (rank < top_k[:, None]) & ((before < top_p[:, None]) | (rank == 0))
+    return torch.zeros_like(probs_BV).scatter_(-1, order, sorted_BV * keep)
+
+
+def _finish(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _finish_all(answers: list[tuple[asyncio.Future[Completion], Completion]]) -> None:
+    for future, answer in answers:
+        _finish(future, answer)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(RuntimeError(f"the engine failed: {type(error).__name__}: {error}"))

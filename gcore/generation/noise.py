@@ -1,0 +1,33 @@
+"""Sampling noise that belongs to the sample, not to the process that draws it.
+
+The uniform number behind the token at `position` of sibling `sibling` of prompt `prompt_id` is a hash of
+(seed, prompt_id, sibling, position). So the samples of a run do not depend on how many controllers or engines there
+are, on what else shares the batch, or on who arrives first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def noise_key(seed: int, prompt_id: int, sibling: int) -> int:
+    """64 bits that name one sample's stream of noise."""
+    digest = hashlib.blake2b(f"{seed}/{prompt_id}/{sibling}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def uniforms(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (key, position): SplitMix64, the position-th output of the key's stream."""
+    with np.errstate(over="ignore"):
+        z = keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        z = (z ^ (z >> np.uint64(30))) * _MIX_1
+        z = (z ^ (z >> np.uint64(27))) * _MIX_2
+        z = z ^ (z >> np.uint64(31))
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53

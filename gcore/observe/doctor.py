@@ -1,0 +1,59 @@
+"""`gcore doctor`: what is installed, which backends are usable, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+
+NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pydantic", "numpy", "pyarrow", "tensorboard")
+OPTIONAL = {
+    "datasets": "data.*.path with a Hugging Face dataset folder: pip install 'gcore-rl[datasets]'",
+    "reasoning-gym": "data.*.task=reasoning_gym/NAME: pip install 'gcore-rl[reasoning-gym]'",
+    "wandb": "observe.wandb: pip install wandb",
+    "mlflow": "observe.mlflow: pip install mlflow",
+}
+
+
+def doctor() -> int:
+    """Prints the findings; 1 when something needed is missing."""
+    print(f"python        {platform.python_version()} ({sys.executable})")
+    print(f"cpu           {os.cpu_count()} cores")
+    missing = []
+    for name in NEEDED:
+        version = _version(name)
+        print(f"{name:13} {version or 'MISSING: pip install -e .'}")
+        if version is None:
+            missing.append(name)
+    print("\nbackends")
+    if "torch" not in missing:
+        print(f"  training    fsdp       {_torch()}")
+        print("  generation  embedded   ready: any transformers decoder with full attention")
+    print(
+        f"  runtime     ray        {'ready' if 'ray' not in missing else 'MISSING: pip install ray (or runtime=local)'}"
+    )
+    print("  runtime     local      ready")
+    print("\noptional")
+    for name, how in OPTIONAL.items():
+        print(f"  {name:13} {_version(name) or f'not installed; for {how}'}")
+    free = shutil.disk_usage(".").free / 2**30
+    print(f"\ndisk          {free:.0f} GB free here")
+    return 1 if missing else 0
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "ready on CPU (gloo); no GPU seen by PyTorch"
+    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    return f"ready on {torch.cuda.device_count()} GPU(s): {', '.join(sorted(names))}"

@@ -1,0 +1,158 @@
+"""The live panel: a pure function from View to a rich renderable, at home in 80 columns and usable in 40.
+
+╭─ G-Core · run ───────────────────────────────────────────╮
+│ step    63/150  ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━  42%     │
+│ reward  ▁▁▂▂▃▃▄▅▅▆▆▇▇█  0.812                            │
+│ ...                                                      │
+╰──────────────────────────────────────────────────────────╯
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gcore.observe.progress import Status, View
+from gcore.observe.values import count, duration, number, small, sparkline, stage_times
+
+COLORS = {
+    "generation": "cyan",
+    "rewarding": "magenta",
+    "preparation": "yellow",
+    "training": "green",
+    "weights": "blue",
+    "checkpoint": "bright_black",
+    "eval": "bright_blue",
+    "other": "white",
+    "warm start": "bright_magenta",
+}
+LABEL = 10  # columns of the names at the left
+MAX_WIDTH = 100
+FIXED_LINES = 14  # of the panel without its controllers
+
+
+def panel(view: View, now: float, width: int, height: int) -> Panel:
+    width = min(width, MAX_WIDTH)
+    inner = max(10, width - 4)
+    parts: list[RenderableType] = [*_bars(view, now), *_reward(view, inner), *_numbers(view, inner)]
+    if times := stage_times(view.latest):
+        took = duration(number(view.latest, "timing_s/step") or sum(times.values()))
+        parts += [Text(), StageTimes(times, "last step", took)]
+    if view.statuses:
+        parts += [Text(), _roles(view.statuses, max(1, height - FIXED_LINES))]
+    title = Text.assemble(("G-Core", "bold cyan"), (" · ", "dim"), (view.run_name, "bold"))
+    subtitle = Text(view.title, style="dim") if view.title else None
+    return Panel(
+        Group(*parts), title=title, title_align="left", subtitle=subtitle, subtitle_align="right",
+        box=box.ROUNDED, border_style="cyan", width=width, padding=(0, 1),
+    )  # fmt: skip
+
+
+class StageTimes:
+    """A bar shared by the stages in proportion, and under it their seconds; an entry is never broken."""
+
+    def __init__(self, times: Mapping[str, float], label: str = "", total: str = ""):
+        self.times, self.label, self.total = times, label, total
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        bar = Text.assemble((f"{self.label:<{LABEL}} " if self.label else "", "dim"), no_wrap=True)
+        cells = width - len(bar) - (len(self.total) + 2 if self.total else 0)
+        total, seen, filled = sum(self.times.values()), 0.0, 0
+        for stage, seconds in self.times.items():
+            seen += seconds
+            end = round(seen / total * cells)  # rounded cumulatively, so that the bar is always full
+            bar.append("█" * (end - filled), style=COLORS[stage])
+            filled = end
+        yield bar.append(f"  {self.total}" if self.total else "", style="bold")
+        line = Text(no_wrap=True)
+        for stage, seconds in sorted(self.times.items(), key=lambda item: -item[1]):
+            entry = Text.assemble(("■ ", COLORS[stage]), (f"{stage} ", "dim"), duration(seconds))
+            if line and len(line) + 2 + len(entry) > width:
+                yield line
+                line = Text(no_wrap=True)
+            line.append("  " if line else "").append_text(entry)
+        yield line
+
+
+def _bars(view: View, now: float) -> list[RenderableType]:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True, min_width=LABEL)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    if view.warming:
+        loss = "" if view.warm_loss is None else f"loss {small(view.warm_loss)}"
+        grid.add_row(*_bar("warm start", view.warm_step, view.warm_steps, "magenta", loss))
+    left = view.seconds_left(now)
+    done = view.step >= view.total_steps > 0
+    soon = left is not None and left < 60
+    tail = "done" if done else "" if left is None else f"{round(left)} s left" if soon else f"{duration(left)} left"
+    grid.add_row(*_bar("step", view.step, view.total_steps, "cyan", tail))
+    return [grid]
+
+
+def _bar(name: str, step: int, total: int, color: str, tail: str) -> tuple[RenderableType, ...]:
+    label = Text.assemble((f"{name} ", "dim"), (f"{step}", "bold"), (f"/{total}" if total else "", "dim"))
+    bar = ProgressBar(max(1, total), min(step, total), style="grey30", complete_style=color, finished_style=color)
+    return label, bar, Text(tail, style="dim")
+
+
+def _reward(view: View, inner: int) -> list[RenderableType]:
+    rewards = list(view.rewards.values())
+    if not rewards:
+        return []
+    value = f"{rewards[-1]:.3f}"
+    line = Text.assemble((f"{'reward':<{LABEL}} ", "dim"), no_wrap=True)
+    line.append(sparkline(rewards, inner - LABEL - len(value) - 3), style="green")
+    line.append(f"  {value}", style="bold green")
+    return [Text(), line]
+
+
+def _numbers(view: View, inner: int) -> list[RenderableType]:
+    cells: list[tuple[str, str]] = []
+    if view.evals:
+        accuracies = list(view.evals.values())
+        first, last = f"{accuracies[0]:.3f}", f"{accuracies[-1]:.3f}"
+        cells.append(("accuracy", first if len(accuracies) == 1 else f"{first} → {last}"))
+    shown: list[tuple[str, str, Callable[[float], str]]] = [
+        ("tokens/s", "perf/tokens_per_s", count),
+        ("grad norm", "actor/grad_norm", small),
+        ("length", "response_length/mean", "{:.1f}".format),
+        ("entropy", "actor/entropy", small),
+        ("kl", "actor/kl", small),
+    ]
+    cells += [(name, show(v)) for name, key, show in shown if (v := number(view.latest, key)) is not None]
+    columns = max(1, min(3, inner // 24))
+    grid = Table.grid(padding=(0, 1), expand=True)
+    for _ in range(columns):
+        grid.add_column(no_wrap=True, min_width=LABEL)
+        grid.add_column(no_wrap=True, ratio=1)
+    for i in range(0, len(cells), columns):
+        line: list[RenderableType] = []
+        for name, value in cells[i : i + columns]:
+            line += [Text(name, style="dim"), Text(value, style="bold")]
+        grid.add_row(*line)
+    return [grid] if cells else []
+
+
+def _roles(statuses: Sequence[Status], room: int) -> RenderableType:
+    """A line a controller; when they do not fit, the last line counts the others by stage."""
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True, min_width=LABEL)
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, ratio=1)
+    shown = statuses if len(statuses) <= room else statuses[: room - 1]
+    for status in shown:
+        stage = Text.assemble(("● ", COLORS.get(status.stage, "white")), status.stage)
+        grid.add_row(Text(status.role, style="dim"), stage, Text(status.detail))
+    if hidden := statuses[len(shown) :]:
+        stages = ", ".join(f"{n} {stage}" for stage, n in Counter(s.stage for s in hidden).most_common())
+        grid.add_row(Text(f"+ {len(hidden)} more", style="dim"), Text(""), Text(stages, style="dim"))
+    return grid

@@ -1,0 +1,207 @@
+"""After a run: the reward curve and the table that says what came of it, both from metrics.jsonl alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gcore.observe.metrics import read_rows
+from gcore.observe.values import Row, count, duration, kind, number, stage_times, step_of
+
+SAMPLES = "batch/samples"  # samples a step trained on
+Ends = tuple[float, ...]  # first and last; only one when there is one
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Summary(name="run", steps=150, samples=9600, accuracy=(0.12, 0.81), reward=(0.1, 0.9), total_s=171.0, ...)"""
+
+    name: str
+    folder: Path
+    steps: int
+    samples: int | None
+    accuracy: Ends | None
+    reward: Ends | None
+    total_s: float
+    stages: dict[str, float]  # seconds by stage, over the run
+    tokens_per_s: float | None
+    peak_memory_gb: float | None
+    peak_rss_mb: float | None
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What there is to look at."""
+        named = {"reward curve": "reward.png", "timeline": "trace.json", "TensorBoard": "tensorboard"}
+        return {name: path for name, file in named.items() if (path := self.folder / file).exists()}
+
+
+def summarize(folder: Path) -> Summary:
+    rows = read_rows(folder)
+    rl = [row for row in rows if kind(row) != "warm_start"]
+    stages: dict[str, float] = {}
+    for row in rows:
+        times = {"warm start": _seconds(row)} if kind(row) == "warm_start" else stage_times(row)
+        for stage, seconds in times.items():
+            stages[stage] = stages.get(stage, 0.0) + seconds
+    samples = [n for row in rl if (n := number(row, SAMPLES)) is not None]
+    return Summary(
+        name=folder.resolve().name,
+        folder=folder,
+        steps=max((step_of(row) for row in rl), default=0),
+        samples=round(sum(samples)) if samples else None,
+        accuracy=_first_last(rl, "eval/accuracy"),
+        reward=_first_last(rl, "reward/mean"),
+        total_s=sum(_seconds(row) for row in rows),
+        stages={stage: seconds for stage, seconds in stages.items() if seconds > 0},
+        tokens_per_s=_tokens_per_s(rl),
+        peak_memory_gb=_peak(rl, "perf/peak_memory_gb"),
+        peak_rss_mb=_peak(rl, "controller/peak_rss_mb"),
+    )
+
+
+def summary(folder: Path) -> Any:
+    """A rich renderable; print it with a rich Console."""
+    from rich import box
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    from gcore.observe.live import StageTimes
+
+    facts = summarize(folder)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in _lines(facts, arrow="→"):
+        grid.add_row(name, Text(value, style="bold"))
+    parts: list[Any] = [grid]
+    if facts.stages:
+        parts += [Text(), StageTimes(facts.stages)]
+    links = Table.grid(padding=(0, 2))
+    links.add_column(style="dim", no_wrap=True)
+    links.add_column(overflow="fold")
+    for name, value in _places(facts):
+        links.add_row(name, value)
+    parts += [Text(), links]
+    title = Text.assemble(("G-Core", "bold cyan"), (" · ", "dim"), (facts.name, "bold"))
+    return Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, border_style="cyan", padding=(0, 1))
+
+
+def summary_text(folder: Path) -> str:
+    """The same for logs and pipes."""
+    facts = summarize(folder)
+    lines = _lines(facts, arrow="->")
+    if facts.stages:
+        by_length = sorted(facts.stages.items(), key=lambda item: -item[1])
+        lines.append(("time by stage", ", ".join(f"{stage} {duration(s)}" for stage, s in by_length)))
+    lines += _places(facts)
+    wide = max(len(name) for name, _ in lines)
+    return "\n".join([f"G-Core: {facts.name}", *(f"  {name:<{wide}}  {value}" for name, value in lines)])
+
+
+def plot_reward(folder: Path) -> Path | None:
+    """reward.png: each step's mean reward, its smoothed course, and held-out accuracy as dots. None without data."""
+    rewards: dict[int, float] = {}
+    evals: dict[int, float] = {}
+    for row in read_rows(folder):
+        for series, key in ((rewards, "reward/mean"), (evals, "eval/accuracy")):
+            if kind(row) != "warm_start" and (value := number(row, key)) is not None:
+                series[step_of(row)] = value
+    if not rewards and not evals:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display, and leaves the user's pyplot alone
+    axes: Any = figure.subplots()
+    if rewards:
+        steps, values = list(rewards), list(rewards.values())
+        axes.plot(steps, values, color="#7fb3d5", linewidth=0.9, alpha=0.8)
+        axes.plot(steps, smooth(values), color="#1f6f8b", linewidth=2.4, label="reward (training)")
+    if evals:
+        style = {"color": "#e07a3f", "markersize": 7, "markeredgecolor": "white", "markeredgewidth": 1.2}
+        axes.plot(list(evals), list(evals.values()), "o", label="accuracy (held out)", zorder=5, **style)
+        for step in (min(evals), max(evals)):
+            axes.annotate(
+                f"{evals[step]:.2f}", (step, evals[step]), xytext=(0, 9), textcoords="offset points", ha="center",
+                fontsize=9, color="#b4531f", zorder=6,
+                bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+            )  # fmt: skip
+    axes.set_title(folder.resolve().name, loc="left", fontsize=13, fontweight="bold", color="#222222")
+    axes.set_xlabel("step", color="#555555")
+    axes.tick_params(colors="#555555", length=0)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#cccccc")
+    axes.margins(x=0.03, y=0.1)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=9, labelcolor="#333333")
+    path = folder / "reward.png"
+    temp = path.with_name("reward.tmp.png")
+    figure.savefig(temp)
+    temp.replace(path)
+    return path
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Gaussian mean, about a thirtieth of the series wide; near the ends over what is there, so no end is pinned.
+
+    >>> smooth([0.5, 0.5, 0.5])
+    [0.5, 0.5, 0.5]
+    """
+    points, at = np.asarray(values, dtype=float), np.arange(len(values))
+    sigma = max(0.5, len(values) / 30)
+    weights = (np.exp(-0.5 * ((at - i) / sigma) ** 2) for i in at)  # a row at a time: runs can be long
+    return [float(w @ points / w.sum()) for w in weights]
+
+
+def _lines(facts: Summary, arrow: str) -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = []
+
+    def change(name: str, ends: Ends | None) -> None:
+        if ends is not None:
+            lines.append((name, f" {arrow} ".join(f"{value:.3f}" for value in ends)))
+
+    change("held-out accuracy", facts.accuracy)
+    change("reward", facts.reward)
+    trained = f", {facts.samples:,} samples trained" if facts.samples is not None else ""
+    lines.append(("steps", f"{facts.steps}{trained}"))
+    lines.append(("total time", duration(facts.total_s)))
+    if facts.tokens_per_s is not None:
+        lines.append(("tokens/s", count(facts.tokens_per_s)))
+    if facts.peak_memory_gb is not None:
+        lines.append(("peak memory", f"{facts.peak_memory_gb:.2f} GB"))
+    if facts.peak_rss_mb is not None:
+        lines.append(("controller memory", f"{facts.peak_rss_mb:.0f} MB"))
+    return lines
+
+
+def _places(facts: Summary) -> list[tuple[str, str]]:
+    return [("run", str(facts.folder)), *((name, str(path)) for name, path in facts.files.items())]
+
+
+def _first_last(rows: Sequence[Row], key: str) -> Ends | None:
+    values = [value for row in rows if (value := number(row, key)) is not None]
+    return (values[0], *values[1:][-1:]) if values else None
+
+
+def _peak(rows: Sequence[Row], key: str) -> float | None:
+    return max((value for row in rows if (value := number(row, key)) is not None), default=None)
+
+
+def _seconds(row: Row) -> float:
+    """A row's share of the run's time: its step, or its stages if it has none (an evaluation on its own)."""
+    return max(number(row, "timing_s/step") or 0.0, sum(stage_times(row).values()))
+
+
+def _tokens_per_s(rows: Sequence[Row]) -> float | None:
+    """Of the whole run: every second weighs the same, not every step."""
+    pairs = [(rate, _seconds(row) or 1.0) for row in rows if (rate := number(row, "perf/tokens_per_s")) is not None]
+    return sum(rate * s for rate, s in pairs) / sum(s for _, s in pairs) if pairs else None

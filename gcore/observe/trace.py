@@ -1,0 +1,172 @@
+"""Timelines: every role writes its spans, the driver merges them into one file for Perfetto (ui.perfetto.dev).
+
+    Tracer ──> trace/engine-0.jsonl, trace/controller-1.jsonl, ... ──merge_traces──> trace.json
+
+A role appends what it did and nothing else. Lanes are laid out at the merge, when every span has an end: overlapping
+spans (thousands of samples live at once in a controller) then never share a row, and no role pays for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gcore.observe.values import clean
+
+FLUSH_EVENTS = 1000
+FLUSH_SECONDS = 5.0  # so that a killed role leaves all but its last moments
+MAIN = "main"
+ORDER = ("driver", "controller", "engine", "trainer")
+Event = dict[str, Any]
+
+
+class Tracer:
+    """`with Tracer(folder, "controller-1").span("generation", step=3): ...`. With folder=None it does nothing."""
+
+    def __init__(self, folder: Path | None, role: str):
+        self._path = None if folder is None else folder / "trace" / f"{role.replace('/', '_')}.jsonl"
+        self._lines: list[str] = []
+        self._lock = threading.Lock()
+        self._flushed = time.monotonic()
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():  # from before a restart; its last line may be torn, and ours must not continue it
+                with self._path.open("a") as file:
+                    file.write("\n")
+
+    @contextmanager
+    def span(self, name: str, *, lane: str = MAIN, **args: Any) -> Iterator[None]:
+        """Safe in any thread or task; a span that ends by an exception names it."""
+        if self._path is None:
+            yield
+            return
+        start, tick = time.time_ns(), time.perf_counter_ns()
+        try:
+            yield
+        except BaseException as error:
+            args["error"] = type(error).__name__
+            raise
+        finally:
+            # The length comes from the monotonic clock: a clock being set must not bend it.
+            self._add(name, start, start + time.perf_counter_ns() - tick, lane, args)
+
+    def span_at(self, name: str, start_s: float, end_s: float, *, lane: str = MAIN, **args: Any) -> None:
+        """A span measured elsewhere, in seconds of time.time()."""
+        self._add(name, round(start_s * 1e9), round(end_s * 1e9), lane, args)
+
+    def instant(self, name: str, **args: Any) -> None:
+        self._add(name, time.time_ns(), None, MAIN, args)
+
+    def _add(self, name: str, start_ns: int, end_ns: int | None, lane: str, args: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        event: Event = {"name": name, "lane": lane, "start": start_ns // 1000}
+        if end_ns is not None:
+            event["end"] = max(start_ns, end_ns) // 1000
+        if args:
+            event["args"] = clean(args)
+        with self._lock:
+            self._lines.append(json.dumps(event))
+            due = len(self._lines) >= FLUSH_EVENTS or time.monotonic() - self._flushed > FLUSH_SECONDS
+        if due:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._path is None:
+            return
+        with self._lock:
+            lines, self._lines = self._lines, []
+            self._flushed = time.monotonic()
+            if lines:
+                with self._path.open("a") as file:
+                    file.write("\n".join(lines) + "\n")
+
+
+def merge_traces(folder: Path) -> Path | None:
+    """Write folder/trace.json in Chrome's format, a process a role; None when nothing was traced.
+
+    One role is in memory at a time; the files of the roles stay, so a resumed run adds to them.
+    """
+    paths = sorted((folder / "trace").glob("*.jsonl"), key=lambda path: _rank(path.stem))
+    earliest = min((event["start"] for path in paths for event in _read(path)), default=None)
+    if earliest is None:
+        return None
+    target = folder / "trace.json"
+    temp = target.with_name("trace.json.tmp")
+    with temp.open("w") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        separator = ""
+        for pid, path in enumerate(paths, start=1):
+            for event in _chrome(path.stem, pid, list(_read(path)), earliest):
+                file.write(separator + json.dumps(event))
+                separator = ",\n"
+        file.write("\n]}\n")
+    temp.replace(target)
+    return target
+
+
+def lowest_free_lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """For spans (start, end) ordered by start: the lowest lane that is free by then, from 0.
+
+    >>> lowest_free_lanes([(0, 10), (2, 4), (3, 8), (4, 6), (10, 12)])
+    [0, 1, 2, 1, 0]
+    """
+    lanes: list[int] = []
+    busy: list[tuple[int, int]] = []  # (end, lane)
+    free: list[int] = []
+    for start, end in spans:
+        while busy and busy[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        lane = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (end, lane))
+        lanes.append(lane)
+    return lanes
+
+
+def _chrome(role: str, pid: int, events: list[Event], earliest: int) -> Iterator[Event]:
+    def about(tid: int, what: str, **args: Any) -> Event:
+        return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
+
+    def happened(event: Event, tid: int, **fields: Any) -> Event:
+        ts = event["start"] - earliest
+        return {"pid": pid, "tid": tid, "name": event["name"], "ts": ts, **fields, "args": event.get("args", {})}
+
+    yield about(0, "process_name", name=role)
+    yield about(0, "process_sort_index", sort_index=pid)
+    yield from (happened(event, 0, ph="i", s="p") for event in events if "end" not in event)
+    spans = sorted((e for e in events if "end" in e), key=lambda e: (e["start"], -e["end"]))
+    tid = 1
+    for lane in sorted({e["lane"] for e in spans}, key=lambda lane: (lane != MAIN, lane)):
+        members = [e for e in spans if e["lane"] == lane]
+        rows = lowest_free_lanes([(e["start"], e["end"]) for e in members])
+        for row in range(max(rows) + 1):
+            yield about(tid + row, "thread_name", name=lane if row == 0 else f"{lane} {row + 1}")
+            yield about(tid + row, "thread_sort_index", sort_index=tid + row)
+        for event, row in zip(members, rows, strict=True):
+            yield happened(event, tid + row, ph="X", dur=event["end"] - event["start"])
+        tid += max(rows) + 1
+
+
+def _read(path: Path) -> Iterator[Event]:
+    """Events of a role; torn lines (a kill while writing) are passed over."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and event.keys() >= {"name", "lane", "start"}:
+                yield event
+
+
+def _rank(role: str) -> tuple[int, str, int]:
+    """Driver, controllers, engines, trainers, others; engine-10 after engine-2."""
+    name, digits = re.fullmatch(r"(.*?)-?(\d*)", role, re.DOTALL).groups()  # type: ignore[union-attr]
+    return (ORDER.index(name) if name in ORDER else len(ORDER), name, int(digits or 0))

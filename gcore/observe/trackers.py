@@ -1,0 +1,166 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, each imported only when asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gcore.types import UserError
+
+if TYPE_CHECKING:
+    from gcore.config.tree import Observe
+
+IDS = "trackers.json"  # ids of the remote runs, so that a resumed run goes on in the same one
+PARAMS_AT_ONCE = 100  # MLflow's limit on one request
+PARAM_LENGTH = 500  # and on one value, in its oldest servers still in use
+
+
+class Tracker(Protocol):
+    name: str
+
+    def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None: ...
+
+    def close(self, ok: bool) -> None: ...
+
+
+def check_trackers(observe: Observe) -> None:
+    """Refuse at start, not after the first step, when a tracker was asked for and is not installed."""
+    for name in ("tensorboard", "wandb", "mlflow"):
+        if getattr(observe, name) and not _installed(name):
+            raise UserError(
+                f"observe.{name}=true needs the package {name}, which is not installed: "
+                f"run `pip install {name}` or set observe.{name}=false"
+            )
+
+
+def open_trackers(
+    folder: Path, observe: Observe, run_name: str, config: dict[str, Any], last_step: int | None
+) -> list[Tracker]:
+    """`last_step` is the newest step on record when a run goes on, None for a new run."""
+    check_trackers(observe)
+    trackers: list[Tracker] = []
+    if observe.tensorboard:
+        trackers.append(TensorBoard(folder / "tensorboard", last_step))
+    if observe.wandb:
+        trackers.append(Wandb(folder, run_name, config))
+    if observe.mlflow:
+        trackers.append(MLflow(folder, run_name, config))
+    return trackers
+
+
+class TensorBoard:
+    """Event files by TensorBoard's own writer: torch's would bring torch into the driver."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, last_step: int | None):
+        self._folder = folder
+        self._writers: dict[bool, Any] = {}
+        writer = self._writer(warm_start=False)
+        if last_step is not None:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+            # Tells TensorBoard that points from this step on, in older files, were undone by the resume.
+            start = SessionLog(status=SessionLog.START)
+            writer.add_event(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
+
+    def _writer(self, warm_start: bool) -> Any:
+        """The warm start counts its own steps, so it is a run of its own beside the main one."""
+        if warm_start not in self._writers:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            folder = self._folder / "warm_start" if warm_start else self._folder
+            self._writers[warm_start] = EventFileWriter(str(folder))
+        return self._writers[warm_start]
+
+    def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        writer = self._writer(warm_start)
+        writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+        writer.flush()
+
+    def close(self, ok: bool) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+class Wandb:
+    """Our `step` is the x-axis, not W&B's own counter: that one refuses to go back after a resume."""
+
+    name = "W&B"
+
+    def __init__(self, folder: Path, run_name: str, config: dict[str, Any]):
+        import wandb
+
+        project, known = os.environ.get("WANDB_PROJECT", "gcore"), _known_id(folder, "wandb")
+        self._run: Any = wandb.init(
+            project=project, name=run_name, config=config, dir=str(folder), id=known, resume="allow"
+        )
+        _keep_id(folder, "wandb", self._run.id)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None:
+        self._run.log({"step": step, **scalars})
+
+    def close(self, ok: bool) -> None:
+        self._run.finish(exit_code=0 if ok else 1)
+
+
+class MLflow:
+    """Where to is MLflow's own business: MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
+
+    name = "MLflow"
+
+    def __init__(self, folder: Path, run_name: str, config: dict[str, Any]):
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        known = _known_id(folder, "mlflow")
+        run = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=run_name)
+        _keep_id(folder, "mlflow", run.info.run_id)
+        if known is None:  # parameters of an existing run cannot be changed
+            params = [(key, str(value)[:PARAM_LENGTH]) for key, value in _leaves(config)]
+            for i in range(0, len(params), PARAMS_AT_ONCE):
+                self._mlflow.log_params(dict(params[i : i + PARAMS_AT_ONCE]))
+
+    def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None:
+        self._mlflow.log_metrics(dict(scalars), step=step)
+
+    def close(self, ok: bool) -> None:
+        self._mlflow.end_run(status="FINISHED" if ok else "FAILED")
+
+
+def _installed(name: str) -> bool:
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return importlib.util.find_spec(name) is not None
+
+
+def _known_id(folder: Path, name: str) -> str | None:
+    path = folder / IDS
+    return json.loads(path.read_text()).get(name) if path.exists() else None
+
+
+def _keep_id(folder: Path, name: str, run_id: str) -> None:
+    path = folder / IDS
+    ids = json.loads(path.read_text()) if path.exists() else {}
+    temp = path.with_name(path.name + ".tmp")
+    temp.write_text(json.dumps({**ids, name: run_id}))
+    temp.replace(path)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

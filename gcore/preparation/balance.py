@@ -1,0 +1,105 @@
+"""Who trains on what: from the lengths of all samples to rows, micro-batches and ranks. Pure; the same everywhere.
+
+    metas (gathered, sorted) ──split──> mini-batches ──assign (cost)──> ranks ──pack──> rows ──> micro-batches
+
+Every controller calls `lay_out` on the same gathered metadata and so computes the same layout without a word more.
+Invariants (tests/unit/test_balance.py): every sample stands in exactly one row of one rank; no row is wider than its
+micro-batch; no micro-batch exceeds the token budget; all ranks have equally many micro-batches (they meet in
+collectives); the layout depends on neither the order of `metas` nor the number of controllers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+from gcore.preparation.workload import CostModel
+from gcore.types import MicroBatch, MiniBatch, SampleMeta, TrainBatch
+
+WIDTH_BLOCK = 8
+
+
+def lay_out(
+    metas: Sequence[SampleMeta],
+    *,
+    step: int,
+    num_ranks: int,
+    mini_batches: int,
+    max_tokens: int,
+    cost: CostModel,
+    objective: Literal["policy", "imitation"] = "policy",
+) -> list[TrainBatch]:
+    """One TrainBatch a rank."""
+    parts = split(sorted(metas, key=lambda meta: meta.key), mini_batches)
+    by_rank: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+    for part in parts:
+        num_actions, num_samples = sum(m.actions for m in part), len(part)
+        micro = [pack(share, max_tokens) for share in assign(part, num_ranks, cost)]
+        most = max(len(batches) for batches in micro)
+        for rank, batches in enumerate(micro):
+            padded = (*batches, *[MicroBatch((), WIDTH_BLOCK)] * (most - len(batches)))
+            by_rank[rank].append(MiniBatch(padded, num_actions, num_samples))
+    return [TrainBatch(step, tuple(batches), objective) for batches in by_rank]
+
+
+def split(metas: Sequence[SampleMeta], num_parts: int) -> list[list[SampleMeta]]:
+    """Into parts of whole prompts, as even as whole prompts allow; siblings stay together."""
+    prompts: dict[int, list[SampleMeta]] = {}
+    for meta in metas:
+        prompts.setdefault(meta.prompt_id, []).append(meta)
+    groups = list(prompts.values())
+    num_parts = min(num_parts, len(groups))
+    bounds = [len(groups) * i // num_parts for i in range(num_parts + 1)]
+    return [[m for g in groups[a:b] for m in g] for a, b in itertools.pairwise(bounds)]
+
+
+def assign(metas: Sequence[SampleMeta], num_ranks: int, cost: CostModel) -> list[list[SampleMeta]]:
+    """The dearest sample first, each to the rank with the least so far: at most 4/3 of the best possible maximum."""
+    shares: list[list[SampleMeta]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for meta in sorted(metas, key=lambda m: (-m.length, m.key)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(meta)
+        heapq.heappush(loads, (load + cost.of(meta.length), rank))
+    return shares
+
+
+def pack(metas: Sequence[SampleMeta], max_tokens: int) -> list[MicroBatch]:
+    """Longest first into rows as wide as the longest sample of the micro-batch; a row takes what still fits (best fit).
+
+    `metas` come longest first, so a micro-batch holds samples of like length and rows waste little.
+    """
+    batches: list[MicroBatch] = []
+    rows: list[list[SampleMeta]] = []
+    room: list[int] = []
+    width = 0
+
+    def close() -> None:
+        if rows:
+            batches.append(MicroBatch(tuple(tuple(m.key for m in row) for row in rows), width))
+            rows.clear()
+            room.clear()
+
+    for meta in metas:
+        fitting = [i for i, free in enumerate(room) if free >= meta.length]
+        if fitting:
+            row = min(fitting, key=lambda i: (room[i], i))
+            rows[row].append(meta)
+            room[row] -= meta.length
+            continue
+        if rows and (len(rows) + 1) * width > max_tokens:
+            close()
+        if not rows:
+            width = min(-(-meta.length // WIDTH_BLOCK) * WIDTH_BLOCK, max(max_tokens, meta.length))
+        rows.append([meta])
+        room.append(width - meta.length)
+    close()
+    return batches
+
+
+def imbalance(shares: Sequence[Sequence[SampleMeta]], cost: CostModel) -> float:
+    """Largest load over mean load: 1.0 is perfect."""
+    loads = [sum(cost.of(m.length) for m in share) for share in shares]
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0

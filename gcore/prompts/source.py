@@ -1,0 +1,147 @@
+"""Rows -> prompts, in one global order.
+
+    rows ──measure (each controller a part)──> kept ──PromptSource.at(cursor)──> Prompt
+
+The order is a function of (seed, epoch, kept rows) alone: a cursor means the same prompt to every controller, however
+many there are, and after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gcore.config.tree import Data, Dataset
+from gcore.prompts.rows import answer_of, prompt_column, prompt_of
+from gcore.types import Ints, Message, Prompt, UserError
+
+Row = Mapping[str, Any]
+
+
+class Templater:
+    """A row -> messages -> text -> tokens, for one of the datasets of `data`."""
+
+    def __init__(self, tokenizer: Any, data: Data, split: Literal["train", "eval"] = "train"):
+        spec = data.train if split == "train" else data.eval
+        if spec is None:
+            raise UserError("data.eval: not set; expected a dataset of held-out prompts")
+        self.tokenizer = tokenizer
+        self.spec: Dataset = spec
+        self.key = f"data.{split}"
+        self.system_prompt = data.system_prompt
+        self._alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
+
+    def messages(self, row: Row) -> tuple[Message, ...]:
+        """A string becomes the user's message, after the system prompt; messages stay as they are."""
+        prompt = prompt_of(row, self.spec, self.key)
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
+        return (*system, {"role": "user", "content": prompt})
+
+    def render(self, row: Row) -> tuple[tuple[Message, ...], str, Ints]:
+        """Messages, templated text, and the tokens of exactly that text (the template wrote its special tokens)."""
+        from jinja2 import TemplateError
+
+        messages = self.messages(row)
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError) as error:  # a role it does not know, content that is not text, ...
+            raise UserError(
+                f"{self.key}: the chat template refuses the messages of roles {[m['role'] for m in messages]}: "
+                f"{' '.join(str(error).split())} (change model.chat_template or data.system_prompt)"
+            ) from None
+        return messages, text, self._tokens(text, [m.get("content") for m in messages])
+
+    def demonstration(self, row: Row) -> Ints:
+        """What the policy should have said: the reference answer, then eos."""
+        answer = answer_of(row, self.spec)
+        if answer is None:
+            raise UserError(f"{self.key}: no answer to demonstrate in this row (set {self.key}.answer_column)")
+        tokens = self._tokens(str(answer), [str(answer)])
+        return np.append(tokens, np.int32(self.tokenizer.eos_token_id))
+
+    def prompt(self, row: Row, index: int, cursor: int) -> Prompt:
+        """The row as a Prompt. `columns["prompt"]` is the prompt as the dataset has it: rewards are given that form."""
+        messages, text, tokens = self.render(row)
+        column = prompt_column(row, self.spec, self.key)
+        columns = {name: value for name, value in row.items() if name != column}
+        columns["prompt"] = prompt_of(row, self.spec, self.key)
+        answer = answer_of(row, self.spec)
+        if answer is not None:
+            columns["answer"] = answer
+        return Prompt(id=cursor, row=index, messages=messages, text=text, tokens_P=tokens, columns=columns)
+
+    def _tokens(self, text: str, contents: Sequence[Any]) -> Ints:
+        if self._alphabet:  # of a built model: a character it lacks would become <unk> in silence
+            missing = {c for content in contents if isinstance(content, str) for c in content} - self._alphabet
+            if missing:
+                lacks = "".join(sorted(missing))
+                raise UserError(f"{self.key}: no token for the characters {lacks!r} (add them to model.build.alphabet)")
+        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measured(kept=[0, 2, 3], too_long=[1]): rows of the dataset, ascending"""
+
+    kept: list[int]
+    too_long: list[int]
+
+
+def measure(rows: Sequence[Row], templater: Templater, max_length: int, part: int = 0, parts: int = 1) -> Measured:
+    """Which rows fit in `max_length` tokens after the template. Controllers share the work: i % parts == part."""
+    measured = Measured([], [])
+    for index in range(part, len(rows), parts):
+        try:
+            _, _, tokens = templater.render(rows[index])
+        except UserError as error:
+            raise UserError(f"row {index}: {error}") from None
+        (measured.kept if len(tokens) <= max_length else measured.too_long).append(index)
+    return measured
+
+
+class PromptSource:
+    """The endless global order of prompts: `at(cursor)`, where each epoch visits every kept row once."""
+
+    def __init__(self, rows: Sequence[Row], kept: Iterable[int], templater: Templater, seed: int, shuffle: bool = True):
+        self.kept = np.unique(np.asarray(list(kept), dtype=np.int64))  # sorted: parts may have come in any order
+        if not len(self.kept):
+            raise UserError(
+                f"{templater.key}: none of the {len(rows)} prompts fits (raise data.max_prompt_length, "
+                f"or see {templater.key}.prompt_column)"
+            )
+        self.rows, self.templater, self.seed, self.shuffle = rows, templater, seed, shuffle
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}  # of the last two epochs: requests straddle their border
+
+    def __len__(self) -> int:
+        """Prompts in an epoch."""
+        return len(self.kept)
+
+    def at(self, cursor: int) -> Prompt:
+        index = self.row(cursor)
+        return self.templater.prompt(self.rows[index], index, cursor)
+
+    def demonstration(self, cursor: int) -> Ints:
+        return self.templater.demonstration(self.rows[self.row(cursor)])
+
+    def row(self, cursor: int) -> int:
+        """The row of the dataset at a place in the global order."""
+        if cursor < 0:
+            raise ValueError(f"cursor: expected 0 or more, got {cursor}")
+        epoch, place = divmod(cursor, len(self.kept))
+        return int(self.kept[self._order(epoch)[place]]) if self.shuffle else int(self.kept[place])
+
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Ranks of raw Philox numbers, not Generator.permutation: numpy may change the latter between releases."""
+        if epoch not in self._orders:
+            key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
+            raw = np.random.Philox(key=key).random_raw(len(self.kept))
+            while len(self._orders) >= 2:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = np.argsort(raw, kind="stable")
+        return self._orders[epoch]

@@ -1,0 +1,179 @@
+"""Tasks that need no file: built-in arithmetic, and the generators of the package reasoning_gym."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from gcore.types import UserError
+
+Row = dict[str, Any]
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+ARITHMETIC: Row = {"operations": ["+"], "min": 0, "max": 99, "split": "train", "eval_size": 500, "seed": 0}
+MOST_TRAIN = 2**18  # problems drawn for training when operands are large; a million pairs and more are not enumerated
+GYM_SIZE = 1000
+GYM_EVAL_SEED = 10**9  # reasoning_gym seeds row i with seed + i: nearby seeds would share rows
+# scorers that hand the answer to eval, themselves or through sympy; the reward function refuses the same ones
+EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry|metadata)")
+
+
+def make_task(
+    name: str, args: Mapping[str, Any], size: int | None = None, seed: int = 0, key: str = "data.train"
+) -> Sequence[Row]:
+    """Rows of a task, the same for the same arguments. `args["seed"]`, where given, stands above `seed`."""
+    if name == "arithmetic":
+        return _arithmetic({"seed": seed, **args}, size, key)
+    package, _, task = name.partition("/")
+    if package == "reasoning_gym" and task:
+        return _reasoning_gym(task, {"seed": seed, **args}, size, key)
+    raise UserError(f"{key}.task: unknown task {name!r}; expected arithmetic or reasoning_gym/NAME")
+
+
+class _Arithmetic(Sequence[Row]):
+    """Problem number -> row: numbers run over operations, then left and right operands."""
+
+    def __init__(self, problems: Sequence[int], operations: Sequence[str], low: int, high: int):
+        self.problems, self.operations, self.low, self.span = problems, operations, low, high - low + 1
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        rest, right = divmod(int(self.problems[index]), self.span)
+        sign, left = divmod(rest, self.span)
+        a, b, name = left + self.low, right + self.low, self.operations[sign]
+        return {"prompt": f"{a}{name}{b}=", "answer": str(OPERATIONS[name](a, b))}
+
+
+def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
+    """{"prompt": "27+58=", "answer": "85"}. One draw orders the problems; its head is held out, train is the rest.
+
+    Disjoint as long as both splits are asked for with the same other arguments."""
+    for name in given:
+        if name not in ARITHMETIC:
+            raise UserError(f"{key}.args.{name}: arithmetic has no such argument{_nearest(name, ARITHMETIC)}")
+    args = ARITHMETIC | dict(given)
+    for name in ("min", "max", "eval_size", "seed"):
+        if not isinstance(args[name], int) or isinstance(args[name], bool):
+            raise UserError(f"{key}.args.{name}: expected a whole number, got {args[name]!r}")
+    operations, low, high, held_out = args["operations"], args["min"], args["max"], args["eval_size"]
+    if (
+        not isinstance(operations, list | tuple)
+        or not operations
+        or any(o not in tuple(OPERATIONS) for o in operations)
+    ):
+        raise UserError(f"{key}.args.operations: expected a list of {', '.join(OPERATIONS)}, got {operations!r}")
+    if len(set(operations)) < len(operations):
+        raise UserError(f"{key}.args.operations: expected each operation once, got {operations!r}")
+    if low > high:
+        raise UserError(f"{key}.args.min: expected at most max={high}, got {low}")
+    split = _split(args, key)
+    num_problems = len(operations) * (high - low + 1) ** 2
+    if not 0 <= held_out < num_problems:
+        raise UserError(
+            f"{key}.args.eval_size: expected less than the {num_problems} problems there are, got {held_out}"
+        )
+    if num_problems >= 2**62:
+        raise UserError(f"{key}.args.max: {high} makes more problems than can be numbered; expected less")
+    random = np.random.default_rng([args["seed"] % 2**64, num_problems])
+    order = random.choice(num_problems, size=min(num_problems, held_out + MOST_TRAIN), replace=False)
+    problems = order[:held_out] if split == "eval" else order[held_out:]
+    return _Arithmetic(problems[:size], tuple(operations), low, high)
+
+
+class _Gym(Sequence[Row]):
+    """Rows of a reasoning_gym dataset, generated when asked for."""
+
+    def __init__(self, task: str, dataset: Any, args: Row):
+        self.task, self.dataset, self.args_json = task, dataset, json.dumps(args, sort_keys=True)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        entry = self.dataset[index]
+        return {
+            "prompt": entry["question"],
+            "answer": entry["answer"],
+            "task": self.task,
+            "task_args": self.args_json,
+            "entry_json": json.dumps(_tag(entry)),
+        }
+
+
+def _reasoning_gym(task: str, given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
+    """The scorer needs the whole entry and, for a few tasks, the arguments it was made with: both go into the row."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise UserError(
+            f"{key}.task: reasoning_gym/{task} needs the package reasoning_gym: pip install 'gcore-rl[reasoning-gym]'"
+        ) from None
+    if task not in DATASETS:
+        raise UserError(f"{key}.task: reasoning_gym has no task {task!r}{_nearest(task, DATASETS)}")
+    kind, settings = DATASETS[task]
+    args = {name: value for name, value in given.items() if name not in ("split", "allow_eval")}
+    if EVALUATES.search(inspect.getsource(kind.score_answer)) and given.get("allow_eval") is not True:
+        raise UserError(
+            f"{key}.task: the scorer of reasoning_gym/{task} runs the model's answer as Python code, unconfined; "
+            f"choose another task, or set {key}.args.allow_eval=true"
+        )
+    fields = settings.__dataclass_fields__
+    for name in args:
+        if name not in fields:
+            raise UserError(f"{key}.args.{name}: reasoning_gym/{task} has no such argument{_nearest(name, fields)}")
+    if _split(given, key) == "eval":
+        args["seed"] += GYM_EVAL_SEED
+    args["size"] = size or args.get("size", GYM_SIZE)
+    try:
+        dataset = reasoning_gym.create_dataset(task, **args)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"{key}.args: reasoning_gym/{task} refuses {args}: {error}") from None
+    return _Gym(task, dataset, {k: v for k, v in given.items() if k not in ("split", "seed", "size")})
+
+
+def _tag(value: Any) -> Any:
+    """JSON has lists and text keys alone; scorers compare tuples. Undone by the reward function `reasoning_gym`."""
+    if isinstance(value, tuple):
+        return {"$tuple": [_tag(item) for item in value]}
+    if isinstance(value, list):
+        return [_tag(item) for item in value]
+    if isinstance(value, Mapping):
+        if all(isinstance(name, str) for name in value):
+            return {name: _tag(item) for name, item in value.items()}
+        return {"$items": [[_tag(name), _tag(item)] for name, item in value.items()]}
+    return value
+
+
+def _split(args: Mapping[str, Any], key: str) -> str:
+    split = args.get("split", "train")
+    if split not in ("train", "eval"):
+        raise UserError(f"{key}.args.split: expected train or eval, got {split!r}")
+    return str(split)
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else f"; expected one of {', '.join(known)}"

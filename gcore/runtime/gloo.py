@@ -1,0 +1,70 @@
+"""Collectives among controller processes: torch.distributed over gloo, off the event loop, with names for time-outs."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from gcore.protocols import Rendezvous
+
+TIMEOUT_S = 1800.0
+
+
+def join(rendezvous: Rendezvous, backend: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Set up this process's default group. One process alone needs no network."""
+    timeout = timedelta(seconds=timeout_s)
+    if rendezvous.address is None:
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{rendezvous.address}",
+        rank=rendezvous.rank,
+        world_size=rendezvous.size,
+        timeout=timeout,
+    )
+
+
+class GlooGroup:
+    """Implements protocols.Group. Each rank notes in the store where it is, so a time-out can name the missing."""
+
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float = TIMEOUT_S) -> None:
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="collective")
+        self._round = 0
+        self._timeout_s = timeout_s
+        self._pool.submit(join, rendezvous, "gloo", timeout_s).result()
+        self._store: Store = dist.distributed_c10d._get_default_store()
+
+    async def all_gather(self, name: str, value: Any) -> list[Any]:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._all_gather, name, value)
+
+    def _all_gather(self, name: str, value: Any) -> list[Any]:
+        self._round += 1
+        self._store.set(f"at/{self.rank}", f"{self._round} {name}")
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"collective {name!r} failed after up to {self._timeout_s:.0f} s: {self._missing(name)}"
+            ) from error
+        return values
+
+    def _missing(self, name: str) -> str:
+        try:
+            places = [self._store.get(f"at/{rank}").decode().split(" ", 1) for rank in range(self.size)]
+        except RuntimeError:
+            return "the group's store is gone (controller-0 died?)"
+        behind = [
+            f"controller-{r} (last seen at {at!r})"
+            for r, (number, at) in enumerate(places)
+            if int(number) < self._round
+        ]
+        return "missing " + ", ".join(behind) if behind else "all had arrived; a connection broke"

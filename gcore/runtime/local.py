@@ -1,0 +1,93 @@
+"""Everything in one process: roles are objects on one event loop, controllers are tasks. For debuggers and fast tests.
+
+The same program as under Ray, with direct calls for RPC: a breakpoint anywhere stops the whole run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gcore.protocols import Rendezvous, RoleError
+from gcore.types import UserError
+
+
+class LocalHandle:
+    def __init__(self, name: str, role: Any) -> None:
+        self.name, self.role = name, role
+
+    def submit(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self.call(method, *args))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        values = [await arg if isinstance(arg, asyncio.Future) else arg for arg in args]
+        try:
+            return await getattr(self.role, method)(*values)
+        except (RoleError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            raise RoleError(self.name, message, traceback.format_exc(), isinstance(error, UserError)) from error
+
+
+class LocalRuntime:
+    def __init__(self) -> None:
+        self._roles: list[Any] = []
+
+    async def start_group(
+        self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
+    ) -> list[LocalHandle]:
+        hub = Hub(len(args))
+        handles = []
+        for rank, arguments in enumerate(args):
+            name = f"{kind}-{rank}"
+            try:
+                role = factory(*arguments, Rendezvous(rank, len(args), None, hub))
+            except Exception as error:
+                message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                raise RoleError(name, message, traceback.format_exc(), isinstance(error, UserError)) from error
+            self._roles.append(role)
+            handles.append(LocalHandle(name, role))
+        return handles
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    def stop(self) -> None:
+        for role in reversed(self._roles):
+            close = getattr(role, "close", None)
+            if close:
+                close()
+        self._roles.clear()
+
+
+class Hub:
+    """Where the controllers of one process meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._rounds: dict[int, tuple[dict[int, Any], asyncio.Event]] = {}
+
+    async def exchange(self, number: int, rank: int, value: Any) -> list[Any]:
+        values, full = self._rounds.setdefault(number, ({}, asyncio.Event()))
+        values[rank] = value
+        if len(values) == self.size:
+            self._rounds.pop(number)
+            full.set()
+        await full.wait()
+        return [values[r] for r in range(self.size)]
+
+
+class LocalGroup:
+    """Implements protocols.Group among tasks of one event loop."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self._hub: Hub = rendezvous.hub
+        self._round = 0
+
+    async def all_gather(self, name: str, value: Any) -> list[Any]:
+        self._round += 1
+        return await self._hub.exchange(self._round, self.rank, value)

@@ -1,0 +1,244 @@
+"""Every role in a process of its own, as Ray actors: one machine, or a cluster named by RAY_ADDRESS.
+
+An actor is a thin host: it builds the role in its process and forwards calls to it. What a role raises comes back as
+RoleError with the role's name and first traceback; what dies comes back as RoleDied. A private cluster listens on
+loopback only and ends with the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+
+from gcore.protocols import Rendezvous, RoleDied, RoleError
+from gcore.types import UserError
+
+LOOPBACK = "127.0.0.1"
+
+
+class Process:
+    """The host of one role. Runs as a Ray actor."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.role: Any = None
+
+    async def address(self) -> tuple[str, str]:
+        """(host:port) that is free here, and this node's address."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}", host
+
+    async def build(self, factory: Callable[..., Any], args: tuple[Any, ...], rendezvous: Rendezvous) -> int:
+        import ray
+
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
+        if ray.util.get_node_ip_address() == LOOPBACK:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+        try:
+            self.role = await asyncio.to_thread(factory, *args, rendezvous)
+        except Exception as error:
+            raise self._wrap(error) from None
+        return os.getpid()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        try:
+            return await getattr(self.role, method)(*args)
+        except (RoleError, RoleDied, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise self._wrap(error) from None
+
+    def _wrap(self, error: Exception) -> RoleError:
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, RoleError):
+            return cause
+        message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return RoleError(self.name, message, traceback.format_exc(), isinstance(error, UserError))
+
+    async def until_gone(self) -> None:
+        await asyncio.Event().wait()
+
+
+class RayHandle:
+    """A role in another process. Travels to other processes as it is."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name, self._actor = name, actor
+
+    def submit(self, method: str, *args: Any) -> Any:
+        return self._actor.call.remote(method, *args)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await translate(self.name, self.submit(method, *args))
+
+
+async def translate(name: str, ref: Any) -> Any:
+    """Await a reference; Ray's exceptions become ours."""
+    from ray import exceptions
+
+    try:
+        return await ref
+    except exceptions.RayActorError as error:
+        raise RoleDied(name, _first_lines(str(error))) from None
+    except exceptions.RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, RoleError | RoleDied):
+            raise cause from None
+        raise RoleError(name, _first_lines(str(cause or error)), str(error)) from None
+
+
+class RayRuntime:
+    """Implements protocols.Runtime."""
+
+    def __init__(self, object_store_mb: int, gpus: int = 0) -> None:
+        import ray
+
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._owns_cluster = not os.environ.get("RAY_ADDRESS")
+        own: dict[str, Any] = {
+            "address": "local",
+            "object_store_memory": object_store_mb * 2**20,
+            "include_dashboard": False,
+            "_node_ip_address": LOOPBACK,
+            "num_cpus": os.cpu_count(),
+        }
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **(own if self._owns_cluster else {}))
+        self._actors: dict[str, Any] = {}
+        self._pids: dict[str, int] = {}
+        self._memory: dict[str, float] = {}
+        self._daemons = {p.pid: p for p in _descendants() if p.name().startswith(("gcs_server", "raylet"))}
+        self._seen: dict[int, psutil.Process] = {}
+        self._bundles = self._reserve(gpus)
+
+    def _reserve(self, gpus: int) -> Any:
+        """One bundle a GPU: the trainer rank and the engine of that number share it."""
+        if not gpus:
+            return None
+        from ray.util import placement_group
+
+        group = placement_group([{"GPU": 1, "CPU": 1}] * gpus)
+        if not group.wait(timeout_seconds=60):
+            raise UserError(f"the Ray cluster could not give {gpus} GPUs within 60 s (key: placement.trainer.ranks)")
+        return group
+
+    async def start_group(
+        self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
+    ) -> list[RayHandle]:
+        import ray
+
+        names = [f"{kind}-{rank}" for rank in range(len(args))]
+        for rank, name in enumerate(names):
+            options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "max_restarts": 0}
+            if self._bundles is not None and kind != "controller":
+                from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+                bundle = rank % self._bundles.bundle_count
+                options |= {
+                    "num_gpus": 0.45,
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(self._bundles, bundle),
+                }
+            self._actors[name] = ray.remote(Process).options(**options).remote(name)
+        actors = [self._actors[name] for name in names]
+        address, _ = await translate(names[0], actors[0].address.remote())
+        builds = [
+            translate(name, actor.build.remote(factory, arguments, Rendezvous(rank, len(args), address, None)))
+            for rank, (name, actor, arguments) in enumerate(zip(names, actors, args, strict=True))
+        ]
+        pids = await asyncio.gather(*builds)
+        self._pids |= dict(zip(names, pids, strict=True))
+        return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
+
+    async def watch(self) -> None:
+        gone = [asyncio.ensure_future(self._until_gone(name, actor)) for name, actor in self._actors.items()]
+        daemons = asyncio.ensure_future(self._watch_daemons())
+        try:
+            done, _ = await asyncio.wait([*gone, daemons], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in [*gone, daemons]:
+                task.cancel()
+
+    async def _until_gone(self, name: str, actor: Any) -> None:
+        try:
+            await translate(name, actor.until_gone.remote())
+        except RoleDied:
+            memory = self._memory.get(name, 0.0)
+            free = psutil.virtual_memory().available / 2**20
+            raise RoleDied(
+                name,
+                f"process {self._pids.get(name)} is gone (killed, crashed, or out of memory: it held "
+                f"{memory:.0f} MB when last seen; {free:.0f} MB are free on this machine)",
+            ) from None
+
+    async def _watch_daemons(self) -> None:
+        while True:
+            for process in self._daemons.values():
+                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                    raise RoleDied("ray", f"its process {process.pid} is gone; nothing can be called any more")
+            if self._owns_cluster:
+                self._seen |= {p.pid: p for p in _descendants()}
+                for name, pid in self._pids.items():
+                    with contextlib.suppress(psutil.Error, KeyError):
+                        self._memory[name] = self._seen[pid].memory_info().rss / 2**20
+            await asyncio.sleep(0.5)
+
+    def stop(self) -> None:
+        """Actors first, then the cluster, then whatever of ours still runs."""
+        import ray
+
+        if self._owns_cluster:
+            self._seen |= {p.pid: p for p in _descendants()}
+        for process in self._seen.values():  # the roles themselves: at once, whatever they are in the middle of
+            if process.pid in self._pids.values():
+                _kill(process)
+        self._actors.clear()
+        alive = all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self._daemons.values())
+        if alive:
+            ray.shutdown()
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline and any(_alive(p) for p in self._seen.values()):
+            time.sleep(0.05)
+        for process in self._seen.values():
+            _kill(process)
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.kill()
+
+
+def _loopback_interface() -> str:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == LOOPBACK for a in addresses):
+            return name
+    return "lo"
+
+
+def _first_lines(text: str) -> str:
+    return " ".join(text.split())[:400]

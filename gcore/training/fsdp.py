@@ -1,0 +1,279 @@
+"""The FSDP2 trainer: one object a rank.
+
+    push (samples by key, from every controller) ──> prepare (old and reference logprobs) ──> update ──> weights
+
+All arithmetic runs in one thread of its own, so that the rank answers while it computes. Loss denominators come with
+the batch and are global; FSDP averages gradients over ranks, so the loss is scaled by their number: the gradient is
+that of one process holding the whole batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from gcore.config.tree import Config
+from gcore.observe.trace import Tracer
+from gcore.training import losses, state
+from gcore.training.micro import Packed, to_tensors
+from gcore.training.policy import Policy
+from gcore.training.schedule import learning_rate
+from gcore.types import MiniBatch, Sample, TrainBatch
+
+T = TypeVar("T")
+
+
+class FsdpTrainer:
+    """Implements protocols.Trainer. The process group is set up before (see controller/build.py)."""
+
+    def __init__(
+        self,
+        config: Config,
+        make_network: Callable[[], Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        threads: int,
+        tracer: Tracer,
+    ) -> None:
+        self._config, self._device, self._tracer = config, device, tracer
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._make_network, self._dtype = make_network, dtype
+        self._samples: dict[tuple[int, int], Sample] = {}
+        self._old: dict[tuple[int, int], Tensor] = {}
+        self._ref: dict[tuple[int, int], Tensor] = {}
+        self._reference: Policy | None = None
+        self.updates = 0  # optimizer steps since `begin`; drives the schedule
+        self._bad_in_a_row = 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._pool.submit(self._set_up, threads).result()
+
+    def _set_up(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._mesh = init_device_mesh(self._device.type, (self._world,))
+        self._policy = self._shard(self._make_network())
+        self._optimizer = self._new_optimizer()
+
+    def _shard(self, network: Any) -> Policy:
+        policy = Policy(network, self._config.generation.temperature).train()
+        if self._config.training.activation_checkpointing:
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        mixed = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        if self._dtype == torch.float32:
+            mixed = MixedPrecisionPolicy()
+        for layer in network.get_decoder().layers:
+            fully_shard(layer, mesh=self._mesh, mp_policy=mixed)
+        fully_shard(policy, mesh=self._mesh, mp_policy=mixed)
+        return policy
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        training = self._config.training
+        return torch.optim.AdamW(
+            self._policy.parameters(),
+            lr=training.lr,
+            betas=training.betas,
+            eps=training.eps,
+            weight_decay=training.weight_decay,
+        )
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    # ---- protocol -------------------------------------------------------------------------------------------------
+
+    async def info(self) -> dict[str, float]:
+        network = self._policy.network
+        return {
+            "num_parameters": float(sum(p.numel() for p in network.parameters())),
+            "hidden_size": float(network.config.hidden_size),
+        }
+
+    async def push(self, source: int, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            assert sample.key not in self._samples, f"sample {sample.key} pushed twice (now by controller {source})"
+            self._samples[sample.key] = sample
+
+    async def begin(self) -> None:
+        """The policy as it is now is where reinforcement learning starts: reference of the KL, fresh optimizer."""
+        await self._in_thread(self._begin)
+
+    async def prepare(self, batch: TrainBatch) -> dict[str, float]:
+        return await self._in_thread(self._prepare, batch)
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
+        return await self._in_thread(self._update, batch)
+
+    async def weights(self) -> dict[str, Any]:
+        return await self._in_thread(state.gather_weights, self._policy.network)
+
+    async def save(self, folder: str) -> None:
+        await self._in_thread(self._save, Path(folder))
+
+    async def load(self, folder: str) -> None:
+        await self._in_thread(self._load, Path(folder))
+
+    # ---- the compute thread ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._optimizer = self._new_optimizer()
+        self.updates = self._bad_in_a_row = 0
+        if self._config.algorithm.kl_coef > 0:
+            self._make_reference(state.gather_weights(self._policy.network, everywhere=True))
+
+    def _make_reference(self, weights: Mapping[str, Any]) -> None:
+        network = self._make_network()
+        network.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()}, strict=False)
+        self._reference = self._shard(network)
+        self._reference.requires_grad_(False).eval()
+
+    def _forward(self, policy: Policy, packed: Packed) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = policy(
+            packed.tokens_RW, packed.positions_RW, packed.mask_R1WW, packed.select_S, packed.targets_S
+        )
+        return result
+
+    @torch.no_grad()
+    def _prepare(self, batch: TrainBatch) -> dict[str, float]:
+        """Old logprobs matter only when the policy moves between the rollout and the last mini-batch of the step."""
+        wanted: list[tuple[Policy, dict[tuple[int, int], Tensor]]] = []
+        if len(batch.mini_batches) > 1 and batch.objective == "policy":
+            wanted.append((self._policy, self._old))
+        if self._reference is not None and batch.objective == "policy":
+            wanted.append((self._reference, self._ref))
+        if not wanted:
+            return {}
+        with self._tracer.span("logprobs", step=batch.step):
+            for mini in batch.mini_batches:
+                for micro in mini.micro_batches:
+                    packed = to_tensors(micro, self._samples, self._device)
+                    for policy, store in wanted:
+                        logprobs_S, _ = self._forward(policy, packed)
+                        for i, key in enumerate(packed.keys):
+                            store[key] = logprobs_S[packed.sample_S == i]
+        return {}
+
+    def _update(self, batch: TrainBatch) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        with self._tracer.span("update", step=batch.step):
+            for mini in batch.mini_batches:
+                for name, value in self._mini_batch(batch, mini).items():
+                    totals[name] = totals.get(name, 0.0) + value
+        self._samples.clear()
+        self._old.clear()
+        self._ref.clear()
+        return totals
+
+    def _mini_batch(self, batch: TrainBatch, mini: MiniBatch) -> dict[str, float]:
+        sums: dict[str, Any] = {}
+        for number, micro in enumerate(mini.micro_batches, start=1):
+            packed = to_tensors(micro, self._samples, self._device)
+            cast(FSDPModule, self._policy).set_requires_gradient_sync(number == len(mini.micro_batches))
+            logprobs_S, entropy_S = self._forward(self._policy, packed)
+            loss, parts = self._loss(batch, mini, packed, logprobs_S, entropy_S)
+            (loss * self._world).backward()
+            for name, value in parts.items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double()
+        result = {name: float(value) for name, value in sums.items()}
+        return {**result, **self._optimizer_step(batch)}
+
+    def _loss(
+        self, batch: TrainBatch, mini: MiniBatch, packed: Packed, logprobs_S: Tensor, entropy_S: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        algorithm = self._config.algorithm
+        num_local = len(packed.keys)
+        weights_S = losses.weights(
+            packed.loss_mask_S,
+            packed.sample_S,
+            num_local,
+            aggregation=algorithm.loss_aggregation if batch.objective == "policy" else "token_mean",
+            num_actions=mini.num_actions,
+            num_samples=mini.num_samples,
+            max_response_length=self._config.generation.max_response_length,
+        )
+        if batch.objective == "imitation":
+            loss = -(logprobs_S * weights_S).sum()
+            return loss, {"loss": loss}
+        old_S = self._stored(self._old, packed)
+        before_S = logprobs_S.detach() if old_S is None else old_S
+        steps = losses.Steps(logprobs_S, before_S, packed.advantages_S, packed.loss_mask_S, packed.sample_S, num_local)
+        loss_S, clipped_S = losses.POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
+        pg_loss = (loss_S * weights_S).sum()
+        loss = pg_loss - algorithm.entropy_coef * (entropy_S * weights_S).sum()
+        mask_S = packed.loss_mask_S
+        parts = {
+            "pg_loss": pg_loss,
+            "entropy": (entropy_S * mask_S).sum(),
+            "clipped": (clipped_S * mask_S).sum(),
+            "approx_kl": ((before_S - logprobs_S) * mask_S).sum(),
+            "logprob_diff": ((before_S - packed.rollout_logprobs_S).abs() * mask_S).sum(),
+            "actions": mask_S.sum(),
+        }
+        ref_S = self._stored(self._ref, packed)
+        if ref_S is not None:
+            kl_S = losses.kl_penalty(logprobs_S, ref_S)
+            loss = loss + algorithm.kl_coef * (kl_S * weights_S).sum()
+            parts["kl"] = (kl_S * mask_S).sum()
+        return loss, {"loss": loss, **parts}
+
+    def _stored(self, store: dict[tuple[int, int], Tensor], packed: Packed) -> Tensor | None:
+        if not store:
+            return None
+        if packed.is_padding:
+            return torch.zeros(1, device=self._device)
+        return torch.cat([store[key] for key in packed.keys])
+
+    def _optimizer_step(self, batch: TrainBatch) -> dict[str, float]:
+        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.training.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        lr = self._learning_rate(batch)
+        finite = math.isfinite(grad_norm)
+        if finite:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        self._bad_in_a_row = 0 if finite else self._bad_in_a_row + 1
+        if self._bad_in_a_row >= self._config.training.max_bad_updates:
+            raise FloatingPointError(
+                f"{self._bad_in_a_row} updates in a row had NaN or infinite gradients (step {batch.step}); "
+                "lower training.lr, or raise training.max_bad_updates to skip more"
+            )
+        return {"grad_norm": grad_norm if finite else 0.0, "lr": lr, "updates": 1.0, "skipped": float(not finite)}
+
+    def _learning_rate(self, batch: TrainBatch) -> float:
+        training = self._config.training
+        if batch.objective == "imitation":
+            assert training.warm_start is not None
+            steps = training.warm_start.steps
+            return learning_rate(self.updates, peak=training.warm_start.lr, total=steps, warmup=max(1, steps // 10))
+        total = self._config.run.steps * self._config.algorithm.mini_batches
+        return learning_rate(
+            self.updates,
+            peak=training.lr,
+            total=total,
+            warmup=training.warmup_steps,
+            schedule=training.schedule,
+            min_ratio=training.min_lr_ratio,
+        )
+
+    def _save(self, folder: Path) -> None:
+        with self._tracer.span("save"):
+            state.save(folder, self._policy.network, self._optimizer, self.updates)
+            if self._reference is not None:
+                state.save_weights(folder / "reference.safetensors", self._reference.network)
+
+    def _load(self, folder: Path) -> None:
+        self.updates = state.load(folder, self._policy.network, self._optimizer)
+        if self._config.algorithm.kl_coef > 0:
+            self._make_reference(state.read_weights(folder / "reference.safetensors"))

@@ -1,0 +1,109 @@
+"""Policy losses. Pure functions over the steps of a packed micro-batch; nothing here knows about ranks or devices.
+
+`_S` runs over all response steps of the micro-batch, sample after sample. A loss gives one number a step; `weights`
+says how much each step counts, with *global* denominators, so that the sum over micro-batches and ranks is the loss
+of one process that holds the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gcore.config.tree import Algorithm
+
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What a policy loss sees. `sample_S` numbers the sample each step belongs to; `mask_S` is 1.0 where it counts."""
+
+    logprobs_S: Tensor
+    old_logprobs_S: Tensor
+    advantages_S: Tensor
+    mask_S: Tensor
+    sample_S: Tensor
+    num_samples: int
+
+
+def ppo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate, -min(r A, clip(r) A), with separate ranges below and above, and dual clip where asked for.
+
+    Returns the loss and, for the log, which steps the clip decided.
+    """
+    ratio = _log_ratio(steps).exp()
+    return _clipped(ratio, steps.advantages_S, algorithm)
+
+
+def gspo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """The same surrogate with one ratio a sample: the geometric mean of its steps' ratios (GSPO)."""
+    log_ratio = _log_ratio(steps)
+    mean = _sample_mean(log_ratio, steps)[steps.sample_S]
+    # the value is the sample's ratio; the gradient flows through each step's own logprob
+    ratio = (mean.detach() + steps.logprobs_S - steps.logprobs_S.detach()).exp()
+    return _clipped(ratio, steps.advantages_S, algorithm)
+
+
+def cispo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """REINFORCE weighted by the clipped ratio, which itself carries no gradient: no step loses its gradient (CISPO)."""
+    ratio = _log_ratio(steps).exp().detach()
+    clipped = ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
+    return -clipped * steps.advantages_S * steps.logprobs_S, clipped != ratio
+
+
+PolicyLoss = Callable[[Steps, Algorithm], tuple[Tensor, Tensor]]
+POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
+
+
+def kl_penalty(logprobs_S: Tensor, ref_logprobs_S: Tensor) -> Tensor:
+    """Schulman's k3 estimate of KL(policy || reference): never negative, unbiased, low variance."""
+    difference = (ref_logprobs_S - logprobs_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return difference.exp() - difference - 1
+
+
+def weights(
+    steps_mask_S: Tensor,
+    sample_S: Tensor,
+    num_local: int,
+    *,
+    aggregation: str,
+    num_actions: int,
+    num_samples: int,
+    max_response_length: int,
+) -> Tensor:
+    """How much each step's loss counts. The denominators are those of the global mini-batch."""
+    match aggregation:
+        case "token_mean":
+            return steps_mask_S / max(num_actions, 1)
+        case "sequence_mean":
+            lengths = torch.zeros(num_local, device=sample_S.device).index_add_(0, sample_S, steps_mask_S)
+            return steps_mask_S / lengths.clamp(min=1)[sample_S] / max(num_samples, 1)
+        case "fixed_length":
+            return steps_mask_S / (max(num_samples, 1) * max_response_length)
+        case _:
+            raise AssertionError(aggregation)
+
+
+def _log_ratio(steps: Steps) -> Tensor:
+    return (steps.logprobs_S - steps.old_logprobs_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _sample_mean(values_S: Tensor, steps: Steps) -> Tensor:
+    zeros = torch.zeros(steps.num_samples, device=values_S.device, dtype=values_S.dtype)
+    total = zeros.index_add(0, steps.sample_S, values_S * steps.mask_S)
+    count = zeros.index_add(0, steps.sample_S, steps.mask_S)
+    return total / count.clamp(min=1)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high) * advantages
+    loss = torch.maximum(plain, clipped)
+    if algorithm.clip_ratio_dual is not None:
+        bound = -algorithm.clip_ratio_dual * advantages
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return loss, clipped > plain

@@ -1,0 +1,92 @@
+"""A packed micro-batch as tensors.
+
+Each row holds whole samples one after another. Positions restart at every sample and attention stays inside it, so a
+packed row computes exactly what its samples would alone. Logits are wanted only where a response step is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcore.types import MicroBatch, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """R rows of W tokens; S response steps in all. `select_S` are flat positions whose logits predict `targets_S`."""
+
+    tokens_RW: Tensor
+    positions_RW: Tensor
+    mask_R1WW: Tensor | None  # None: one sample a row, plain causal attention
+    select_S: Tensor
+    targets_S: Tensor
+    loss_mask_S: Tensor
+    advantages_S: Tensor
+    rollout_logprobs_S: Tensor
+    sample_S: Tensor
+    keys: tuple[tuple[int, int], ...]  # samples in the order of sample_S
+    is_padding: bool = False  # this rank had nothing left; it only keeps the others company in collectives
+
+
+def to_tensors(batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], device: torch.device) -> Packed:
+    num_rows, width = max(len(batch.rows), 1), batch.width
+    tokens = np.zeros((num_rows, width), np.int64)
+    positions = np.zeros((num_rows, width), np.int64)
+    segments = np.full((num_rows, width), -1, np.int64)
+    select, ordered = [], []
+    for r, row in enumerate(batch.rows):
+        start = 0
+        for i, key in enumerate(row):
+            sample = samples[key]
+            length, first = len(sample.tokens_T), len(sample.tokens_T) - sample.num_steps
+            tokens[r, start : start + length] = sample.tokens_T
+            positions[r, start : start + length] = np.arange(length)
+            segments[r, start : start + length] = i
+            select.append(r * width + start + np.arange(first - 1, length - 1))
+            ordered.append(sample)
+            start += length
+    if not ordered:
+        return _padding(tokens, positions, device)
+    segment_RW = torch.from_numpy(segments)
+    mask = None
+    if any(len(row) > 1 for row in batch.rows):
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        mask = ((segment_RW[:, :, None] == segment_RW[:, None, :]) & causal)[:, None].to(device)
+
+    def steps(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(device=device, dtype=dtype)
+
+    return Packed(
+        tokens_RW=torch.from_numpy(tokens).to(device),
+        positions_RW=torch.from_numpy(positions).to(device),
+        mask_R1WW=mask,
+        select_S=steps(select, torch.int64),
+        targets_S=steps([s.tokens_T[len(s.tokens_T) - s.num_steps :] for s in ordered], torch.int64),
+        loss_mask_S=steps([s.mask_S for s in ordered], torch.float32),
+        advantages_S=steps([s.advantages_S for s in ordered], torch.float32),
+        rollout_logprobs_S=steps([s.rollout_logprobs_S for s in ordered], torch.float32),
+        sample_S=steps([np.full(s.num_steps, i) for i, s in enumerate(ordered)], torch.int64),
+        keys=tuple(s.key for s in ordered),
+    )
+
+
+def _padding(tokens: np.ndarray, positions: np.ndarray, device: torch.device) -> Packed:
+    zero, index = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    return Packed(
+        torch.from_numpy(tokens).to(device),
+        torch.from_numpy(positions).to(device),
+        None,
+        index,
+        index,
+        zero,
+        zero,
+        zero,
+        index,
+        ((-1, -1),),
+        is_padding=True,
+    )

@@ -1,0 +1,46 @@
+"""The network a trainer rank trains: tokens in, logprobs and entropies of the wanted steps out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks
+
+
+class Policy(nn.Module):
+    """A causal language model whose logits are computed only where a step is predicted."""
+
+    def __init__(self, network: Any, temperature: float) -> None:
+        super().__init__()
+        self.network = network
+        self.temperature = temperature if temperature > 0 else 1.0
+
+    def forward(
+        self, tokens_RW: Tensor, positions_RW: Tensor, mask: Tensor | None, select_S: Tensor, targets_S: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self.network.get_decoder()(
+            input_ids=tokens_RW,
+            position_ids=None if mask is None else positions_RW,
+            attention_mask=mask,
+            use_cache=False,
+        ).last_hidden_state
+        hidden_SD = hidden.flatten(0, 1)[select_S]
+        head = self.network.get_output_embeddings()
+        chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+        if len(hidden_SD) <= chunk:
+            return self._score(hidden_SD, targets_S)
+        parts = [
+            checkpoint(self._score, h, t, use_reentrant=False)
+            for h, t in zip(hidden_SD.split(chunk), targets_S.split(chunk), strict=True)
+        ]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _score(self, hidden_SD: Tensor, targets_S: Tensor) -> tuple[Tensor, Tensor]:
+        logits_SV = self.network.get_output_embeddings()(hidden_SD).float() / self.temperature
+        logprobs_SV = torch.log_softmax(logits_SV, -1)
+        chosen_S = logprobs_SV.gather(-1, targets_S[:, None])[:, 0]
+        return chosen_S, -(logprobs_SV.exp() * logprobs_SV).sum(-1)

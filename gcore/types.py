@@ -1,0 +1,157 @@
+"""What flows through G-Core: one frozen type per stage.
+
+    Prompt ──generation──> Rollout ──rewarding──> Scored ──preparation──> Sample ──pack──> TrainBatch
+
+Names end in the shape they have: `_S` runs over *steps* (a token, or one denoising step), the unit of decision;
+`_P` runs over prompt tokens; `_T` over the whole sequence (`_P` followed by `_S`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+Message = dict[str, Any]
+Finish = Literal["stop", "length", "abort"]
+
+
+class UserError(ValueError):
+    """Something the user can change. Shown as one line: what, got, expected, and the key to change."""
+
+
+class RewardError(RuntimeError):
+    """A reward could not be had. The group is dropped and counted; it never becomes a zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Prompt(id=70, row=6, messages=({"role": "user", "content": "27+58="},), tokens_P=[1, 6, ...], columns={...})"""
+
+    id: int  # position in the run's global order: unique over epochs, and the key of the sampling noise
+    row: int  # row of the dataset
+    messages: tuple[Message, ...]
+    text: str  # after the chat template
+    tokens_P: Ints
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns, handed to rewards
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """SamplingParams(max_tokens=8, temperature=1.0)"""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    stop_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an engine is asked: continue these tokens. Request(tokens_P=[1, 6, 11], params=..., noise_key=2**63 + 5)"""
+
+    tokens_P: Ints
+    params: SamplingParams
+    noise_key: int  # 64 bits from (seed, prompt id, sibling): see generation/noise.py
+    position: int = 0  # steps this sample took before this request (multi-turn), so that noise never repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine answers. Completion(tokens_S=[12, 9, 2], logprobs_S=[-.1, -.7, -.0], version=3, finish="stop")"""
+
+    tokens_S: Ints
+    logprobs_S: Floats  # of the sampled tokens, under the distribution they were sampled from (temperature applied)
+    version: int  # of the policy weights
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One finished sample of a prompt. Rollout(prompt=Prompt(id=70, ...), sibling=3, tokens_S=[12, 9, 2], text="85")"""
+
+    prompt: Prompt
+    sibling: int
+    tokens_S: Ints
+    logprobs_S: Floats
+    mask_S: Bools  # True where the policy decided; False for tokens of tools or feedback
+    text: str
+    version: int
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Scored(rollout=Rollout(...), reward=1.0, parts={"exact": 1.0})"""
+
+    rollout: Rollout
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a trainer rank trains on. Sample(prompt_id=70, sibling=3, tokens_T=[1, 6, 12, 2], advantages_S=[.9, .9])"""
+
+    prompt_id: int
+    sibling: int
+    tokens_T: Ints
+    mask_S: Bools
+    rollout_logprobs_S: Floats
+    advantages_S: Floats
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.prompt_id, self.sibling)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.mask_S)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleMeta:
+    """The part of a sample that crosses collectives. SampleMeta(prompt_id=70, sibling=3, length=9, actions=3)"""
+
+    prompt_id: int
+    sibling: int
+    length: int  # of tokens_T
+    actions: int  # steps that count in the loss
+    digest: bytes = b""  # of the sampled tokens, for samples_digest
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.prompt_id, self.sibling)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of packed samples: rows[i] lists the keys that stand one after another in row i, `width` tokens wide."""
+
+    rows: tuple[tuple[tuple[int, int], ...], ...]
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One optimizer step of one rank. The denominators are global: the same on every rank, whatever the split."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_actions: int  # loss steps in the whole mini-batch, over all ranks
+    num_samples: int  # samples in the whole mini-batch, over all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """All that one trainer rank does in one training step, by key; the arrays were pushed to it before."""
+
+    step: int
+    mini_batches: tuple[MiniBatch, ...]
+    objective: Literal["policy", "imitation"] = "policy"

@@ -1,0 +1,78 @@
+"""A run small enough for a test: a 30k-parameter model that adds one-digit numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+RECIPE: dict[str, Any] = {
+    "run": {"name": "tiny", "steps": 5, "seed": 3},
+    "model": {
+        "build": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "layers": 2,
+            "heads": 2,
+            "kv_heads": 1,
+            "max_length": 24,
+            "alphabet": "0123456789+=",
+        }
+    },
+    "data": {
+        "train": {"task": "arithmetic", "args": {"min": 0, "max": 9, "operations": ["+"], "eval_size": 20}},
+        "eval": {
+            "task": "arithmetic",
+            "args": {"min": 0, "max": 9, "operations": ["+"], "eval_size": 20, "split": "eval"},
+        },
+        "max_prompt_length": 12,
+    },
+    "generation": {"max_response_length": 8},
+    "rewards": {"functions": [{"name": "exact", "path": "gcore.rewarding.rules:exact_answer"}]},
+    "sampling": {"prompts_per_step": 12, "samples_per_prompt": 4},
+    "training": {"lr": 3e-3, "warm_start": {"steps": 6, "batch_size": 24, "lr": 1e-2}},
+    "placement": {"trainer": {"threads": 1}},
+    "observe": {"progress": "plain"},
+}
+UNTIMED = ("timing_s/", "perf/", "controller/")
+
+
+def write_recipe(folder: Path, **top: Any) -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, **top, "run": {**RECIPE["run"], "dir": str(folder / "runs")}}))
+    return path
+
+
+def gcore(*args: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gcore.cli", *args], capture_output=True, text=True, timeout=timeout, env=environment()
+    )
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+
+
+def train(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+    """Run and return the rows of metrics."""
+    done = gcore("train", str(write_recipe(folder)), f"run.name={name}", *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return rows(folder / "runs" / name)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in found if "samples_digest" in row]
+
+
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal between equal runs: everything but clocks and memory."""
+    return {k: v for k, v in row.items() if not k.startswith(UNTIMED)}

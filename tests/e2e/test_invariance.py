@@ -1,0 +1,55 @@
+"""Invariants 1 and 2: what a run computes does not depend on how many processes compute it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.helpers import steps, train, untimed
+
+
+def assert_same_run(found, expected, tolerance=1e-5):
+    assert len(found) == len(expected) == 5
+    assert len({row["samples_digest"] for row in expected}) == 5  # the runs do sample
+    for a, b in zip(found, expected, strict=True):
+        assert a["samples_digest"] == b["samples_digest"], a["step"]
+        assert a["actor/loss"] == pytest.approx(b["actor/loss"], abs=tolerance), a["step"]
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], abs=1e-4), a["step"]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return steps(train(tmp_path_factory.mktemp("one"), "one", "runtime=local", "controllers=1"))
+
+
+@pytest.mark.parametrize("controllers", [2, 4])
+def test_controllers_in_one_process(tmp_path, one, controllers):
+    found = steps(train(tmp_path, "many", "runtime=local", f"controllers={controllers}"))
+    assert_same_run(found, one)
+    assert [untimed(row) for row in found] == [untimed(row) for row in one]  # to the last bit
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("controllers=1", "placement.policy.replicas=1"),
+        ("controllers=2", "placement.policy.replicas=2"),
+        ("controllers=4", "placement.policy.replicas=2"),
+        ("controllers=2", "placement.policy.replicas=1", "placement.trainer.ranks=2"),
+    ],
+)
+def test_processes_under_ray(tmp_path, one, overrides):
+    assert_same_run(steps(train(tmp_path, "ray", *overrides)), one)
+
+
+def test_mini_batches_and_kl(tmp_path):
+    """The same with old and reference logprobs in play, and an estimator that needs sums over all controllers."""
+    extra = (
+        "runtime=local",
+        "algorithm.mini_batches=3",
+        "algorithm.kl_coef=0.1",
+        "algorithm.adv_estimator=reinforce_pp",
+    )
+    a = steps(train(tmp_path, "a", *extra, "controllers=1"))
+    b = steps(train(tmp_path, "b", *extra, "controllers=3"))
+    assert_same_run(b, a)
+    assert a[-1]["actor/kl"] > 0 and a[0]["actor/clip_frac"] >= 0

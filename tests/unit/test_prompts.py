@@ -1,0 +1,427 @@
+"""Prompts: tokenizer checks, datasets of three conventions, tasks, and an order that no number of readers changes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gcore.config.tree import BuildModel, Data, Dataset, Model
+from gcore.prompts import (
+    PromptSource,
+    Templater,
+    answer_of,
+    build_char_tokenizer,
+    load_rows,
+    load_tokenizer,
+    make_task,
+    measure,
+    prompt_of,
+)
+from gcore.types import UserError
+
+ALPHABET = BuildModel().alphabet
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_char_tokenizer(ALPHABET)
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def data_for(**dataset) -> Data:
+    return Data(train=Dataset(**dataset))
+
+
+def write_jsonl(path: Path, rows: list) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_importing_the_room_imports_no_torch():
+    code = (
+        "import sys, gcore.prompts, gcore.rewarding; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- tokenizer
+
+
+def test_char_tokenizer_is_one_token_a_character(tokenizer):
+    ids = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *ALPHABET])}
+    assert tokenizer.get_vocab() == ids
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "27+58="}], tokenize=False, add_generation_prompt=True
+    )
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokens == [ids[c] for c in ["<bos>", "2", "7", "+", "5", "8", "="]]
+    assert tokenizer.decode([ids[c] for c in "a b"] + [ids["<eos>"]], skip_special_tokens=True) == "a b"
+    assert tokenizer("2é", add_special_tokens=False)["input_ids"] == [ids["2"], ids["<unk>"]]
+
+
+def test_char_tokenizer_survives_saving(tokenizer, saved):
+    again = load_tokenizer(Model(path=str(saved)))
+    text = "<bos>12 + (3)=<eos>"
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert again(text, add_special_tokens=False)["input_ids"] == tokens
+    assert again.decode(tokens) == text
+    assert again.chat_template == tokenizer.chat_template
+
+
+def test_alphabet_with_a_repeated_character():
+    with pytest.raises(UserError, match=r"model\.build\.alphabet.*'1' twice"):
+        build_char_tokenizer("0121")
+
+
+def edited(saved: Path, folder: Path, remove: str) -> str:
+    """A copy of the tokenizer without one of its parts."""
+    shutil.copytree(saved, folder)
+    if remove == "chat_template":
+        (folder / "chat_template.jinja").unlink()
+    else:
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != remove}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        ("pad_token", r"model\.path: .*no pad token .*pad_token in its tokenizer_config\.json.*model\.tokenizer"),
+        ("eos_token", r"model\.path: .*no eos token .*model\.tokenizer"),
+        ("chat_template", r"model\.path: .*no chat template .*model\.chat_template"),
+    ],
+)
+def test_incomplete_tokenizers_are_named(saved, tmp_path, remove, message):
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(Model(path=edited(saved, tmp_path / "t", remove)))
+
+
+def test_missing_and_broken_tokenizers(tmp_path):
+    with pytest.raises(UserError, match=r"model\.path: no such folder"):
+        load_tokenizer(Model(path=str(tmp_path / "none")))
+    with pytest.raises(UserError, match=r"model\.tokenizer: no such folder"):
+        load_tokenizer(Model(path=str(tmp_path), tokenizer=str(tmp_path / "none")))
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen2"}'
+    )  # transformers would make an empty tokenizer of this
+    with pytest.raises(UserError, match=r"model\.path: no tokenizer in .*model\.tokenizer"):
+        load_tokenizer(Model(path=str(tmp_path)))
+    (tmp_path / "tokenizer.json").write_text("{bad")
+    with pytest.raises(UserError, match=r"model\.path: .*does not load") as caught:
+        load_tokenizer(Model(path=str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_chat_template_from_text_and_file(saved, tmp_path):
+    text = "{% for m in messages %}<bos>{{ m['content'] }}?{% endfor %}"
+    file = tmp_path / "t.jinja"
+    file.write_text(text)
+    for value in (text, str(file)):
+        tokenizer = load_tokenizer(
+            Model(path=edited(saved, tmp_path / f"t{len(value)}", "chat_template"), chat_template=value)
+        )
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False) == "<bos>1?"
+    with pytest.raises(UserError, match=r"model\.chat_template: no such file: gone\.jinja"):
+        load_tokenizer(Model(build=BuildModel(), chat_template="gone.jinja"))
+    with pytest.raises(UserError, match=r"model\.chat_template: does not render"):
+        load_tokenizer(Model(build=BuildModel(), chat_template="{% for m in messages %}"))
+
+
+# --- rows
+
+TRL = {"prompt": "1+1=", "answer": "2", "level": 3}
+CHAT = {"prompt": [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}], "solution": "2"}
+VERL = {
+    "data_source": "math",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7},
+}
+OPENRLHF = {"input": "1+1=", "label": "2"}
+
+
+@pytest.mark.parametrize("row", [TRL, CHAT, VERL, OPENRLHF], ids=["trl", "chat", "verl", "openrlhf"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+def test_conventions_in_every_format(row, kind, tmp_path):
+    rows = [row, {**row, "n": None}] if kind == "jsonl" else [row, row]
+    path = str(tmp_path / f"d.{kind}")
+    match kind:
+        case "jsonl":
+            write_jsonl(Path(path), rows)
+        case "parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        case "folder":
+            import datasets
+
+            datasets.Dataset.from_list(rows).save_to_disk(path)
+    spec = Dataset(path=path)
+    loaded = load_rows(spec)
+    assert len(loaded) == 2
+    assert loaded[0] == row
+    assert prompt_of(loaded[1], spec) == (row.get("prompt") or row["input"])
+    assert answer_of(loaded[1], spec) == "2"
+    assert len(load_rows(Dataset(path=path, size=1))) == 1
+    with pytest.raises(IndexError):
+        loaded[2]
+
+
+def test_null_fields_of_messages_are_left_out():
+    spec = Dataset(path="x")
+    messages = [{"role": "user", "content": "hi", "tool_calls": None}]
+    assert prompt_of({"prompt": messages}, spec) == [{"role": "user", "content": "hi"}]
+
+
+def test_columns_chosen_by_name(tmp_path):
+    rows = [{"prompt": "no", "q": "yes", "meta": {"a": {"b": 5}}}]
+    spec = Dataset(path=write_jsonl(tmp_path / "d.jsonl", rows), prompt_column="q", answer_column="meta.a.b")
+    row = load_rows(spec)[0]
+    assert (prompt_of(row, spec), answer_of(row, spec)) == ("yes", 5)
+    assert answer_of({"prompt": "a"}, Dataset(path="x")) is None
+    assert answer_of({"answer": 0}, Dataset(path="x")) == 0
+
+
+def test_jsonl_blank_lines_and_no_last_newline(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "é"}\n\n{"prompt": "b"}')
+    assert list(load_rows(Dataset(path=str(path)))) == [{"prompt": "é"}, {"prompt": "b"}]
+
+
+def test_bad_datasets_are_named(tmp_path):
+    def load(path, text=None, key="data.train", **keys):
+        if text is not None:
+            (tmp_path / path).write_text(text)
+        return load_rows(Dataset(path=str(tmp_path / path), **keys), key)
+
+    with pytest.raises(UserError, match=r"data\.train\.path: .*a\.jsonl, line 3: not JSON"):
+        load("a.jsonl", '{"prompt": "1"}\n\n{"prompt": \n')
+    with pytest.raises(UserError, match=r"a\.jsonl, line 1: expected an object, got \[1\]"):
+        load("a.jsonl", "[1]\n")
+    with pytest.raises(
+        UserError, match=r"data\.eval: no prompt column: .*got text, title \(set data\.eval\.prompt_column\)"
+    ):
+        load("a.jsonl", '{"title": "1", "text": "2"}\n', key="data.eval")
+    with pytest.raises(UserError, match=r"data\.train: no prompt column: expected 'q', got prompt"):
+        load("a.jsonl", '{"prompt": "1"}\n', prompt_column="q")
+    with pytest.raises(UserError, match=r"data\.train\.answer_column: no column 'gold'; the dataset has prompt"):
+        load("a.jsonl", '{"prompt": "1"}\n', answer_column="gold")
+    with pytest.raises(UserError, match=r"data\.train: no rows"):
+        load("a.jsonl", "\n")
+    with pytest.raises(UserError, match=r"data\.train\.path: no such file"):
+        load("gone.jsonl")
+    with pytest.raises(UserError, match=r"ends in '\.csv'; expected \.jsonl"):
+        load("a.csv", "prompt\n")
+    with pytest.raises(UserError, match="not a readable parquet file"):
+        load("a.parquet", "prompt\n")
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(UserError, match="is not a dataset folder"):
+        load("plain")
+
+
+def test_splits_of_a_dataset_folder(tmp_path):
+    import datasets
+
+    made = datasets.Dataset.from_list([{"prompt": "a"}])
+    datasets.DatasetDict(train=made, test=made.map(lambda _: {"prompt": "b"})).save_to_disk(tmp_path / "both")
+    datasets.DatasetDict(test=made, dev=made).save_to_disk(tmp_path / "other")
+    assert load_rows(Dataset(path=str(tmp_path / "both")))[0] == {"prompt": "a"}
+    assert load_rows(Dataset(path=str(tmp_path / "both" / "test")), "data.eval")[0] == {"prompt": "b"}
+    with pytest.raises(UserError, match=r"has the splits test, dev; .*set data\.train\.path to .*other/SPLIT"):
+        load_rows(Dataset(path=str(tmp_path / "other")))
+    with pytest.raises(UserError, match=r"data\.eval\.path: .*splits train, test"):  # never the train split in silence
+        load_rows(Dataset(path=str(tmp_path / "both")), "data.eval")
+
+
+@pytest.mark.parametrize("prompt", [5, [], [{"content": "x"}], ["x"], [{"role": "assistant", "content": "x"}]])
+def test_prompts_that_are_none(prompt):
+    with pytest.raises(UserError, match="column 'prompt'"):
+        prompt_of({"prompt": prompt}, Dataset(path="x"))
+
+
+# --- tasks
+
+
+def test_arithmetic_splits_are_disjoint_complete_and_seeded():
+    args = {"operations": ["+", "-", "*"], "min": 3, "max": 12, "eval_size": 40}
+    train = make_task("arithmetic", args)
+    held_out = make_task("arithmetic", {**args, "split": "eval"})
+    every = {f"{a}{o}{b}=": str(eval(f"{a}{o}{b}")) for a in range(3, 13) for b in range(3, 13) for o in "+-*"}
+    assert (len(train), len(held_out)) == (260, 40)
+    assert {r["prompt"]: r["answer"] for r in [*train, *held_out]} == every  # 300 different prompts: nothing in both
+    assert list(make_task("arithmetic", args)) == list(train)
+    assert list(make_task("arithmetic", args, seed=1)) != list(train)
+    assert list(make_task("arithmetic", {**args, "seed": 1})) == list(make_task("arithmetic", args, seed=1))
+    assert list(make_task("arithmetic", args, 10)) == list(train)[:10]
+
+
+def test_arithmetic_too_large_to_enumerate():
+    args = {"max": 10**8, "eval_size": 1000}
+    train, held_out = make_task("arithmetic", args, 5000), make_task("arithmetic", {**args, "split": "eval"})
+    assert (len(train), len(held_out)) == (5000, 1000)
+    assert not {r["prompt"] for r in train} & {r["prompt"] for r in held_out}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("arithmetik", {}, r"data\.train\.task: unknown task 'arithmetik'; expected arithmetic or"),
+        ("arithmetic", {"operation": ["+"]}, r"data\.train\.args\.operation: .*did you mean operations\?"),
+        ("arithmetic", {"operations": ["/"]}, r"args\.operations: expected a list of \+, -, \*, got \['/'\]"),
+        ("arithmetic", {"operations": "+-"}, r"args\.operations: expected a list"),
+        ("arithmetic", {"min": 5, "max": 4}, r"args\.min: expected at most max=4, got 5"),
+        ("arithmetic", {"max": 9.5}, r"args\.max: expected a whole number, got 9\.5"),
+        (
+            "arithmetic",
+            {"max": 1, "eval_size": 4},
+            r"args\.eval_size: expected less than the 4 problems there are, got 4",
+        ),
+        ("arithmetic", {"split": "test"}, r"args\.split: expected train or eval, got 'test'"),
+    ],
+)
+def test_bad_task_arguments(name, args, message):
+    with pytest.raises(UserError, match=message):
+        make_task(name, args)
+
+
+def test_reasoning_gym_rows():
+    pytest.importorskip("reasoning_gym")
+    train = make_task("reasoning_gym/chain_sum", {"seed": 4}, size=3)
+    assert len(train) == 3
+    assert list(train) == list(make_task("reasoning_gym/chain_sum", {}, size=3, seed=4))
+    assert set(train[0]) == {"prompt", "answer", "task", "task_args", "entry_json"}
+    entry = json.loads(train[0]["entry_json"])
+    assert (entry["question"], entry["answer"]) == (train[0]["prompt"], train[0]["answer"])
+    assert entry["metadata"]["difficulty"]["num_terms"] == {
+        "$tuple": [2, 6]
+    }  # JSON has no tuples; scorers compare them
+    held_out = make_task("reasoning_gym/chain_sum", {"seed": 4, "split": "eval"}, size=3)
+    assert not {r["prompt"] for r in train} & {r["prompt"] for r in held_out}
+
+
+def test_reasoning_gym_refusals(monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(UserError, match=r"no task 'chain_sums'; did you mean chain_sum\?"):
+        make_task("reasoning_gym/chain_sums", {})
+    with pytest.raises(UserError, match=r"args\.min_term: .*did you mean min_terms\?"):
+        make_task("reasoning_gym/chain_sum", {"min_term": 2})
+    with pytest.raises(UserError, match=r"args: reasoning_gym/chain_sum refuses"):
+        make_task("reasoning_gym/chain_sum", {"min_terms": -2})
+    with pytest.raises(UserError, match=r"runs the model's answer as Python code.*data\.eval\.args\.allow_eval=true"):
+        make_task("reasoning_gym/countdown", {}, key="data.eval")
+    assert len(make_task("reasoning_gym/countdown", {"allow_eval": True}, 2)) == 2
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match=r"pip install 'gcore-rl\[reasoning-gym\]'"):
+        make_task("reasoning_gym/chain_sum", {})
+
+
+# --- templater, measure, source
+
+
+def test_render_text_and_tokens_agree(tokenizer):
+    data = Data(train=Dataset(path="x"), system_prompt="sum: ")
+    messages, text, tokens = Templater(tokenizer, data).render(TRL)
+    assert messages == ({"role": "system", "content": "sum: "}, {"role": "user", "content": "1+1="})
+    assert text == "<bos>sum: 1+1="
+    assert tokens.dtype == np.int32
+    assert tokenizer.decode(tokens) == text
+    assert len(tokens) == 10  # one bos, from the template alone
+    assert Templater(tokenizer, data).messages(CHAT) == tuple(CHAT["prompt"])  # messages get no system prompt
+
+
+def test_demonstration_is_answer_and_eos(tokenizer):
+    tokens = Templater(tokenizer, data_for(path="x")).demonstration({"prompt": "9+3=", "answer": 12})
+    assert tokens.dtype == np.int32
+    assert tokenizer.convert_ids_to_tokens(tokens) == ["1", "2", "<eos>"]
+    with pytest.raises(UserError, match=r"data\.train\.answer_column"):
+        Templater(tokenizer, data_for(path="x")).demonstration({"prompt": "9+3="})
+
+
+def test_characters_without_a_token(tokenizer):
+    with pytest.raises(
+        UserError, match=r"row 1: data\.train: no token for the characters 'QZ' .*model\.build\.alphabet"
+    ):
+        measure([{"prompt": "1"}, {"prompt": "ZQ1"}], Templater(tokenizer, data_for(path="x")), 9)
+
+
+def test_template_that_refuses_a_role(tokenizer):
+    strict = build_char_tokenizer(ALPHABET)
+    strict.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(UserError, match=r"refuses the messages .*no system role \(change model\.chat_template"):
+        Templater(strict, data_for(path="x")).render(TRL)
+
+
+def rows_of_lengths(lengths):
+    return [{"prompt": "1" * n, "answer": str(n)} for n in lengths]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
+def test_parts_of_a_measure_make_the_whole_and_the_same_order(tokenizer, parts):
+    rows = rows_of_lengths(np.random.default_rng(0).integers(1, 12, 40).tolist())
+    templater = Templater(tokenizer, data_for(path="x"))
+    whole = measure(rows, templater, 8)
+    assert whole.kept == [i for i, r in enumerate(rows) if len(r["prompt"]) + 1 <= 8]
+    assert whole.too_long == [i for i in range(40) if i not in whole.kept]
+    measured = [measure(rows, templater, 8, part, parts) for part in reversed(range(parts))]
+    kept = [i for m in measured for i in m.kept]
+    assert sorted(kept) == whole.kept
+    assert sorted(i for m in measured for i in m.too_long) == whole.too_long
+    one, many = PromptSource(rows, whole.kept, templater, 5), PromptSource(rows, kept, templater, 5)
+    assert [one.row(c) for c in range(90)] == [many.row(c) for c in range(90)]
+
+
+def test_epochs_visit_every_kept_row_once_in_a_seeded_order(tokenizer):
+    rows = rows_of_lengths(range(1, 21))
+    templater = Templater(tokenizer, data_for(path="x"))
+    kept = [i for i in range(20) if i != 4]
+    source = PromptSource(rows, kept, templater, seed=3)
+    assert len(source) == 19
+    epochs = [[source.row(19 * e + i) for i in range(19)] for e in range(4)]
+    assert all(sorted(epoch) == kept for epoch in epochs)
+    assert len({tuple(e) for e in epochs}) == 4
+    assert [source.row(c) for c in (0, 75, 20, 57, 0)] == [  # any access pattern, over the cache's two epochs
+        epochs[0][0], epochs[3][18], epochs[1][1], epochs[3][0], epochs[0][0],
+    ]  # fmt: skip
+    assert [PromptSource(rows, kept, templater, seed=4).row(c) for c in range(19)] != epochs[0]
+    assert [PromptSource(rows, kept, templater, -1).row(c) for c in range(3)]  # any integer is a seed
+    in_order = PromptSource(rows, kept, templater, seed=3, shuffle=False)
+    assert [in_order.row(c) for c in range(38)] == kept * 2
+
+
+def test_order_is_pinned(tokenizer):
+    """A resumed run depends on it: this list may not change between releases."""
+    source = PromptSource(rows_of_lengths([1] * 8), range(8), Templater(tokenizer, data_for(path="x")), seed=0)
+    assert [source.row(c) for c in range(16)] == [0, 2, 1, 5, 4, 3, 6, 7, 5, 3, 7, 2, 4, 1, 0, 6]
+
+
+def test_prompts_carry_columns_and_answer(tokenizer):
+    data = data_for(path="x")
+    source = PromptSource([VERL], [0], Templater(tokenizer, data), seed=0)
+    prompt = source.at(6)
+    assert (prompt.id, prompt.row, prompt.text) == (6, 0, "<bos>1+1=")
+    assert prompt.columns == {**VERL, "answer": "2"}
+    assert tokenizer.convert_ids_to_tokens(source.demonstration(6)) == ["2", "<eos>"]
+    asked = PromptSource([{"question": "1", "label": "2", "level": 3}], [0], Templater(tokenizer, data), seed=0).at(0)
+    assert asked.columns == {"prompt": "1", "label": "2", "level": 3, "answer": "2"}
+    bare = PromptSource([{"prompt": "1"}], [0], Templater(tokenizer, data), seed=0).at(0)
+    assert "answer" not in bare.columns
+
+
+def test_source_without_prompts(tokenizer):
+    with pytest.raises(UserError, match=r"data\.train: none of the 1 prompts fits \(raise data\.max_prompt_length"):
+        PromptSource([TRL], [], Templater(tokenizer, data_for(path="x")), seed=0)
+    with pytest.raises(UserError, match=r"data\.eval: not set"):
+        Templater(tokenizer, data_for(path="x"), "eval")
