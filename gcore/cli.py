@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ OVERRIDES = "key=value pairs that replace keys of the recipe, for example traini
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         return int(args.command(args) or 0)
     except UserError as error:
@@ -31,7 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, RoleError | RoleDied):
             raise
         explain(error)
-        return exit_code(error)
+        sys.stderr.flush()
+        os._exit(exit_code(error))  # the processes are ended; libraries that lost theirs would only wait at exit
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may also stand behind options, which argparse alone does not allow."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    strangers = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
+    if strangers:
+        parser.error(f"unrecognized arguments: {' '.join(strangers)}")
+    if rest:
+        args.overrides += rest
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -110,6 +110,10 @@ class Runtime(Protocol):
         """Build `factory(*args[i], rendezvous)` as `KIND-i`, each in a process of its own."""
         ...
 
+    def processes(self) -> dict[str, int]:
+        """Role -> process id, for messages and debuggers."""
+        ...
+
     async def watch(self) -> None:
         """Returns never; raises RoleDied as soon as a started role is gone."""
         ...

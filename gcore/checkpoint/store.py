@@ -36,7 +36,7 @@ def begin(folder: Path, step: int, need_bytes: int) -> Path:
 
 
 def commit(partial: Path, state: dict[str, Any], keep: int) -> Path:
-    """Seal the folder and drop the oldest beyond `keep`."""
+    """Seal the folder and drop the oldest beyond `keep`: never this one, even beside later steps of a former course."""
     (partial / STATE).write_text(json.dumps(state, indent=1))
     files = {f.name: {"bytes": f.stat().st_size, "sha256": _checksum(f)} for f in sorted(partial.iterdir())}
     with open(partial / MANIFEST, "w") as file:
@@ -46,7 +46,8 @@ def commit(partial: Path, state: dict[str, Any], keep: int) -> Path:
     final = partial.with_suffix("")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    for old in complete(partial.parent)[:-keep]:
+    others = [p for p in complete(partial.parent) if p != final]
+    for old in others[: max(0, len(others) - keep + 1)]:
         shutil.rmtree(old)
     return final
 
@@ -74,8 +75,11 @@ def find(resume: str, folder: Path) -> Path | None:
 
 def verify(checkpoint: Path) -> Path:
     """Every file has the size and checksum it was sealed with."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    for name, entry in manifest["files"].items():
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    except (ValueError, KeyError):
+        files = {MANIFEST: {"bytes": -1}}
+    for name, entry in files.items():
         file = checkpoint / name
         if not file.is_file() or file.stat().st_size != entry["bytes"] or _checksum(file) != entry["sha256"]:
             raise UserError(

@@ -54,7 +54,7 @@ def validate(tree: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(e) for e in error.errors()]
+        lines = _explain_all(error)
         head = f"{source}: " if len(lines) == 1 else f"{source}: {len(lines)} problems\n  "
         raise UserError(head + "\n  ".join(lines)) from None
 
@@ -87,10 +87,10 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     for depth, name in enumerate(parents):
         if isinstance(node, list):
             node = _list_item(node, name, override)
-            continue
-        if node.get(name) is None:
-            node[name] = {}
-        node = node[name]
+        else:
+            if node.get(name) is None:
+                node[name] = {}
+            node = node[name]
         if not isinstance(node, dict | list):
             raise UserError(f"override {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
     if isinstance(node, list):
@@ -106,8 +106,16 @@ def _list_item(node: list[Any], name: str, override: str) -> Any:
     return node[int(name)]
 
 
-def _explain(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"] if not _is_union_tag(part))
+def _explain_all(error: ValidationError) -> list[str]:
+    """One line a key: a value that fits no branch of a union fails once for each."""
+    lines: dict[str, list[str]] = {}
+    for number, entry in enumerate(error.errors()):
+        where = ".".join(str(part) for part in entry["loc"] if not _is_union_tag(part))
+        lines.setdefault(where or str(number), []).append(_explain(where, entry))
+    return ["; or ".join([first, *(o.removeprefix(f"{w}: ") for o in others)]) for w, (first, *others) in lines.items()]
+
+
+def _explain(where: str, error: Any) -> str:
     match error["type"]:
         case "extra_forbidden":
             nearest = _nearest_key(where)
@@ -129,9 +137,10 @@ def _nearest_key(where: str) -> str | None:
     """Among all keys: first a similar name in the same section, then the same name elsewhere, then a similar path."""
     keys = list(all_keys())
     section, _, name = where.rpartition(".")
-    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    inside = ".".join(part for part in section.split(".") if not part.isdigit())  # `functions.0.name`: of any item
+    siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == inside]
     if close := difflib.get_close_matches(name, siblings, 1, cutoff=0.6):
-        return siblings[close[0]]
+        return f"{section}.{close[0]}" if section else close[0]
     if same := [key for key in keys if key.rpartition(".")[2] == name]:
         return same[0]
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}
@@ -144,8 +153,13 @@ def _nearest_key(where: str) -> str | None:
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     for name, info in model.model_fields.items():
         yield prefix + name
-        for section in sections_of(info.annotation):
+        for section in [*sections_of(info.annotation), *items_of(info.annotation)]:
             yield from all_keys(section, f"{prefix}{name}.")
+
+
+def items_of(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a list holds, such as those of `list[RewardFunction]`."""
+    return sections_of(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is list else []
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:

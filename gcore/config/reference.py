@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from gcore.config.load import sections_of
+from gcore.config.load import items_of, sections_of
 from gcore.config.tree import Config
 
 HEAD = """# Configuration
@@ -42,18 +42,12 @@ def reference() -> str:
 
 def _rows(section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, info in section.model_fields.items():
-        inner = sections_of(info.annotation) or _items_of(info.annotation)
+        inner = sections_of(info.annotation) or items_of(info.annotation)
         if not inner or info.default is not PydanticUndefined:
             yield _row(prefix + name, info)
-        mark = "[].".join if _items_of(info.annotation) else ".".join
+        mark = "[].".join if items_of(info.annotation) else ".".join
         for part in inner:
             yield from _rows(part, mark([prefix + name, ""]))
-
-
-def _items_of(annotation: Any) -> list[type[BaseModel]]:
-    if typing.get_origin(annotation) is list:
-        return sections_of(typing.get_args(annotation)[0])
-    return []
 
 
 def _row(key: str, info: Any) -> str:

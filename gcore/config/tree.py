@@ -210,7 +210,7 @@ class WarmStart(Section):
     batch_size: PositiveInt = 64
     """Demonstrations a step, over all controllers."""
     lr: NonNegative = 1e-3
-    """Learning rate, constant after a linear warm-up over a tenth of the steps."""
+    """Peak learning rate: up over the first tenth of the steps, then linearly down to 0."""
 
 
 class Training(Section):

@@ -40,6 +40,7 @@ def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Embedded
     quiet()
     from gcore.generation.embedded import EmbeddedEngine
     from gcore.models import load_model, pick_device, pick_dtype
+    from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
 
     wanted = config.generation.device if config.generation.device != "auto" else config.training.device
@@ -51,6 +52,7 @@ def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Embedded
         max_concurrent=config.generation.max_concurrent,
         max_length=config.data.max_prompt_length + config.generation.max_response_length,
         threads=plan.engine_threads,
+        tracer=Tracer(trace_folder(config), f"engine-{rendezvous.rank}"),
     )
 
 

@@ -80,6 +80,8 @@ class Session:
             await self.dispatcher.on_all_ranks("begin")
             await self.dispatcher.sync_weights(version=0)
             await self.evaluate()
+        if self.config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
+            await self.checkpoint()
 
     async def close(self) -> None:
         if self.group.rank == 0 and self._writer is not None:

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from gcore.generation.noise import uniforms
+from gcore.observe.trace import Tracer
 from gcore.types import Completion, Finish, Request, UserError
 
 MIN_ROWS = 8
@@ -108,8 +109,16 @@ class _Job:
 class EmbeddedEngine:
     """Implements protocols.Engine. Decoding runs in a thread of its own; the event loop stays free."""
 
-    def __init__(self, model: PreTrainedModel, *, max_concurrent: int, max_length: int, threads: int = 1) -> None:
-        self._model, self._threads = model, threads
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_concurrent: int,
+        max_length: int,
+        threads: int = 1,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._model, self._threads, self._tracer = model, threads, tracer or Tracer(None, "engine")
         self._device = model.device
         self._max_rows, self._max_length = max_concurrent, max_length
         self._cache = RowCache(model.config.num_hidden_layers)
@@ -135,8 +144,7 @@ class EmbeddedEngine:
             self._check(request)
         jobs = [_Job(request, loop.create_future(), loop, [], []) for request in requests]
         with self._wake:
-            if self._failure or self._closed:
-                raise RuntimeError("the engine has stopped") from self._failure
+            self._check_running()
             self._waiting.extend(jobs)
             self._wake.notify()
         return list(await asyncio.gather(*(job.future for job in jobs)))
@@ -145,6 +153,7 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         with self._wake:
+            self._check_running()
             self._orders.append((version, weights, done, loop))
             self._wake.notify()
         await done
@@ -162,6 +171,10 @@ class EmbeddedEngine:
             self._closed = True
             self._wake.notify()
         self._thread.join(timeout=10)
+
+    def _check_running(self) -> None:
+        if self._failure or self._closed:
+            raise RuntimeError("the engine has stopped") from self._failure
 
     def _check(self, request: Request) -> None:
         total = len(request.tokens_P) + request.params.max_tokens
@@ -187,21 +200,32 @@ class EmbeddedEngine:
                     with self._wake:
                         while not (self._closed or self._waiting or self._jobs or self._orders):
                             self._wake.wait()
-                        if self._closed:
-                            raise RuntimeError("the engine was closed")
-                    started = time.perf_counter()
-                    while self._orders:
-                        self._load(*self._orders.popleft())
-                    self._admit()
-                    if self._jobs:
-                        self._decode()
-                    self._busy_s += time.perf_counter() - started
+                    self._work()
         except BaseException as error:
             with self._wake:
                 self._failure = error
                 jobs, self._jobs, self._waiting = [*self._jobs, *self._waiting], [], deque()
+                orders, self._orders = self._orders, deque()
             for job in jobs:
                 job.loop.call_soon_threadsafe(_fail, job.future, error)
+            for _, _, done, loop in orders:
+                loop.call_soon_threadsafe(_fail, done, error)
+
+    def _work(self) -> None:
+        """Orders first, then decode until nothing is left or the next order comes."""
+        started = time.perf_counter()
+        while self._orders:
+            with self._tracer.span("load weights"):
+                self._load(*self._orders.popleft())
+        if self._waiting or self._jobs:
+            with self._tracer.span("generate"):
+                while (self._waiting or self._jobs) and not (self._closed or self._orders):
+                    self._admit()
+                    self._decode()
+        self._busy_s += time.perf_counter() - started
+        self._tracer.flush()
+        if self._closed:
+            raise RuntimeError("the engine was closed")
 
     def _load(
         self, version: int, weights: Mapping[str, Any], done: asyncio.Future[None], loop: asyncio.AbstractEventLoop
@@ -210,6 +234,12 @@ class EmbeddedEngine:
             missing = self._parameters.keys() - weights.keys()
             if missing:
                 raise ValueError(f"weights of version {version} lack {sorted(missing)[:3]} ({len(missing)} names)")
+            for name, parameter in self._parameters.items():  # all or none: look first, then copy
+                if tuple(weights[name].shape) != tuple(parameter.shape):
+                    raise ValueError(
+                        f"weights of version {version}: {name} has shape {tuple(weights[name].shape)}, "
+                        f"expected {tuple(parameter.shape)}"
+                    )
             for name, parameter in self._parameters.items():
                 value = weights[name]
                 parameter.copy_(value if isinstance(value, torch.Tensor) else torch.from_numpy(value))
@@ -337,13 +367,14 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], steps: Sequence[in
 
 
 def _truncate(probs_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """Zero what top-k and top-p exclude. The likeliest token always stays."""
+    """Zero what top-k, then top-p of what top-k left, exclude. The likeliest token always stays."""
     sorted_BV, order = probs_BV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs_BV.shape[-1], device=probs_BV.device)
     top_k = torch.tensor([r.params.top_k or probs_BV.shape[-1] for r in requests], device=probs_BV.device)
     top_p = torch.tensor([r.params.top_p for r in requests], device=probs_BV.device)
-    before = sorted_BV.cumsum(-1) - sorted_BV
-    keep = (rank < top_k[:, None]) & ((before < top_p[:, None]) | (rank == 0))
+    sorted_BV = sorted_BV * (rank < top_k[:, None])
+    cumulative = sorted_BV.cumsum(-1)
+    keep = (cumulative - sorted_BV < top_p[:, None] * cumulative[:, -1:]) | (rank == 0)
     return torch.zeros_like(probs_BV).scatter_(-1, order, sorted_BV * keep)
 
 

@@ -10,6 +10,7 @@ collectives); the layout depends on neither the order of `metas` nor the number 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -73,7 +74,7 @@ def pack(metas: Sequence[SampleMeta], max_tokens: int) -> list[MicroBatch]:
     """
     batches: list[MicroBatch] = []
     rows: list[list[SampleMeta]] = []
-    room: list[int] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), least first
     width = 0
 
     def close() -> None:
@@ -83,18 +84,18 @@ def pack(metas: Sequence[SampleMeta], max_tokens: int) -> list[MicroBatch]:
             room.clear()
 
     for meta in metas:
-        fitting = [i for i, free in enumerate(room) if free >= meta.length]
-        if fitting:
-            row = min(fitting, key=lambda i: (room[i], i))
+        best = bisect.bisect_left(room, (meta.length, -1))
+        if best < len(room):
+            free, row = room.pop(best)
             rows[row].append(meta)
-            room[row] -= meta.length
+            bisect.insort(room, (free - meta.length, row))
             continue
         if rows and (len(rows) + 1) * width > max_tokens:
             close()
         if not rows:
             width = min(-(-meta.length // WIDTH_BLOCK) * WIDTH_BLOCK, max(max_tokens, meta.length))
         rows.append([meta])
-        room.append(width - meta.length)
+        bisect.insort(room, (width - meta.length, len(rows) - 1))
     close()
     return batches
 

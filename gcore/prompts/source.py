@@ -58,8 +58,8 @@ class Templater:
         return messages, text, self._tokens(text, [m.get("content") for m in messages])
 
     def demonstration(self, row: Row) -> Ints:
-        """What the policy should have said: the reference answer, then eos."""
-        answer = answer_of(row, self.spec)
+        """What a teacher said: the column `demonstration` if there is one, else the reference answer; then eos."""
+        answer = row.get("demonstration", answer_of(row, self.spec))
         if answer is None:
             raise UserError(f"{self.key}: no answer to demonstrate in this row (set {self.key}.answer_column)")
         tokens = self._tokens(str(answer), [str(answer)])

@@ -16,7 +16,17 @@ from gcore.types import UserError
 
 Row = dict[str, Any]
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-ARITHMETIC: Row = {"operations": ["+"], "min": 0, "max": 99, "split": "train", "eval_size": 500, "seed": 0}
+ARITHMETIC: Row = {
+    "operations": ["+"],
+    "min": 0,
+    "max": 99,
+    "min_answer": None,  # leave out problems with a smaller answer
+    "zeros": True,  # False: leave out operands with the digit 0
+    "sloppy": 0.0,  # share of demonstrations (not answers!) of a teacher who forgets the carry of the last digit
+    "split": "train",
+    "eval_size": 500,
+    "seed": 0,
+}
 MOST_TRAIN = 2**18  # problems drawn for training when operands are large; a million pairs and more are not enumerated
 GYM_SIZE = 1000
 GYM_EVAL_SEED = 10**9  # reasoning_gym seeds row i with seed + i: nearby seeds would share rows
@@ -39,8 +49,10 @@ def make_task(
 class _Arithmetic(Sequence[Row]):
     """Problem number -> row: numbers run over operations, then left and right operands."""
 
-    def __init__(self, problems: Sequence[int], operations: Sequence[str], low: int, high: int):
-        self.problems, self.operations, self.low, self.span = problems, operations, low, high - low + 1
+    def __init__(self, problems: Sequence[int], args: Row):
+        self.problems, self.operations, self.low = problems, args["operations"], args["min"]
+        self.span = args["max"] - args["min"] + 1
+        self.sloppy, self.seed = args["sloppy"], args["seed"]
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -52,10 +64,15 @@ class _Arithmetic(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        rest, right = divmod(int(self.problems[index]), self.span)
+        number = int(self.problems[index])
+        rest, right = divmod(number, self.span)
         sign, left = divmod(rest, self.span)
         a, b, name = left + self.low, right + self.low, self.operations[sign]
-        return {"prompt": f"{a}{name}{b}=", "answer": str(OPERATIONS[name](a, b))}
+        row = {"prompt": f"{a}{name}{b}=", "answer": str(OPERATIONS[name](a, b))}
+        if self.sloppy:
+            forgets = np.random.default_rng([self.seed % 2**64, number]).random() < self.sloppy
+            row["demonstration"] = str(a // 10 * 10 + b // 10 * 10 + (a + b) % 10) if forgets else row["answer"]
+        return row
 
 
 def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
@@ -69,6 +86,10 @@ def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequenc
     for name in ("min", "max", "eval_size", "seed"):
         if not isinstance(args[name], int) or isinstance(args[name], bool):
             raise UserError(f"{key}.args.{name}: expected a whole number, got {args[name]!r}")
+    if not isinstance(args["sloppy"], int | float) or not 0 <= args["sloppy"] <= 1:
+        raise UserError(f"{key}.args.sloppy: expected a share between 0 and 1, got {args['sloppy']!r}")
+    if args["sloppy"] and args["operations"] != ["+"]:
+        raise UserError(f"{key}.args.sloppy: only addition has a carry to forget; got operations {args['operations']}")
     operations, low, high, held_out = args["operations"], args["min"], args["max"], args["eval_size"]
     if (
         not isinstance(operations, list | tuple)
@@ -90,8 +111,20 @@ def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequenc
         raise UserError(f"{key}.args.max: {high} makes more problems than can be numbered; expected less")
     random = np.random.default_rng([args["seed"] % 2**64, num_problems])
     order = random.choice(num_problems, size=min(num_problems, held_out + MOST_TRAIN), replace=False)
+    order = order[_wanted(order, args)]
+    if len(order) <= held_out:
+        raise UserError(f"{key}.args.eval_size: expected less than the {len(order)} problems there are, got {held_out}")
     problems = order[:held_out] if split == "eval" else order[held_out:]
-    return _Arithmetic(problems[:size], tuple(operations), low, high)
+    return _Arithmetic(problems[:size], args)
+
+
+def _wanted(numbers: np.ndarray, args: Row) -> np.ndarray:
+    """Which problems `zeros` and `min_answer` leave in."""
+    if args["zeros"] and args["min_answer"] is None:
+        return np.ones(len(numbers), bool)
+    rows = _Arithmetic(numbers.tolist(), args)
+    least = -float("inf") if args["min_answer"] is None else args["min_answer"]
+    return np.array([int(r["answer"]) >= least and (args["zeros"] or "0" not in r["prompt"]) for r in rows], bool)
 
 
 class _Gym(Sequence[Row]):

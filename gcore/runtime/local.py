@@ -52,6 +52,9 @@ class LocalRuntime:
             handles.append(LocalHandle(name, role))
         return handles
 
+    def processes(self) -> dict[str, int]:
+        return {}
+
     async def watch(self) -> None:
         await asyncio.Event().wait()
 

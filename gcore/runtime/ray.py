@@ -8,6 +8,7 @@ loopback only and ends with the driver.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 
 from gcore.protocols import Rendezvous, RoleDied, RoleError
+from gcore.runtime.guard import Guard
 from gcore.types import UserError
 
 LOOPBACK = "127.0.0.1"
@@ -123,6 +125,8 @@ class RayRuntime:
         self._memory: dict[str, float] = {}
         self._daemons = {p.pid: p for p in _descendants() if p.name().startswith(("gcs_server", "raylet"))}
         self._seen: dict[int, psutil.Process] = {}
+        self._guard = Guard() if self._owns_cluster else None
+        self._look()
         self._bundles = self._reserve(gpus)
 
     def _reserve(self, gpus: int) -> Any:
@@ -160,8 +164,12 @@ class RayRuntime:
             for rank, (name, actor, arguments) in enumerate(zip(names, actors, args, strict=True))
         ]
         pids = await asyncio.gather(*builds)
+        self._look()
         self._pids |= dict(zip(names, pids, strict=True))
         return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
+
+    def processes(self) -> dict[str, int]:
+        return dict(self._pids)
 
     async def watch(self) -> None:
         gone = [asyncio.ensure_future(self._until_gone(name, actor)) for name, actor in self._actors.items()]
@@ -192,7 +200,7 @@ class RayRuntime:
                 if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                     raise RoleDied("ray", f"its process {process.pid} is gone; nothing can be called any more")
             if self._owns_cluster:
-                self._seen |= {p.pid: p for p in _descendants()}
+                self._look()
                 for name, pid in self._pids.items():
                     with contextlib.suppress(psutil.Error, KeyError):
                         self._memory[name] = self._seen[pid].memory_info().rss / 2**20
@@ -202,20 +210,29 @@ class RayRuntime:
         """Actors first, then the cluster, then whatever of ours still runs."""
         import ray
 
-        if self._owns_cluster:
-            self._seen |= {p.pid: p for p in _descendants()}
+        self._look()
         for process in self._seen.values():  # the roles themselves: at once, whatever they are in the middle of
             if process.pid in self._pids.values():
                 _kill(process)
         self._actors.clear()
-        alive = all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self._daemons.values())
-        if alive:
+        if all(_alive(p) for p in self._daemons.values()):
             ray.shutdown()
-        deadline = time.monotonic() + 3
+            deadline = time.monotonic() + 3
+        else:  # a shutdown would wait for those who cannot answer, now and again when the interpreter exits
+            atexit.unregister(ray.shutdown)
+            deadline = time.monotonic()
         while time.monotonic() < deadline and any(_alive(p) for p in self._seen.values()):
             time.sleep(0.05)
         for process in self._seen.values():
             _kill(process)
+        if self._guard is not None:
+            self._guard.dismiss()
+
+    def _look(self) -> None:
+        """Remember every process below the driver: who is reparented later is still known."""
+        if self._guard is not None:
+            self._seen |= {p.pid: p for p in _descendants() if p.pid != self._guard.pid}
+            self._guard.tell(self._seen.values())
 
 
 def _descendants() -> list[psutil.Process]:

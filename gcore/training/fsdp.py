@@ -168,6 +168,7 @@ class FsdpTrainer:
             for mini in batch.mini_batches:
                 for name, value in self._mini_batch(batch, mini).items():
                     totals[name] = totals.get(name, 0.0) + value
+        self._tracer.flush()
         self._samples.clear()
         self._old.clear()
         self._ref.clear()
@@ -256,7 +257,9 @@ class FsdpTrainer:
         if batch.objective == "imitation":
             assert training.warm_start is not None
             steps = training.warm_start.steps
-            return learning_rate(self.updates, peak=training.warm_start.lr, total=steps, warmup=max(1, steps // 10))
+            return learning_rate(
+                self.updates, peak=training.warm_start.lr, total=steps, warmup=max(1, steps // 10), schedule="linear"
+            )
         total = self._config.run.steps * self._config.algorithm.mini_batches
         return learning_rate(
             self.updates,

@@ -1,0 +1,299 @@
+"""Seconds of a whole GRPO step: G-Core against TRL's GRPOTrainer, on CPU.
+
+    python bench/step.py --json step.json
+
+Both train the same 0.9M-parameter model on the same kind of prompts, 8 prompts x 8 responses x 64 tokens, in float32,
+with the same reward function, AdamW, learning rate and clipping. A step is generation, reward, advantages, one
+optimizer step, and (G-Core, whose engines are other processes) bringing the new weights to the engines. It is timed
+from the end of one step to the end of the next, so that bookkeeping between steps counts too; the first steps are
+left out. Runs alternate (A B C, A B C, ...), each in a process of its own.
+
+What is not the same:
+- TRL runs in one process with all cores and no RPC. G-Core runs as users run it: driver, controllers, engines and
+  trainer in processes of their own under Ray (or in one process: runtime=local).
+- G-Core's engine also returns the logprob of every sampled token, and draws each sample from noise of its own; its
+  trainer reports trainer/engine logprob differences. TRL with `generate` has neither.
+- G-Core writes a row of metrics a step (JSON lines; TensorBoard is off here). TRL logs nothing here.
+- No response ends early. TRL: its end-of-sequence token is one that the model cannot produce. G-Core: the workflow
+  below passes no stop tokens. Tokens really generated are counted and shown.
+- TRL is run twice, with and without OMP_WAIT_POLICY=passive: threads that spin while they wait are faster on an idle
+  machine and much slower on a shared one. The ratio is against the faster. G-Core's processes set it themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+BUILD = {
+    "architecture": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 4,
+    "alphabet": "0123456789+=",
+}
+SUMS = {"operations": ["+"], "min": 10, "max": 99, "eval_size": 0}  # all prompts are <bos>dd+dd=
+PROMPT_LENGTH = 7
+LR, BETAS = 1e-4, (0.9, 0.95)
+SKIP = 3
+CONTENDERS = ("gcore ray", "gcore local", "trl", "trl passive")
+
+
+async def full_length(ctx: Any, prompt: Any) -> list[Any]:
+    """The default workflow, except that nothing stops a response but its length."""
+    scored: list[Any] = await ctx.reward(await ctx.generate(prompt, stop_tokens=()))
+    return scored
+
+
+def even_digits(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
+    """Share of even digits: a reward with spread in every group."""
+    return [sum(c in "02468" for c in text) / max(len(text), 1) for text in completions]
+
+
+# ---- one run, in this process: seconds of each stage and tokens generated, by step -----------------------------------
+
+
+def run_gcore(runtime: str, args: argparse.Namespace) -> dict[str, Any]:
+    from gcore.config.load import validate
+    from gcore.controller.supervise import run
+    from gcore.observe.metrics import read_rows
+
+    here = str(Path(__file__).resolve())
+    with tempfile.TemporaryDirectory() as folder:
+        tree = {
+            "run": {"name": "step", "dir": folder, "steps": args.steps},
+            "model": {"build": {**BUILD, "max_length": PROMPT_LENGTH + args.tokens}},
+            "data": {"train": {"task": "arithmetic", "args": SUMS}, "max_prompt_length": PROMPT_LENGTH},
+            "runtime": runtime,
+            "controllers": args.controllers,
+            "workflow": f"{here}:full_length",
+            "generation": {"max_response_length": args.tokens},
+            "rewards": {"functions": [{"name": "even", "path": f"{here}:even_digits"}]},
+            "sampling": {"prompts_per_step": args.prompts, "samples_per_prompt": args.siblings},
+            "training": {"lr": LR, "betas": list(BETAS), "device": "cpu", "dtype": "float32"},
+            "observe": {"progress": "none", "tensorboard": False},
+        }
+        run(validate(tree, "bench/step.py"))
+        config_folder = Path(folder) / "step"
+        rows = [row for row in read_rows(config_folder) if "samples_digest" in row]
+        trace = json.loads((config_folder / "trace.json").read_text())["traceEvents"]
+    first = next(e["pid"] for e in trace if e["name"] == "process_name" and e["args"]["name"] == "controller-0")
+    spans = [e for e in trace if e["pid"] == first and e["name"] == "step" and e["ph"] == "X"]
+    ends = sorted((e["ts"] + e["dur"]) / 1e6 for e in spans)
+    stages = ("generation", "rewarding", "preparation", "training", "weights")
+    steps = [
+        {"step": end - start, "inside": row["timing_s/step"], **{s: row.get(f"timing_s/{s}", 0.0) for s in stages}}
+        for start, end, row in zip(ends[:-1], ends[1:], rows[1:], strict=True)
+    ]
+    tokens = [round(row["response_length/mean"] * row["batch/samples"]) for row in rows[1:]]
+    return {"steps": steps[SKIP - 1 :], "tokens": tokens[SKIP - 1 :]}
+
+
+def run_trl(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from gcore.config.tree import BuildModel, Model
+    from gcore.controller.build import quiet
+    from gcore.models import load_model
+    from gcore.prompts.tasks import make_task
+    from gcore.prompts.tokenizer import load_tokenizer
+
+    quiet()
+    torch.set_num_threads(cores())
+    model = Model(build=BuildModel(**BUILD, max_length=PROMPT_LENGTH + args.tokens))
+    tokenizer = load_tokenizer(model)
+    network = load_model(model, tokenizer, 0, torch.float32, torch.device("cpu"))
+    tokenizer.add_special_tokens({"eos_token": "<never>"})  # its id is outside the model's vocabulary
+    network.config.eos_token_id = network.generation_config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.padding_side = "left"
+    num_prompts = args.steps * args.prompts
+    rows = make_task("arithmetic", SUMS)
+    prompts = Dataset.from_list([{"prompt": f"<bos>{rows[i]['prompt']}"} for i in range(num_prompts)])
+    clock: dict[str, float] = {}
+    steps: list[dict[str, float]] = []
+    counts: list[int] = []
+    generated = 0
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                clock[name] = clock.get(name, 0.0) + time.perf_counter() - started
+
+        return wrapped
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        nonlocal generated
+        generated = sum(map(len, completion_ids))
+        return even_digits(None, completions)
+
+    class Ends(TrainerCallback):
+        last = 0.0
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            now = time.perf_counter()
+            if self.last:
+                scoring = clock.get("scoring", 0.0)
+                generation, rewarding = clock.get("generation", 0.0), clock.get("rewarding", 0.0)
+                steps.append(
+                    {
+                        "step": now - self.last,
+                        "generation": generation,
+                        "rewarding": rewarding,
+                        "preparation": scoring - generation - rewarding,
+                        "training": now - self.last - scoring,
+                    }
+                )
+                counts.append(generated)
+            self.last = now
+            clock.clear()
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=network,
+            processing_class=tokenizer,
+            reward_funcs=reward,
+            train_dataset=prompts,
+            args=GRPOConfig(
+                output_dir=folder,
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                per_device_train_batch_size=args.prompts * args.siblings,
+                num_generations=args.siblings,
+                max_completion_length=args.tokens,
+                temperature=1.0,
+                beta=0.0,
+                num_iterations=1,
+                max_steps=args.steps,
+                learning_rate=LR,
+                lr_scheduler_type="constant",
+                adam_beta1=BETAS[0],
+                adam_beta2=BETAS[1],
+                weight_decay=0.0,
+                max_grad_norm=1.0,
+                optim="adamw_torch_fused",
+                logging_strategy="no",
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+            callbacks=[Ends()],
+        )
+        trainer._generate = timed("generation", trainer._generate)
+        trainer._calculate_rewards = timed("rewarding", trainer._calculate_rewards)
+        trainer._generate_and_score_completions = timed("scoring", trainer._generate_and_score_completions)
+        trainer.train()
+    return {"steps": steps[SKIP - 1 :], "tokens": counts[SKIP - 1 :]}
+
+
+# ---- the experiment --------------------------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        kind, _, detail = args.worker.partition(" ")
+        result = run_gcore(detail, args) if kind == "gcore" else run_trl(args)
+        Path(args.json).write_text(json.dumps(result))
+        return
+    contenders = [name for name in CONTENDERS if not args.only or name in args.only.split(",")]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    for number in range(args.rounds):
+        for name in contenders:
+            print(f"round {number + 1}/{args.rounds}: {name}", file=sys.stderr, flush=True)
+            runs[name].append(one_run(name, args))
+    summary = {name: summarise(found) for name, found in runs.items()}
+    show(summary, args)
+    if args.json:
+        record = {"cores": cores(), "settings": vars(args), "summary": summary, "runs": runs}
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def one_run(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "OMP_WAIT_POLICY")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    if name == "trl passive":
+        environment["OMP_WAIT_POLICY"] = "passive"
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--worker", name, "--json", str(target)]
+        for key in ("steps", "prompts", "siblings", "tokens", "controllers"):
+            command += [f"--{key}", str(getattr(args, key))]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+        if done.returncode:
+            raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")
+        result: dict[str, Any] = json.loads(target.read_text())
+    return result
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = [step for run in runs for step in run["steps"]]
+    stages = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+    return {
+        "steps": len(steps),
+        "tokens": statistics.mean(count for run in runs for count in run["tokens"]),
+        "median_s": stages.pop("step"),
+        "best_run_s": min(statistics.median(step["step"] for step in run["steps"]) for run in runs),
+        "best_step_s": min(step["step"] for step in steps),
+        "stages": stages,
+    }
+
+
+def show(summary: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
+    print(f"{args.prompts} prompts x {args.siblings} x {args.tokens} tokens, {cores()} cores, seconds a step")
+    stages = ("generation", "rewarding", "preparation", "training", "weights")
+    head = f"{'':13}{'tokens':>7}{'median':>8}{'best run':>9}{'best step':>10}  "
+    head += "".join(f"{stage:>12}" for stage in stages)
+    print(head + "\n" + "-" * len(head))
+    for name, row in summary.items():
+        print(
+            f"{name:13}{row['tokens']:7.0f}{row['median_s']:8.3f}{row['best_run_s']:9.3f}{row['best_step_s']:10.3f}  "
+            + "".join(f"{row['stages'].get(stage, 0.0):12.3f}" for stage in stages)
+        )
+    theirs = [row for name, row in summary.items() if name.startswith("trl")]
+    for name, row in summary.items():
+        if theirs and name.startswith("gcore"):
+            ratios = [min(t[key] for t in theirs) / row[key] for key in ("median_s", "best_run_s", "best_step_s")]
+            print(f"{name}: steps/s = {ratios[0]:.2f} x TRL (best runs: {ratios[1]:.2f}, best steps: {ratios[2]:.2f})")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", help="write the numbers there")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15, help=f"of each run; the first {SKIP} are left out")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--siblings", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--controllers", type=int, default=2)
+    parser.add_argument("--only", help=f"some of: {','.join(CONTENDERS)}")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,511 @@
+"""The contract of protocols.Engine. Every engine that joins is added to ENGINES and passes the same tests.
+
+What only some can promise (the last bits, the noise) is asked of those in EXACT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gcore.config.tree import BuildModel, Model
+from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.noise import noise_key
+from gcore.models import load_model
+from gcore.prompts.tokenizer import build_char_tokenizer
+from gcore.types import Completion, Request, SamplingParams, UserError
+
+ALPHABET = "0123456789+="
+MAX_LENGTH = 64
+
+
+def network_of(architecture: str = "qwen3", seed: int = 0) -> Any:
+    """Small, with weights large enough for distributions that are neither flat nor certain."""
+    build = BuildModel(
+        architecture=architecture,
+        hidden_size=32,
+        intermediate_size=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        max_length=MAX_LENGTH,
+        alphabet=ALPHABET,
+    )
+    tokenizer = build_char_tokenizer(ALPHABET)
+    network = load_model(Model(build=build), tokenizer, seed, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8)
+    network.generation_config.eos_token_id = None
+    return network
+
+
+def embedded(network: Any, max_concurrent: int = 32) -> EmbeddedEngine:
+    return EmbeddedEngine(network, max_concurrent=max_concurrent, max_length=MAX_LENGTH)
+
+
+ENGINES: dict[str, Callable[..., Any]] = {"embedded": embedded}
+EXACT = ["embedded"]  # bitwise the same in any company; samples by the noise key
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def networks() -> dict[str, Any]:
+    return {name: network_of(name) for name in ("qwen3", "qwen2", "llama")}
+
+
+@pytest.fixture(params=list(ENGINES))
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    yield from _maker(ENGINES[request.param])
+
+
+@pytest.fixture(params=EXACT)
+def make_exact(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    yield from _maker(ENGINES[request.param])
+
+
+def _maker(maker: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    made = []
+
+    def make(*args: Any, **options: Any) -> Any:
+        made.append(maker(*args, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng((seed, length)).integers(4, 16, length).astype(np.int32)
+
+
+def ask(
+    tokens: np.ndarray,
+    max_tokens: int = 12,
+    *,
+    key: int = 0,
+    position: int = 0,
+    stop: tuple[int, ...] = (),
+    **params: Any,
+) -> Request:
+    return Request(tokens, SamplingParams(max_tokens, stop_tokens=stop, **params), noise_key(0, key, 0), position)
+
+
+def run(engine: Any, *requests: Request) -> list[Completion]:
+    return asyncio.run(asyncio.wait_for(engine.generate(list(requests)), 60))
+
+
+def bits(completion: Completion) -> tuple[bytes, bytes, str]:
+    return completion.tokens_S.tobytes(), completion.logprobs_S.tobytes(), completion.finish
+
+
+def greedy(network: Any, tokens: np.ndarray, max_tokens: int) -> list[int]:
+    with torch.no_grad():
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        return network.generate(ids, do_sample=False, max_new_tokens=max_tokens)[0, len(tokens) :].tolist()
+
+
+def logprobs_of(network: Any, tokens: np.ndarray, answer: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    with torch.no_grad():
+        whole = torch.from_numpy(np.concatenate([tokens, answer]).astype(np.int64))
+        table = torch.log_softmax(network(whole[None]).logits[0] / temperature, -1)
+        return table[len(tokens) - 1 : -1].gather(-1, whole[len(tokens) :, None])[:, 0].numpy()
+
+
+# --- what is generated
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+def test_greedy_is_that_of_transformers(make, networks, architecture):
+    network = networks[architecture]
+    prompts = [prompt(n) for n in (1, 2, 5, 9, 17, 31, 32, 33, 34, 44)]
+    found = run(make(network), *(ask(p, 20, temperature=0) for p in prompts))
+    expected = [greedy(network, p, 20) for p in prompts]
+    assert [c.tokens_S.tolist() for c in found] == expected
+    assert len({tuple(e) for e in expected}) > 5  # the model does not say the same whatever is asked
+    for p, completion in zip(prompts, found, strict=True):
+        assert np.abs(completion.logprobs_S - logprobs_of(network, p, completion.tokens_S)).max() < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_logprobs_are_those_of_a_full_forward(make, networks, architecture, temperature):
+    network = networks[architecture]
+    requests = [ask(prompt(n, 1), 16, key=n, temperature=temperature) for n in (1, 3, 8, 30, 48)]
+    for request, completion in zip(requests, run(make(network), *requests), strict=True):
+        expected = logprobs_of(network, request.tokens_P, completion.tokens_S, temperature)
+        assert np.abs(completion.logprobs_S - expected).max() < 1e-5
+
+
+def test_answers_are_typed_and_ordered(make, networks):
+    requests = [ask(prompt(5), n, temperature=0) for n in (7, 1, 12, 3)]
+    found = run(make(networks["qwen3"]), *requests)
+    assert [len(c.tokens_S) for c in found] == [7, 1, 12, 3]
+    for c in found:
+        assert (c.tokens_S.dtype, c.logprobs_S.dtype, c.version, c.finish) == (np.int32, np.float32, 0, "length")
+        assert len(c.logprobs_S) == len(c.tokens_S)
+
+
+def test_no_requests_no_answers(make, networks):
+    assert run(make(networks["qwen3"])) == []
+
+
+# --- where it ends
+
+
+def test_stop_tokens_end_the_answer_and_stay_in_it(make, networks):
+    engine, p = make(networks["qwen3"]), prompt(6)
+    (free,) = run(engine, ask(p, 16, key=3))
+    tokens = free.tokens_S.tolist()
+    stop = next(t for t in tokens[3:] if t not in tokens[:3])
+    end = tokens.index(stop) + 1
+    never = next(t for t in range(16) if t not in tokens)
+    stopped, both, at_the_end, other = run(
+        engine,
+        ask(p, 16, key=3, stop=(stop,)),
+        ask(p, 16, key=3, stop=(never, stop)),
+        ask(p, end, key=3, stop=(stop,)),
+        ask(p, 16, key=3, stop=(never,)),
+    )
+    for c in (stopped, both, at_the_end):
+        assert (c.tokens_S.tolist(), c.finish) == (tokens[:end], "stop")
+        assert np.abs(c.logprobs_S - free.logprobs_S[:end]).max() < 1e-5
+    assert (other.tokens_S.tolist(), other.finish) == (tokens, "length")
+
+
+def test_the_longest_that_fits(make, networks):
+    (found,) = run(make(networks["qwen3"]), ask(prompt(MAX_LENGTH - 10), 10, temperature=0))
+    assert (len(found.tokens_S), found.finish) == (10, "length")
+    assert found.tokens_S.tolist() == greedy(networks["qwen3"], prompt(MAX_LENGTH - 10), 10)
+
+
+def test_impossible_requests_are_refused_and_harm_nobody(make, networks):
+    engine, fine = make(networks["qwen3"]), ask(prompt(4), 5, key=1)
+    (expected,) = run(engine, fine)
+    for bad, words in (
+        (ask(prompt(0), 5), "empty prompt"),
+        (ask(prompt(4), 0), "asks for 0 tokens"),
+        (ask(prompt(MAX_LENGTH - 9), 10), f"= {MAX_LENGTH + 1} exceeds the engine's {MAX_LENGTH}"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run(engine, fine, bad)
+    assert bits(run(engine, fine)[0]) == bits(expected)
+
+
+# --- company
+
+
+def crowd(n: int) -> list[Request]:
+    """Requests of all kinds: lengths, temperatures, truncations, siblings of one prompt."""
+    rng = np.random.default_rng(7)
+    found = []
+    for i in range(n):
+        kind = {0: {"temperature": 0.0}, 1: {"top_k": 3}, 2: {"top_p": 0.8}}.get(i % 5, {"temperature": 0.9})
+        found.append(ask(prompt(int(rng.integers(1, 40)), i // 3), int(rng.integers(1, 20)), key=i, **kind))
+    return found
+
+
+def test_more_requests_than_slots(make, networks):
+    requests = crowd(40)
+    few, many = (run(make(networks["qwen3"], max_concurrent=n), *requests) for n in (3, 64))
+    assert [c.tokens_S.tolist() for c in few] == [c.tokens_S.tolist() for c in many]
+    assert [len(c.tokens_S) for c in few] == [r.params.max_tokens for r in requests]
+
+
+def test_concurrent_callers(make, networks):
+    engine, requests = make(networks["qwen3"], max_concurrent=8), crowd(36)
+    expected = run(engine, *requests)
+
+    async def call(start: int) -> list[Completion]:
+        await asyncio.sleep(0.003 * (start % 5))
+        return await engine.generate(requests[start : start + 3])
+
+    async def all_at_once() -> list[list[Completion]]:
+        return await asyncio.gather(*(call(i) for i in range(0, 36, 3)))
+
+    found = [c for part in asyncio.run(all_at_once()) for c in part]
+    assert [c.tokens_S.tolist() for c in found] == [c.tokens_S.tolist() for c in expected]
+
+
+def test_callers_of_several_event_loops(make, networks):
+    engine, requests = make(networks["qwen3"]), crowd(12)
+    expected = [c.tokens_S.tolist() for c in run(engine, *requests)]
+    found: dict[int, list[int]] = {}
+
+    def caller(i: int) -> None:
+        found[i] = run(engine, requests[i])[0].tokens_S.tolist()
+
+    threads = [threading.Thread(target=caller, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[i] for i in range(12)] == expected
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+def test_the_last_bit_does_not_depend_on_company(make_exact, networks, architecture):
+    """Each alone; all together; in every slice; backwards; in few slots; one after another into a running batch."""
+    engine, requests = make_exact(networks[architecture], max_concurrent=48), crowd(44)
+    alone = [bits(run(engine, r)[0]) for r in requests]
+    assert [bits(c) for c in run(engine, *requests)] == alone
+    assert [bits(c) for c in run(engine, *reversed(requests))] == alone[::-1]
+    for size in (2, 7, 8, 9, 17):
+        assert [bits(c) for c in run(engine, *requests[:size])] == alone[:size], size
+    small = make_exact(networks[architecture], max_concurrent=5)
+    assert [bits(c) for c in run(small, *requests)] == alone
+
+    async def trickle() -> list[Completion]:
+        async def one(i: int) -> Completion:
+            await asyncio.sleep(0.002 * ((i * 7) % 11))
+            return (await engine.generate([requests[i]]))[0]
+
+        return await asyncio.gather(*(one(i) for i in range(len(requests))))
+
+    assert [bits(c) for c in asyncio.run(trickle())] == alone
+
+
+def test_siblings_share_one_prefill(networks):
+    engine = embedded(networks["qwen3"])
+    widths: list[int] = []
+    forward = engine._forward
+
+    def look(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if tokens.shape[1] > 1:
+            widths.append(tokens.shape[0])
+        return forward(tokens, *rest)
+
+    engine._forward = look
+    p, q = prompt(20), prompt(12)
+    found = run(engine, *(ask(p, 6, key=i) for i in range(8)), *(ask(q, 6, key=i) for i in range(4)))
+    assert sum(widths) == 2
+    assert len({c.tokens_S.tobytes() for c in found[:8]}) == 8
+    assert [bits(c) for c in found[:8]] == [bits(run(engine, ask(p, 6, key=i))[0]) for i in range(8)]
+    engine.close()
+
+
+# --- sampling
+
+
+def test_the_key_decides_the_sample(make_exact, networks):
+    engine, p = make_exact(networks["qwen3"]), prompt(7)
+    first = run(engine, *(ask(p, 10, key=i) for i in range(20)))
+    again = run(make_exact(networks["qwen3"]), *(ask(p, 10, key=i) for i in range(20)))
+    assert [bits(c) for c in first] == [bits(c) for c in again]
+    assert len({c.tokens_S.tobytes() for c in first}) == 20
+
+
+def test_a_later_turn_goes_on_with_the_noise(make_exact, networks):
+    """Asked in two turns, the second with `position` = steps so far, a sample is the one asked for at once."""
+    engine, p = make_exact(networks["qwen3"]), prompt(7)
+    (whole,) = run(engine, ask(p, 12, key=5))
+    (head,) = run(engine, ask(p, 5, key=5))
+    (tail,) = run(engine, ask(np.concatenate([p, head.tokens_S]), 7, key=5, position=5))
+    assert [*head.tokens_S, *tail.tokens_S] == whole.tokens_S.tolist()
+    (repeated,) = run(engine, ask(np.concatenate([p, head.tokens_S]), 7, key=5))
+    assert repeated.tokens_S.tolist() != tail.tokens_S.tolist()
+
+
+def truncated(probs: np.ndarray, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
+    """The definition: the k likeliest, and of those the fewest that hold at least p of what they hold together."""
+    order = np.argsort(-probs, kind="stable")
+    kept = order[: top_k or len(probs)]
+    inner = probs[kept] / probs[kept].sum()
+    kept = kept[: int(np.searchsorted(np.cumsum(inner), top_p - 1e-9)) + 1]
+    result = np.zeros_like(probs)
+    result[kept] = probs[kept] / probs[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 1},
+        {"top_k": 4},
+        {"top_k": 99},
+        {"top_p": 0.7},
+        {"top_p": 0.01},
+        {"temperature": 2.0, "top_k": 5, "top_p": 0.5},
+    ],
+    ids=str,
+)
+def test_the_distribution_is_the_one_asked_for(make, networks, params):
+    network, p, n = networks["qwen3"], prompt(9, 3), 3000
+    found = run(make(network, max_concurrent=1024), *(ask(p, 1, key=i, **params) for i in range(n)))
+    counts = np.bincount([int(c.tokens_S[0]) for c in found], minlength=16)
+    with torch.no_grad():
+        logits = network(torch.from_numpy(p.astype(np.int64))[None]).logits[0, -1].double().numpy()
+    scaled = np.exp((logits - logits.max()) / params.get("temperature", 1.0))
+    probs = scaled / scaled.sum()
+    expected = truncated(probs, params.get("top_k", 0), params.get("top_p", 1.0))
+    assert counts[expected == 0].sum() == 0
+    likely = expected * n >= 5
+    statistic = ((counts - expected * n) ** 2 / np.where(likely, expected * n, 1))[likely].sum()
+    free = max(int(likely.sum()) - 1, 0)
+    assert statistic <= free + 4 * np.sqrt(2 * max(free, 1))  # the noise is keyed: this passes or fails for good
+    if free:  # and the check can tell: the untempered, untruncated distribution would not do
+        plain = np.exp(logits - logits.max())
+        plain /= plain.sum()
+        if params != {"temperature": 1.0} and params != {"top_k": 99}:
+            assert ((counts - plain * n) ** 2 / np.maximum(plain * n, 1e-9)).sum() > 100
+    # logprobs are of the tempered distribution before truncation: what a trainer can compute
+    for c in found[:50]:
+        assert c.logprobs_S[0] == pytest.approx(np.log(probs[c.tokens_S[0]]), abs=1e-5)
+
+
+# --- weights
+
+
+def weights_of(network: Any) -> dict[str, np.ndarray]:
+    return {name: p.detach().numpy().copy() for name, p in network.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_new_weights_take_effect_and_are_stamped(make, kind):
+    old, new = network_of(seed=1), network_of(seed=2)
+    engine, p = make(old), prompt(9)
+    before, after = greedy(old, p, 10), greedy(new, p, 10)
+    assert before != after
+    weights: dict[str, Any] = weights_of(new)
+    if kind == "torch":
+        weights = {k: torch.from_numpy(v) for k, v in weights.items()}
+    (first,) = run(engine, ask(p, 10, temperature=0))
+    asyncio.run(engine.load_weights(7, weights))
+    (second,) = run(engine, ask(p, 10, temperature=0))
+    assert (first.tokens_S.tolist(), first.version) == (before, 0)
+    assert (second.tokens_S.tolist(), second.version) == (after, 7)
+    # what was given is copied: changing it later changes nothing
+    for value in weights.values():
+        value[...] = 0
+    assert run(engine, ask(p, 10, temperature=0))[0].tokens_S.tolist() == after
+
+
+def test_weights_that_do_not_fit_are_refused_whole(make):
+    old, new = network_of(seed=1), network_of(seed=2)
+    engine, p = make(old), prompt(9)
+    expected = run(engine, ask(p, 10, key=1))[0]
+    missing, wrong = weights_of(new), weights_of(new)
+    *_, last = missing
+    del missing[last]
+    wrong[last] = wrong[last][:1]
+    for bad in (missing, wrong):
+        with pytest.raises(Exception, match=last.replace(".", r"\.")):
+            asyncio.run(asyncio.wait_for(engine.load_weights(3, bad), 10))
+    found = run(engine, ask(p, 10, key=1))[0]
+    assert bits(found) == bits(expected) and found.version == 0
+
+
+def test_weights_may_come_while_decoding(make):
+    network = network_of(seed=1)
+    engine, weights = make(network, max_concurrent=4), weights_of(network)
+    requests = [ask(prompt(4, i), 40, key=i) for i in range(16)]
+
+    async def both() -> list[Completion]:
+        answers = asyncio.ensure_future(engine.generate(requests))
+        for version in range(1, 6):
+            await engine.load_weights(version, weights)
+            await asyncio.sleep(0.005)
+        return await answers
+
+    found = asyncio.run(asyncio.wait_for(both(), 60))
+    assert [len(c.tokens_S) for c in found] == [40] * 16
+    assert all(0 <= c.version <= 5 for c in found) and found[-1].version > found[0].version
+
+
+def test_stats_count_tokens(make, networks):
+    engine = make(networks["qwen3"])
+    run(engine, ask(prompt(4), 5), ask(prompt(4), 7))
+    stats = asyncio.run(engine.stats())
+    assert (stats["generated_tokens"], stats["running"], stats["waiting"]) == (12, 0, 0)
+    assert stats["busy_s"] > 0
+
+
+# --- the end
+
+
+def waiting_on(engine: Any, network: Any, then: Callable[[], None]) -> list[BaseException]:
+    """Callers of all kinds, some running, some queued; `then` happens while they wait. What each gets."""
+
+    async def wait() -> list[Any]:
+        calls = [
+            asyncio.ensure_future(engine.generate([ask(prompt(4, i), MAX_LENGTH - 4, key=i) for i in range(40)])),
+            asyncio.ensure_future(engine.generate([ask(prompt(4), 10)])),
+        ]
+        await asyncio.sleep(0.02)
+        await asyncio.to_thread(then)
+        calls.append(asyncio.ensure_future(engine.load_weights(1, weights_of(network))))
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+
+    return asyncio.run(wait())
+
+
+def test_closing_ends_waiters(make, networks):
+    engine = make(networks["qwen3"], max_concurrent=2)
+    found = waiting_on(engine, networks["qwen3"], engine.close)
+    assert [type(e) for e in found] == [RuntimeError] * 3
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(engine, ask(prompt(4)))
+    engine.close()  # twice is fine
+
+
+def test_closing_ends_those_who_bring_weights(networks):
+    """The order comes while the engine is busy with one step, and closing overtakes it."""
+    engine, hold, held = embedded(networks["qwen3"]), threading.Event(), threading.Event()
+    forward = engine._forward
+
+    def slow(*args: Any) -> torch.Tensor:
+        held.set()
+        hold.wait(20)
+        return forward(*args)
+
+    engine._forward = slow
+
+    async def wait() -> list[Any]:
+        answer = asyncio.ensure_future(engine.generate([ask(prompt(1), 20)]))
+        await asyncio.to_thread(held.wait, 20)
+        order = asyncio.ensure_future(engine.load_weights(1, weights_of(networks["qwen3"])))
+        await asyncio.sleep(0.01)
+        closing = asyncio.ensure_future(asyncio.to_thread(engine.close))
+        await asyncio.sleep(0.01)
+        hold.set()
+        await closing
+        return await asyncio.wait_for(asyncio.gather(answer, order, return_exceptions=True), 20)
+
+    assert [type(e) for e in asyncio.run(wait())] == [RuntimeError] * 2
+
+
+def test_a_failure_reaches_everyone_who_waits(networks):
+    engine = embedded(networks["qwen3"], max_concurrent=2)
+
+    def fail(*args: Any) -> torch.Tensor:
+        raise ValueError("no more memory")
+
+    def inject() -> None:
+        engine._forward = fail
+        engine._thread.join(20)
+
+    found = waiting_on(engine, networks["qwen3"], inject)
+    assert [str(e) for e in found[:2]] == ["the engine failed: ValueError: no more memory"] * 2
+    assert str(found[2]) == "the engine has stopped" and isinstance(found[2].__cause__, ValueError)
+    with pytest.raises(RuntimeError, match="stopped") as error:
+        run(engine, ask(prompt(4)))
+    assert str(error.value.__cause__) == "no more memory"
+    engine.close()

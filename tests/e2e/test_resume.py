@@ -1,0 +1,60 @@
+"""A run that is killed and resumed gives the metrics of a run that was not: bit by bit, clocks and memory aside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.e2e.helpers import environment, gcore, rows, train, untimed, write_recipe
+
+EVERY_STEP = ("checkpoint.every=1", "observe.eval_every=3", "algorithm.kl_coef=0.05", "algorithm.mini_batches=2")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    found = train(tmp_path_factory.mktemp("whole"), "whole", "runtime=local", "run.steps=8", *EVERY_STEP)
+    return [untimed(row) for row in found]
+
+
+@pytest.mark.parametrize("how", [("runtime=local",), ("runtime=ray", "controllers=2")])
+def test_kill_and_resume(tmp_path, uninterrupted, how):
+    recipe = write_recipe(tmp_path)
+    command = ["train", str(recipe), "run.name=part", "run.steps=8", *EVERY_STEP, *how]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gcore.cli", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+    )
+    run = tmp_path / "runs" / "part"
+    deadline = time.monotonic() + 120
+    while not (run / "step_3").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len([row for row in rows(run) if "samples_digest" in row]) < 8  # it did not get to the end
+    resumed = gcore(*command, "run.resume=auto")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed from" in resumed.stdout
+    assert [untimed(row) for row in rows(run)] == uninterrupted
+
+
+def test_resume_of_a_finished_run_trains_on_when_asked_for_more(tmp_path):
+    first = train(tmp_path, "more", "runtime=local", "run.steps=2")
+    again = train(tmp_path, "more", "runtime=local", "run.steps=4", "run.resume=auto", "controllers=3")
+    whole = train(tmp_path, "whole", "runtime=local", "run.steps=4")
+    digests = {row["step"]: row["samples_digest"] for row in whole if "samples_digest" in row}
+    assert {row["step"]: row["samples_digest"] for row in again if "samples_digest" in row} == digests
+    assert len(first) < len(again)
+
+
+def test_never_keeps_the_earlier_run(tmp_path):
+    train(tmp_path, "twice", "runtime=local", "run.steps=1")
+    train(tmp_path, "twice", "runtime=local", "run.steps=2")
+    assert (tmp_path / "runs" / "twice.1" / "step_1").is_dir() and (tmp_path / "runs" / "twice" / "step_2").is_dir()

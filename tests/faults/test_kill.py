@@ -1,0 +1,141 @@
+"""Invariant 6: one process dies, the run ends with its name within seconds, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.helpers import environment, write_recipe
+
+ENDS_WITHIN_S = 10
+
+
+class Running:
+    """A training run in a process of its own, with its output collected as it comes."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "gcore.cli",
+            "train",
+            str(write_recipe(folder)),
+            "run.steps=100000",
+            *overrides,
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), bufsize=1
+        )
+        self.lines: list[str] = []
+        self.family: dict[int, psutil.Process] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(self.process.stdout)
+
+    def _read_all(self) -> str:
+        self._reader.join(timeout=5)
+        return "".join(self.lines)
+
+    def wait_for_steps(self) -> None:
+        deadline = time.monotonic() + 120
+        while not any(line.startswith("step ") and "reward" in line and "eval" not in line for line in self.lines):
+            assert self.process.poll() is None and time.monotonic() < deadline, "".join(self.lines)
+            time.sleep(0.1)
+        self.family = {p.pid: p for p in psutil.Process(self.process.pid).children(recursive=True)}
+
+    def find(self, role: str) -> psutil.Process:
+        """By what the process is: the driver itself, one of Ray's own, or the actor whose command line names it."""
+        if role == "driver":
+            return psutil.Process(self.process.pid)
+        if role in ("raylet", "gcs_server"):
+            return next(p for p in self.family.values() if p.name().startswith(role))
+        pids = [int(m.group(1)) for line in self.lines if (m := re.search(rf"{role} is process (\d+)", line))]
+        return self.family[pids[0]]
+
+    def end(self) -> tuple[str, float]:
+        started = time.monotonic()
+        self.process.wait(timeout=60)
+        return self._read_all(), time.monotonic() - started
+
+    def survivors(self, within_s: float) -> list[str]:
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline and any(alive(p) for p in self.family.values()):
+            time.sleep(0.1)
+        return [f"{p.pid} {p.name()}" for p in self.family.values() if alive(p)]
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture
+def running(tmp_path):
+    run = Running(tmp_path, "controllers=2", "placement.trainer.ranks=2", "placement.policy.replicas=2")
+    yield run
+    for process in run.family.values():
+        if alive(process):
+            process.kill()
+    if run.process.poll() is None:
+        run.process.kill()
+
+
+@pytest.mark.parametrize("role", ["controller-1", "engine-1", "trainer-0", "raylet", "gcs_server"])
+def test_kill_minus_nine(running, role):
+    running.wait_for_steps()
+    time.sleep(random.random())
+    running.find(role).send_signal(signal.SIGKILL)
+    output, seconds = running.end()
+    assert running.process.returncode == 1, output
+    name = "ray" if role in ("raylet", "gcs_server") else role
+    assert re.search(rf"gcore: {name} died", output), output
+    assert seconds < ENDS_WITHIN_S, output
+    assert running.survivors(within_s=5) == []
+
+
+def test_kill_the_driver(running):
+    running.wait_for_steps()
+    time.sleep(random.random())
+    os.kill(running.process.pid, signal.SIGKILL)
+    running.process.wait(timeout=10)
+    assert running.survivors(within_s=ENDS_WITHIN_S) == []
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(running, sent):
+    running.wait_for_steps()
+    running.process.send_signal(sent)
+    output, seconds = running.end()
+    assert running.process.returncode == 130, output
+    assert "interrupted" in output and "Traceback" not in output
+    assert seconds < ENDS_WITHIN_S
+    assert running.survivors(within_s=5) == []
+
+
+def test_a_role_that_raises_names_itself(tmp_path):
+    """A reward file that breaks in the third step: the first traceback and the role, not a chorus."""
+    reward = tmp_path / "broken.py"
+    reward.write_text(
+        "async def workflow(ctx, prompt):\n"
+        "    if prompt.id > 30: raise KeyError('lost')\n    return await ctx.reward(await ctx.generate(prompt))\n"
+    )
+    run = Running(tmp_path, "controllers=2", f"workflow={reward}:workflow")
+    output, _ = run.end()
+    assert run.process.returncode == 1, output
+    assert re.search(r"first traceback, from controller-\d:\n", output) and output.count("Traceback (most recent") == 1
+    assert "KeyError: 'lost'" in output

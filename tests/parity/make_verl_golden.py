@@ -1,0 +1,124 @@
+"""Writes verl_golden.json: random batches and what verl computes from them. Run it in an environment of its own:
+
+    python -m venv verlenv
+    verlenv/bin/pip install torch==2.13.0
+    verlenv/bin/pip install --no-deps verl==0.9.1
+    verlenv/bin/pip install "transformers>=5.5.3,<5.11" tensordict==0.10.0 ray==2.60.0 hydra-core omegaconf pandas
+    verlenv/bin/python tests/parity/make_verl_golden.py
+
+The tests (tests/unit/test_advantages.py, test_losses.py) read only the file, so verl is not needed to run them.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from verl.trainer.ppo import core_algos
+from verl.workers.config import FSDPActorConfig
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSSES = ("vanilla", "gspo", "cispo")
+MAX_RESPONSE_LENGTH = 12  # the divisor of seq-mean-token-sum-norm; wider than any response here
+
+
+def batch(seed: int, groups: int, siblings: int, width: int) -> dict[str, Any]:
+    """Ratios from far below to far above any clip, both signs of advantages, holes in the masks (tool tokens)."""
+    rng = np.random.default_rng(seed)
+    n = groups * siblings
+    old = -rng.exponential(1.5, (n, width))
+    log = np.minimum(old + rng.normal(0, 0.6, (n, width)), -1e-3)
+    ref = np.minimum(log + rng.normal(0, 0.5, (n, width)), -1e-3)
+    lengths = rng.integers(1, width + 1, n)
+    mask = np.arange(width) < lengths[:, None]
+    holes = rng.random((n, width)) < 0.15
+    holes[:, 0] = False  # verl leaves a response without any action out of the mean; G-Core counts it
+    return {
+        "group": np.repeat(np.arange(groups), siblings).tolist(),
+        "rewards": rng.normal(0.3, 1.0, n).round(3).tolist(),
+        "lengths": lengths.tolist(),
+        "mask": (mask & ~holes).astype(int).tolist(),
+        "log_prob": log.round(4).tolist(),
+        "old_log_prob": old.round(4).tolist(),
+        "ref_log_prob": ref.round(4).tolist(),
+        "advantages": rng.normal(0, 1, n).round(3).tolist(),
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.28,
+        "clip_ratio_c": [3.0, 1.7, 1e9][seed % 3],  # 1e9: dual clip off
+        "max_response_length": MAX_RESPONSE_LENGTH,
+    }
+
+
+def answers(b: dict[str, Any]) -> dict[str, Any]:
+    mask = torch.tensor(b["mask"], dtype=torch.float64)
+    rewards = torch.zeros_like(mask)
+    rewards[:, 0] = torch.tensor(b["rewards"], dtype=torch.float64)
+    index = np.array(b["group"])
+    estimators = {
+        "grpo": core_algos.compute_grpo_outcome_advantage(rewards, mask, index),
+        "dr_grpo": core_algos.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False),
+        "rloo": core_algos.compute_rloo_outcome_advantage(rewards, mask, index),
+        "reinforce_pp": core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, index),
+    }
+    found: dict[str, Any] = {"advantages": {name: value[0].tolist() for name, value in estimators.items()}}
+    log_prob, old, ref = (torch.tensor(b[k], dtype=torch.float64) for k in ("log_prob", "old_log_prob", "ref_log_prob"))
+    found["low_var_kl"] = core_algos.kl_penalty(log_prob, ref, "low_var_kl").tolist()
+    advantages = torch.tensor(b["advantages"], dtype=torch.float64)[:, None].expand_as(mask)
+    found["losses"] = {
+        loss: {mode: policy_loss(b, loss, mode, log_prob, old, advantages, mask) for mode in AGGREGATIONS}
+        for loss in LOSSES
+    }
+    return found
+
+
+def policy_loss(
+    b: dict[str, Any],
+    loss: str,
+    mode: str,
+    log_prob: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+) -> dict[str, Any]:
+    config = FSDPActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_low=b["clip_ratio_low"],
+        clip_ratio_high=b["clip_ratio_high"],
+        clip_ratio_c=b["clip_ratio_c"],
+        global_batch_info={"loss_scale_factor": b["max_response_length"]},
+    )
+    leaf = log_prob.clone().requires_grad_()
+    value, metrics = core_algos.get_policy_loss_fn(loss)(old, leaf, advantages, mask, mode, config)
+    value.backward()
+    return {
+        "loss": value.item(),
+        "gradient": leaf.grad.tolist(),
+        "clip_frac": metrics["actor/pg_clipfrac"],
+        "approx_kl": metrics["actor/ppo_kl"],
+    }
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return round(value, 10) if isinstance(value, float) else value
+
+
+def main() -> None:
+    batches = [batch(seed, *shape) for seed, shape in enumerate([(2, 4, 5), (3, 2, 8), (2, 3, 4)])]
+    golden = {"verl": version("verl"), "cases": [{"batch": b, **answers(b)} for b in batches]}
+    path = Path(__file__).with_name("verl_golden.json")
+    path.write_text(json.dumps(rounded(golden)) + "\n")
+    print(f"{path}: {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Configuration: what a user mistypes is named, all of it, with the key they meant."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gcore.config import dump_config, load_config
+from gcore.config.load import all_keys
+from gcore.config.reference import reference
+from gcore.types import UserError
+from tests.e2e.helpers import RECIPE
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+def refused(path, *overrides) -> str:
+    with pytest.raises(UserError) as error:
+        load_config(path, overrides)
+    return str(error.value)
+
+
+# --- problems
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("training.lrr", "training.lr"),  # a slip in the same section
+        ("run.stepz", "run.steps"),
+        ("lr", "training.lr"),  # the right name in the wrong place
+        ("algorithm.lr", "training.lr"),
+        ("sampling.temperature", "generation.temperature"),
+        ("training.warm_start.stepss", "training.warm_start.steps"),
+        ("rewards.functions.0.wieght", "rewards.functions.0.weight"),
+        ("generations.top_k", "generation"),
+    ],
+)
+def test_the_nearest_key_is_named(recipe, wrong, meant):
+    section = wrong if wrong != "generations.top_k" else "generations"
+    assert refused(recipe, f"{wrong}=3") == f"{recipe}: {section}: unknown key; did you mean {meant}?"
+
+
+def test_a_key_like_no_other_gets_no_advice(recipe):
+    assert refused(recipe, "qqqqqqq=1") == f"{recipe}: qqqqqqq: unknown key"
+
+
+def test_all_problems_at_once(recipe):
+    found = refused(recipe, "training.lrr=3", "run.stepz=3", "generation.temperature=-1", "controllers=many")
+    assert found.splitlines() == [
+        f"{recipe}: 4 problems",
+        "  run.stepz: unknown key; did you mean run.steps?",
+        "  controllers: input should be a valid integer, unable to parse string as an integer, got 'many'; "
+        "or input should be 'auto', got 'many'",
+        "  generation.temperature: input should be greater than or equal to 0, got -1",
+        "  training.lrr: unknown key; did you mean training.lr?",
+    ]
+
+
+def test_missing_sections_are_named(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("run: {steps: 1}\n")
+    assert refused(path).splitlines() == [
+        f"{path}: 3 problems",
+        "  model: missing; this key must be set",
+        "  data: missing; this key must be set",
+        "  rewards: missing; this key must be set",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.path=x"], "model: set exactly one of model.path"),
+        (["model.build.heads=3"], "heads=3 must divide hidden_size=32"),
+        (["data.train.path=x"], "data.train: set exactly one of path"),
+        (["algorithm.mini_batches=13"], "algorithm.mini_batches=13 exceeds sampling.prompts_per_step=12"),
+        (["sampling.samples_per_prompt=1"], "sampling.samples_per_prompt must be at least 2, got 1"),
+        (["runtime=local", "placement.trainer.ranks=2"], "got placement.trainer.ranks=2"),
+        (["training.max_tokens_per_gpu=19"], "= 20 exceeds training.max_tokens_per_gpu=19"),
+        (["generation.max_response_length=13"], "= 25 exceeds model.build.max_length=24"),
+        (["rewards.accuracy=speed"], "rewards.accuracy='speed' names none of ['exact']"),
+    ],
+)
+def test_contradictions(recipe, overrides, words):
+    assert words in refused(recipe, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("a: [", "not valid YAML"), ("- 1", "expected keys and values at the top, got list"), ("", "got NoneType")],
+)
+def test_files_that_are_no_recipe(tmp_path, text, words):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert words in refused(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    assert str(path) in refused(path)
+
+
+def test_no_such_file(tmp_path):
+    assert "no such recipe" in refused(tmp_path / "none.yaml")
+
+
+# --- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "get", "value"),
+    [
+        ("training.lr=1e-5", lambda c: c.training.lr, 1e-5),
+        ("training.lr=5E-4", lambda c: c.training.lr, 5e-4),
+        ("training.lr=.5e-3", lambda c: c.training.lr, 5e-4),
+        ("training.lr=2.", lambda c: c.training.lr, 2.0),
+        ("training.warm_start.lr=1e-2", lambda c: c.training.warm_start.lr, 1e-2),
+        ("training.warm_start=null", lambda c: c.training.warm_start, None),
+        ("training.warm_start=", lambda c: c.training.warm_start, None),
+        ("checkpoint.every=7", lambda c: c.checkpoint.every, 7),  # a section that the file lacks
+        ("rewards.functions.0.weight=2", lambda c: c.rewards.functions[0].weight, 2.0),
+        ("rewards.functions.0={name: a, path: 'x:y'}", lambda c: c.rewards.functions[0].name, "a"),
+        ("training.betas=[0.8, 0.9]", lambda c: c.training.betas, (0.8, 0.9)),
+        ("run.name=a=b", lambda c: c.run.name, "a=b"),
+        ("data.shuffle=false", lambda c: c.data.shuffle, False),
+        ("data.train.args.max=5", lambda c: c.data.train.args["max"], 5),
+    ],
+)
+def test_overrides(recipe, override, get, value):
+    assert get(load_config(recipe, [override])) == value
+
+
+def test_the_last_override_wins(recipe):
+    assert load_config(recipe, ["run.steps=1", "run.steps=2"]).run.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.lr", "expected key=value"),
+        ("=3", "expected key=value"),
+        ("training.lr=[", "the value is not valid YAML"),
+        ("training.lr.x=1", "training.lr is a value, not a section"),
+        ("rewards.functions.3.name=a", "expected an index below 1, got '3'"),
+        ("rewards.functions.first.name=a", "expected an index below 1, got 'first'"),
+        ("rewards.functions.1=a", "expected an index below 1, got '1'"),
+        ("rewards.functions.0.name.x=1", "rewards.functions.0.name is a value, not a section"),
+        ("data.train.args.operations.0.x=1", "data.train.args.operations.0 is a value, not a section"),
+        ("data.train.args.operations.0.x.y=1", "data.train.args.operations.0 is a value, not a section"),
+    ],
+)
+def test_overrides_that_cannot_be(recipe, override, words):
+    assert words in refused(recipe, override)
+
+
+def test_numbers_in_files_are_numbers(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    tree = copy.deepcopy(RECIPE)
+    del tree["training"]
+    path.write_text(yaml.safe_dump(tree) + "training: {lr: 1e-6, eps: 1E-8, weight_decay: 0.1}\n")
+    training = load_config(path).training
+    assert (training.lr, training.eps, training.weight_decay) == (1e-6, 1e-8, 0.1)
+
+
+# --- dump
+
+
+def test_dump_reads_back_the_same(recipe, tmp_path):
+    config = load_config(recipe, ["training.lr=1e-5"])
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+
+
+def test_secrets_are_redacted(recipe):
+    secrets = ["api_key=hush", "HF_TOKEN=hush", "db_password=hush", "tokens=[hush, hush]"]
+    dumped = dump_config(
+        load_config(
+            recipe,
+            [f"rewards.functions.0.args.{secret}" for secret in secrets]
+            + ["rewards.functions.0.args.url=http://judge", "data.train.args.inner.client_secret=hush"],
+        )
+    )
+    assert "hush" not in dumped
+    args = yaml.safe_load(dumped)["rewards"]["functions"][0]["args"]
+    assert args == {
+        "api_key": "<redacted>",
+        "HF_TOKEN": "<redacted>",
+        "db_password": "<redacted>",
+        "tokens": ["<redacted>", "<redacted>"],
+        "url": "http://judge",
+    }
+
+
+def test_numbers_and_the_tokenizer_are_no_secrets(recipe):
+    tree = yaml.safe_load(dump_config(load_config(recipe, ["model.tokenizer=folder"])))
+    assert tree["model"]["tokenizer"] == "folder" and tree["training"]["max_tokens_per_gpu"] == 16384
+
+
+# --- what ships
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.name)
+def test_recipes_parse(path):
+    assert load_config(path).run.steps > 0
+
+
+def test_there_are_recipes():
+    assert list((ROOT / "recipes").glob("*.yaml"))
+
+
+def test_reference_names_every_key():
+    text = reference()
+    for key in all_keys():
+        parent = any(other.startswith(key + ".") for other in all_keys())
+        assert parent or f"`{key}`" in text or f"`{'[].'.join(key.rsplit('.', 1))}`" in text, key
+
+
+def test_reference_is_up_to_date():
+    path = ROOT / "docs" / "configuration.md"
+    if not path.exists():
+        pytest.skip("docs/configuration.md is not here; `make docs` writes it")
+    assert path.read_text() == reference(), "run `make docs`"

@@ -1,0 +1,113 @@
+"""The plan of the house: imports point one way, pure files stay pure, the loop fits one screen."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "gcore"
+STAGES = ("prompts", "generation", "rewarding", "preparation", "training", "weights", "checkpoint", "observe")
+COMMON = ("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe", "gcore.models")
+# writing a Hugging Face folder takes the model and the tokenizer; its place would be the controller, which may see both
+EXCEPTIONS = {("checkpoint/export.py", "gcore.prompts.tokenizer")}
+PURE = (
+    "gcore.types",
+    "gcore.protocols",
+    "gcore.config",
+    "gcore.config.reference",
+    "gcore.preparation.balance",
+    "gcore.preparation.advantages",
+    "gcore.preparation.workload",
+    "gcore.controller.plan",
+)
+
+
+def imports(path: Path) -> set[str]:
+    """Every gcore module that a file imports, anywhere in it; `from gcore import x` counts as gcore.x."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"gcore.{a.name}" for a in node.names} if node.module == "gcore" else {str(node.module)}
+    return {name for name in found if name.split(".")[0] == "gcore"}
+
+
+def within(name: str, rooms: tuple[str, ...]) -> bool:
+    return any(name == room or name.startswith(room + ".") for room in rooms)
+
+
+def files(room: str) -> list[Path]:
+    return sorted((PACKAGE / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", STAGES)
+def test_stage_rooms_import_common_ground_and_themselves_alone(room):
+    assert files(room)
+    strangers = {
+        (str(path.relative_to(PACKAGE)), name)
+        for path in files(room)
+        for name in imports(path)
+        if not within(name, (*COMMON, f"gcore.{room}"))
+    }
+    assert strangers <= EXCEPTIONS
+
+
+def test_exceptions_are_still_needed():
+    for path, name in EXCEPTIONS:
+        assert name in imports(PACKAGE / path)
+
+
+def test_ground_floor():
+    """What everyone imports imports nobody above it."""
+    assert imports(PACKAGE / "types.py") == set()
+    assert imports(PACKAGE / "protocols.py") == {"gcore.types"}
+    for room, allowed in {
+        "config": ("gcore.config", "gcore.types"),
+        "observe": ("gcore.observe", "gcore.config", "gcore.types"),
+        "runtime": ("gcore.runtime", "gcore.protocols", "gcore.types"),
+    }.items():
+        for path in files(room):
+            assert all(within(name, allowed) for name in imports(path)), path
+    assert all(within(name, ("gcore.config", "gcore.types")) for name in imports(PACKAGE / "models.py"))
+
+
+def test_nobody_imports_the_command_line():
+    for path in PACKAGE.rglob("*.py"):
+        assert not any(within(name, ("gcore.cli",)) for name in imports(path)), path
+
+
+def test_backends_are_imported_in_build_alone():
+    """Elsewhere in the controller no engine, trainer or runtime is named."""
+    backends = ("gcore.generation.embedded", "gcore.training", "gcore.runtime")
+    for path in files("controller"):
+        if path.name != "build.py":
+            assert not any(within(name, backends) for name in imports(path)), path
+
+
+def test_build_imports_backends_locally():
+    tree = ast.parse((PACKAGE / "controller" / "build.py").read_text())
+    top = {str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert not any(
+        within(name, ("gcore.generation", "gcore.training", "gcore.runtime", "torch", "ray")) for name in top
+    )
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_import_neither_torch_nor_ray(module):
+    code = f"import sys, {module}; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_the_loop_fits_one_screen():
+    assert len((PACKAGE / "controller" / "loop.py").read_text().splitlines()) <= 120
+
+
+def test_files_stay_small():
+    long = {str(p.relative_to(ROOT)): n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 420}
+    assert long == {}

@@ -1,0 +1,205 @@
+"""Losses and their weights: numbers worked out by hand, and parity with verl (tests/parity/make_verl_golden.py)."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from gcore.config.tree import Algorithm
+from gcore.training.losses import POLICY_LOSSES, Steps, kl_penalty, weights
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())["cases"]
+LN = math.log
+
+
+def steps(ratios, advantages, mask=None, sample=None, logprobs=None) -> Steps:
+    n = len(ratios)
+    logprobs = torch.tensor(logprobs or [-1.0] * n, dtype=torch.float64, requires_grad=True)
+    old = logprobs.detach() - torch.tensor([LN(r) for r in ratios], dtype=torch.float64)
+    sample = sample or [0] * n
+    return Steps(
+        logprobs,
+        old,
+        torch.tensor(advantages, dtype=torch.float64),
+        torch.tensor(mask or [1.0] * n, dtype=torch.float64),
+        torch.tensor(sample),
+        max(sample) + 1,
+    )
+
+
+def run(name, given: Steps, **options):
+    loss_S, clipped_S = POLICY_LOSSES[name](given, Algorithm(policy_loss=name, **options))
+    (gradient,) = torch.autograd.grad(loss_S.sum(), given.logprobs_S)
+    return loss_S.tolist(), clipped_S.tolist(), gradient.tolist()
+
+
+# --- by hand
+
+
+def test_ppo_clips_only_where_the_clip_is_worse():
+    given = steps(ratios=[0.5, 0.5, 1.5, 1.5, 1.1, 1.25], advantages=[2, -2, 2, -2, 3, 1])
+    loss, clipped, gradient = run("ppo", given, clip_ratio_low=0.2, clip_ratio_high=0.28)
+    assert loss == pytest.approx([-1.0, 1.6, -2.56, 3.0, -3.3, -1.25], abs=1e-12)
+    assert clipped == [False, True, True, False, False, False]
+    # d(-r A) = -r A where unclipped; clipped steps have none
+    assert gradient == pytest.approx([-1.0, 0.0, 0.0, 3.0, -3.3, -1.25], abs=1e-12)
+
+
+def test_ppo_dual_clip_bounds_negative_advantages_alone():
+    given = steps(ratios=[5.0, 5.0, 2.0], advantages=[-2, 2, -2])
+    loss, clipped, gradient = run("ppo", given, clip_ratio_dual=3.0)
+    assert loss == pytest.approx([6.0, -2.4, 4.0], abs=1e-12)
+    assert clipped == [False, True, False]
+    assert gradient == pytest.approx([0.0, 0.0, 4.0], abs=1e-12)
+    assert run("ppo", given)[0] == pytest.approx([10.0, -2.4, 4.0], abs=1e-12)
+
+
+def test_ppo_on_policy_is_reinforce():
+    loss, clipped, gradient = run("ppo", steps(ratios=[1, 1, 1], advantages=[2, -3, 0]))
+    assert (loss, clipped, gradient) == ([-2.0, 3.0, 0.0], [False] * 3, [-2.0, 3.0, 0.0])
+
+
+def test_ratios_stay_finite():
+    given = steps(ratios=[1, 1], advantages=[-1, -1])
+    given.old_logprobs_S.copy_(torch.tensor([-500.0, 500.0]))
+    loss, _, gradient = run("ppo", given)
+    assert loss == pytest.approx([math.exp(20), 0.8]) and all(map(math.isfinite, gradient))
+
+
+def test_gspo_has_one_ratio_a_sample():
+    # sample 0: ratios 2, 1/2 and a masked 100 -> geometric mean 1; sample 1: 4 and 1 -> 2
+    given = steps(
+        ratios=[2, 0.5, 100, 4, 1], advantages=[3, 3, 3, -1, -1], mask=[1.0, 1, 0, 1, 1], sample=[0, 0, 0, 1, 1]
+    )
+    loss, clipped, gradient = run("gspo", given)
+    assert loss == pytest.approx([-3, -3, -3, 2, 2], abs=1e-12)
+    assert clipped == [False] * 5
+    assert gradient == pytest.approx([-3, -3, -3, 2, 2], abs=1e-12)
+    positive = steps(ratios=[4, 1], advantages=[1, 1])
+    assert run("gspo", positive, clip_ratio_high=0.5) == (
+        pytest.approx([-1.5, -1.5], abs=1e-12),
+        [True, True],
+        [0.0, 0.0],
+    )
+
+
+def test_cispo_keeps_every_gradient():
+    given = steps(ratios=[3, 0.1, 1], advantages=[2, 2, -1], logprobs=[-1.0, -2.0, -0.5])
+    loss, clipped, gradient = run("cispo", given, clip_ratio_low=0.2, clip_ratio_high=0.28)
+    assert loss == pytest.approx([1.28 * 2 * 1.0, 0.8 * 2 * 2.0, -0.5], abs=1e-12)
+    assert clipped == [True, True, False]
+    assert gradient == pytest.approx([-2.56, -1.6, 1.0], abs=1e-12)
+
+
+def test_k3_by_hand():
+    # log ratios ln 2, 0, -ln 2: 2 - ln 2 - 1, 0, 1/2 + ln 2 - 1
+    found = kl_penalty(torch.tensor([-2.0, -1.0, -1.0]), torch.tensor([-2.0 + LN(2), -1.0, -1.0 - LN(2)]))
+    assert found.tolist() == pytest.approx([1 - LN(2), 0.0, LN(2) - 0.5], abs=1e-6)
+    assert torch.isfinite(kl_penalty(torch.tensor([-500.0]), torch.tensor([0.0]))).all()
+
+
+def test_k3_is_unbiased():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    assert (p * kl_penalty(p.log(), q.log())).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-6)
+
+
+def weigh(aggregation, **changes):
+    given = {"num_actions": 10, "num_samples": 4, "max_response_length": 5, **changes}
+    mask, sample = torch.tensor([1.0, 1, 0, 1, 1, 1]), torch.tensor([0, 0, 0, 1, 1, 1])
+    return weights(mask, sample, 2, aggregation=aggregation, **given).tolist()
+
+
+def test_weights_by_hand():
+    assert weigh("token_mean") == pytest.approx([0.1, 0.1, 0, 0.1, 0.1, 0.1])
+    assert weigh("sequence_mean") == pytest.approx([1 / 8, 1 / 8, 0, 1 / 12, 1 / 12, 1 / 12])
+    assert weigh("fixed_length") == pytest.approx([0.05, 0.05, 0, 0.05, 0.05, 0.05])
+
+
+def test_weights_of_a_sample_without_actions_are_zero():
+    for aggregation in ("token_mean", "sequence_mean", "fixed_length"):
+        found = weights(
+            torch.zeros(2),
+            torch.tensor([0, 0]),
+            1,
+            aggregation=aggregation,
+            num_actions=0,
+            num_samples=0,
+            max_response_length=5,
+        )
+        assert found.tolist() == [0.0, 0.0]
+
+
+# --- verl 0.9.1. Common ground: `clip_ratio_c` = 1e9 turns off its dual clip, which is always on; its k3 stops at 10,
+# --- where no step here comes near; every response has an action (verl leaves the others out of the mean over
+# --- sequences, G-Core counts them); its GSPO ratio stops at e^10, ours at e^20.
+
+VERL_NAMES = {"ppo": "vanilla", "gspo": "gspo", "cispo": "cispo"}
+VERL_AGGREGATIONS = {
+    "token_mean": "token-mean",
+    "sequence_mean": "seq-mean-token-mean",
+    "fixed_length": "seq-mean-token-sum-norm",
+}
+
+
+def flat(batch, key: str) -> torch.Tensor:
+    """[samples, width] as verl has it -> the response steps one after another, as a packed micro-batch has them."""
+    rows = batch[key]
+    rows = [row if isinstance(row, list) else [row] * max(batch["lengths"]) for row in rows]
+    return torch.tensor(
+        [v for row, n in zip(rows, batch["lengths"], strict=True) for v in row[:n]], dtype=torch.float64
+    )
+
+
+@pytest.mark.parametrize("aggregation", list(VERL_AGGREGATIONS))
+@pytest.mark.parametrize("name", list(VERL_NAMES))
+@pytest.mark.parametrize("case", range(len(GOLDEN)))
+def test_policy_loss_same_as_verl(case, name, aggregation):
+    batch = GOLDEN[case]["batch"]
+    expected = GOLDEN[case]["losses"][VERL_NAMES[name]][VERL_AGGREGATIONS[aggregation]]
+    samples = len(batch["lengths"])
+    sample_S = torch.repeat_interleave(torch.arange(samples), torch.tensor(batch["lengths"]))
+    mask_S, logprobs_S = flat(batch, "mask"), flat(batch, "log_prob").requires_grad_()
+    # verl's GSPO knows no dual clip
+    dual = batch["clip_ratio_c"] if name == "ppo" else None
+    algorithm = Algorithm(
+        clip_ratio_low=batch["clip_ratio_low"], clip_ratio_high=batch["clip_ratio_high"], clip_ratio_dual=dual
+    )
+    given = Steps(logprobs_S, flat(batch, "old_log_prob"), flat(batch, "advantages"), mask_S, sample_S, samples)
+    loss_S, clipped_S = POLICY_LOSSES[name](given, algorithm)
+    weights_S = weights(
+        mask_S.float(),
+        sample_S,
+        samples,
+        aggregation=aggregation,
+        num_actions=int(mask_S.sum()),
+        num_samples=samples,
+        max_response_length=batch["max_response_length"],
+    )
+    loss = (loss_S * weights_S).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
+    assert ((clipped_S * mask_S).sum() / mask_S.sum()).item() == pytest.approx(expected["clip_frac"], abs=1e-6)
+    gradient = flat({**batch, "gradient": expected["gradient"]}, "gradient")
+    assert logprobs_S.grad.tolist() == pytest.approx(gradient.tolist(), abs=1e-6)
+
+
+def test_the_golden_batches_reach_every_branch():
+    vanilla = [case["losses"]["vanilla"]["token-mean"]["clip_frac"] for case in GOLDEN]
+    assert min(vanilla) > 0 and max(vanilla) < 1
+    ratios = [flat(c["batch"], "log_prob") - flat(c["batch"], "old_log_prob") for c in GOLDEN]
+    bound = [
+        bool(((r.exp() > c["batch"]["clip_ratio_c"]) & (flat(c["batch"], "advantages") < 0)).any())
+        for r, c in zip(ratios, GOLDEN, strict=True)
+    ]
+    assert bound[1] and not bound[2]  # the dual clip bites, and is off in the last
+
+
+@pytest.mark.parametrize("case", range(len(GOLDEN)))
+def test_kl_same_as_verl(case):
+    batch = GOLDEN[case]["batch"]
+    found = kl_penalty(flat(batch, "log_prob"), flat(batch, "ref_log_prob"))
+    expected = flat({**batch, "kl": GOLDEN[case]["low_var_kl"]}, "kl")
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert found.max() < 10

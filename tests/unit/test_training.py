@@ -1,0 +1,483 @@
+"""The trainer in a world of one process: packing, global denominators, padding, state, bad gradients, schedule."""
+
+import asyncio
+import copy
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gcore.config.tree import Config
+from gcore.models import load_model
+from gcore.observe.trace import Tracer
+from gcore.preparation.balance import lay_out
+from gcore.preparation.samples import meta_of
+from gcore.preparation.workload import CostModel
+from gcore.prompts.tokenizer import load_tokenizer
+from gcore.protocols import Rendezvous
+from gcore.runtime.gloo import join
+from gcore.training import policy as policy_module
+from gcore.training.fsdp import FsdpTrainer
+from gcore.training.micro import to_tensors
+from gcore.training.policy import Policy
+from gcore.training.schedule import learning_rate
+from gcore.training.state import gather_weights
+from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch
+from tests.e2e.helpers import RECIPE
+
+CPU = torch.device("cpu")
+MAX_RESPONSE_LENGTH = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    join(Rendezvous(0, 1, None), "gloo")
+    yield
+    torch.set_num_threads(threads)
+
+
+def config_of(**sections) -> Config:
+    tree = copy.deepcopy(RECIPE)
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return Config.model_validate(tree)
+
+
+def network_of(config: Config):
+    return load_model(config.model, load_tokenizer(config.model), config.run.seed, torch.float32, CPU)
+
+
+def trainer_of(config: Config) -> FsdpTrainer:
+    return FsdpTrainer(config, lambda: network_of(config), CPU, torch.float32, 1, Tracer(None, "trainer-0"))
+
+
+def samples_of(seed: int = 0, prompts: int = 4, siblings: int = 3) -> list[Sample]:
+    """Random tokens, lengths, advantages; some steps do not count (tool tokens), the last of a sample always does."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for prompt in range(prompts):
+        start = rng.integers(4, 16, rng.integers(2, 10))
+        for sibling in range(siblings):
+            n = int(rng.integers(1, MAX_RESPONSE_LENGTH + 1))
+            mask = rng.random(n) > 0.2
+            mask[-1] = True
+            tokens = np.concatenate([start, rng.integers(4, 16, n)]).astype(np.int32)
+            advantages = np.full(n, rng.normal(), np.float32)
+            found.append(Sample(prompt, sibling, tokens, mask, -rng.exponential(1, n).astype(np.float32), advantages))
+    return found
+
+
+def batch_of(samples, max_tokens=10_000, mini_batches=1, objective="policy") -> TrainBatch:
+    (batch,) = lay_out(
+        [meta_of(s) for s in samples],
+        step=1,
+        num_ranks=1,
+        mini_batches=mini_batches,
+        max_tokens=max_tokens,
+        cost=CostModel(100.0),
+        objective=objective,
+    )
+    return batch
+
+
+def update(trainer: FsdpTrainer, samples, batch: TrainBatch) -> dict[str, float]:
+    async def run():
+        await trainer.push(0, samples)
+        await trainer.prepare(batch)
+        return await trainer.update(batch)
+
+    return asyncio.run(run())
+
+
+def weights_of(trainer: FsdpTrainer) -> dict[str, np.ndarray]:
+    return asyncio.run(trainer.weights())
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    """To the last bit."""
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def alone(network, sample: Sample, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropies of a sample's steps by the library's plain forward pass."""
+    tokens = torch.from_numpy(sample.tokens_T.astype(np.int64))
+    logprobs = torch.log_softmax(network(tokens[None]).logits[0].float() / temperature, -1)
+    first = len(tokens) - sample.num_steps
+    wanted = logprobs[first - 1 : len(tokens) - 1]
+    return wanted.gather(-1, tokens[first:, None])[:, 0], -(wanted.exp() * wanted).sum(-1)
+
+
+# --- packing
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("max_tokens", [10_000, 40])
+def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens):
+    config = config_of(model={"build": {**RECIPE["model"]["build"], "architecture": architecture}})
+    network, samples = network_of(config), samples_of(prompts=6)
+    by_key = {s.key: s for s in samples}
+    policy = Policy(network, 0.7)
+    micros = batch_of(samples, max_tokens).mini_batches[0].micro_batches
+    assert any(len(row) > 1 for micro in micros for row in micro.rows)
+    assert (len(micros) > 1) == (max_tokens == 40)
+    seen = []
+    with torch.no_grad():
+        for micro in micros:
+            packed = to_tensors(micro, by_key, CPU)
+            logprobs, entropies = policy(
+                packed.tokens_RW, packed.positions_RW, packed.mask_R1WW, packed.select_S, packed.targets_S
+            )
+            for i, key in enumerate(packed.keys):
+                expected, entropy = alone(network, by_key[key], 0.7)
+                assert torch.allclose(logprobs[packed.sample_S == i], expected, atol=1e-5, rtol=0), key
+                assert torch.allclose(entropies[packed.sample_S == i], entropy, atol=1e-5, rtol=0), key
+                seen.append(key)
+    assert sorted(seen) == sorted(by_key)
+
+
+def test_packed_by_hand():
+    samples = {
+        (0, 0): Sample(0, 0, np.array([5, 6, 7], np.int32), *(np.array([1, 1]) > 0, np.zeros(2), np.full(2, 0.5))),
+        (0, 1): Sample(0, 1, np.array([5, 8], np.int32), *(np.array([0]) > 0, np.full(1, -0.25), np.full(1, -0.5))),
+        (1, 0): Sample(1, 0, np.array([9, 9, 4], np.int32), *(np.array([1]) > 0, np.zeros(1), np.full(1, 2.0))),
+    }
+    packed = to_tensors(MicroBatch((((0, 0), (0, 1)), ((1, 0),)), 6), samples, CPU)
+    assert packed.tokens_RW.tolist() == [[5, 6, 7, 5, 8, 0], [9, 9, 4, 0, 0, 0]]
+    assert packed.positions_RW.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 0, 0, 0]]
+    assert packed.select_S.tolist() == [0, 1, 3, 7]
+    assert packed.targets_S.tolist() == [6, 7, 8, 4]
+    assert packed.sample_S.tolist() == [0, 0, 1, 2]
+    assert packed.loss_mask_S.tolist() == [1, 1, 0, 1]
+    assert packed.advantages_S.tolist() == [0.5, 0.5, -0.5, 2.0]
+    assert packed.rollout_logprobs_S.tolist() == [0, 0, -0.25, 0]
+    assert packed.keys == ((0, 0), (0, 1), (1, 0))
+    assert packed.mask_R1WW[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+    assert to_tensors(MicroBatch((((0, 0),), ((1, 0),)), 6), samples, CPU).mask_R1WW is None
+
+
+def test_logits_in_chunks_are_the_same(monkeypatch):
+    config, samples = config_of(), samples_of()
+    policy = Policy(network_of(config), 1.0)
+    packed = to_tensors(batch_of(samples).mini_batches[0].micro_batches[0], {s.key: s for s in samples}, CPU)
+
+    def run():
+        policy.zero_grad()
+        logprobs, entropies = policy(
+            packed.tokens_RW, packed.positions_RW, packed.mask_R1WW, packed.select_S, packed.targets_S
+        )
+        (logprobs.sum() + entropies.square().sum()).backward()
+        return logprobs.detach(), entropies.detach(), [p.grad.clone() for p in policy.parameters()]
+
+    whole = run()
+    monkeypatch.setattr(policy_module, "LOGITS_AT_ONCE", 16 * 7)  # 7 steps at a time
+    parts = run()
+    for a, b in zip([*whole[:2], *whole[2]], [*parts[:2], *parts[2]], strict=True):
+        assert torch.allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
+# --- global denominators
+
+
+def gradients_of(trainer: FsdpTrainer, samples, batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """What reaches the optimizer."""
+    found: dict[str, torch.Tensor] = {}
+
+    def look(batch):
+        for name, parameter in trainer._policy.network.named_parameters():
+            found[name] = parameter.grad.full_tensor().clone()
+        trainer._optimizer.zero_grad(set_to_none=True)
+        return {}
+
+    trainer._optimizer_step = look
+    stats = update(trainer, samples, batch)
+    del trainer._optimizer_step
+    return found, stats
+
+
+@torch.no_grad()
+def off_policy(trainer: FsdpTrainer, samples) -> dict[tuple[int, int], torch.Tensor]:
+    """Old logprobs other than the policy's own, so that ratios and clips matter."""
+    rng = np.random.default_rng(5)
+    network = trainer_network(trainer)
+    for s in samples:
+        noise = torch.from_numpy(rng.normal(0, 0.3, s.num_steps).astype(np.float32))
+        trainer._old[s.key] = alone(network, s)[0] + noise
+    return dict(trainer._old)
+
+
+def trainer_network(trainer: FsdpTrainer):
+    network = network_of(trainer._config)
+    network.load_state_dict({k: torch.from_numpy(v) for k, v in weights_of(trainer).items()}, strict=False)
+    return network
+
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_gradient_does_not_depend_on_the_split(aggregation, loss):
+    algorithm = {"loss_aggregation": aggregation, "policy_loss": loss, "kl_coef": 0.1, "entropy_coef": 0.01}
+    trainer, samples = trainer_of(config_of(algorithm=algorithm)), samples_of()
+    asyncio.run(trainer.begin())
+    update(trainer, samples, batch_of(samples))  # away from the reference
+    one, many = batch_of(samples), batch_of(samples, 20)
+    assert len(one.mini_batches[0].micro_batches) == 1 and len(many.mini_batches[0].micro_batches) > 5
+    old = off_policy(trainer, samples)
+    whole, stats = gradients_of(trainer, samples, one)
+    trainer._old.update(old)
+    split, split_stats = gradients_of(trainer, samples, many)
+    assert max(float(g.abs().max()) for g in whole.values()) > 1e-3 and stats["clipped"] > 0 and stats["kl"] > 0
+    for name, gradient in whole.items():
+        assert torch.allclose(split[name], gradient, atol=1e-6, rtol=1e-5), name
+    assert split_stats == pytest.approx(stats, abs=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_gradient_is_that_of_the_formula(aggregation):
+    """On policy: sum of -A logp over the steps that count, each sample alone, divided as the paper says."""
+    trainer = trainer_of(config_of(algorithm={"loss_aggregation": aggregation}))
+    samples = samples_of()
+    found, stats = gradients_of(trainer, samples, batch_of(samples, 40))
+    network, losses = network_of(trainer._config), []
+    for s in samples:
+        mask, advantage = torch.from_numpy(s.mask_S), float(s.advantages_S[0])
+        losses.append((-advantage * alone(network, s)[0][mask]).sum() / (mask.sum() if "seq" in aggregation else 1))
+    num_actions = sum(int(s.mask_S.sum()) for s in samples)
+    divisor = {"token_mean": num_actions, "sequence_mean": 12, "fixed_length": 12 * MAX_RESPONSE_LENGTH}[aggregation]
+    (sum(losses) / divisor).backward()
+    for name, parameter in network.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, atol=1e-6, rtol=1e-4), name
+    assert stats["actions"] == num_actions
+
+
+def test_imitation_is_the_mean_negative_logprob():
+    trainer, samples = trainer_of(config_of(algorithm={"loss_aggregation": "fixed_length"})), samples_of()
+    _, stats = gradients_of(trainer, samples, batch_of(samples, 40, objective="imitation"))
+    with torch.no_grad():
+        network = network_of(trainer._config)
+        wanted = torch.cat([alone(network, s)[0][torch.from_numpy(s.mask_S)] for s in samples])
+    assert stats == {"loss": pytest.approx(-wanted.mean().item(), abs=1e-5)}
+
+
+def test_padding_contributes_exactly_nothing():
+    """A rank without work of its own keeps the others company: same bits, same sums."""
+    algorithm = {"kl_coef": 0.1, "entropy_coef": 0.01}
+    samples = samples_of()
+    real = batch_of(samples, 40).mini_batches[0]
+    empty = MicroBatch((), 8)
+    results = []
+    for micros in (
+        real.micro_batches,
+        (*real.micro_batches, empty, empty),
+        (empty, real.micro_batches[0], empty, *real.micro_batches[1:]),
+    ):
+        trainer = trainer_of(config_of(algorithm=algorithm))
+        asyncio.run(trainer.begin())
+        update(trainer, samples, batch_of(samples))
+        batch = TrainBatch(2, (MiniBatch(micros, real.num_actions, real.num_samples),))
+        off_policy(trainer, samples)
+        gradients, stats = gradients_of(trainer, samples, batch)
+        results.append(({name: g.numpy() for name, g in gradients.items()}, stats))
+    for gradients, stats in results[1:]:
+        assert same(gradients, results[0][0]) and stats == results[0][1]
+
+
+def test_nothing_but_padding_gives_zero():
+    trainer = trainer_of(config_of(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01}))
+    asyncio.run(trainer.begin())
+    gradients, stats = gradients_of(trainer, [], TrainBatch(1, (MiniBatch((MicroBatch((), 8),), 5, 2),)))
+    assert all(not g.any() for g in gradients.values()) and set(stats.values()) == {0.0}
+
+
+# --- updates
+
+
+def test_an_update_is_one_clipped_adamw_step():
+    training = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.05}
+    trainer, samples = trainer_of(config_of(training=training)), samples_of()
+    network = network_of(trainer._config)
+    gradients, _ = gradients_of(trainer, samples, batch_of(samples))
+    stats = update(trainer, samples, batch_of(samples))
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5) and norm > 0.05
+    assert (stats["lr"], stats["updates"], stats["skipped"]) == (1e-2, 1.0, 0.0)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for name, parameter in network.named_parameters():
+        parameter.grad = gradients[name] * 0.05 / (norm + 1e-6)
+    optimizer.step()
+    for name, value in weights_of(trainer).items():
+        expected = network.get_parameter(name).detach().numpy()
+        assert np.allclose(value, expected, atol=1e-5, rtol=0), name
+
+
+def test_weights_are_a_copy_under_the_library_s_names():
+    trainer, samples = trainer_of(config_of()), samples_of()
+    before = weights_of(trainer)
+    network = network_of(trainer._config)
+    assert same(before, {k: v.detach().numpy() for k, v in network.named_parameters()})
+    kept = {k: v.copy() for k, v in before.items()}
+    update(trainer, samples, batch_of(samples))
+    assert same(before, kept) and not same(before, weights_of(trainer))
+
+
+def test_a_sample_is_pushed_once_and_trained_once():
+    trainer, samples = trainer_of(config_of()), samples_of()
+    update(trainer, samples, batch_of(samples))
+    assert trainer._samples == {}
+    update(trainer, samples, batch_of(samples))
+    asyncio.run(trainer.push(0, samples[:1]))
+    with pytest.raises(AssertionError, match=r"sample \(0, 0\) pushed twice \(now by controller 1\)"):
+        asyncio.run(trainer.push(1, samples[:1]))
+
+
+def test_later_mini_batches_are_compared_with_the_policy_before_the_step():
+    trainer, samples = trainer_of(config_of(algorithm={"mini_batches": 2})), samples_of()
+    logprobs = {s.key: alone(network_of(trainer._config), s)[0].detach() for s in samples}
+    batch = batch_of(samples, mini_batches=2)
+    asyncio.run(trainer.push(0, samples))
+    asyncio.run(trainer.prepare(batch))
+    for key, expected in logprobs.items():
+        assert torch.allclose(trainer._old[key], expected, atol=1e-5, rtol=0)
+    first = trainer._mini_batch(batch, batch.mini_batches[0])
+    second = trainer._mini_batch(batch, batch.mini_batches[1])
+    assert abs(first["approx_kl"]) < 1e-4 < abs(second["approx_kl"])
+    mask = np.concatenate([s.mask_S for s in samples[:6]])
+    off = np.concatenate([logprobs[s.key].numpy() - s.rollout_logprobs_S for s in samples[:6]])
+    assert first["logprob_diff"] == pytest.approx(float(np.abs(off)[mask].sum()), abs=1e-4)
+
+
+# --- bad gradients
+
+
+def poisoned(samples) -> list[Sample]:
+    first, *rest = samples
+    return [dataclasses.replace(first, advantages_S=first.advantages_S * np.nan), *rest]
+
+
+def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row():
+    trainer, samples = trainer_of(config_of(training={"max_bad_updates": 2})), samples_of()
+    update(trainer, samples, batch_of(samples))
+    before = weights_of(trainer)
+    moments = [v["exp_avg"].full_tensor().clone() for v in trainer._optimizer.state.values()]
+    bad = update(trainer, poisoned(samples), batch_of(samples))
+    assert (bad["skipped"], bad["grad_norm"], bad["updates"]) == (1.0, 0.0, 1.0)
+    assert same(weights_of(trainer), before)
+    after = [v["exp_avg"].full_tensor() for v in trainer._optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+    good = update(trainer, samples, batch_of(samples))  # breaks the row
+    assert good["skipped"] == 0.0 and not same(weights_of(trainer), before)
+    assert trainer.updates == 3
+    update(trainer, poisoned(samples), batch_of(samples))
+    with pytest.raises(FloatingPointError, match=r"2 updates in a row .*training\.max_bad_updates"):
+        update(trainer, poisoned(samples), batch_of(samples))
+
+
+# --- reference
+
+
+def test_the_reference_stays_frozen():
+    config = config_of(algorithm={"kl_coef": 0.5}, training={"weight_decay": 0.1})
+    trainer, samples = trainer_of(config), samples_of()
+    update(trainer, samples, batch_of(samples, objective="imitation"))  # the reference is the policy at `begin`
+    asyncio.run(trainer.begin())
+    assert trainer.updates == 0 and not trainer._optimizer.state
+    start = weights_of(trainer)
+    reference = trainer._reference
+    kl = [update(trainer, samples, batch_of(samples))["kl"] for _ in range(3)]
+    assert kl[0] == pytest.approx(0, abs=1e-5) and 1e-4 < kl[1] < kl[2]
+    assert trainer._reference is reference and not any(p.requires_grad for p in reference.parameters())
+    assert all(p.grad is None for p in reference.parameters())
+    frozen = gather_weights(reference.network)
+    assert same(frozen, start) and not same(weights_of(trainer), start)
+
+
+def test_no_reference_without_kl():
+    trainer = trainer_of(config_of())
+    asyncio.run(trainer.begin())
+    assert trainer._reference is None
+
+
+# --- state
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_state_round_trip_is_exact(tmp_path, kl_coef):
+    config = config_of(algorithm={"kl_coef": kl_coef}, training={"schedule": "linear"})
+    trainer, samples = trainer_of(config), samples_of()
+    asyncio.run(trainer.begin())
+    for seed in range(3):
+        update(trainer, samples_of(seed), batch_of(samples_of(seed)))
+    asyncio.run(trainer.save(str(tmp_path)))
+    names = {"model.safetensors", "optimizer.safetensors"} | ({"reference.safetensors"} if kl_coef else set())
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+    other = trainer_of(config_of(run={"seed": 99}, algorithm={"kl_coef": kl_coef}, training={"schedule": "linear"}))
+    assert not same(weights_of(other), weights_of(trainer))
+    asyncio.run(other.load(str(tmp_path)))
+    assert other.updates == trainer.updates == 3
+    assert same(weights_of(other), weights_of(trainer))
+    assert same(state_of(other), state_of(trainer))
+    a = update(trainer, samples, batch_of(samples))
+    b = update(other, samples, batch_of(samples))
+    assert a == b and a["lr"] < config.training.lr
+    assert same(weights_of(other), weights_of(trainer)) and same(state_of(other), state_of(trainer))
+
+
+def state_of(trainer: FsdpTrainer) -> dict[str, np.ndarray]:
+    found = {}
+    for name, parameter in trainer._policy.network.named_parameters():
+        entry = trainer._optimizer.state[parameter]
+        found[f"{name}/step"] = entry["step"].numpy()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            found[f"{name}/{moment}"] = entry[moment].full_tensor().numpy().copy()
+    return found
+
+
+# --- schedule
+
+
+def test_warm_up():
+    found = [learning_rate(u, peak=1.0, total=100, warmup=4) for u in range(6)]
+    assert found == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert learning_rate(0, peak=3.0, total=0) == 3.0
+
+
+def test_linear():
+    found = [
+        learning_rate(u, peak=8.0, total=10, warmup=2, schedule="linear", min_ratio=0.5) for u in (1, 2, 6, 10, 99)
+    ]
+    assert found == [8.0, 8.0, 6.0, 4.0, 4.0]
+
+
+def test_cosine():
+    found = [learning_rate(u, peak=2.0, total=12, schedule="cosine", min_ratio=0.1) for u in (0, 4, 6, 8, 12, 50)]
+    # 2 (0.1 + 0.9 (1 + cos(pi u / 12)) / 2)
+    assert found == pytest.approx([2.0, 1.55, 1.1, 0.65, 0.2, 0.2], abs=1e-12)
+
+
+def test_schedule_counts_optimizer_steps():
+    """10 steps x 2 mini-batches: halfway after 10 updates. The warm start has a rate of its own, up and down."""
+    config = config_of(
+        run={"steps": 10},
+        algorithm={"mini_batches": 2},
+        training={"lr": 4.0, "schedule": "linear", "warm_start": {"steps": 30, "lr": 0.5}},
+    )
+    trainer, batch = trainer_of(config), batch_of(samples_of())
+    trainer.updates = 10
+    assert trainer._learning_rate(batch) == 2.0
+    warm = batch_of(samples_of(), objective="imitation")
+    rates = {0: 0.5 / 3, 3: 0.5, 12: 0.5 * 18 / 27, 30: 0.0}
+    for trainer.updates, rate in rates.items():
+        assert trainer._learning_rate(warm) == pytest.approx(rate, abs=1e-12)
