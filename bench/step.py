@@ -10,14 +10,18 @@ left out. Runs alternate (A B C, A B C, ...), each in a process of its own.
 
 What is not the same:
 - TRL runs in one process with all cores and no RPC. G-Core runs as users run it: driver, controllers, engines and
-  trainer in processes of their own under Ray (or in one process: runtime=local).
+  trainer in processes of their own under Ray.
 - G-Core's engine also returns the logprob of every sampled token, and draws each sample from noise of its own; its
   trainer reports trainer/engine logprob differences. TRL with `generate` has neither.
 - G-Core writes a row of metrics a step (JSON lines; TensorBoard is off here). TRL logs nothing here.
 - No response ends early. TRL: its end-of-sequence token is one that the model cannot produce. G-Core: the workflow
   below passes no stop tokens. Tokens really generated are counted and shown.
-- TRL is run twice, with and without OMP_WAIT_POLICY=passive: threads that spin while they wait are faster on an idle
-  machine and much slower on a shared one. The ratio is against the faster. G-Core's processes set it themselves.
+- G-Core is run in three ways: `gcore ray`, as it comes; `gcore ranks`, with a trainer rank of one thread a core;
+  `gcore local`, all in one process.
+- TRL is run in three ways: `trl`, one process with all cores as it comes; `trl passive`, the same with
+  OMP_WAIT_POLICY=passive (threads that spin while they wait are faster on an idle machine and much slower on a shared
+  one; G-Core's processes set it themselves); `trl ranks`, data-parallel with a process of one thread a core. Ratios are
+  against the fastest of the three.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -50,7 +55,7 @@ SUMS = {"operations": ["+"], "min": 10, "max": 99, "eval_size": 0}  # all prompt
 PROMPT_LENGTH = 7
 LR, BETAS = 1e-4, (0.9, 0.95)
 SKIP = 3
-CONTENDERS = ("gcore ray", "gcore local", "trl", "trl passive")
+CONTENDERS = ("gcore ray", "gcore ranks", "gcore local", "trl", "trl passive", "trl ranks")
 
 
 async def full_length(ctx: Any, prompt: Any) -> list[Any]:
@@ -67,7 +72,7 @@ def even_digits(prompts: Any, completions: Sequence[str], **_: Any) -> list[floa
 # ---- one run, in this process: seconds of each stage and tokens generated, by step -----------------------------------
 
 
-def run_gcore(runtime: str, args: argparse.Namespace) -> dict[str, Any]:
+def run_gcore(way: str, args: argparse.Namespace) -> dict[str, Any]:
     from gcore.config.load import validate
     from gcore.controller.supervise import run
     from gcore.observe.metrics import read_rows
@@ -78,7 +83,8 @@ def run_gcore(runtime: str, args: argparse.Namespace) -> dict[str, Any]:
             "run": {"name": "step", "dir": folder, "steps": args.steps},
             "model": {"build": {**BUILD, "max_length": PROMPT_LENGTH + args.tokens}},
             "data": {"train": {"task": "arithmetic", "args": SUMS}, "max_prompt_length": PROMPT_LENGTH},
-            "runtime": runtime,
+            "runtime": "local" if way == "local" else "ray",
+            "placement": {"trainer": {"ranks": cores(), "threads": 1}} if way == "ranks" else {},
             "controllers": args.controllers,
             "workflow": f"{here}:full_length",
             "generation": {"max_response_length": args.tokens},
@@ -116,7 +122,8 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     from gcore.prompts.tokenizer import load_tokenizer
 
     quiet()
-    torch.set_num_threads(cores())
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(cores() // world)
     model = Model(build=BuildModel(**BUILD, max_length=PROMPT_LENGTH + args.tokens))
     tokenizer = load_tokenizer(model)
     network = load_model(model, tokenizer, 0, torch.float32, torch.device("cpu"))
@@ -178,7 +185,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
                 use_cpu=True,
                 bf16=False,
                 gradient_checkpointing=False,
-                per_device_train_batch_size=args.prompts * args.siblings,
+                per_device_train_batch_size=args.prompts * args.siblings // world,
                 num_generations=args.siblings,
                 max_completion_length=args.tokens,
                 temperature=1.0,
@@ -203,7 +210,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
         trainer._calculate_rewards = timed("rewarding", trainer._calculate_rewards)
         trainer._generate_and_score_completions = timed("scoring", trainer._generate_and_score_completions)
         trainer.train()
-    return {"steps": steps[SKIP - 1 :], "tokens": counts[SKIP - 1 :]}
+    return {"steps": steps[SKIP - 1 :], "tokens": [count * world for count in counts[SKIP - 1 :]]}
 
 
 # ---- the experiment --------------------------------------------------------------------------------------------------
@@ -218,7 +225,8 @@ def main() -> None:
     if args.worker:
         kind, _, detail = args.worker.partition(" ")
         result = run_gcore(detail, args) if kind == "gcore" else run_trl(args)
-        Path(args.json).write_text(json.dumps(result))
+        if os.environ.get("RANK", "0") == "0":
+            Path(args.json).write_text(json.dumps(result))
         return
     contenders = [name for name in CONTENDERS if not args.only or name in args.only.split(",")]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
@@ -238,16 +246,37 @@ def one_run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if name == "trl passive":
         environment["OMP_WAIT_POLICY"] = "passive"
+    environments = [environment]
+    if name == "trl ranks":
+        environment |= {"WORLD_SIZE": str(cores()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        environments = [{**environment, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(cores())]
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--worker", name, "--json", str(target)]
         for key in ("steps", "prompts", "siblings", "tokens", "controllers"):
             command += [f"--{key}", str(getattr(args, key))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-        if done.returncode:
-            raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")
+        logs = [Path(folder) / f"{rank}.log" for rank in range(len(environments))]
+        processes = []
+        for variables, log in zip(environments, logs, strict=True):
+            with log.open("w") as out:
+                processes.append(subprocess.Popen(command, env=variables, stdout=out, stderr=subprocess.STDOUT))
+        try:
+            codes = [process.wait(timeout=1800) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(codes):
+            raise SystemExit(f"{name} failed:\n" + "\n".join(log.read_text() for log in logs))
         result: dict[str, Any] = json.loads(target.read_text())
     return result
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:

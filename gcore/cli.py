@@ -121,7 +121,7 @@ def _eval(args: argparse.Namespace) -> int:
 
     target = Path(args.target)
     if target.is_dir():
-        from gcore.checkpoint.export import locate
+        from gcore.controller.export import locate
 
         folder, checkpoint = locate(target)
         config = load_config(folder / "config.yaml", [f"run.resume={checkpoint}", *args.overrides])
@@ -135,7 +135,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from gcore.checkpoint.export import export
+    from gcore.controller.export import export
 
     difference = export(Path(args.source), Path(args.folder))
     print(f"wrote {args.folder}; reloaded, logits differ by at most {difference:.1e}")

@@ -23,8 +23,8 @@ class Engine(Protocol):
         """Completions in the order of the requests. A request's tokens depend on nothing but itself and the weights."""
         ...
 
-    async def load_weights(self, version: int, weights: Weights) -> None:
-        """Replace the weights between two decoding steps; later tokens are stamped with `version`."""
+    async def load_weights(self, version: int, weights: Weights) -> int:
+        """Replace the weights between two decoding steps; later tokens are stamped with `version`. Returns it."""
         ...
 
     async def stats(self) -> Stats: ...

@@ -68,7 +68,9 @@ class Completion:
     """What an engine answers. Completion(tokens_S=[12, 9, 2], logprobs_S=[-.1, -.7, -.0], version=3, finish="stop")"""
 
     tokens_S: Ints
-    logprobs_S: Floats  # of the sampled tokens, under the distribution they were sampled from (temperature applied)
+    logprobs_S: (
+        Floats  # of the sampled tokens, temperature applied, before top-k and top-p: what the trainer computes too
+    )
     version: int  # of the policy weights
     finish: Finish
 

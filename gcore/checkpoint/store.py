@@ -38,18 +38,28 @@ def begin(folder: Path, step: int, need_bytes: int) -> Path:
 def commit(partial: Path, state: dict[str, Any], keep: int) -> Path:
     """Seal the folder and drop the oldest beyond `keep`: never this one, even beside later steps of a former course."""
     (partial / STATE).write_text(json.dumps(state, indent=1))
+    for file in partial.iterdir():
+        _to_disk(file)
     files = {f.name: {"bytes": f.stat().st_size, "sha256": _checksum(f)} for f in sorted(partial.iterdir())}
-    with open(partial / MANIFEST, "w") as file:
-        json.dump({"format": 1, "files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    (partial / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
+    _to_disk(partial / MANIFEST)
+    _to_disk(partial)
     final = partial.with_suffix("")
-    shutil.rmtree(final, ignore_errors=True)
+    if final.exists():
+        set_aside(final)
     partial.rename(final)
+    _to_disk(partial.parent)
     others = [p for p in complete(partial.parent) if p != final]
     for old in others[: max(0, len(others) - keep + 1)]:
         shutil.rmtree(old)
     return final
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Out of the way of `resume=auto`, but not lost: step_N becomes step_N.old."""
+    old = checkpoint.with_name(checkpoint.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    checkpoint.rename(old)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -91,6 +101,14 @@ def verify(checkpoint: Path) -> Path:
 def read_state(checkpoint: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
     return state
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _checksum(path: Path) -> str:

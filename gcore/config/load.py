@@ -16,6 +16,28 @@ from pydantic import BaseModel, ValidationError
 from gcore.config.tree import Config
 from gcore.types import UserError
 
+FAMILIAR = {  # what other trainers call it
+    "learning_rate": "training.lr",
+    "num_generations": "sampling.samples_per_prompt",
+    "group_size": "sampling.samples_per_prompt",
+    "rollout_n": "sampling.samples_per_prompt",
+    "n_samples_per_prompt": "sampling.samples_per_prompt",
+    "train_batch_size": "sampling.prompts_per_step",
+    "rollout_batch_size": "sampling.prompts_per_step",
+    "per_device_train_batch_size": "sampling.prompts_per_step",
+    "max_completion_length": "generation.max_response_length",
+    "max_new_tokens": "generation.max_response_length",
+    "beta": "algorithm.kl_coef",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_ratio_low",
+    "epsilon_high": "algorithm.clip_ratio_high",
+    "clip_ratio": "algorithm.clip_ratio_low",
+    "max_steps": "run.steps",
+    "total_training_steps": "run.steps",
+    "save_steps": "checkpoint.every",
+    "save_freq": "checkpoint.every",
+    "output_dir": "run.dir",
+}
 SECRET_WORDS = ("token", "secret", "password", "api_key", "apikey")
 
 
@@ -64,14 +86,15 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(_redact(config.model_dump(mode="json")), sort_keys=False)
 
 
-def _redact(value: Any, key: str = "") -> Any:
+def _redact(value: Any, secret: bool = False) -> Any:
+    """Whatever stands below a key that sounds like a secret; our own keys (`tokenizer`, `max_tokens...`) are none."""
     if isinstance(value, dict):
-        return {k: _redact(v, k) for k, v in value.items()}
+        own = {key.rpartition(".")[2] for key in all_keys()}
+        names = {k: any(word in str(k).lower() for word in SECRET_WORDS) and k not in own for k in value}
+        return {k: _redact(v, secret or names[k]) for k, v in value.items()}
     if isinstance(value, list):
-        return [_redact(v, key) for v in value]
-    if isinstance(value, str) and any(word in key.lower() for word in SECRET_WORDS) and key != "tokenizer":
-        return "<redacted>"
-    return value
+        return [_redact(v, secret) for v in value]
+    return "<redacted>" if secret and value is not None else value
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -134,9 +157,11 @@ def _is_union_tag(part: Any) -> bool:
 
 
 def _nearest_key(where: str) -> str | None:
-    """Among all keys: first a similar name in the same section, then the same name elsewhere, then a similar path."""
+    """A name known from elsewhere; else, among all keys, first a similar name in the same section, then the same name elsewhere, then a similar path."""
     keys = list(all_keys())
     section, _, name = where.rpartition(".")
+    if name in FAMILIAR:
+        return FAMILIAR[name]
     inside = ".".join(part for part in section.split(".") if not part.isdigit())  # `functions.0.name`: of any item
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == inside]
     if close := difflib.get_close_matches(name, siblings, 1, cutoff=0.6):

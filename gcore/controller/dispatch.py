@@ -16,6 +16,7 @@ from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.protocols import Group, Handle, Stats
 from gcore.types import Sample, SampleMeta, TrainBatch
+from gcore.weights.transfer import transfer
 
 
 class Dispatcher:
@@ -70,10 +71,7 @@ class Dispatcher:
         return [by_rank[r] for r in range(len(self._trainers))]
 
     async def sync_weights(self, version: int) -> None:
-        """Trainer -> engines. The weights go from rank 0 to the engines by reference; no controller holds them."""
+        """Controller 0 sets it going; the weights themselves pass through no controller."""
         if self._group.rank == 0:
-            gathered = [trainer.submit("weights") for trainer in self._trainers]
-            await asyncio.gather(*(e.call("load_weights", version, gathered[0]) for e in self._engines))
-            for other in gathered[1:]:
-                await other
+            await transfer(self._trainers, self._engines, version)
         await self._group.all_gather(f"weights of version {version}", None)

@@ -121,6 +121,9 @@ class Session:
         await self.dispatcher.sync_weights(version=self.step)
         if self.group.rank == 0:
             rewind(self.folder, self.step)
+            for later in store.complete(self.folder):
+                if int(later.name[5:]) > self.step:
+                    store.set_aside(later)  # the run takes another course from here on
         self._open_writer()
         self.note(f"resumed from {checkpoint} at step {self.step}")
 

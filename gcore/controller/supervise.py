@@ -81,8 +81,8 @@ async def _run(config: Config, plan: Plan, mode: Mode) -> Any:
                 f"{plan.controllers} controller(s), {plan.engines} engine(s), "
                 f"{plan.trainers if mode == 'train' else 0} trainer rank(s) ready in {time.monotonic() - started:.1f} s"
             )
-            for name, pid in runtime.processes().items():
-                progress.note(f"{name} is process {pid}")
+            if pids := runtime.processes():
+                progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
             return await _supervise(runtime, controllers, progress, mode)
         finally:
             if runtime is not None:

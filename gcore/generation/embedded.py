@@ -9,8 +9,9 @@ replaced by the last one. Every prompt is prefilled up to its last token but one
 decoding step, so all logits come from one place.
 
 On CPU a row's result is bitwise the same whoever shares the batch: matrix products treat rows alike from 8 rows on,
-and masked attention does from block to block of keys; both sizes are rounded up for that, and a replica keeps to one
-thread. `tests/contract/test_engine.py` holds it to that. On GPUs kernels differ in the last bits by batch size.
+masked attention does from block to block of keys, and element-wise functions do when no remainder of a tensor falls
+out of the vector loop. Rows and keys are rounded up for that, and a replica keeps to one thread.
+`tests/contract/test_engine.py` holds it to that. On GPUs kernels differ in the last bits by batch size.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from gcore.generation.noise import uniforms
 from gcore.observe.trace import Tracer
 from gcore.types import Completion, Finish, Request, UserError
 
-MIN_ROWS = 8
+ROW_BLOCK = 8
 KEY_BLOCK = 32
 
 
@@ -124,7 +125,7 @@ class EmbeddedEngine:
         self._cache = RowCache(model.config.num_hidden_layers)
         self._waiting: deque[_Job] = deque()
         self._jobs: list[_Job] = []  # row i of the cache belongs to _jobs[i]
-        self._lengths = np.zeros(max(max_concurrent, MIN_ROWS), np.int64)  # tokens already in the cache, by row
+        self._lengths = np.zeros(_round_up(max_concurrent, ROW_BLOCK), np.int64)  # tokens already in the cache, by row
         self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
         self._orders: deque[tuple[int, Mapping[str, Any], asyncio.Future[None], asyncio.AbstractEventLoop]] = deque()
         self._wake = threading.Condition()
@@ -149,7 +150,7 @@ class EmbeddedEngine:
             self._wake.notify()
         return list(await asyncio.gather(*(job.future for job in jobs)))
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any]) -> None:
+    async def load_weights(self, version: int, weights: Mapping[str, Any]) -> int:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         with self._wake:
@@ -157,6 +158,7 @@ class EmbeddedEngine:
             self._orders.append((version, weights, done, loop))
             self._wake.notify()
         await done
+        return version
 
     async def stats(self) -> dict[str, float]:
         return {
@@ -222,6 +224,8 @@ class EmbeddedEngine:
                 while (self._waiting or self._jobs) and not (self._closed or self._orders):
                     self._admit()
                     self._decode()
+                    now = time.perf_counter()  # counted step by step: who asks for stats asks while it is busy
+                    self._busy_s, started = self._busy_s + now - started, now
         self._busy_s += time.perf_counter() - started
         self._tracer.flush()
         if self._closed:
@@ -257,7 +261,7 @@ class EmbeddedEngine:
             return
         first = len(self._jobs)
         need = max(len(job.request.tokens_P) + job.request.params.max_tokens for job in new)
-        rows = min(_round_up(max(first + len(new), MIN_ROWS), 64), len(self._lengths))
+        rows = min(_round_up(first + len(new), 64), len(self._lengths))
         self._cache.reserve(rows, _round_up(need, KEY_BLOCK))
         prompts: dict[bytes, list[int]] = {}
         for i, job in enumerate(new, start=first):
@@ -309,7 +313,7 @@ class EmbeddedEngine:
     def _decode(self) -> None:
         """One token for every active row; deliver and remove the rows that are done."""
         n = len(self._jobs)
-        padded = max(n, MIN_ROWS)
+        padded = _round_up(n, ROW_BLOCK)
         lengths = torch.from_numpy(self._lengths[:padded].copy())
         lengths[n:] = 0
         cache = self._cache
@@ -352,8 +356,8 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], steps: Sequence[in
     temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32)
     greedy = (temperature == 0).to(logits.device)
     scale = torch.where(temperature == 0, 1.0, temperature).to(logits.device)
-    logprobs_BV = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
-    probs_BV = logprobs_BV.exp()
+    scaled_BV = logits.float() / scale[:, None]
+    logprobs_BV, probs_BV = torch.log_softmax(scaled_BV, dim=-1), torch.softmax(scaled_BV, dim=-1)
     if any(r.params.top_k or r.params.top_p < 1 for r in requests):
         probs_BV = _truncate(probs_BV, requests)
     keys = np.array([r.noise_key for r in requests], np.uint64)

@@ -277,6 +277,7 @@ class FsdpTrainer:
                 state.save_weights(folder / "reference.safetensors", self._reference.network)
 
     def _load(self, folder: Path) -> None:
+        self._bad_in_a_row = 0
         self.updates = state.load(folder, self._policy.network, self._optimizer)
         if self._config.algorithm.kl_coef > 0:
             self._make_reference(state.read_weights(folder / "reference.safetensors"))

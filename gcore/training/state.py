@@ -67,6 +67,7 @@ def load(folder: Path, network: Any, optimizer: torch.optim.Optimizer) -> int:
         torch.no_grad(),
     ):
         saved = set(moments.keys())
+        optimizer.state.clear()
         for name, parameter in network.named_parameters():
             parameter.copy_(_like(weights.get_tensor(name), parameter))
             if f"{name}/step" in saved:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gcore.config.tree import BuildModel, Model
+from gcore.generation import embedded as embedded_module
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.models import load_model
@@ -25,18 +26,10 @@ ALPHABET = "0123456789+="
 MAX_LENGTH = 64
 
 
-def network_of(architecture: str = "qwen3", seed: int = 0) -> Any:
+def network_of(architecture: str = "qwen3", seed: int = 0, **sizes: int) -> Any:
     """Small, with weights large enough for distributions that are neither flat nor certain."""
-    build = BuildModel(
-        architecture=architecture,
-        hidden_size=32,
-        intermediate_size=64,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        max_length=MAX_LENGTH,
-        alphabet=ALPHABET,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, **sizes}
+    build = BuildModel(architecture=architecture, max_length=MAX_LENGTH, alphabet=ALPHABET, **sizes)
     tokenizer = build_char_tokenizer(ALPHABET)
     network = load_model(Model(build=build), tokenizer, seed, torch.float32, torch.device("cpu"))
     with torch.no_grad():
@@ -65,7 +58,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def networks() -> dict[str, Any]:
-    return {name: network_of(name) for name in ("qwen3", "qwen2", "llama")}
+    odd = network_of("llama", hidden_size=60, intermediate_size=100, heads=3, kv_heads=1)  # no powers of 2
+    return {**{name: network_of(name) for name in ("qwen3", "qwen2", "llama")}, "odd": odd}
 
 
 @pytest.fixture(params=list(ENGINES))
@@ -258,7 +252,7 @@ def test_callers_of_several_event_loops(make, networks):
     assert [found[i] for i in range(12)] == expected
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "odd"])
 def test_the_last_bit_does_not_depend_on_company(make_exact, networks, architecture):
     """Each alone; all together; in every slice; backwards; in few slots; one after another into a running batch."""
     engine, requests = make_exact(networks[architecture], max_concurrent=48), crowd(44)
@@ -371,6 +365,16 @@ def test_the_distribution_is_the_one_asked_for(make, networks, params):
         assert c.logprobs_S[0] == pytest.approx(np.log(probs[c.tokens_S[0]]), abs=1e-5)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.5, 1 - 2.0**-53])
+def test_extreme_noise_never_leaves_the_allowed_tokens(monkeypatch, noise):
+    monkeypatch.setattr(embedded_module, "uniforms", lambda keys, positions: np.full(len(keys), noise))
+    logits = torch.tensor([[1.0, 5.0, 4.9, 0.5], [-200.0, 1.0, 1.0, -200.0], [0.1, 0.2, 0.3, 0.4]])
+    requests = [ask(prompt(1), top_k=2), ask(prompt(1)), ask(prompt(1))]
+    tokens, _ = embedded_module.sample(logits, requests, [0, 0, 0])
+    low, middle, high = [1, 1, 0], [1, 2, 2], [2, 2, 3]  # an interval holds its lower end
+    assert tokens.tolist() == (low if noise == 0 else middle if noise == 0.5 else high)
+
+
 # --- weights
 
 
@@ -435,7 +439,25 @@ def test_stats_count_tokens(make, networks):
     run(engine, ask(prompt(4), 5), ask(prompt(4), 7))
     stats = asyncio.run(engine.stats())
     assert (stats["generated_tokens"], stats["running"], stats["waiting"]) == (12, 0, 0)
-    assert stats["busy_s"] > 0
+
+
+def test_stats_grow_while_the_engine_is_busy(make, networks):
+    """Placement decides by them; an engine that reports only when idle would look idle under full load."""
+    engine = make(networks["qwen3"], max_concurrent=2)
+
+    async def watch() -> list[dict[str, float]]:
+        answers = asyncio.ensure_future(engine.generate([ask(prompt(4, i), 50, key=i) for i in range(20)]))
+        seen = [await engine.stats()]
+        while not answers.done():
+            await asyncio.sleep(0.005)
+            seen.append(await engine.stats())
+        return [stats for stats in seen if stats["running"] or stats["waiting"]]
+
+    busy = asyncio.run(asyncio.wait_for(watch(), 60))
+    assert max(stats["running"] for stats in busy) == 2 and max(stats["waiting"] for stats in busy) >= 16
+    for name in ("busy_s", "generated_tokens"):
+        values = [stats[name] for stats in busy]
+        assert values == sorted(values) and values[-1] > values[0], name
 
 
 # --- the end

@@ -62,7 +62,7 @@ class Running:
             return psutil.Process(self.process.pid)
         if role in ("raylet", "gcs_server"):
             return next(p for p in self.family.values() if p.name().startswith(role))
-        pids = [int(m.group(1)) for line in self.lines if (m := re.search(rf"{role} is process (\d+)", line))]
+        pids = [int(m.group(1)) for line in self.lines if (m := re.search(rf"{role} (\d+)", line))]
         return self.family[pids[0]]
 
     def end(self) -> tuple[str, float]:

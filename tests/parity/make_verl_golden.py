@@ -1,9 +1,10 @@
-"""Writes verl_golden.json: random batches and what verl computes from them. Run it in an environment of its own:
+r"""Writes verl_golden.json: random batches and what verl computes from them. Run it in an environment of its own:
 
     python -m venv verlenv
     verlenv/bin/pip install torch==2.13.0
     verlenv/bin/pip install --no-deps verl==0.9.1
-    verlenv/bin/pip install "transformers>=5.5.3,<5.11" tensordict==0.10.0 ray==2.60.0 hydra-core omegaconf pandas
+    verlenv/bin/pip install "transformers>=5.5.3,<5.11" tensordict==0.10.0 ray==2.60.0 hydra-core \
+        omegaconf pandas codetiming
     verlenv/bin/python tests/parity/make_verl_golden.py
 
 The tests (tests/unit/test_advantages.py, test_losses.py) read only the file, so verl is not needed to run them.

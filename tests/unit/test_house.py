@@ -11,8 +11,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "gcore"
 STAGES = ("prompts", "generation", "rewarding", "preparation", "training", "weights", "checkpoint", "observe")
 COMMON = ("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe", "gcore.models")
-# writing a Hugging Face folder takes the model and the tokenizer; its place would be the controller, which may see both
-EXCEPTIONS = {("checkpoint/export.py", "gcore.prompts.tokenizer")}
 PURE = (
     "gcore.types",
     "gcore.protocols",
@@ -54,12 +52,7 @@ def test_stage_rooms_import_common_ground_and_themselves_alone(room):
         for name in imports(path)
         if not within(name, (*COMMON, f"gcore.{room}"))
     }
-    assert strangers <= EXCEPTIONS
-
-
-def test_exceptions_are_still_needed():
-    for path, name in EXCEPTIONS:
-        assert name in imports(PACKAGE / path)
+    assert strangers == set()
 
 
 def test_ground_floor():

@@ -38,6 +38,7 @@ def trl_of(folder, **options) -> GRPOTrainer:
         disable_tqdm=True,
         gradient_checkpointing=False,
         disable_dropout=True,
+        use_bias_correction_kl=False,  # its default weighs the KL by the ratio; ours and verl's do not
         **options,
     )
     rows = datasets.Dataset.from_list([{"prompt": "1+1="}, {"prompt": "2+2="}])
