@@ -269,6 +269,7 @@ def make_workloads(args: argparse.Namespace, vocabulary: int) -> dict[str, list[
 
 def make_contenders(device: str, cores: int, only: str | None) -> list[Contender]:
     ours = {"logprobs": True, "seeds": "yes"}
+    cb = "continuous batching"
     found = [Contender("embedded, 1 process x 1 thread", "embedded", **ours)]
     if device == "cpu":
         found += [
@@ -276,18 +277,15 @@ def make_contenders(device: str, cores: int, only: str | None) -> list[Contender
             Contender("generate, 1 thread", "generate"),
             Contender(f"generate, {cores} threads", "generate", threads=cores),
             Contender(f"generate, {cores} threads, passive wait", "generate", threads=cores, passive=True),
+            Contender(f"continuous batching, {cores} threads", cb, threads=cores, logprobs=True),
             Contender(
-                f"continuous batching, {cores} threads",
-                "continuous batching",
-                threads=cores,
-                logprobs=True,
-                passive=True,
+                f"continuous batching, {cores} threads, passive wait", cb, threads=cores, passive=True, logprobs=True
             ),
         ]
     else:
         found += [
             Contender("generate", "generate"),
-            Contender("continuous batching", "continuous batching", logprobs=True),
+            Contender("continuous batching", cb, logprobs=True),
         ]
     return [c for c in found if only is None or only in c.name]
 
@@ -355,12 +353,12 @@ def measure(name: str, groups: list[list[Job]], teams: list[Team], rounds: int) 
 def show(results: list[dict[str, Any]], parameters: int, args: argparse.Namespace) -> None:
     print(f"{parameters / 1e6:.2f}M parameters, {args.prompts} prompts x {args.siblings}, {args.device}")
     print("same alone: share of requests that get the same tokens again when decoded in other company")
-    head = f"{'workload':9}{'contender':40}{'median tok/s':>13}{'best tok/s':>12}"
+    head = f"{'workload':9}{'contender':44}{'median tok/s':>13}{'best tok/s':>12}"
     head += f"{'logprobs':>10}{'seeds':>7}{'same alone':>12}"
     print(head + "\n" + "-" * len(head))
     for row in results:
         print(
-            f"{row['workload']:9}{row['name']:40}{row['tokens_per_s_median']:13,.0f}{row['tokens_per_s_best']:12,.0f}"
+            f"{row['workload']:9}{row['name']:44}{row['tokens_per_s_median']:13,.0f}{row['tokens_per_s_best']:12,.0f}"
             f"{'yes' if row['logprobs'] else 'no':>10}{row['seeds']:>7}{row['same_tokens_alone']:12.0%}"
         )
 

@@ -157,7 +157,7 @@ def _is_union_tag(part: Any) -> bool:
 
 
 def _nearest_key(where: str) -> str | None:
-    """A name known from elsewhere; else, among all keys, first a similar name in the same section, then the same name elsewhere, then a similar path."""
+    """A name known from elsewhere; else a similar name in the same section, the same name elsewhere, a similar path."""
     keys = list(all_keys())
     section, _, name = where.rpartition(".")
     if name in FAMILIAR:

@@ -69,7 +69,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> FsdpTra
     device = pick_device(config.training.device, rendezvous.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    join(rendezvous, "nccl" if device.type == "cuda" else "gloo")
+    join(rendezvous, "nccl" if device.type == "cuda" else "gloo", device=device)
     tokenizer = load_tokenizer(config.model)
 
     def make_network() -> Any:

@@ -184,8 +184,12 @@ def _read_parquet(path: Path, size: int | None, key: str) -> Rows:
 
 
 def _read_folder(path: Path, size: int | None, key: str) -> Rows:
-    import datasets
-
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise UserError(
+            f"{key}.path: {path} is a folder, which the package datasets reads; pip install 'gcore-rl[datasets]'"
+        ) from None
     try:
         loaded = datasets.load_from_disk(str(path))
     except FileNotFoundError:

@@ -15,12 +15,13 @@ from gcore.protocols import Rendezvous
 TIMEOUT_S = 1800.0
 
 
-def join(rendezvous: Rendezvous, backend: str, timeout_s: float = TIMEOUT_S) -> None:
+def join(rendezvous: Rendezvous, backend: str, timeout_s: float = TIMEOUT_S, device: Any = None) -> None:
     """Set up this process's default group. One process alone needs no network."""
     timeout = timedelta(seconds=timeout_s)
+    device = device if backend == "nccl" else None
     if rendezvous.address is None:
         if not dist.is_initialized():
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
         return
     dist.init_process_group(
         backend,
@@ -28,6 +29,7 @@ def join(rendezvous: Rendezvous, backend: str, timeout_s: float = TIMEOUT_S) -> 
         rank=rendezvous.rank,
         world_size=rendezvous.size,
         timeout=timeout,
+        device_id=device,
     )
 
 

@@ -1,8 +1,8 @@
 """Every role in a process of its own, as Ray actors: one machine, or a cluster named by RAY_ADDRESS.
 
 An actor is a thin host: it builds the role in its process and forwards calls to it. What a role raises comes back as
-RoleError with the role's name and first traceback; what dies comes back as RoleDied. A private cluster listens on
-loopback only and ends with the driver.
+RoleError with the role's name and first traceback; what dies comes back as RoleDied. A private cluster asks for Ray's
+token on every connection, has no dashboard, and ends with the driver.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ import psutil
 from gcore.protocols import Rendezvous, RoleDied, RoleError
 from gcore.runtime.guard import Guard
 from gcore.types import UserError
-
-LOOPBACK = "127.0.0.1"
 
 
 class Process:
@@ -47,8 +45,8 @@ class Process:
         import ray
 
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
-        if ray.util.get_node_ip_address() == LOOPBACK:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+        if interface := _interface_of(ray.util.get_node_ip_address()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host's name, which may fail
         try:
             self.role = await asyncio.to_thread(factory, *args, rendezvous)
         except Exception as error:
@@ -109,14 +107,13 @@ class RayRuntime:
         import ray
 
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._owns_cluster = not os.environ.get("RAY_ADDRESS")
         own: dict[str, Any] = {
             "address": "local",
             "object_store_memory": object_store_mb * 2**20,
             "include_dashboard": False,
-            "_node_ip_address": LOOPBACK,
             "num_cpus": os.cpu_count(),
         }
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **(own if self._owns_cluster else {}))
@@ -207,13 +204,12 @@ class RayRuntime:
             await asyncio.sleep(0.5)
 
     def stop(self) -> None:
-        """Actors first, then the cluster, then whatever of ours still runs."""
+        """The cluster, then whatever of ours still runs, in the middle of whatever it is."""
         import ray
 
         self._look()
-        for process in self._seen.values():  # the roles themselves: at once, whatever they are in the middle of
-            if process.pid in self._pids.values():
-                _kill(process)
+        for actor in self._actors.values() if not self._owns_cluster else ():
+            ray.kill(actor)
         self._actors.clear()
         if all(_alive(p) for p in self._daemons.values()):
             ray.shutdown()
@@ -250,11 +246,9 @@ def _kill(process: psutil.Process) -> None:
         process.kill()
 
 
-def _loopback_interface() -> str:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address == LOOPBACK for a in addresses):
-            return name
-    return "lo"
+def _interface_of(address: str) -> str | None:
+    names = (name for name, found in psutil.net_if_addrs().items() if any(a.address == address for a in found))
+    return next(names, None)
 
 
 def _first_lines(text: str) -> str:

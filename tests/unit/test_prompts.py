@@ -166,7 +166,7 @@ def test_conventions_in_every_format(row, kind, tmp_path):
 
             pq.write_table(pa.Table.from_pylist(rows), path)
         case "folder":
-            import datasets
+            datasets = pytest.importorskip("datasets")
 
             datasets.Dataset.from_list(rows).save_to_disk(path)
     spec = Dataset(path=path)
@@ -233,7 +233,7 @@ def test_bad_datasets_are_named(tmp_path):
 
 
 def test_splits_of_a_dataset_folder(tmp_path):
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     made = datasets.Dataset.from_list([{"prompt": "a"}])
     datasets.DatasetDict(train=made, test=made.map(lambda _: {"prompt": "b"})).save_to_disk(tmp_path / "both")
