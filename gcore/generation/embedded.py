@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from gcore.generation.noise import uniforms
+from gcore.generation.cache import RowCache
+from gcore.generation.decoder import FusedDecoder
+from gcore.generation.sampling import Rows, sample
 from gcore.observe.trace import Tracer
 from gcore.types import Completion, Finish, Request, UserError
 
@@ -39,62 +40,6 @@ KEY_BLOCK = 32
 
 def _round_up(value: int, block: int) -> int:
     return -(-value // block) * block
-
-
-class RowCache(Cache):
-    """Keys and values as [rows, heads, length, dim] a layer; `write_at` says where each row's next token goes."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.keys: list[torch.Tensor | None] = [None] * num_layers
-        self.values: list[torch.Tensor | None] = [None] * num_layers
-        self.layers = []  # the library looks here for layer kinds; none of them applies
-        self.num_rows = self.length = 0
-        self.rows: torch.Tensor | slice = slice(0, 0)  # rows that the forward pass under way reads and writes
-        self.write_at: torch.Tensor | None = None  # [n] in decoding, None in prefill (from 0 on)
-        self.read_length = 0
-
-    def reserve(self, num_rows: int, length: int) -> None:
-        """Grow to at least this size; contents stay."""
-        if num_rows <= self.num_rows and length <= self.length:
-            return
-        self.num_rows, self.length = max(num_rows, self.num_rows), max(length, self.length)
-        for tensors in (self.keys, self.values):
-            for i, old in enumerate(tensors):
-                if old is not None:
-                    new = old.new_zeros(self.num_rows, old.shape[1], self.length, old.shape[3])
-                    new[: old.shape[0], :, : old.shape[2]] = old
-                    tensors[i] = new
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.keys[layer_idx] is None:
-            shape = (self.num_rows, key_states.shape[1], self.length, key_states.shape[3])
-            self.keys[layer_idx] = key_states.new_zeros(shape)
-            self.values[layer_idx] = value_states.new_zeros((*shape[:3], value_states.shape[3]))
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        assert keys is not None and values is not None
-        n, length = key_states.shape[0], key_states.shape[2]
-        if self.write_at is None:
-            keys[self.rows, :, :length] = key_states
-            values[self.rows, :, :length] = value_states
-            return key_states, value_states
-        index = self.write_at[:, None, None, None].expand(-1, key_states.shape[1], 1, key_states.shape[3])
-        keys[:n].scatter_(2, index, key_states)
-        values[:n].scatter_(2, index[..., : value_states.shape[3]], value_states)
-        return keys[:n, :, : self.read_length], values[:n, :, : self.read_length]
-
-    def copy_row(self, source: int, targets: list[int], length: int) -> None:
-        for tensors in (self.keys, self.values):
-            for tensor in tensors:
-                if tensor is not None:
-                    tensor[targets, :, :length] = tensor[source, :, :length]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.read_length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.read_length, 0
 
 
 @dataclass(slots=True)
@@ -127,6 +72,8 @@ class EmbeddedEngine:
         self._jobs: list[_Job] = []  # row i of the cache belongs to _jobs[i]
         self._lengths = np.zeros(_round_up(max_concurrent, ROW_BLOCK), np.int64)  # tokens already in the cache, by row
         self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
+        self._rows = Rows(len(self._lengths))
+        self._fused = FusedDecoder(model, max_length) if FusedDecoder.supports(model) else None
         self._orders: deque[tuple[int, Mapping[str, Any], asyncio.Future[None], asyncio.AbstractEventLoop]] = deque()
         self._wake = threading.Condition()
         self._closed = False
@@ -268,6 +215,7 @@ class EmbeddedEngine:
             tokens_P = job.request.tokens_P
             job.version = self.version
             self._lengths[i], self._last[i] = len(tokens_P) - 1, tokens_P[-1]
+            self._rows.put(i, job.request)
             if len(tokens_P) > 1:
                 prompts.setdefault(tokens_P[:-1].tobytes(), []).append(i)
         self._jobs.extend(new)
@@ -291,9 +239,7 @@ class EmbeddedEngine:
             position = torch.arange(width, device=self._device)
             mask = (position[None, :] <= position[:, None])[None, None].expand(len(part), 1, width, width)
             cache = self._cache
-            cache.reserve(0, width)
-            cache.rows = torch.tensor([rows[0] for rows in part], device=self._device)
-            cache.write_at, cache.read_length = None, width
+            cache.begin_prefill(torch.tensor([rows[0] for rows in part], device=self._device), width)
             self._forward(torch.from_numpy(tokens), position[None].expand(len(part), -1), mask)
             for rows in part:
                 if len(rows) > 1:
@@ -314,17 +260,17 @@ class EmbeddedEngine:
         """One token for every active row; deliver and remove the rows that are done."""
         n = len(self._jobs)
         padded = _round_up(n, ROW_BLOCK)
-        lengths = torch.from_numpy(self._lengths[:padded].copy())
-        lengths[n:] = 0
-        cache = self._cache
-        cache.rows, cache.read_length = slice(0, padded), _round_up(int(lengths.max()) + 1, KEY_BLOCK)
-        lengths = lengths.to(self._device)
-        cache.write_at = lengths
-        mask = (torch.arange(cache.read_length, device=self._device)[None] <= lengths[:, None])[:, None, None]
-        logits = self._forward(torch.from_numpy(self._last[:padded, None].copy()), lengths[:, None], mask)
-        tokens, logprobs = sample(
-            logits[:n], [job.request for job in self._jobs], [len(job.tokens) for job in self._jobs]
-        )
+        self._lengths[n:padded] = 0
+        read_length = _round_up(int(self._lengths[:n].max()) + 1, KEY_BLOCK)
+        positions_B = torch.from_numpy(self._lengths[:padded].copy()).to(self._device)
+        tokens_B = torch.from_numpy(self._last[:padded].copy()).to(self._device)
+        mask = (torch.arange(read_length, device=self._device)[None] <= positions_B[:, None])[:, None, None]
+        self._cache.begin_step(positions_B, read_length)
+        if self._fused is not None:
+            logits = self._fused.step(tokens_B, positions_B, mask, self._cache)
+        else:
+            logits = self._forward(tokens_B[:, None], positions_B[:, None], mask)
+        tokens, logprobs = sample(logits[:n], self._rows)
         self._lengths[:n] += 1
         self._last[:n] = tokens
         self._generated += n
@@ -346,40 +292,10 @@ class EmbeddedEngine:
             if i != last:
                 self._cache.copy_row(last, [i], int(self._lengths[last]))
                 self._jobs[i], self._lengths[i], self._last[i] = self._jobs[last], self._lengths[last], self._last[last]
+                self._rows.move(last, i)
             self._jobs.pop()
         for loop, answers in finished.items():
             loop.call_soon_threadsafe(_finish_all, answers)
-
-
-def sample(logits: torch.Tensor, requests: Sequence[Request], steps: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The next token of each row and its logprob, by inverse transform of the row's own noise; 0 is greedy."""
-    temperature = torch.tensor([r.params.temperature for r in requests], dtype=torch.float32)
-    greedy = (temperature == 0).to(logits.device)
-    scale = torch.where(temperature == 0, 1.0, temperature).to(logits.device)
-    scaled_BV = logits.float() / scale[:, None]
-    logprobs_BV, probs_BV = torch.log_softmax(scaled_BV, dim=-1), torch.softmax(scaled_BV, dim=-1)
-    if any(r.params.top_k or r.params.top_p < 1 for r in requests):
-        probs_BV = _truncate(probs_BV, requests)
-    keys = np.array([r.noise_key for r in requests], np.uint64)
-    positions = np.array([r.position for r in requests], np.int64) + np.asarray(steps, np.int64)
-    noise = torch.from_numpy(uniforms(keys, positions)).clamp_(max=1 - 2.0**-24).float().to(logits.device)
-    cumulative = probs_BV.cumsum(-1)
-    tokens = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    tokens = torch.where(greedy, logits.argmax(-1), tokens.clamp_(max=logits.shape[-1] - 1))
-    logprobs = logprobs_BV.gather(-1, tokens[:, None])[:, 0]
-    return tokens.cpu().numpy(), logprobs.cpu().numpy()
-
-
-def _truncate(probs_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """Zero what top-k, then top-p of what top-k left, exclude. The likeliest token always stays."""
-    sorted_BV, order = probs_BV.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs_BV.shape[-1], device=probs_BV.device)
-    top_k = torch.tensor([r.params.top_k or probs_BV.shape[-1] for r in requests], device=probs_BV.device)
-    top_p = torch.tensor([r.params.top_p for r in requests], device=probs_BV.device)
-    sorted_BV = sorted_BV * (rank < top_k[:, None])
-    cumulative = sorted_BV.cumsum(-1)
-    keep = (cumulative - sorted_BV < top_p[:, None] * cumulative[:, -1:]) | (rank == 0)
-    return torch.zeros_like(probs_BV).scatter_(-1, order, sorted_BV * keep)
 
 
 def _finish(future: asyncio.Future[Any], value: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gcore.config.tree import BuildModel, Model
-from gcore.generation import embedded as embedded_module
+from gcore.generation import sampling
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.models import load_model
@@ -44,8 +44,15 @@ def embedded(network: Any, max_concurrent: int = 32) -> EmbeddedEngine:
     return EmbeddedEngine(network, max_concurrent=max_concurrent, max_length=MAX_LENGTH)
 
 
-ENGINES: dict[str, Callable[..., Any]] = {"embedded": embedded}
-EXACT = ["embedded"]  # bitwise the same in any company; samples by the noise key
+def embedded_by_library(network: Any, max_concurrent: int = 32) -> EmbeddedEngine:
+    """As for models outside the families that decoder.py knows."""
+    engine = embedded(network, max_concurrent)
+    engine._fused = None
+    return engine
+
+
+ENGINES: dict[str, Callable[..., Any]] = {"embedded": embedded, "embedded-by-library": embedded_by_library}
+EXACT = ["embedded", "embedded-by-library"]  # bitwise the same in any company; samples by the noise key
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -367,10 +374,12 @@ def test_the_distribution_is_the_one_asked_for(make, networks, params):
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 1 - 2.0**-53])
 def test_extreme_noise_never_leaves_the_allowed_tokens(monkeypatch, noise):
-    monkeypatch.setattr(embedded_module, "uniforms", lambda keys, positions: np.full(len(keys), noise))
+    monkeypatch.setattr(sampling, "uniforms", lambda keys, positions: np.full(len(keys), noise))
     logits = torch.tensor([[1.0, 5.0, 4.9, 0.5], [-200.0, 1.0, 1.0, -200.0], [0.1, 0.2, 0.3, 0.4]])
-    requests = [ask(prompt(1), top_k=2), ask(prompt(1)), ask(prompt(1))]
-    tokens, _ = embedded_module.sample(logits, requests, [0, 0, 0])
+    rows = sampling.Rows(3)
+    for i, request in enumerate([ask(prompt(1), top_k=2), ask(prompt(1)), ask(prompt(1))]):
+        rows.put(i, request)
+    tokens, _ = sampling.sample(logits, rows)
     low, middle, high = [1, 1, 0], [1, 2, 2], [2, 2, 3]  # an interval holds its lower end
     assert tokens.tolist() == (low if noise == 0 else middle if noise == 0.5 else high)
 
@@ -490,7 +499,7 @@ def test_closing_ends_waiters(make, networks):
 
 def test_closing_ends_those_who_bring_weights(networks):
     """The order comes while the engine is busy with one step, and closing overtakes it."""
-    engine, hold, held = embedded(networks["qwen3"]), threading.Event(), threading.Event()
+    engine, hold, held = embedded_by_library(networks["qwen3"]), threading.Event(), threading.Event()
     forward = engine._forward
 
     def slow(*args: Any) -> torch.Tensor:

@@ -1,0 +1,124 @@
+"""One decoding step of the Llama family (Llama, Qwen2, Qwen3), with as few operations as it takes.
+
+The library's modules are made for every case; at one token a row their bookkeeping costs several times the arithmetic
+of a small model. This is the same arithmetic on the same weights: queries, keys and values in one product, gate and up
+in another, rotations from a table. The model's own parameters become views of the fused matrices, so a weight update
+writes both. Other families decode through the library (embedded.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+class LayerCache(Protocol):
+    """What the step needs of the KV cache."""
+
+    def write_step(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(slots=True)
+class _Layer:
+    norm_1: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: tuple[Tensor, Tensor] | None
+    out: nn.Linear
+    norm_2: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: nn.Linear
+
+
+class FusedDecoder:
+    """`step(tokens, positions, mask, cache)` -> logits. Built once; `supports` says for which models."""
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        config, body = model.config, model.get_decoder()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.eps = config.rms_norm_eps
+        self.embedding, self.norm = body.embed_tokens.weight, body.norm.weight
+        self.head: nn.Linear = model.get_output_embeddings()
+        self.layers = [self._fuse(layer) for layer in body.layers]
+        positions = torch.arange(max_length, device=self.embedding.device)[None]
+        cos, sin = body.rotary_emb(self.embedding[:1, None], positions)
+        sign = torch.ones(self.head_dim, device=sin.device, dtype=sin.dtype)
+        sign[: self.head_dim // 2] = -1  # x turned is x cos + swapped(x) sin, with the first half of swapped negated
+        self.cos, self.sin = cos[0, :, None].contiguous(), (sin * sign)[0, :, None].contiguous()
+
+    @staticmethod
+    def supports(model: Any) -> bool:
+        return model.config.model_type in FAMILIES and model.config.hidden_act == "silu"
+
+    def _fuse(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv, qkv_bias = _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        gate_up, gate_up_bias = _join([mlp.gate_proj, mlp.up_proj])
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        return _Layer(
+            layer.input_layernorm.weight,
+            qkv,
+            qkv_bias,
+            (q_norm.weight, k_norm.weight) if q_norm is not None and k_norm is not None else None,
+            attention.o_proj,
+            layer.post_attention_layernorm.weight,
+            gate_up,
+            gate_up_bias,
+            mlp.down_proj,
+        )
+
+    def step(self, tokens_B: Tensor, positions_B: Tensor, mask: Tensor, cache: LayerCache) -> Tensor:
+        num, dim = len(tokens_B), self.head_dim
+        cos, sin = self.cos[positions_B], self.sin[positions_B]
+        x = F.embedding(tokens_B, self.embedding)
+        width = (x.shape[-1],)
+        for index, layer in enumerate(self.layers):
+            h = F.rms_norm(x, width, layer.norm_1, self.eps)
+            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(num, -1, dim)
+            qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 1)
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, (dim,), None, self.eps) * self._per_head(*layer.qk_norm)
+            swapped = torch.cat(qk.chunk(2, -1)[::-1], -1)
+            q, k = torch.addcmul(qk * cos, swapped, sin).split((self.heads, self.kv_heads), 1)
+            keys, values = cache.write_step(index, k, v)
+            attended = F.scaled_dot_product_attention(
+                q[:, :, None], keys, values, mask, enable_gqa=self.heads != self.kv_heads
+            )
+            x = _add_linear(x, attended.view(num, -1), layer.out)
+            h = F.rms_norm(x, width, layer.norm_2, self.eps)
+            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            x = _add_linear(x, F.silu(gate).mul_(up), layer.down)
+        return self.head(F.rms_norm(x, width, self.norm, self.eps))
+
+    def _per_head(self, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+        return torch.cat((q_norm.expand(self.heads, -1), k_norm.expand(self.kv_heads, -1)))
+
+
+def _add_linear(x: Tensor, h: Tensor, linear: nn.Linear) -> Tensor:
+    y = torch.addmm(x, h, linear.weight.t())
+    return y if linear.bias is None else y + linear.bias
+
+
+def _join(parts: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Their weights in one matrix, of which each part's own weight becomes a view; biases likewise."""
+    joined: list[Tensor | None] = []
+    for name in ("weight", "bias"):
+        tensors = [getattr(part, name) for part in parts]
+        if tensors[0] is None:
+            joined.append(None)
+            continue
+        whole = torch.cat([t.data for t in tensors])
+        for tensor, piece in zip(tensors, whole.split([len(t) for t in tensors]), strict=True):
+            tensor.data = piece
+        joined.append(whole)
+    weight, bias = joined
+    assert weight is not None
+    return weight, bias
