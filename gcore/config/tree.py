@@ -255,7 +255,10 @@ class PolicyPlacement(Section):
 
 class TrainerPlacement(Section):
     ranks: PositiveInt | Auto = "auto"
-    """Data-parallel trainer processes; `auto`: one per GPU, or 1 on CPU."""
+    """Data-parallel trainer processes; `auto`: one per GPU, or one per CPU core (at most 4)."""
+    shard: PositiveInt | Auto = "auto"
+    """Ranks that share one copy of weights and optimizer state; groups of so many ranks hold copies (HSDP). Must divide
+    `ranks`. `auto`: all ranks on GPUs, 1 on CPU."""
     threads: PositiveInt | Auto = "auto"
     """CPU threads of each; `auto`: cores divided by ranks."""
 

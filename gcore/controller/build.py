@@ -81,6 +81,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> FsdpTra
         device,
         pick_dtype(config.training.dtype, device),
         plan.trainer_threads,
+        plan.shard,
         Tracer(trace_folder(config), f"trainer-{rendezvous.rank}"),
     )
 

@@ -7,7 +7,6 @@ dropped with its whole group and counted.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -39,15 +38,14 @@ async def collect(
             results[prompt.id] = _checked(group, prompt)
         report(f"{len(results) + len(collected.failed)}/{len(prompts)} prompts")
 
-    watch = asyncio.create_task(_stage_clock(ctx, collected.stage_s))
+    ctx.clock.seconds.clear()
     try:
         async with asyncio.TaskGroup() as tasks:
             for prompt in prompts:
                 tasks.create_task(one(prompt))
     except* Exception as errors:
         raise errors.exceptions[0] from None
-    finally:
-        watch.cancel()
+    collected.stage_s = dict(ctx.clock.seconds)
     collected.groups = [results[prompt.id] for prompt in prompts if prompt.id in results]
     return collected
 
@@ -59,14 +57,3 @@ def _checked(group: list[Scored], prompt: Prompt) -> list[Scored]:
             "as `await ctx.reward(group)` gives (key: workflow)"
         )
     return group
-
-
-async def _stage_clock(ctx: SampleContext, stage_s: dict[str, float], tick: float = 0.005) -> None:
-    """Stages overlap, so their times are sampled: how long was anything in generation, how long in rewarding."""
-    last = time.perf_counter()
-    while True:
-        await asyncio.sleep(tick)
-        now = time.perf_counter()
-        for stage, count in ctx.in_flight.items():
-            stage_s[stage] = stage_s.get(stage, 0.0) + (now - last) * (count > 0)
-        last = now

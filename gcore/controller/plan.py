@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass
 
 from gcore.config.tree import Config
+from gcore.types import UserError
 
-MAX_AUTO_ENGINES = 4
+MAX_AUTO = 4  # processes of a role on CPU: beyond that, threads do as well and memory is better spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +19,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan(controllers=1, engines=2, engine_threads=1, trainers=1, trainer_threads=2, object_store_mb=270, gpus=0)"""
+    """Plan(controllers=2, engines=2, engine_threads=1, trainers=2, trainer_threads=1, shard=1, ...)"""
 
     controllers: int
     engines: int
     engine_threads: int
     trainers: int
     trainer_threads: int
+    shard: int
     object_store_mb: int
     gpus: int
 
@@ -66,16 +68,19 @@ def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
     if config.runtime == "local":
         gpus = min(gpus, 1)
     policy, trainer = config.placement.policy, config.placement.trainer
-    ranks = trainer.ranks if trainer.ranks != "auto" else max(gpus, 1)
-    engines = policy.replicas if policy.replicas != "auto" else gpus or min(machine.cores, MAX_AUTO_ENGINES)
-    if config.runtime == "local" and policy.replicas == "auto":
-        engines = 1
+    auto = 1 if config.runtime == "local" else gpus or min(machine.cores, MAX_AUTO)
+    ranks = trainer.ranks if trainer.ranks != "auto" else auto
+    engines = policy.replicas if policy.replicas != "auto" else auto
+    shard = trainer.shard if trainer.shard != "auto" else (ranks if gpus else 1)
+    if ranks % shard:
+        raise UserError(f"placement.trainer.shard={shard} must divide the number of ranks, {ranks}")
     return Plan(
         controllers=config.controllers if config.controllers != "auto" else ranks,
         engines=engines,
         engine_threads=policy.threads if policy.threads != "auto" else 1,
         trainers=ranks,
         trainer_threads=trainer.threads if trainer.threads != "auto" else max(1, machine.cores // ranks),
+        shard=shard,
         object_store_mb=config.placement.object_store_mb
         if config.placement.object_store_mb != "auto"
         else 256 + 4 * model_mb,

@@ -7,7 +7,9 @@ Thousands run at once in each controller; each awaits only what concerns its own
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,27 @@ async def generate_and_reward(ctx: Context, prompt: Prompt) -> list[Scored]:
     """The default: n responses, scored together."""
     group = await ctx.generate(prompt)
     return await ctx.reward(group)
+
+
+class StageClock:
+    """Stages overlap: how long was *anything* in each of them?"""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inside: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def within(self, stage: str) -> Iterator[None]:
+        if not self._inside.get(stage):
+            self._since[stage] = time.perf_counter()
+        self._inside[stage] = self._inside.get(stage, 0) + 1
+        try:
+            yield
+        finally:
+            self._inside[stage] -= 1
+            if not self._inside[stage]:
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - self._since[stage]
 
 
 class SampleContext:
@@ -52,8 +75,7 @@ class SampleContext:
             "top_k": generation.top_k,
             "stop_tokens": (tokenizer.eos_token_id,),
         }
-        self.in_flight = {"generation": 0, "rewarding": 0}
-        self.tokens_received = 0
+        self.clock = StageClock()
 
     async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]:
         """`n` responses (default: sampling.samples_per_prompt). `params` override fields of SamplingParams."""
@@ -62,20 +84,13 @@ class SampleContext:
             Request(prompt.tokens_P, sampling, noise_key(self._seed, prompt.id, sibling))
             for sibling in range(self._n if n is None else n)
         ]
-        self.in_flight["generation"] += 1
-        try:
+        with self.clock.within("generation"):
             completions = await self._pool.generate(requests)
-        finally:
-            self.in_flight["generation"] -= 1
-        self.tokens_received += sum(len(c.tokens_S) for c in completions)
         return [self._rollout(prompt, sibling, c) for sibling, c in enumerate(completions)]
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
-        self.in_flight["rewarding"] += 1
-        try:
+        with self.clock.within("rewarding"):
             return await self._rewarder.score(group)
-        finally:
-            self.in_flight["rewarding"] -= 1
 
     def _rollout(self, prompt: Prompt, sibling: int, completion: Completion) -> Rollout:
         text = self._tokenizer.decode(completion.tokens_S, skip_special_tokens=True)

@@ -1,8 +1,8 @@
 """Every role in a process of its own, as Ray actors: one machine, or a cluster named by RAY_ADDRESS.
 
 An actor is a thin host: it builds the role in its process and forwards calls to it. What a role raises comes back as
-RoleError with the role's name and first traceback; what dies comes back as RoleDied. A private cluster asks for Ray's
-token on every connection, has no dashboard, and ends with the driver.
+RoleError with the role's name and first traceback; what dies comes back as RoleDied. A private cluster asks for a
+token of its own on every connection, has no dashboard, and ends with the driver.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import time
 import traceback
@@ -104,12 +105,13 @@ class RayRuntime:
     """Implements protocols.Runtime."""
 
     def __init__(self, object_store_mb: int, gpus: int = 0) -> None:
+        self._owns_cluster = not os.environ.get("RAY_ADDRESS")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if self._owns_cluster:  # a token of this run's own, before Ray is imported and looks for one
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         import ray
 
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        self._owns_cluster = not os.environ.get("RAY_ADDRESS")
         own: dict[str, Any] = {
             "address": "local",
             "object_store_memory": object_store_mb * 2**20,

@@ -44,11 +44,13 @@ class FsdpTrainer:
         device: torch.device,
         dtype: torch.dtype,
         threads: int,
+        shard: int,
         tracer: Tracer,
     ) -> None:
         self._config, self._device, self._tracer = config, device, tracer
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._make_network, self._dtype = make_network, dtype
+        self._copies, self._sharded = self._world // shard, shard
         self._samples: dict[tuple[int, int], Sample] = {}
         self._old: dict[tuple[int, int], Tensor] = {}
         self._ref: dict[tuple[int, int], Tensor] = {}
@@ -60,7 +62,8 @@ class FsdpTrainer:
 
     def _set_up(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._mesh = init_device_mesh(self._device.type, (self._world,))
+        shape = (self._copies, self._sharded)
+        self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
         self._policy = self._shard(self._make_network())
         self._optimizer = self._new_optimizer()
 
@@ -71,9 +74,11 @@ class FsdpTrainer:
         mixed = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         if self._dtype == torch.float32:
             mixed = MixedPrecisionPolicy()
-        for layer in network.get_decoder().layers:
-            fully_shard(layer, mesh=self._mesh, mp_policy=mixed)
-        fully_shard(policy, mesh=self._mesh, mp_policy=mixed)
+        mesh = self._mesh if self._copies > 1 else self._mesh["shards"]
+        if self._sharded > 1 or self._device.type == "cuda":  # else nothing is gathered, and one reduction does for all
+            for layer in network.get_decoder().layers:
+                fully_shard(layer, mesh=mesh, mp_policy=mixed)
+        fully_shard(policy, mesh=mesh, mp_policy=mixed)
         return policy
 
     def _new_optimizer(self) -> torch.optim.AdamW:

@@ -36,7 +36,7 @@ RECIPE: dict[str, Any] = {
     "rewards": {"functions": [{"name": "exact", "path": "gcore.rewarding.rules:exact_answer"}]},
     "sampling": {"prompts_per_step": 12, "samples_per_prompt": 4},
     "training": {"lr": 3e-3, "warm_start": {"steps": 6, "batch_size": 24, "lr": 1e-2}},
-    "placement": {"trainer": {"threads": 1}},
+    "placement": {"trainer": {"ranks": 1, "threads": 1}},
     "observe": {"progress": "plain"},
 }
 UNTIMED = ("timing_s/", "perf/", "controller/")

@@ -52,7 +52,7 @@ def network_of(config: Config):
 
 
 def trainer_of(config: Config) -> FsdpTrainer:
-    return FsdpTrainer(config, lambda: network_of(config), CPU, torch.float32, 1, Tracer(None, "trainer-0"))
+    return FsdpTrainer(config, lambda: network_of(config), CPU, torch.float32, 1, 1, Tracer(None, "trainer-0"))
 
 
 def samples_of(seed: int = 0, prompts: int = 4, siblings: int = 3) -> list[Sample]:
