@@ -2,11 +2,11 @@
 
     python bench/step.py --json step.json
 
-Both train the same 0.9M-parameter model on the same kind of prompts, 8 prompts x 8 responses x 64 tokens, in float32,
-with the same reward function, AdamW, learning rate and clipping. A step is generation, reward, advantages, one
-optimizer step, and (G-Core, whose engines are other processes) bringing the new weights to the engines. It is timed
-from the end of one step to the end of the next, so that bookkeeping between steps counts too; the first steps are
-left out. Runs alternate (A B C, A B C, ...), each in a process of its own.
+Both train the same model (the quickstart's, or `--model 0.9M`) on the same kind of prompts, 8 prompts x 8 responses of
+up to 64 tokens, in float32, with the same reward function, AdamW, learning rate and clipping. A step is generation,
+reward, advantages, one optimizer step, and (G-Core, whose engines are other processes) bringing the new weights to the
+engines. It is timed from the end of one step to the end of the next, so that bookkeeping between steps counts too; the
+first steps are left out. Runs alternate (A B C, A B C, ...), each in a process of its own.
 
 What is not the same:
 - TRL runs in one process with all cores and no RPC. G-Core runs as users run it: driver, controllers, engines and
@@ -14,14 +14,14 @@ What is not the same:
 - G-Core's engine also returns the logprob of every sampled token, and draws each sample from noise of its own; its
   trainer reports trainer/engine logprob differences. TRL with `generate` has neither.
 - G-Core writes a row of metrics a step (JSON lines; TensorBoard is off here). TRL logs nothing here.
-- No response ends early. TRL: its end-of-sequence token is one that the model cannot produce. G-Core: the workflow
-  below passes no stop tokens. Tokens really generated are counted and shown.
-- G-Core is run in three ways: `gcore ray`, as it comes; `gcore ranks`, with a trainer rank of one thread a core;
-  `gcore local`, all in one process.
+- `--ends model`: responses end when the model says so, as they do in training: a random model over 16 tokens says so
+  after 16 on average, and the longest of 64 comes close to the limit. `--ends never`: all run to the limit. TRL: its
+  end-of-sequence token is then one that the model cannot produce. G-Core: the workflow below passes no stop tokens.
+  Tokens really generated are counted and shown.
+- G-Core is run in two ways: `gcore ray`, as it comes; `gcore local`, all in one process.
 - TRL is run in three ways: `trl`, one process with all cores as it comes; `trl passive`, the same with
   OMP_WAIT_POLICY=passive (threads that spin while they wait are faster on an idle machine and much slower on a shared
-  one; G-Core's processes set it themselves); `trl ranks`, data-parallel with a process of one thread a core. Ratios are
-  against the fastest of the three.
+  one; G-Core's processes set it themselves); `trl ranks`, data-parallel with a process of one thread a core.
 """
 
 from __future__ import annotations
@@ -42,20 +42,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-BUILD = {
-    "architecture": "qwen3",
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "layers": 4,
-    "heads": 4,
-    "kv_heads": 4,
-    "alphabet": "0123456789+=",
+MODELS = {
+    "quickstart": {"hidden_size": 128, "intermediate_size": 512, "layers": 2, "heads": 4, "kv_heads": 4},
+    "0.9M": {"hidden_size": 128, "intermediate_size": 384, "layers": 4, "heads": 4, "kv_heads": 4},
 }
 SUMS = {"operations": ["+"], "min": 10, "max": 99, "eval_size": 0}  # all prompts are <bos>dd+dd=
 PROMPT_LENGTH = 7
 LR, BETAS = 1e-4, (0.9, 0.95)
 SKIP = 3
-CONTENDERS = ("gcore ray", "gcore ranks", "gcore local", "trl", "trl passive", "trl ranks")
+CONTENDERS = ("gcore ray", "gcore local", "trl", "trl passive", "trl ranks")
+
+
+def build_of(args: argparse.Namespace) -> dict[str, Any]:
+    return {**MODELS[args.model], "alphabet": "0123456789+=", "max_length": PROMPT_LENGTH + args.tokens}
 
 
 async def full_length(ctx: Any, prompt: Any) -> list[Any]:
@@ -81,12 +80,11 @@ def run_gcore(way: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         tree = {
             "run": {"name": "step", "dir": folder, "steps": args.steps},
-            "model": {"build": {**BUILD, "max_length": PROMPT_LENGTH + args.tokens}},
+            "model": {"build": build_of(args)},
             "data": {"train": {"task": "arithmetic", "args": SUMS}, "max_prompt_length": PROMPT_LENGTH},
             "runtime": "local" if way == "local" else "ray",
-            "placement": {"trainer": {"ranks": cores(), "threads": 1}} if way == "ranks" else {},
             "controllers": args.controllers,
-            "workflow": f"{here}:full_length",
+            **({"workflow": f"{here}:full_length"} if args.ends == "never" else {}),
             "generation": {"max_response_length": args.tokens},
             "rewards": {"functions": [{"name": "even", "path": f"{here}:even_digits"}]},
             "sampling": {"prompts_per_step": args.prompts, "samples_per_prompt": args.siblings},
@@ -124,10 +122,11 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     quiet()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(cores() // world)
-    model = Model(build=BuildModel(**BUILD, max_length=PROMPT_LENGTH + args.tokens))
+    model = Model(build=BuildModel(**build_of(args)))
     tokenizer = load_tokenizer(model)
     network = load_model(model, tokenizer, 0, torch.float32, torch.device("cpu"))
-    tokenizer.add_special_tokens({"eos_token": "<never>"})  # its id is outside the model's vocabulary
+    if args.ends == "never":
+        tokenizer.add_special_tokens({"eos_token": "<never>"})  # its id is outside the model's vocabulary
     network.config.eos_token_id = network.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.padding_side = "left"
     num_prompts = args.steps * args.prompts
@@ -254,7 +253,7 @@ def one_run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--worker", name, "--json", str(target)]
-        for key in ("steps", "prompts", "siblings", "tokens", "controllers"):
+        for key in ("steps", "prompts", "siblings", "tokens", "controllers", "model", "ends"):
             command += [f"--{key}", str(getattr(args, key))]
         logs = [Path(folder) / f"{rank}.log" for rank in range(len(environments))]
         processes = []
@@ -293,21 +292,22 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(summary: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
-    print(f"{args.prompts} prompts x {args.siblings} x {args.tokens} tokens, {cores()} cores, seconds a step")
+    ends = "all of" if args.ends == "never" else "ending by themselves, at most"
+    print(f"{args.model} model, {args.prompts} prompts x {args.siblings} {ends} {args.tokens} tokens, {cores()} cores")
     stages = ("generation", "rewarding", "preparation", "training", "weights")
-    head = f"{'':13}{'tokens':>7}{'median':>8}{'best run':>9}{'best step':>10}  "
+    head = f"{'':13}{'tokens':>7}{'median s':>9}{'best run':>9}{'best step':>10}  "
     head += "".join(f"{stage:>12}" for stage in stages)
     print(head + "\n" + "-" * len(head))
     for name, row in summary.items():
         print(
-            f"{name:13}{row['tokens']:7.0f}{row['median_s']:8.3f}{row['best_run_s']:9.3f}{row['best_step_s']:10.3f}  "
+            f"{name:13}{row['tokens']:7.0f}{row['median_s']:9.3f}{row['best_run_s']:9.3f}{row['best_step_s']:10.3f}  "
             + "".join(f"{row['stages'].get(stage, 0.0):12.3f}" for stage in stages)
         )
-    theirs = [row for name, row in summary.items() if name.startswith("trl")]
-    for name, row in summary.items():
-        if theirs and name.startswith("gcore"):
-            ratios = [min(t[key] for t in theirs) / row[key] for key in ("median_s", "best_run_s", "best_step_s")]
-            print(f"{name}: steps/s = {ratios[0]:.2f} x TRL (best runs: {ratios[1]:.2f}, best steps: {ratios[2]:.2f})")
+    for ours in (name for name in summary if name.startswith("gcore")):
+        ratios = (
+            f"{n}: {row['median_s'] / summary[ours]['median_s']:.2f}" for n, row in summary.items() if n[:3] == "trl"
+        )
+        print(f"steps/s of {ours} over {', '.join(ratios)}")
 
 
 def parse() -> argparse.Namespace:
@@ -318,6 +318,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--model", choices=MODELS, default="quickstart")
+    parser.add_argument("--ends", choices=("model", "never"), default="model")
     parser.add_argument("--controllers", type=int, default=2)
     parser.add_argument("--only", help=f"some of: {','.join(CONTENDERS)}")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

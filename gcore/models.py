@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from gcore.config.tree import BuildModel, Model
@@ -41,6 +42,19 @@ def load_model(model: Model, tokenizer: Any, seed: int, dtype: torch.dtype, devi
     _check(network.config)
     network.to(device=device, dtype=dtype)  # type: ignore[call-arg]
     return network.eval()
+
+
+def to_wire(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as an array in host memory, for other processes. numpy has no bfloat16: its bits travel as int16."""
+    tensor = tensor.to("cpu", copy=True)
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def from_wire(value: torch.Tensor | np.ndarray) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    tensor = torch.from_numpy(value)
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 
 def _load(model: Model) -> PreTrainedModel:

@@ -146,6 +146,11 @@ class Algorithm(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps a training step; must not exceed `sampling.prompts_per_step`."""
 
+    @property
+    def needs_logprobs(self) -> bool:
+        """Old or reference logprobs; with one mini-batch and no KL, the update's own forward pass is all there is."""
+        return self.mini_batches > 1 or self.kl_coef > 0
+
 
 class Generation(Section):
     engine: Literal["embedded"] = "embedded"

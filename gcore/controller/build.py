@@ -43,8 +43,7 @@ def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Embedded
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
 
-    wanted = config.generation.device if config.generation.device != "auto" else config.training.device
-    device = pick_device(wanted, rendezvous.rank)
+    device = pick_device(_engine_device(config), rendezvous.rank)
     dtype = pick_dtype(config.generation.dtype, device)
     network = load_model(config.model, load_tokenizer(config.model), config.run.seed, dtype, device)
     return EmbeddedEngine(
@@ -83,7 +82,12 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> FsdpTra
         plan.trainer_threads,
         plan.shard,
         Tracer(trace_folder(config), f"trainer-{rendezvous.rank}"),
+        serve=(pick_dtype(config.generation.dtype, pick_device(_engine_device(config))), rendezvous.address is None),
     )
+
+
+def _engine_device(config: Config) -> str:
+    return config.generation.device if config.generation.device != "auto" else config.training.device
 
 
 def build_controller(

@@ -73,7 +73,8 @@ class Controller:
             samples = await make_samples(collected.groups, self.config.algorithm.adv_estimator, self.group)
             metas, batches = await self.session.dispatcher.hand_over(step, samples)
             self.session.check_failures(step, metas, collected)
-            await self.session.dispatcher.on_ranks("prepare", [(batch,) for batch in batches])
+            if self.config.algorithm.needs_logprobs:
+                await self.session.dispatcher.on_ranks("prepare", [(batch,) for batch in batches])
             return metas, batches
 
     async def training(self, step: int, batches: list[TrainBatch]) -> list[dict[str, float]]:

@@ -27,7 +27,7 @@ from gcore.observe.report import plot_reward
 from gcore.observe.trace import merge_traces
 from gcore.protocols import Handle, RoleDied, RoleError, Runtime
 
-POLL_S = 0.25
+POLL_S = {"live": 0.25}  # how often the progress view asks; other views print a line a step
 GRACE_S = 1.5  # after the first failure, how long to wait for a more telling one
 Mode = Literal["train", "eval"]
 
@@ -141,7 +141,7 @@ def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
 
 async def _poll(controllers: Sequence[Handle], progress: Progress) -> None:
     while True:
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(POLL_S.get(progress.mode, 0.5))
         await _show(controllers, progress)
 
 

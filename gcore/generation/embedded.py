@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from gcore.generation.cache import RowCache
 from gcore.generation.decoder import FusedDecoder
 from gcore.generation.sampling import Rows, sample
+from gcore.models import from_wire
 from gcore.observe.trace import Tracer
 from gcore.types import Completion, Finish, Request, UserError
 
@@ -193,7 +194,7 @@ class EmbeddedEngine:
                     )
             for name, parameter in self._parameters.items():
                 value = weights[name]
-                parameter.copy_(value if isinstance(value, torch.Tensor) else torch.from_numpy(value))
+                parameter.copy_(from_wire(value))
             self.version = version
             loop.call_soon_threadsafe(_finish, done, None)
         except Exception as error:

@@ -46,10 +46,13 @@ class FsdpTrainer:
         threads: int,
         shard: int,
         tracer: Tracer,
+        serve: tuple[torch.dtype, bool] = (torch.float32, False),
     ) -> None:
+        """`serve`: precision of the engines' weights, and whether the engines are in this process."""
         self._config, self._device, self._tracer = config, device, tracer
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._make_network, self._dtype = make_network, dtype
+        self._serve = serve
         self._copies, self._sharded = self._world // shard, shard
         self._samples: dict[tuple[int, int], Sample] = {}
         self._old: dict[tuple[int, int], Tensor] = {}
@@ -119,7 +122,7 @@ class FsdpTrainer:
         return await self._in_thread(self._update, batch)
 
     async def weights(self) -> dict[str, Any]:
-        return await self._in_thread(state.gather_weights, self._policy.network)
+        return await self._in_thread(state.served_weights, self._policy.network, *self._serve)
 
     async def save(self, folder: str) -> None:
         await self._in_thread(self._save, Path(folder))

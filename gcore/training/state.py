@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from gcore.models import to_wire
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -29,6 +31,16 @@ def gather_weights(network: Any, everywhere: bool = False) -> dict[str, np.ndarr
         whole = _whole(parameter.detach())
         if everywhere or dist.get_rank() == 0:
             result[name] = whole.to(device="cpu", dtype=torch.float32, copy=True).numpy()
+    return result
+
+
+def served_weights(network: Any, dtype: torch.dtype, in_process: bool) -> dict[str, Any]:
+    """For the engines, on rank 0: in their precision; where they share this process, the tensors themselves."""
+    result: dict[str, Any] = {}
+    for name, parameter in network.named_parameters():
+        whole = _whole(parameter.detach()).to(dtype)
+        if dist.get_rank() == 0:
+            result[name] = whole if in_process else to_wire(whole)
     return result
 
 

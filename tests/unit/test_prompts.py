@@ -228,7 +228,7 @@ def test_bad_datasets_are_named(tmp_path):
     with pytest.raises(UserError, match="not a readable parquet file"):
         load("a.parquet", "prompt\n")
     (tmp_path / "plain").mkdir()
-    with pytest.raises(UserError, match="is not a dataset folder"):
+    with pytest.raises(UserError, match=r"is not a dataset folder|gcore-rl\[datasets\]"):
         load("plain")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gcore.config.tree import Config
-from gcore.models import load_model
+from gcore.models import from_wire, load_model, to_wire
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import lay_out
 from gcore.preparation.samples import meta_of
@@ -481,3 +481,11 @@ def test_schedule_counts_optimizer_steps():
     rates = {0: 0.5 / 3, 3: 0.5, 12: 0.5 * 18 / 27, 30: 0.0}
     for trainer.updates, rate in rates.items():
         assert trainer._learning_rate(warm) == pytest.approx(rate, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_arrive_as_they_were_sent(dtype):
+    sent = torch.randn(5, 3).to(dtype)
+    wire = to_wire(sent)
+    assert isinstance(wire, np.ndarray) and wire.nbytes == sent.numel() * sent.element_size()
+    assert torch.equal(from_wire(wire), sent) and from_wire(sent) is sent
