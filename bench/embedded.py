@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import multiprocessing
 import os
@@ -113,6 +114,7 @@ def continuous(
 ) -> Callable[[list[Job]], list[list[int]]]:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
+    size = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
     page = 32
     cpu = setting.device == "cpu"
     blocks = setting.rows * (-(-setting.longest // page) + 1)
@@ -127,7 +129,7 @@ def continuous(
                 max_new_tokens=setting.longest,
             ),
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=page if cpu else 256,
+                **{size: page if cpu else 256},  # older releases call it block_size
                 num_blocks=blocks if cpu else None,
                 max_batch_tokens=setting.rows if cpu else None,
                 max_requests_per_batch=setting.rows,

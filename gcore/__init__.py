@@ -1,3 +1,3 @@
-"""G-Core: a reinforcement-learning trainer with parallel controllers and dynamic placement."""
+"""G-Core: a reinforcement-learning trainer with parallel controllers."""
 
 __version__ = "0.1.0"

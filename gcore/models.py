@@ -40,6 +40,7 @@ def load_model(model: Model, tokenizer: Any, seed: int, dtype: torch.dtype, devi
     """The model with its starting weights, in eval mode. The same seed builds the same weights in every process."""
     network = _load(model) if model.build is None else _build(model.build, tokenizer, seed)
     _check(network.config)
+    _without_dropout(network)
     network.to(device=device, dtype=dtype)  # type: ignore[call-arg]
     return network.eval()
 
@@ -95,6 +96,15 @@ def _build(build: BuildModel, tokenizer: Any, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config)
+
+
+def _without_dropout(network: PreTrainedModel) -> None:
+    """Logprobs before and during an update must be those of the same policy; dropout would add noise to both."""
+    for module in network.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def _check(config: Any) -> None:

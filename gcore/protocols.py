@@ -41,11 +41,19 @@ class Rewarder(Protocol):
 class Trainer(Protocol):
     """One rank. All ranks are called for each method (they meet in collectives), except `push`."""
 
+    async def info(self) -> Stats:
+        """`num_parameters` and `hidden_size`, for sizes and costs."""
+        ...
+
+    async def begin(self) -> None:
+        """Reinforcement learning starts from the policy as it is now: reference of the KL, fresh optimizer."""
+        ...
+
     async def push(self, source: int, samples: Sequence[Sample]) -> None:
         """Take the samples that controller `source` holds for this rank."""
         ...
 
-    async def prepare(self, batch: TrainBatch) -> Stats:
+    async def prepare(self, batch: TrainBatch) -> None:
         """Logprobs of the policy before the update and of the reference model, where the algorithm asks for them."""
         ...
 
@@ -57,7 +65,7 @@ class Trainer(Protocol):
         """The full weights on rank 0, empty elsewhere."""
         ...
 
-    async def save(self, folder: str) -> Stats: ...
+    async def save(self, folder: str) -> None: ...
 
     async def load(self, folder: str) -> None: ...
 

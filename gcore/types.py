@@ -87,6 +87,7 @@ class Rollout:
     text: str
     version: int
     finish: Finish
+    temperature: float = 1.0  # it was sampled at; the trainer computes logprobs at the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class Sample:
     mask_S: Bools
     rollout_logprobs_S: Floats
     advantages_S: Floats
+    temperature: float = 1.0
 
     @property
     def key(self) -> tuple[int, int]:

@@ -23,6 +23,8 @@ MANIFEST, STATE = "manifest.json", "state.json"
 def begin(folder: Path, step: int, need_bytes: int) -> Path:
     """An empty folder to write into. Refuses when the disk cannot hold it."""
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("step_*.partial"):
+        shutil.rmtree(stale, ignore_errors=True)
     free = shutil.disk_usage(folder).free
     if free < need_bytes:
         raise UserError(
@@ -30,7 +32,6 @@ def begin(folder: Path, step: int, need_bytes: int) -> Path:
             "the last complete checkpoint is kept (keys: run.dir, checkpoint.keep)"
         )
     partial = folder / f"step_{step}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     return partial
 

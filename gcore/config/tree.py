@@ -274,12 +274,12 @@ class Placement(Section):
     trainer: TrainerPlacement = TrainerPlacement()
     """The trainer."""
     object_store_mb: PositiveInt | Auto = "auto"
-    """Shared memory for what travels between processes; `auto`: 256 plus four times the model."""
+    """Shared memory for what travels between processes; `auto`: 256 plus twice the model."""
 
 
 class Checkpoint(Section):
-    every: Count = 0
-    """Save every so many steps; 0: only at the end."""
+    every: Count = 50
+    """Save every so many steps, and at the end; 0: only at the end."""
     keep: PositiveInt = 2
     """Complete checkpoints to keep."""
 

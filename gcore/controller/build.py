@@ -33,7 +33,7 @@ def build_runtime(config: Config, plan: Plan) -> Runtime:
         return LocalRuntime()
     from gcore.runtime.ray import RayRuntime
 
-    return RayRuntime(plan.object_store_mb, plan.gpus)
+    return RayRuntime(plan.object_store_mb, plan.gpus, plan.gpu_share)
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> EmbeddedEngine:

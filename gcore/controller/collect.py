@@ -35,10 +35,10 @@ async def collect(
         except RewardError as error:
             collected.failed[prompt.id] = str(error)
         else:
-            results[prompt.id] = _checked(group, prompt)
+            results[prompt.id] = _checked(group, prompt, ctx.least_siblings)
         report(f"{len(results) + len(collected.failed)}/{len(prompts)} prompts")
 
-    ctx.clock.seconds.clear()
+    ctx.begin()
     try:
         async with asyncio.TaskGroup() as tasks:
             for prompt in prompts:
@@ -50,10 +50,20 @@ async def collect(
     return collected
 
 
-def _checked(group: list[Scored], prompt: Prompt) -> list[Scored]:
+def _checked(group: list[Scored], prompt: Prompt, least: int) -> list[Scored]:
     if not isinstance(group, list) or not group or not all(isinstance(s, Scored) for s in group):
         raise UserError(
             f"workflow returned {type(group).__name__} for prompt {prompt.id}; expected a non-empty list of Scored, "
             "as `await ctx.reward(group)` gives (key: workflow)"
+        )
+    keys = {(s.rollout.prompt.id, s.rollout.sibling) for s in group}
+    if len(keys) < len(group) or any(prompt_id != prompt.id for prompt_id, _ in keys):
+        raise UserError(
+            f"workflow returned a sample twice, or one of another prompt, for prompt {prompt.id} (key: workflow)"
+        )
+    if len(group) < least:
+        raise UserError(
+            f"workflow returned {len(group)} sample for prompt {prompt.id}; algorithm.adv_estimator compares at least "
+            f"{least} siblings (keys: workflow, algorithm.adv_estimator)"
         )
     return group

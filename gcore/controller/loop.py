@@ -54,25 +54,26 @@ class Controller:
                 stats = await self.training(step, batches)
                 await self.weights(step)
             await session.record(step, collected, metas, stats)
-            session.step = step
+            session.step, session.cursor = step, session.cursor + self.config.sampling.prompts_per_step
             await session.evaluate_if_due()
             await session.checkpoint_if_due()
         await session.close()
 
-    async def evaluate(self) -> dict[str, float]:
+    async def evaluate(self) -> dict[str, Any]:
         """`gcore eval`: no trainer, the engines answer the held-out prompts."""
         await self.session.open()
         return await self.session.evaluate()
 
     async def rollout(self, step: int) -> Collected:
         with self.session.timed("rollout", step):
-            return await collect(self.workflow, self.session.ctx, self.my_prompts(step), self.session.report)
+            return await collect(self.workflow, self.session.ctx, self.my_prompts(), self.session.report)
 
     async def preparation(self, step: int, collected: Collected) -> tuple[list[SampleMeta], list[TrainBatch]]:
         with self.session.timed("preparation", step):
-            samples = await make_samples(collected.groups, self.config.algorithm.adv_estimator, self.group)
+            estimator = self.config.algorithm.adv_estimator
+            samples = await make_samples(collected.groups, estimator, self.group, version=step - 1)
             metas, batches = await self.session.dispatcher.hand_over(step, samples)
-            self.session.check_failures(step, metas, collected)
+            await self.session.check_failures(step, metas, collected)
             if self.config.algorithm.needs_logprobs:
                 await self.session.dispatcher.on_ranks("prepare", [(batch,) for batch in batches])
             return metas, batches
@@ -85,8 +86,7 @@ class Controller:
         with self.session.timed("weights", step):
             await self.session.dispatcher.sync_weights(version=step)
 
-    def my_prompts(self, step: int) -> list[Prompt]:
+    def my_prompts(self) -> list[Prompt]:
         """The run's prompts stand in one global order; controller r takes every N-th. So order does not depend on N."""
-        per_step = self.config.sampling.prompts_per_step
-        cursors = range((step - 1) * per_step, step * per_step)
+        cursors = range(self.session.cursor, self.session.cursor + self.config.sampling.prompts_per_step)
         return [self.session.source.at(c) for c in cursors if c % self.group.size == self.group.rank]

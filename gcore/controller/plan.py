@@ -30,6 +30,12 @@ class Plan:
     object_store_mb: int
     gpus: int
 
+    @property
+    def gpu_share(self) -> float:
+        """Of the GPU that an engine and a trainer rank of the same number share, for the scheduler: all must fit."""
+        roles = -(-self.engines // self.gpus) + -(-self.trainers // self.gpus) if self.gpus else 1
+        return round(0.95 / roles, 4)
+
     def lines(self, config: Config) -> list[str]:
         """What `--dry-run` prints: derived sizes and the processes."""
         sampling, algorithm = config.sampling, config.algorithm
@@ -83,6 +89,6 @@ def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
         shard=shard,
         object_store_mb=config.placement.object_store_mb
         if config.placement.object_store_mb != "auto"
-        else 256 + 4 * model_mb,
+        else 256 + 2 * model_mb,
         gpus=min(gpus, max(ranks, engines)),
     )

@@ -62,10 +62,10 @@ def _model_folder(config: Config) -> None:
 
 
 def model_megabytes(config: Config) -> int:
-    """Size of the policy in float32, for the object store: from the files, or from the shape of a built model."""
+    """Size of the policy, for the object store: of its files, or of the shape to be built in float32."""
     if config.model.path is not None:
         files = list(Path(config.model.path).glob("*.safetensors"))
-        return int(2 * sum(f.stat().st_size for f in files) / 2**20)
+        return int(sum(f.stat().st_size for f in files) / 2**20)
     build = config.model.build
     assert build is not None
     per_layer = 4 * build.hidden_size**2 + 3 * build.hidden_size * build.intermediate_size

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,11 @@ import numpy as np
 from gcore.controller.collect import Collected
 from gcore.preparation.samples import samples_digest
 from gcore.types import SampleMeta
+
+
+def exact(values: Iterable[float]) -> Fraction:
+    """A sum without rounding, so that it does not depend on how the values are shared out."""
+    return sum(map(Fraction, values), Fraction(0))
 
 
 def local_sums(collected: Collected) -> dict[str, Any]:
@@ -26,15 +32,15 @@ def local_sums(collected: Collected) -> dict[str, Any]:
     return {
         "samples": len(scored),
         "groups": len(collected.groups),
-        "reward": sum(rewards),
-        "reward_squares": float(np.square(rewards).sum()),
+        "reward": exact(rewards),
+        "reward_squares": exact(r * r for r in rewards),
         "no_spread": sum(len({s.reward for s in group}) == 1 for group in collected.groups),
         "tokens": sum(lengths),
         "prompt_tokens": sum(len(s.rollout.prompt.tokens_P) for s in scored),
         "max_length": max(lengths, default=0),
         "clipped": sum(s.rollout.finish == "length" for s in scored),
         "failed": len(collected.failed),
-        "parts": {name: (sum(values), len(values)) for name, values in parts.items()},
+        "parts": {name: (exact(values), len(values)) for name, values in parts.items()},
         "stage_s": collected.stage_s,
         "peak_rss_mb": peak_rss_mb(),
     }
@@ -60,7 +66,7 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
     names = sorted({name for part in gathered for name in part["parts"]})
     for name in names:
         pairs = [part["parts"][name] for part in gathered if name in part["parts"]]
-        row[f"reward/{name}"] = sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
+        row[f"reward/{name}"] = float(sum(p[0] for p in pairs) / sum(p[1] for p in pairs))
     row["controller/peak_rss_mb"] = max(part["peak_rss_mb"] for part in gathered)
     return row
 

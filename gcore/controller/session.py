@@ -17,6 +17,7 @@ from gcore.config.tree import Config, Dataset
 from gcore.controller import record
 from gcore.controller.collect import Collected, collect
 from gcore.controller.dispatch import Dispatcher
+from gcore.controller.record import exact
 from gcore.controller.workflow import SampleContext, Workflow
 from gcore.generation.pool import EnginePool
 from gcore.observe.metrics import MetricsWriter, rewind
@@ -24,6 +25,7 @@ from gcore.observe.progress import Status
 from gcore.observe.trace import Tracer
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import PromptSource, Templater, measure
+from gcore.prompts.tokenizer import stop_tokens
 from gcore.protocols import Group, Handle, Rewarder
 from gcore.types import Sample, SampleMeta, UserError
 
@@ -45,9 +47,11 @@ class Session:
         self.config, self.group, self.workflow, self.tracer = config, group, workflow, tracer
         self.folder: Path = config.run.folder
         self.step = 0
+        self.cursor = 0  # place in the run's global order of prompts
         pool = EnginePool(engines, first=group.rank)
-        self.ctx = SampleContext(config, pool, rewarder, tokenizer, tracer)
-        self.greedy = SampleContext(config, pool, rewarder, tokenizer, tracer, greedy=True)
+        stops = stop_tokens(config.model, tokenizer)
+        self.ctx = SampleContext(config, pool, rewarder, tokenizer, stops)
+        self.greedy = SampleContext(config, pool, rewarder, tokenizer, stops, greedy=True)
         self.engines, self.trainers, self._tokenizer = engines, trainers, tokenizer
         self.dispatcher = Dispatcher(config, group, engines, trainers)
         self._writer: MetricsWriter | None = None
@@ -71,10 +75,12 @@ class Session:
             return
         info = await self.dispatcher.open()
         self._state_bytes = int(info["num_parameters"]) * 4 * (4 if self.config.algorithm.kl_coef > 0 else 3)
-        checkpoint = store.find(self.config.run.resume, self.folder)
+        checkpoint = await self._find_checkpoint()
         if checkpoint is not None:
             await self._resume(checkpoint)
         else:
+            if self.config.run.resume == "auto":
+                self.note(f"{self.folder}: no complete checkpoint; starting anew")
             self._open_writer()
             await self._warm_start()
             await self.dispatcher.on_all_ranks("begin")
@@ -109,6 +115,13 @@ class Session:
             raise UserError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")
         return PromptSource(rows, kept, templater, self.config.run.seed, shuffle)
 
+    async def _find_checkpoint(self) -> Path | None:
+        """Controller 0 looks and verifies; all hear of the same one."""
+        found = None
+        if self.group.rank == 0:
+            found = await asyncio.to_thread(store.find, self.config.run.resume, self.folder)
+        return (await self.group.all_gather("checkpoint to resume from", found))[0]
+
     async def _resume(self, checkpoint: Path) -> None:
         self._stage = f"resuming from {checkpoint.name}"
         state = store.read_state(checkpoint)
@@ -116,7 +129,12 @@ class Session:
             raise UserError(
                 f"{checkpoint} was made with run.seed={state['seed']}, not {self.config.run.seed}; samples would repeat"
             )
-        self.step = state["step"]
+        if state["prompts"] != len(self.source):
+            raise UserError(
+                f"{checkpoint} was made with {state['prompts']} prompts, data.train now has {len(self.source)}: the "
+                "order would be another (keys: data.train, data.max_prompt_length)"
+            )
+        self.step, self.cursor = state["step"], state["cursor"]
         await self.dispatcher.on_all_ranks("load", str(checkpoint))
         await self.dispatcher.sync_weights(version=self.step)
         if self.group.rank == 0:
@@ -180,7 +198,7 @@ class Session:
         if self.step == self.config.run.steps or (every and self.step % every == 0):
             await self.evaluate()
 
-    async def evaluate(self) -> dict[str, float]:
+    async def evaluate(self) -> dict[str, Any]:
         """Greedy answers to the held-out prompts, each controller its share."""
         if self.held_out is None:
             return {}
@@ -190,17 +208,13 @@ class Session:
             collected = await collect(self.workflow, self.greedy, prompts, self.report)
             name = self.config.rewards.accuracy or self.config.rewards.functions[0].name
             scored = [s for group in collected.groups for s in group]
-            sums = (
-                sum(s.parts.get(name, 0.0) for s in scored),
-                sum(s.reward for s in scored),
-                len(scored),
-                len(collected.failed),
-            )
+            judged = [s.parts[name] for s in scored if name in s.parts]
+            sums = (exact(judged), len(judged), exact(s.reward for s in scored), len(scored), len(collected.failed))
             parts = await self.group.all_gather("evaluation", sums)
-        accuracy, reward, count, failed = (sum(part[i] for part in parts) for i in range(4))
+        accuracy, judged_count, reward, count, failed = (sum(part[i] for part in parts) for i in range(5))
         row = {
-            "eval/accuracy": accuracy / max(count, 1),
-            "eval/reward_mean": reward / max(count, 1),
+            "eval/accuracy": float(accuracy / judged_count) if judged_count else None,
+            "eval/reward_mean": float(reward / count) if count else None,
             "eval/prompts": count,
             "eval/failed": failed,
             "timing_s/eval": self._times.pop("eval"),
@@ -221,22 +235,32 @@ class Session:
             await self.group.all_gather("checkpoint folder", None)
             await self.dispatcher.on_all_ranks("save", str(partial))
             if self.group.rank == 0:
-                state = {"step": self.step, "seed": self.config.run.seed}
-                store.commit(partial, state, self.config.checkpoint.keep)
+                state = {
+                    "step": self.step,
+                    "cursor": self.cursor,
+                    "seed": self.config.run.seed,
+                    "prompts": len(self.source),
+                }
+                await asyncio.to_thread(store.commit, partial, state, self.config.checkpoint.keep)
             await self.group.all_gather("checkpoint sealed", None)
 
     # ---- metrics and status ---------------------------------------------------------------------------------------
 
-    def check_failures(self, step: int, metas: Sequence[SampleMeta], collected: Collected) -> None:
-        """Every controller comes to the same conclusion: what is missing from the step is what failed."""
+    async def check_failures(self, step: int, metas: Sequence[SampleMeta], collected: Collected) -> None:
+        """What is missing from the step is what failed; every controller sees that, and all hear the causes."""
         wanted = self.config.sampling.prompts_per_step
-        kept = len({meta.prompt_id for meta in metas})
-        if (wanted - kept) / wanted > self.config.rewards.max_error_frac or not kept:
-            why = next(iter(collected.failed.values()), "see the other controllers")
+        missing = wanted - len({meta.prompt_id for meta in metas})
+        if not missing:
+            return
+        causes = await self.group.all_gather(f"failures of step {step}", next(iter(collected.failed.values()), None))
+        cause = next(c for c in causes if c is not None)
+        limit = self.config.rewards.max_error_frac
+        if missing / wanted > limit or missing == wanted:
             raise UserError(
-                f"step {step}: {wanted - kept} of {wanted} prompts had no reward "
-                f"(rewards.max_error_frac={self.config.rewards.max_error_frac}); first cause: {why}"
+                f"step {step}: {missing} of {wanted} prompts had no reward (rewards.max_error_frac={limit}); "
+                f"first cause: {cause}"
             )
+        self.note(f"step {step}: {missing} of {wanted} prompts dropped, without a reward; first cause: {cause}")
 
     async def record(
         self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: list[dict[str, float]]
@@ -282,7 +306,7 @@ class Session:
             yield
         self._times[name] = time.perf_counter() - started
 
-    async def status(self, since: int = 0) -> tuple[Status, list[dict[str, Any]], list[str]]:
+    async def status(self) -> tuple[Status, list[dict[str, Any]], list[str]]:
         """For the progress view: what I am doing, rows and notes the driver has not seen yet."""
         rows, self._rows = self._rows, []
         notes, self._notes = self._notes, []

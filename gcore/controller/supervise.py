@@ -8,7 +8,6 @@ Whatever ends the run first decides: all controllers done, a role that raised, a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import signal
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from gcore.checkpoint import store
 from gcore.config import Config, dump_config
 from gcore.controller.build import build_controller, build_engine, build_runtime, build_trainer
 from gcore.controller.plan import Plan, make_plan, see_machine
@@ -36,21 +36,26 @@ def run(config: Config, mode: Mode = "train") -> Any:
     """The whole run, from nothing to files on disk. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
     preflight(config)
     plan = make_plan(config, see_machine(), model_megabytes(config))
+    if mode == "eval":
+        config = config.model_copy(update={"observe": config.observe.model_copy(update={"trace": False})})
     if mode == "train":
         open_folder(config)
     try:
         return asyncio.run(_run(config, plan, mode))
     finally:
         if mode == "train":
-            with contextlib.suppress(OSError):
-                merge_traces(config.run.folder)
-                plot_reward(config.run.folder)
+            for picture in (merge_traces, plot_reward):
+                try:
+                    picture(config.run.folder)
+                except Exception as error:  # never instead of the run's own error
+                    print(f"gcore: no picture from {picture.__name__}: {error}", file=sys.stderr)
 
 
 def open_folder(config: Config) -> Path:
     """The run's folder. A finished run of the same name is moved aside, never overwritten."""
     folder = config.run.folder
-    if config.run.resume == "never" and folder.exists():
+    anew = config.run.resume == "never" or (config.run.resume == "auto" and not store.complete(folder))
+    if anew and folder.exists():
         number = 1
         while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
             number += 1
@@ -170,6 +175,4 @@ def explain(error: BaseException) -> None:
             print(f"\nfirst traceback, from {error.role}:\n{error.traceback}", file=sys.stderr)
         print(f"gcore: {error.message if error.user_error else error}", file=sys.stderr)
     elif isinstance(error, RoleDied):
-        print(
-            f"gcore: {error}; the run has stopped (run.resume=auto goes on from the last checkpoint)", file=sys.stderr
-        )
+        print(f"gcore: {error}; run.resume=auto goes on from the last checkpoint, if any", file=sys.stderr)

@@ -17,7 +17,6 @@ import numpy as np
 from gcore.config.tree import Config
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
-from gcore.observe.trace import Tracer
 from gcore.protocols import Context, Rewarder
 from gcore.types import Completion, Prompt, Request, Rollout, SamplingParams, Scored
 
@@ -60,11 +59,11 @@ class SampleContext:
         pool: EnginePool,
         rewarder: Rewarder,
         tokenizer: Any,
-        tracer: Tracer,
+        stop_tokens: tuple[int, ...],
         *,
         greedy: bool = False,
     ) -> None:
-        self._pool, self._rewarder, self._tokenizer, self._tracer = pool, rewarder, tokenizer, tracer
+        self._pool, self._rewarder, self._tokenizer = pool, rewarder, tokenizer
         self._seed = config.run.seed
         self._n = 1 if greedy else config.sampling.samples_per_prompt
         generation = config.generation
@@ -73,26 +72,38 @@ class SampleContext:
             "temperature": 0.0 if greedy else generation.temperature,
             "top_p": generation.top_p,
             "top_k": generation.top_k,
-            "stop_tokens": (tokenizer.eos_token_id,),
+            "stop_tokens": stop_tokens,
         }
+        self._greedy = greedy
+        self.least_siblings = 1 if greedy or config.algorithm.adv_estimator == "reinforce_pp" else 2
+        self._issued: dict[int, int] = {}  # prompt id -> siblings drawn so far
         self.clock = StageClock()
 
+    def begin(self) -> None:
+        """A new rollout phase: sibling numbers and clocks start again."""
+        self._issued.clear()
+        self.clock.seconds.clear()
+
     async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]:
-        """`n` responses (default: sampling.samples_per_prompt). `params` override fields of SamplingParams."""
-        sampling = SamplingParams(**{**self._params, **params})
-        requests = [
-            Request(prompt.tokens_P, sampling, noise_key(self._seed, prompt.id, sibling))
-            for sibling in range(self._n if n is None else n)
-        ]
+        """`n` more responses (default: sampling.samples_per_prompt), each with noise of its own.
+
+        `params` override fields of SamplingParams. In evaluations there is one greedy response, whatever is asked for.
+        """
+        sampling = SamplingParams(**{**self._params, **params, **({"temperature": 0.0} if self._greedy else {})})
+        first = self._issued.get(prompt.id, 0)
+        siblings = range(first, first + (self._n if n is None or self._greedy else n))
+        self._issued[prompt.id] = siblings.stop
+        requests = [Request(prompt.tokens_P, sampling, noise_key(self._seed, prompt.id, s)) for s in siblings]
         with self.clock.within("generation"):
             completions = await self._pool.generate(requests)
-        return [self._rollout(prompt, sibling, c) for sibling, c in enumerate(completions)]
+        temperature = sampling.temperature or 1.0
+        return [self._rollout(prompt, s, c, temperature) for s, c in zip(siblings, completions, strict=True)]
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
         with self.clock.within("rewarding"):
             return await self._rewarder.score(group)
 
-    def _rollout(self, prompt: Prompt, sibling: int, completion: Completion) -> Rollout:
+    def _rollout(self, prompt: Prompt, sibling: int, completion: Completion, temperature: float) -> Rollout:
         text = self._tokenizer.decode(completion.tokens_S, skip_special_tokens=True)
         return Rollout(
             prompt=prompt,
@@ -103,4 +114,5 @@ class SampleContext:
             text=text,
             version=completion.version,
             finish=completion.finish,
+            temperature=temperature,
         )

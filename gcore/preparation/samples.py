@@ -12,8 +12,12 @@ from gcore.protocols import Group
 from gcore.types import Sample, SampleMeta, Scored
 
 
-async def make_samples(groups: Sequence[Sequence[Scored]], adv_estimator: str, group: Group) -> list[Sample]:
+async def make_samples(
+    groups: Sequence[Sequence[Scored]], adv_estimator: str, group: Group, version: int
+) -> list[Sample]:
     """Advantages of every group; only three sums cross to other controllers, and only for estimators that whiten."""
+    stale = {s.rollout.version for siblings in groups for s in siblings} - {version}
+    assert not stale, f"samples of policy versions {sorted(stale)} in a step that trains version {version}"
     estimator = ESTIMATORS[adv_estimator]
     scored = [s for siblings in groups for s in siblings]
     advantages = [estimator.group(np.array([s.reward for s in siblings], np.float64)) for siblings in groups]
@@ -39,6 +43,7 @@ def to_sample(scored: Scored, advantage: float) -> Sample:
         mask_S=rollout.mask_S,
         rollout_logprobs_S=rollout.logprobs_S,
         advantages_S=np.full(len(rollout.tokens_S), advantage, np.float32),
+        temperature=rollout.temperature,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,17 @@ def load_tokenizer(model: Model) -> Any:
         _probe(tokenizer)
     _check(tokenizer, key)
     return tokenizer
+
+
+def stop_tokens(model: Model, tokenizer: Any) -> tuple[int, ...]:
+    """What ends a response: the tokenizer's eos, and those of the model's generation_config.json (chat models end turns
+    with another token than texts)."""
+    found = {tokenizer.eos_token_id}
+    file = Path(model.path or "") / "generation_config.json"
+    if model.path is not None and file.is_file():
+        eos = json.loads(file.read_text()).get("eos_token_id")
+        found |= set(eos if isinstance(eos, list) else [eos]) - {None}
+    return tuple(sorted(found))
 
 
 def build_char_tokenizer(alphabet: str) -> Any:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from gcore.protocols import Rendezvous
 
-TIMEOUT_S = 1800.0
+TIMEOUT_S = 6 * 3600.0  # deaths are noticed by the supervisor; this is for what only looks alive
 
 
 def join(rendezvous: Rendezvous, backend: str, timeout_s: float = TIMEOUT_S, device: Any = None) -> None:
@@ -61,7 +61,9 @@ class GlooGroup:
 
     def _missing(self, name: str) -> str:
         try:
-            places = [self._store.get(f"at/{rank}").decode().split(" ", 1) for rank in range(self.size)]
+            keys = [f"at/{rank}" for rank in range(self.size)]
+            notes = [self._store.get(key) if self._store.check([key]) else b"0 the start" for key in keys]
+            places = [note.decode().split(" ", 1) for note in notes]
         except RuntimeError:
             return "the group's store is gone (controller-0 died?)"
         behind = [

@@ -25,6 +25,8 @@ from gcore.protocols import Rendezvous, RoleDied, RoleError
 from gcore.runtime.guard import Guard
 from gcore.types import UserError
 
+START_S = 300
+
 
 class Process:
     """The host of one role. Runs as a Ray actor."""
@@ -33,14 +35,14 @@ class Process:
         self.name = name
         self.role: Any = None
 
-    async def address(self) -> tuple[str, str]:
-        """(host:port) that is free here, and this node's address."""
+    async def address(self) -> str:
+        """host:port that is free here."""
         import ray
 
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}", host
+            return f"{host}:{probe.getsockname()[1]}"
 
     async def build(self, factory: Callable[..., Any], args: tuple[Any, ...], rendezvous: Rendezvous) -> int:
         import ray
@@ -104,7 +106,9 @@ async def translate(name: str, ref: Any) -> Any:
 class RayRuntime:
     """Implements protocols.Runtime."""
 
-    def __init__(self, object_store_mb: int, gpus: int = 0) -> None:
+    def __init__(self, object_store_mb: int, gpus: int = 0, gpu_share: float = 0.0) -> None:
+        self._gpu_share = gpu_share
+        self._strangers = {p.pid for p in _descendants()}  # children of this process that are not ours to end
         self._owns_cluster = not os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -152,12 +156,17 @@ class RayRuntime:
 
                 bundle = rank % self._bundles.bundle_count
                 options |= {
-                    "num_gpus": 0.45,
+                    "num_gpus": self._gpu_share,
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(self._bundles, bundle),
                 }
             self._actors[name] = ray.remote(Process).options(**options).remote(name)
         actors = [self._actors[name] for name in names]
-        address, _ = await translate(names[0], actors[0].address.remote())
+        try:
+            address = await asyncio.wait_for(translate(names[0], actors[0].address.remote()), START_S)
+        except TimeoutError:
+            raise UserError(
+                f"{names[0]} found no place in the Ray cluster within {START_S} s (key: placement)"
+            ) from None
         builds = [
             translate(name, actor.build.remote(factory, arguments, Rendezvous(rank, len(args), address, None)))
             for rank, (name, actor, arguments) in enumerate(zip(names, actors, args, strict=True))
@@ -185,18 +194,17 @@ class RayRuntime:
         try:
             await translate(name, actor.until_gone.remote())
         except RoleDied:
-            memory = self._memory.get(name, 0.0)
-            free = psutil.virtual_memory().available / 2**20
-            raise RoleDied(
-                name,
-                f"process {self._pids.get(name)} is gone (killed, crashed, or out of memory: it held "
-                f"{memory:.0f} MB when last seen; {free:.0f} MB are free on this machine)",
-            ) from None
+            known = ""
+            if name in self._memory:
+                free = psutil.virtual_memory().available / 2**20
+                known = f"; it held {self._memory[name]:.0f} MB when last seen, {free:.0f} MB are free on this machine"
+            pid = self._pids.get(name, "?")
+            raise RoleDied(name, f"process {pid} is gone (killed, crashed, or out of memory{known})") from None
 
     async def _watch_daemons(self) -> None:
         while True:
             for process in self._daemons.values():
-                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                if not _alive(process):
                     raise RoleDied("ray", f"its process {process.pid} is gone; nothing can be called any more")
             if self._owns_cluster:
                 self._look()
@@ -229,7 +237,8 @@ class RayRuntime:
     def _look(self) -> None:
         """Remember every process below the driver: who is reparented later is still known."""
         if self._guard is not None:
-            self._seen |= {p.pid: p for p in _descendants() if p.pid != self._guard.pid}
+            ours = (p for p in _descendants() if p.pid != self._guard.pid and p.pid not in self._strangers)
+            self._seen |= {p.pid: p for p in ours}
             self._guard.tell(self._seen.values())
 
 

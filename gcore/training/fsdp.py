@@ -10,6 +10,7 @@ that of one process holding the whole batch.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from gcore.training import losses, state
 from gcore.training.micro import Packed, to_tensors
 from gcore.training.policy import Policy
 from gcore.training.schedule import learning_rate
-from gcore.types import MiniBatch, Sample, TrainBatch
+from gcore.types import MiniBatch, Sample, TrainBatch, UserError
 
 T = TypeVar("T")
 
@@ -71,17 +72,18 @@ class FsdpTrainer:
         self._optimizer = self._new_optimizer()
 
     def _shard(self, network: Any) -> Policy:
-        policy = Policy(network, self._config.generation.temperature).train()
+        policy = Policy(network).train()
         if self._config.training.activation_checkpointing:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        mixed = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
-        if self._dtype == torch.float32:
-            mixed = MixedPrecisionPolicy()
+        mixed = MixedPrecisionPolicy()
+        if self._dtype != torch.float32:
+            mixed = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         mesh = self._mesh if self._copies > 1 else self._mesh["shards"]
         if self._sharded > 1 or self._device.type == "cuda":  # else nothing is gathered, and one reduction does for all
             for layer in network.get_decoder().layers:
                 fully_shard(layer, mesh=mesh, mp_policy=mixed)
-        fully_shard(policy, mesh=mesh, mp_policy=mixed)
+        outer = dataclasses.replace(mixed, cast_forward_inputs=False)  # temperatures stay exact
+        fully_shard(policy, mesh=mesh, mp_policy=outer)
         return policy
 
     def _new_optimizer(self) -> torch.optim.AdamW:
@@ -115,8 +117,8 @@ class FsdpTrainer:
         """The policy as it is now is where reinforcement learning starts: reference of the KL, fresh optimizer."""
         await self._in_thread(self._begin)
 
-    async def prepare(self, batch: TrainBatch) -> dict[str, float]:
-        return await self._in_thread(self._prepare, batch)
+    async def prepare(self, batch: TrainBatch) -> None:
+        await self._in_thread(self._prepare, batch)
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         return await self._in_thread(self._update, batch)
@@ -146,12 +148,17 @@ class FsdpTrainer:
 
     def _forward(self, policy: Policy, packed: Packed) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = policy(
-            packed.tokens_RW, packed.positions_RW, packed.mask_R1WW, packed.select_S, packed.targets_S
+            packed.tokens_RW,
+            packed.positions_RW,
+            packed.mask_R1WW,
+            packed.select_S,
+            packed.targets_S,
+            packed.temperature_S,
         )
         return result
 
     @torch.no_grad()
-    def _prepare(self, batch: TrainBatch) -> dict[str, float]:
+    def _prepare(self, batch: TrainBatch) -> None:
         """Old logprobs matter only when the policy moves between the rollout and the last mini-batch of the step."""
         wanted: list[tuple[Policy, dict[tuple[int, int], Tensor]]] = []
         if len(batch.mini_batches) > 1 and batch.objective == "policy":
@@ -159,7 +166,7 @@ class FsdpTrainer:
         if self._reference is not None and batch.objective == "policy":
             wanted.append((self._reference, self._ref))
         if not wanted:
-            return {}
+            return
         with self._tracer.span("logprobs", step=batch.step):
             for mini in batch.mini_batches:
                 for micro in mini.micro_batches:
@@ -168,7 +175,6 @@ class FsdpTrainer:
                         logprobs_S, _ = self._forward(policy, packed)
                         for i, key in enumerate(packed.keys):
                             store[key] = logprobs_S[packed.sample_S == i]
-        return {}
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         totals: dict[str, float] = {}
@@ -288,4 +294,8 @@ class FsdpTrainer:
         self._bad_in_a_row = 0
         self.updates = state.load(folder, self._policy.network, self._optimizer)
         if self._config.algorithm.kl_coef > 0:
+            if not (folder / "reference.safetensors").is_file():
+                raise UserError(
+                    f"{folder} has no reference model: it was made with algorithm.kl_coef=0; resume with that"
+                )
             self._make_reference(state.read_weights(folder / "reference.safetensors"))

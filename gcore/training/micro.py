@@ -28,6 +28,7 @@ class Packed:
     loss_mask_S: Tensor
     advantages_S: Tensor
     rollout_logprobs_S: Tensor
+    temperature_S: Tensor
     sample_S: Tensor
     keys: tuple[tuple[int, int], ...]  # samples in the order of sample_S
     is_padding: bool = False  # this rank had nothing left; it only keeps the others company in collectives
@@ -70,6 +71,7 @@ def to_tensors(batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], dev
         loss_mask_S=steps([s.mask_S for s in ordered], torch.float32),
         advantages_S=steps([s.advantages_S for s in ordered], torch.float32),
         rollout_logprobs_S=steps([s.rollout_logprobs_S for s in ordered], torch.float32),
+        temperature_S=steps([np.full(s.num_steps, s.temperature) for s in ordered], torch.float32),
         sample_S=steps([np.full(s.num_steps, i) for i, s in enumerate(ordered)], torch.int64),
         keys=tuple(s.key for s in ordered),
     )
@@ -86,6 +88,7 @@ def _padding(tokens: np.ndarray, positions: np.ndarray, device: torch.device) ->
         zero,
         zero,
         zero,
+        zero + 1,
         index,
         ((-1, -1),),
         is_padding=True,

@@ -14,13 +14,18 @@ LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is re
 class Policy(nn.Module):
     """A causal language model whose logits are computed only where a step is predicted."""
 
-    def __init__(self, network: Any, temperature: float) -> None:
+    def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
-        self.temperature = temperature if temperature > 0 else 1.0
 
     def forward(
-        self, tokens_RW: Tensor, positions_RW: Tensor, mask: Tensor | None, select_S: Tensor, targets_S: Tensor
+        self,
+        tokens_RW: Tensor,
+        positions_RW: Tensor,
+        mask: Tensor | None,
+        select_S: Tensor,
+        targets_S: Tensor,
+        temperature_S: Tensor,
     ) -> tuple[Tensor, Tensor]:
         hidden = self.network.get_decoder()(
             input_ids=tokens_RW,
@@ -32,15 +37,13 @@ class Policy(nn.Module):
         head = self.network.get_output_embeddings()
         chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
         if len(hidden_SD) <= chunk:
-            return self._score(hidden_SD, targets_S)
-        parts = [
-            checkpoint(self._score, h, t, use_reentrant=False)
-            for h, t in zip(hidden_SD.split(chunk), targets_S.split(chunk), strict=True)
-        ]
+            return self._score(hidden_SD, targets_S, temperature_S)
+        chunks = zip(*(tensor.split(chunk) for tensor in (hidden_SD, targets_S, temperature_S)), strict=True)
+        parts = [checkpoint(self._score, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _score(self, hidden_SD: Tensor, targets_S: Tensor) -> tuple[Tensor, Tensor]:
-        logits_SV = self.network.get_output_embeddings()(hidden_SD).float() / self.temperature
+    def _score(self, hidden_SD: Tensor, targets_S: Tensor, temperature_S: Tensor) -> tuple[Tensor, Tensor]:
+        logits_SV = self.network.get_output_embeddings()(hidden_SD).float() / temperature_S[:, None]
         logprobs_SV = torch.log_softmax(logits_SV, -1)
         chosen_S = logprobs_SV.gather(-1, targets_S[:, None])[:, 0]
         return chosen_S, -(logprobs_SV.exp() * logprobs_SV).sum(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,23 @@ def test_resume_of_a_finished_run_trains_on_when_asked_for_more(tmp_path):
     digests = {row["step"]: row["samples_digest"] for row in whole if "samples_digest" in row}
     assert {row["step"]: row["samples_digest"] for row in again if "samples_digest" in row} == digests
     assert len(first) < len(again)
+
+
+def test_auto_without_a_checkpoint_starts_anew_and_says_so(tmp_path):
+    recipe = write_recipe(tmp_path)
+    train(tmp_path, "none", "runtime=local", "run.steps=1")
+    shutil.rmtree(tmp_path / "runs" / "none" / "step_1")
+    done = gcore("train", str(recipe), "run.name=none", "runtime=local", "run.steps=2", "run.resume=auto")
+    assert done.returncode == 0 and "no complete checkpoint; starting anew" in done.stdout
+    assert [row["step"] for row in rows(tmp_path / "runs" / "none") if "samples_digest" in row] == [1, 2]
+
+
+def test_other_data_is_refused(tmp_path):
+    train(tmp_path, "data", "runtime=local", "run.steps=1")
+    recipe = write_recipe(tmp_path)
+    more = ("run.name=data", "runtime=local", "run.steps=2", "run.resume=auto", "data.train.size=50")
+    done = gcore("train", str(recipe), *more)
+    assert done.returncode == 2 and "data.train now has 50" in done.stderr, done.stderr
 
 
 def test_never_keeps_the_earlier_run(tmp_path):

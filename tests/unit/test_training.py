@@ -118,9 +118,10 @@ def alone(network, sample: Sample, temperature: float = 1.0) -> tuple[torch.Tens
 @pytest.mark.parametrize("max_tokens", [10_000, 40])
 def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens):
     config = config_of(model={"build": {**RECIPE["model"]["build"], "architecture": architecture}})
-    network, samples = network_of(config), samples_of(prompts=6)
+    network = network_of(config)
+    samples = [dataclasses.replace(s, temperature=(0.7, 1.0, 1.3)[s.sibling % 3]) for s in samples_of(prompts=6)]
     by_key = {s.key: s for s in samples}
-    policy = Policy(network, 0.7)
+    policy = Policy(network)
     micros = batch_of(samples, max_tokens).mini_batches[0].micro_batches
     assert any(len(row) > 1 for micro in micros for row in micro.rows)
     assert (len(micros) > 1) == (max_tokens == 40)
@@ -129,10 +130,15 @@ def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens
         for micro in micros:
             packed = to_tensors(micro, by_key, CPU)
             logprobs, entropies = policy(
-                packed.tokens_RW, packed.positions_RW, packed.mask_R1WW, packed.select_S, packed.targets_S
+                packed.tokens_RW,
+                packed.positions_RW,
+                packed.mask_R1WW,
+                packed.select_S,
+                packed.targets_S,
+                packed.temperature_S,
             )
             for i, key in enumerate(packed.keys):
-                expected, entropy = alone(network, by_key[key], 0.7)
+                expected, entropy = alone(network, by_key[key], by_key[key].temperature)
                 assert torch.allclose(logprobs[packed.sample_S == i], expected, atol=1e-5, rtol=0), key
                 assert torch.allclose(entropies[packed.sample_S == i], entropy, atol=1e-5, rtol=0), key
                 seen.append(key)
@@ -168,13 +174,18 @@ def test_packed_by_hand():
 
 def test_logits_in_chunks_are_the_same(monkeypatch):
     config, samples = config_of(), samples_of()
-    policy = Policy(network_of(config), 1.0)
+    policy = Policy(network_of(config))
     packed = to_tensors(batch_of(samples).mini_batches[0].micro_batches[0], {s.key: s for s in samples}, CPU)
 
     def run():
         policy.zero_grad()
         logprobs, entropies = policy(
-            packed.tokens_RW, packed.positions_RW, packed.mask_R1WW, packed.select_S, packed.targets_S
+            packed.tokens_RW,
+            packed.positions_RW,
+            packed.mask_R1WW,
+            packed.select_S,
+            packed.targets_S,
+            packed.temperature_S,
         )
         (logprobs.sum() + entropies.square().sum()).backward()
         return logprobs.detach(), entropies.detach(), [p.grad.clone() for p in policy.parameters()]

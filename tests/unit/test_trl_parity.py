@@ -127,12 +127,13 @@ def test_loss_and_gradient(tmp_path, case):
     trainer = trl_of(tmp_path, **theirs)
     trainer.beta = 0.07  # set here: as an option it would fetch a reference model, whose logprobs are in the batch
     network = trainer.model
-    policy = Policy(network, TEMPERATURE)
+    policy = Policy(network)
     packed = to_tensors(batch_of(samples).mini_batches[0].micro_batches[0], {s.key: s for s in samples}, CPU)
     assert packed.mask_R1WW is not None  # packed rows on our side, left and right padding on theirs
 
     def forward():
-        return policy(packed.tokens_RW, packed.positions_RW, packed.mask_R1WW, packed.select_S, packed.targets_S)[0]
+        inputs = (packed.tokens_RW, packed.positions_RW, packed.mask_R1WW, packed.select_S, packed.targets_S)
+        return policy(*inputs, torch.full_like(packed.advantages_S, TEMPERATURE))[0]
 
     with torch.no_grad():
         now = forward()
