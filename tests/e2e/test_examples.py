@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.e2e.helpers import gcore, steps, train, write_recipe
+from tests.e2e.helpers import steps, train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -38,21 +36,6 @@ def test_every_temperature_is_trained_at_its_own(tmp_path):
     found = steps(train(tmp_path, "hot", "runtime=local", "controllers=2", f"workflow={flow}:workflow"))
     assert all(row["batch/samples"] == 12 * 6 for row in found)
     assert all(row["rollout/logprob_diff_mean"] < 1e-5 for row in found)
-
-
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [("scored[:1]", "compares at least 2"), ("scored + scored[:1]", "twice"), ("[]", "expected a non-empty list")],
-)
-def test_what_a_workflow_may_not_return(tmp_path, returned, words):
-    flow = tmp_path / "flow.py"
-    flow.write_text(
-        "async def workflow(ctx, prompt):\n"
-        "    scored = await ctx.reward(await ctx.generate(prompt))\n"
-        f"    return {returned} if len(scored) > 1 else scored\n"
-    )
-    done = gcore("train", str(write_recipe(tmp_path)), "runtime=local", f"workflow={flow}:workflow")
-    assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
 def test_thousands_of_samples_at_once(tmp_path):
