@@ -147,14 +147,7 @@ class FsdpTrainer:
         self._reference.requires_grad_(False).eval()
 
     def _forward(self, policy: Policy, packed: Packed) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = policy(
-            packed.tokens_RW,
-            packed.positions_RW,
-            packed.mask_R1WW,
-            packed.select_S,
-            packed.targets_S,
-            packed.temperature_S,
-        )
+        result: tuple[Tensor, Tensor] = policy(*packed.inputs)
         return result
 
     @torch.no_grad()

@@ -33,6 +33,18 @@ class Packed:
     keys: tuple[tuple[int, int], ...]  # samples in the order of sample_S
     is_padding: bool = False  # this rank had nothing left; it only keeps the others company in collectives
 
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """The arguments of Policy.forward."""
+        return (
+            self.tokens_RW,
+            self.positions_RW,
+            self.mask_R1WW,
+            self.select_S,
+            self.targets_S,
+            self.temperature_S,
+        )
+
 
 def to_tensors(batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], device: torch.device) -> Packed:
     num_rows, width = max(len(batch.rows), 1), batch.width

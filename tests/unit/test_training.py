@@ -129,14 +129,7 @@ def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens
     with torch.no_grad():
         for micro in micros:
             packed = to_tensors(micro, by_key, CPU)
-            logprobs, entropies = policy(
-                packed.tokens_RW,
-                packed.positions_RW,
-                packed.mask_R1WW,
-                packed.select_S,
-                packed.targets_S,
-                packed.temperature_S,
-            )
+            logprobs, entropies = policy(*packed.inputs)
             for i, key in enumerate(packed.keys):
                 expected, entropy = alone(network, by_key[key], by_key[key].temperature)
                 assert torch.allclose(logprobs[packed.sample_S == i], expected, atol=1e-5, rtol=0), key
@@ -179,14 +172,7 @@ def test_logits_in_chunks_are_the_same(monkeypatch):
 
     def run():
         policy.zero_grad()
-        logprobs, entropies = policy(
-            packed.tokens_RW,
-            packed.positions_RW,
-            packed.mask_R1WW,
-            packed.select_S,
-            packed.targets_S,
-            packed.temperature_S,
-        )
+        logprobs, entropies = policy(*packed.inputs)
         (logprobs.sum() + entropies.square().sum()).backward()
         return logprobs.detach(), entropies.detach(), [p.grad.clone() for p in policy.parameters()]
 
