@@ -1,4 +1,4 @@
-"""The command line: `gcore train | eval | sft | export | doctor`. Exit code 2 is the user's to mend, in one line."""
+"""The command line: `gcore train | eval | sft | train-rm | export | doctor`. Exit code 2: the user's to mend."""
 
 from __future__ import annotations
 
@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     sft.add_argument("recipe")
     sft.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    reward_model = add("train-rm", _train_rm, "Train a scalar reward model on pairs of answers, for `rewards.models`.")
+    reward_model.add_argument("recipe", help="YAML file, see recipes/reward_model.yaml")
+    reward_model.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     evaluate = add("eval", _eval, "Held-out accuracy of a recipe's model, a run or a checkpoint.")
     evaluate.add_argument(
         "target", help="a recipe (its starting model), runs/NAME (its last checkpoint) or runs/NAME/step_N"
@@ -91,8 +94,9 @@ def _train(args: argparse.Namespace) -> int:
         from gcore.controller.plan import make_plan, see_machine
         from gcore.controller.preflight import model_megabytes, preflight
 
-        preflight(config)
-        print("\n".join(make_plan(config, see_machine(), model_megabytes(config)).lines(config)))
+        plan = make_plan(config, see_machine(), model_megabytes(config))
+        preflight(config, plan)
+        print("\n".join(plan.lines(config)))
         return 0
     return _run_and_report(config)
 
@@ -104,6 +108,19 @@ def _sft(args: argparse.Namespace) -> int:
     if config.training.warm_start is None:
         raise UserError(f"{args.recipe}: no supervised part (key: training.warm_start)")
     return _run_and_report(config)
+
+
+def _train_rm(args: argparse.Namespace) -> int:
+    from gcore.config import load_config
+    from gcore.config.reward_model import RewardModelConfig
+    from gcore.controller.train_rm import train_rm
+
+    config = load_config(args.recipe, args.overrides, into=RewardModelConfig)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
+    from gcore.training.reward_model import PairTrainer
+
+    train_rm(config, PairTrainer, lambda line: print(line, flush=True))
+    return 0
 
 
 def _run_and_report(config: Any) -> int:

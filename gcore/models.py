@@ -1,17 +1,23 @@
-"""The policy as a transformers model: loaded from a folder, or built small from the configuration.
+"""Transformers models, loaded from a folder or built small from the configuration: the policy, and scalar scorers.
 
-Engines and trainer ranks both start here, so that they hold the same network under the same parameter names.
+Engines and trainer ranks both start here, so that they hold the same network under the same parameter names. So do the
+training and the serving of scorers, which share how a batch is laid out.
 """
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from gcore.config.tree import BuildModel, Model
-from gcore.types import UserError
+from gcore.types import Ints, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,24 +44,56 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def load_model(model: Model, tokenizer: Any, seed: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model with its starting weights, in eval mode. The same seed builds the same weights in every process."""
-    network = _load(model) if model.build is None else _build(model.build, tokenizer, seed)
+    network = _load(model) if model.build is None else _build(model.build, tokenizer, seed, scorer=False)
     _check(network.config)
     _without_dropout(network)
     network.to(device=device, dtype=dtype)  # type: ignore[call-arg]
     return network.eval()
 
 
-def to_wire(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as an array in host memory, for other processes. numpy has no bfloat16: its bits travel as int16."""
-    tensor = tensor.to("cpu", copy=True)
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+def save_built(model: Model, tokenizer: Any, seed: int) -> Path:
+    """A built model as a folder, for engines that load from one; removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="gcore-model-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    load_model(model, tokenizer, seed, torch.float32, torch.device("cpu")).save_pretrained(folder)
+    return folder
 
 
-def from_wire(value: torch.Tensor | np.ndarray) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
-    tensor = torch.from_numpy(value)
-    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
+def load_scorer(
+    model: Model, seed: int, dtype: torch.dtype, device: torch.device, *, tokenizer: Any = None, new_head: bool = False
+) -> PreTrainedModel:
+    """A sequence-classification model with one label, in eval mode. One that serves has learned its scores elsewhere.
+
+    `new_head` is for training: a causal language model gets a seeded head then, and `model.build` is allowed. The
+    tokenizer, where given, says which token is padding; else config.json must.
+    """
+    if model.build is not None and not (new_head and tokenizer is not None):
+        raise UserError("model.build: a scorer made here has learned nothing; expected model.path (gcore train-rm)")
+    network = _load_scorer(model, seed, new_head) if model.build is None else _build(model.build, tokenizer, seed, True)
+    if tokenizer is not None:
+        network.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if network.config.get_text_config().pad_token_id is None:
+        raise UserError(f"model.path={model.path}: its config.json has no pad_token_id, so texts cannot be batched")
+    network.config.use_cache = False  # nothing is generated
+    _without_dropout(network)
+    network.to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    return network.eval()
+
+
+def score_texts(network: PreTrainedModel, texts: Sequence[Ints], width: int) -> torch.Tensor:
+    """One score a text, in float32. Shorter ones are padded at the right: causal attention never looks there."""
+    tokens = np.full((len(texts), width), network.config.get_text_config().pad_token_id, np.int64)
+    mask = np.zeros((len(texts), width), np.int64)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)], mask[row, : len(text)] = text, 1
+    tokens_RW, mask_RW = (torch.from_numpy(array).to(network.device) for array in (tokens, mask))
+    scores: torch.Tensor = network(input_ids=tokens_RW, attention_mask=mask_RW).logits
+    return scores[:, 0].float()
+
+
+def longest_text(scorer: PreTrainedModel) -> int:
+    """In tokens. One position is left over: serving pads every text."""
+    return (getattr(scorer.config.get_text_config(), "max_position_embeddings", None) or 2**31) - 1
 
 
 def _load(model: Model) -> PreTrainedModel:
@@ -74,8 +112,47 @@ def _load(model: Model) -> PreTrainedModel:
         raise UserError(f"model.path={model.path}: cannot load a causal language model from there: {first}") from error
 
 
-def _build(build: BuildModel, tokenizer: Any, seed: int) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
+    """Weights that the folder lacks are made up by the library: right for a new head, and wrong for anything else."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    where, one = f"model.path={model.path}", "expected a sequence-classification model with one label"
+    if not Path(str(model.path)).is_dir():
+        raise UserError(f"{where}: no such folder (expected a Hugging Face folder on this machine)")
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
+    try:
+        config = AutoConfig.from_pretrained(str(model.path), **options)
+        if any("SequenceClassification" in name for name in config.architectures or ()):
+            if config.num_labels != 1:
+                raise UserError(f"{where}: has {config.num_labels} labels; {one}")
+        elif not new_head:
+            raise UserError(f"{where}: is {config.architectures}; {one} (gcore train-rm makes one)")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network, info = AutoModelForSequenceClassification.from_pretrained(
+                str(model.path), dtype=torch.float32, num_labels=1, output_loading_info=True, **options
+            )
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        first = " ".join(str(error).split())[:300]
+        raise UserError(f"{where}: cannot load a scorer from there: {first}") from error
+    body = f"{network.base_model_prefix}."
+    missing = sorted(name for name in info["missing_keys"] if not new_head or name.startswith(body))
+    if missing:
+        raise UserError(f"{where}: lacks the weights {missing[0]} ({len(missing)} in all)")
+    scorer: PreTrainedModel = network
+    return scorer
+
+
+def _build(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) -> PreTrainedModel:
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        LlamaConfig,
+        Qwen2Config,
+        Qwen3Config,
+    )
 
     families = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
     config = families[build.architecture](
@@ -95,6 +172,9 @@ def _build(build: BuildModel, tokenizer: Any, seed: int) -> PreTrainedModel:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if scorer:
+            config.num_labels = 1
+            return AutoModelForSequenceClassification.from_config(config)
         return AutoModelForCausalLM.from_config(config)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gcore.types import Completion, Prompt, Request, Rollout, Sample, Scored, TrainBatch
+from gcore.types import Completion, Message, Prompt, Request, Rollout, Sample, Scored, TrainBatch
 
 Weights = Mapping[str, Any]  # name -> array; names as in the Hugging Face checkpoint
 Stats = dict[str, float]
@@ -19,12 +19,30 @@ Stats = dict[str, float]
 class Engine(Protocol):
     """Generates. Implementations: generation/embedded.py. Contract: tests/contract/test_engine.py."""
 
-    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         """Completions in the order of the requests. A request's tokens depend on nothing but itself and the weights."""
         ...
 
-    async def load_weights(self, version: int, weights: Weights) -> int:
-        """Replace the weights between two decoding steps; later tokens are stamped with `version`. Returns it."""
+    async def abort(self, ticket: str) -> None:
+        """End the requests that came with this ticket: their slots are free, their `generate` answers at once with
+        what there is, finish="abort". A ticket that is not (or no longer) known is nothing to abort."""
+        ...
+
+    async def load_weights(self, version: int, weights: Weights, part: tuple[int, int] = (0, 1)) -> int:
+        """Replace the weights between two decoding steps; later tokens are stamped with `version`.
+
+        They may come in parts, (index, count), in order: nothing is decoded between the first and the last. Returns the
+        version that is served now. Parts that wire.seal made are checked by wire.unseal.
+        """
+        ...
+
+    async def sleep(self, level: int) -> Stats:
+        """Give memory back, with no request under way: 1 keeps what wake needs, 2 drops the weights: load them anew.
+        Returns `seconds` and `freed_gb`. What is asked for meanwhile waits."""
+        ...
+
+    async def wake(self, *tags: str) -> Stats:
+        """Take it again, all or by tags: "weights", "kv_cache". Returns `seconds` and `taken_gb`."""
         ...
 
     async def stats(self) -> Stats: ...
@@ -33,9 +51,25 @@ class Engine(Protocol):
 class Rewarder(Protocol):
     """Scores the siblings of one prompt together."""
 
+    pools: Sequence[Any]  # of the replicas it asks: who dies is buried there, who comes back is admitted
+
     async def score(self, group: Sequence[Rollout]) -> list[Scored]:
         """Raises RewardError when a reward cannot be had."""
         ...
+
+    async def ask(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
+        """One of the rewards alone, unweighted."""
+        ...
+
+    async def say(self, judge: str, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
+        """What a generative judge answers. `key` names the sampling noise."""
+        ...
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened since the last call: retries, timeouts, verdicts that could not be read, ..."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Trainer(Protocol):
@@ -61,8 +95,13 @@ class Trainer(Protocol):
         """One optimizer step a mini-batch. Returns sums over this rank's samples."""
         ...
 
-    async def weights(self) -> Weights:
-        """The full weights on rank 0, empty elsewhere."""
+    async def weight_parts(self) -> tuple[int, bool]:
+        """In how many parts the weights are handed over, so that nobody holds a second copy of all of them; and
+        whether every rank offers them (to the engines on its GPU), or rank 0 alone."""
+        ...
+
+    async def weights(self, part: int) -> Weights:
+        """A part of the full weights, sealed, where engines take it from this rank; else empty."""
         ...
 
     async def save(self, folder: str) -> None: ...
@@ -78,6 +117,10 @@ class Group(Protocol):
 
     async def all_gather(self, name: str, value: Any) -> list[Any]:
         """Everyone's value, by rank. `name` is what a time-out reports, with the ranks that are missing."""
+        ...
+
+    def line(self) -> Group:
+        """A second, independent line among the same members; all must ask for their lines in the same order."""
         ...
 
 
@@ -126,6 +169,10 @@ class Runtime(Protocol):
         """Returns never; raises RoleDied as soon as a started role is gone."""
         ...
 
+    async def revive(self, name: str) -> None:
+        """Start a role that died again, from what it was built of. Handles to it stay good."""
+        ...
+
     def stop(self) -> None:
         """End every process this runtime started."""
         ...
@@ -134,9 +181,29 @@ class Runtime(Protocol):
 class Context(Protocol):
     """What a workflow may do for its sample. See controller/workflow.py."""
 
-    async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]: ...
+    async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]:
+        """`n` more responses to the prompt, siblings of those before."""
+        ...
 
-    async def reward(self, group: Sequence[Rollout]) -> list[Scored]: ...
+    async def proceed(self, rollout: Rollout, said: str | Sequence[Message] = "", **params: Any) -> Rollout:
+        """Append what a tool or a judge said (masked from the loss) and let the policy go on from there."""
+        ...
+
+    async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
+        """`n` different continuations of the same beginning, each a new sibling."""
+        ...
+
+    async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
+        """All rewards of the recipe, blended."""
+        ...
+
+    async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
+        """One reward of the recipe alone."""
+        ...
+
+    async def ask(self, judge: str, messages: Sequence[Message], **params: Any) -> str:
+        """What a judge of the recipe says to a conversation of one's own."""
+        ...
 
 
 class RoleError(RuntimeError):

@@ -65,13 +65,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine answers. Completion(tokens_S=[12, 9, 2], logprobs_S=[-.1, -.7, -.0], version=3, finish="stop")"""
+    """What an engine answers. Completion(tokens_S=[12, 9], logprobs_S=[-.1, -.7], versions_S=[3, 3], finish="stop")"""
 
     tokens_S: Ints
     logprobs_S: (
         Floats  # of the sampled tokens, temperature applied, before top-k and top-p: what the trainer computes too
     )
-    version: int  # of the policy weights
+    versions_S: Ints  # of the policy's weights at each token: they may change while a sample is being generated
     finish: Finish
 
 
@@ -85,9 +85,14 @@ class Rollout:
     logprobs_S: Floats
     mask_S: Bools  # True where the policy decided; False for tokens of tools or feedback
     text: str
-    version: int
+    versions_S: Ints
     finish: Finish
     temperature: float = 1.0  # it was sampled at; the trainer computes logprobs at the same
+
+    @property
+    def version(self) -> int:
+        """The oldest policy that had a part in it."""
+        return int(self.versions_S.min())
 
 
 @dataclass(frozen=True, slots=True)

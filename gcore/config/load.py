@@ -1,4 +1,4 @@
-"""YAML file + `key=value` overrides -> Config. All problems are reported at once, each with the nearest valid key."""
+"""YAML file + `key=value` overrides -> a typed tree. All problems are told at once, each with the nearest valid key."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -39,19 +39,29 @@ FAMILIAR = {  # what other trainers call it
     "output_dir": "run.dir",
 }
 SECRET_WORDS = ("token", "secret", "password", "api_key", "apikey")
+Tree = TypeVar("Tree", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-6` as a string; everyone who writes a learning rate means a number."""
+    """YAML 1.1 reads `1e-6` as a string and `no` as false; everyone means a number, and a judge's word."""
 
 
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_BOOL = "tag:yaml.org,2002:bool"
+_Loader.yaml_implicit_resolvers = {
+    first: [resolver for resolver in found if resolver[0] != _BOOL]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _FLOAT = re.compile(r"^[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override, validate. Raises UserError with one line a problem."""
+@overload
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
+@overload
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[Tree]) -> Tree: ...
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[BaseModel] = Config) -> BaseModel:
+    """Read, override, validate. Raises UserError with one line a problem. `into`: the tree of another command."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"{file}: no such recipe (expected a YAML file; see recipes/)")
@@ -65,35 +75,35 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"{file}: expected keys and values at the top, got {type(tree).__name__}")
     for override in overrides:
         _apply(tree, override)
-    return validate(tree, source=str(file))
+    return validate(tree, str(file), into)
 
 
 def parse_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def validate(tree: dict[str, Any], source: str) -> Config:
+def validate(tree: dict[str, Any], source: str, into: type[Tree]) -> Tree:
     try:
-        return Config.model_validate(tree)
+        return into.model_validate(tree)
     except ValidationError as error:
-        lines = _explain_all(error)
+        lines = _explain_all(error, list(all_keys(into)))
         head = f"{source}: " if len(lines) == 1 else f"{source}: {len(lines)} problems\n  "
         raise UserError(head + "\n  ".join(lines)) from None
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: BaseModel) -> str:
     """The resolved tree as YAML, secrets redacted."""
-    return yaml.safe_dump(_redact(config.model_dump(mode="json")), sort_keys=False)
+    own = {key.rpartition(".")[2] for key in all_keys(type(config))}
+    return yaml.safe_dump(_redact(config.model_dump(mode="json"), own), sort_keys=False)
 
 
-def _redact(value: Any, secret: bool = False) -> Any:
+def _redact(value: Any, own: Set[str], secret: bool = False) -> Any:
     """Whatever stands below a key that sounds like a secret; our own keys (`tokenizer`, `max_tokens...`) are none."""
     if isinstance(value, dict):
-        own = {key.rpartition(".")[2] for key in all_keys()}
         names = {k: any(word in str(k).lower() for word in SECRET_WORDS) and k not in own for k in value}
-        return {k: _redact(v, secret or names[k]) for k, v in value.items()}
+        return {k: _redact(v, own, secret or names[k]) for k, v in value.items()}
     if isinstance(value, list):
-        return [_redact(v, secret) for v in value]
+        return [_redact(v, own, secret) for v in value]
     return "<redacted>" if secret and value is not None else value
 
 
@@ -129,19 +139,19 @@ def _list_item(node: list[Any], name: str, override: str) -> Any:
     return node[int(name)]
 
 
-def _explain_all(error: ValidationError) -> list[str]:
+def _explain_all(error: ValidationError, keys: list[str]) -> list[str]:
     """One line a key: a value that fits no branch of a union fails once for each."""
     lines: dict[str, list[str]] = {}
     for number, entry in enumerate(error.errors()):
         where = ".".join(str(part) for part in entry["loc"] if not _is_union_tag(part))
-        lines.setdefault(where or str(number), []).append(_explain(where, entry))
+        lines.setdefault(where or str(number), []).append(_explain(where, entry, keys))
     return ["; or ".join([first, *(o.removeprefix(f"{w}: ") for o in others)]) for w, (first, *others) in lines.items()]
 
 
-def _explain(where: str, error: Any) -> str:
+def _explain(where: str, error: Any, keys: list[str]) -> str:
     match error["type"]:
         case "extra_forbidden":
-            nearest = _nearest_key(where)
+            nearest = _nearest_key(where, keys)
             return f"{where}: unknown key" + (f"; did you mean {nearest}?" if nearest else "")
         case "missing":
             return f"{where}: missing; this key must be set"
@@ -156,11 +166,10 @@ def _is_union_tag(part: Any) -> bool:
     return isinstance(part, str) and (part in ("int", "str", "float", "constrained-int") or "[" in part)
 
 
-def _nearest_key(where: str) -> str | None:
+def _nearest_key(where: str, keys: list[str]) -> str | None:
     """A name known from elsewhere; else a similar name in the same section, the same name elsewhere, a similar path."""
-    keys = list(all_keys())
     section, _, name = where.rpartition(".")
-    if name in FAMILIAR:
+    if FAMILIAR.get(name) in keys:
         return FAMILIAR[name]
     inside = ".".join(part for part in section.split(".") if not part.isdigit())  # `functions.0.name`: of any item
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == inside]

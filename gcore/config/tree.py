@@ -7,20 +7,20 @@ The reference in docs/configuration.md is generated from this file (`python -m g
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Auto = Literal["auto"]
-PositiveInt = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+from gcore.config.base import Auto, Count, Fraction, NonNegative, PositiveInt, Section, Serving
+from gcore.config.base import BuildModel as BuildModel
+from gcore.config.base import Model as Model
+from gcore.config.rewards import HttpReward as HttpReward
+from gcore.config.rewards import Judge as Judge
+from gcore.config.rewards import RewardFunction as RewardFunction
+from gcore.config.rewards import Rewards as Rewards
+from gcore.config.rewards import ScalarReward as ScalarReward
 
 
 class Run(Section):
@@ -39,55 +39,6 @@ class Run(Section):
     @property
     def folder(self) -> Path:
         return Path(self.dir) / self.name
-
-
-class BuildModel(Section):
-    architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
-    """Model family, as in transformers."""
-    hidden_size: PositiveInt = 128
-    """Width."""
-    intermediate_size: PositiveInt = 512
-    """Width of the feed-forward layers."""
-    layers: PositiveInt = 4
-    """Number of decoder layers."""
-    heads: PositiveInt = 4
-    """Attention heads; must divide `hidden_size`."""
-    kv_heads: PositiveInt = 4
-    """Key/value heads; must divide `heads`."""
-    max_length: PositiveInt = 256
-    """Longest sequence (prompt and response)."""
-    alphabet: str = "0123456789+-*/=()?,.: abcdefghijklmnopqrstuvwxyz"
-    """Characters of the built-in one-token-per-character tokenizer."""
-
-    @model_validator(mode="after")
-    def _divisible(self) -> BuildModel:
-        if self.hidden_size % self.heads or self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads={self.heads} must divide hidden_size={self.hidden_size}, and kv_heads={self.kv_heads} must "
-                "divide heads"
-            )
-        return self
-
-
-class Model(Section):
-    path: str | None = None
-    """Folder of a Hugging Face model (config.json, safetensors, tokenizer)."""
-    build: BuildModel | None = None
-    """Build a small model from scratch instead, with its own tokenizer: no download."""
-    tokenizer: str | None = None
-    """Folder of the tokenizer, when it is not in `model.path`."""
-    chat_template: str | None = None
-    """Jinja chat template: the text itself or the path of a file. Default: the tokenizer's own."""
-    trust_remote_code: bool = False
-    """Allow Python code shipped inside the model folder to run."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Model:
-        if (self.path is None) == (self.build is None):
-            raise ValueError(
-                "set exactly one of model.path (a Hugging Face folder) and model.build (a small model made here)"
-            )
-        return self
 
 
 class Dataset(Section):
@@ -143,6 +94,12 @@ class Algorithm(Section):
     """Weight of the KL penalty to the starting policy in the loss; above 0 a reference model is kept."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    importance: Literal["token", "sequence", "none"] = "token"
+    """Truncated importance sampling: each token's loss is weighted by how much likelier the trainer's policy finds what
+    was sampled than the engine did, at most `importance_cap`. Corrects for stale samples and for engines that compute
+    differently. `token`: token by token; `sequence`: one weight a sample (geometric mean)."""
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    """Upper bound of those weights."""
     mini_batches: PositiveInt = 1
     """Optimizer steps a training step; must not exceed `sampling.prompts_per_step`."""
 
@@ -152,9 +109,7 @@ class Algorithm(Section):
         return self.mini_batches > 1 or self.kl_coef > 0
 
 
-class Generation(Section):
-    engine: Literal["embedded"] = "embedded"
-    """`embedded`: transformers models in G-Core's own batched engine, on CPU or GPU."""
+class Generation(Serving):
     max_response_length: PositiveInt = 256
     """Most tokens a response may have."""
     temperature: NonNegative = 1.0
@@ -163,43 +118,9 @@ class Generation(Section):
     """Nucleus sampling; 1 is off."""
     top_k: Count = 0
     """Sample among the k likeliest tokens; 0 is off."""
-    max_concurrent: PositiveInt = 256
-    """Sequences a replica decodes at once; more wait in its queue."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where engines run; `auto`: as `training.device`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the engine's weights; `auto`: float32 on CPU, bfloat16 on GPU."""
-
-
-class RewardFunction(Section):
-    name: str
-    """Name in the logs: `reward/NAME`."""
-    path: str
-    """`package.module:function` or `file.py:function`; TRL, verl and OpenRLHF signatures are recognised."""
-    weight: float = 1.0
-    """Weight in the sum."""
-    args: dict[str, Any] = {}
-    """Extra keyword arguments."""
-
-
-class Rewards(Section):
-    functions: list[RewardFunction] = Field(min_length=1)
-    """Their weighted sum is the reward."""
-    accuracy: str | None = None
-    """Name of the function whose value counts as accuracy in evaluations; default: the first."""
-    attempts: PositiveInt = 2
-    """Tries before a failing reward drops the group (it is counted in `reward/errors`, never trained as 0)."""
-    max_error_frac: Fraction = 0.5
-    """Stop the run when more than this share of a step's groups had no reward."""
-
-    @model_validator(mode="after")
-    def _names(self) -> Rewards:
-        names = [f.name for f in self.functions]
-        if len(set(names)) < len(names):
-            raise ValueError(f"names must be different, got {names}")
-        if self.accuracy is not None and self.accuracy not in names:
-            raise ValueError(f"rewards.accuracy={self.accuracy!r} names none of {names}")
-        return self
+    sleep: Literal["auto", 0, 1, 2] = "auto"
+    """vLLM: what engines give back while the trainer works. 0: nothing; 1: all, weights go to host memory; 2: all.
+    `auto`: 2 on GPUs, 0 on CPU and where generation goes on meanwhile."""
 
 
 class Sampling(Section):
@@ -207,6 +128,56 @@ class Sampling(Section):
     """Prompts of a training step, over all controllers. The one unit of batch size."""
     samples_per_prompt: PositiveInt = 8
     """Responses to each prompt: the group that advantages are computed in."""
+    filter: str = "none"
+    """Dynamic sampling: which groups are worth training on. `none`: all; `spread`: those whose rewards are not all
+    equal; or a function `package.module:f` or `file.py:f` from the list of Scored to `(keep, reason)`. For a group
+    that is dropped, its controller draws another prompt at once."""
+    max_draws: Annotated[float, Field(ge=1)] = 10.0
+    """Dynamic sampling draws at most so many times `prompts_per_step` prompts a step."""
+    on_exhausted: Literal["train", "stop"] = "train"
+    """When that many were drawn and groups are still missing: train on what there is, or end the run."""
+    max_oversampling: Annotated[float, Field(ge=1)] = 4.0
+    """How many times the missing groups may be started at once; how many are follows from the share accepted lately."""
+    surplus: Literal["abort", "keep"] = "abort"
+    """What becomes of groups still being made when the step has enough. `abort`: their prompts are drawn again;
+    `keep`: they are finished and first in line for the next step, stamped with the policy version they come from."""
+    max_staleness: Count = 0
+    """Generation may run up to so many policy versions ahead of training (asynchronous rollout); importance weights
+    correct for it. 0: every step trains on samples of the current policy alone. Above 0 nothing is aborted."""
+    deterministic: bool | Auto = "auto"
+    """Samples do not depend on the number of controllers or on timing: a step takes the first good groups in the order
+    of the prompts, not in that of arrival, and so waits for stragglers. `auto`: as long as neither `max_staleness` nor
+    `surplus: keep` lets timing decide."""
+
+    @property
+    def staleness(self) -> int:
+        """Most policy versions between a sample's oldest token and the policy that trains on it."""
+        return max(self.max_staleness, int(self.surplus == "keep"))
+
+    @property
+    def strict(self) -> bool:
+        if self.fixed:
+            return True
+        return self.staleness == 0 if self.deterministic == "auto" else self.deterministic
+
+    @property
+    def fixed(self) -> bool:
+        """A step is the next so many prompts, whatever becomes of them."""
+        return self.filter == "none" and self.staleness == 0
+
+    @property
+    def window(self) -> int:
+        """Prompts a step may draw."""
+        return self.prompts_per_step if self.fixed else math.ceil(self.prompts_per_step * self.max_draws)
+
+    @model_validator(mode="after")
+    def _timing(self) -> Sampling:
+        if self.deterministic is True and self.staleness:
+            raise ValueError(
+                "sampling.deterministic=true and sampling.max_staleness > 0 or sampling.surplus=keep exclude each "
+                "other: there, timing decides which policy a token comes from"
+            )
+        return self
 
 
 class WarmStart(Section):

@@ -5,25 +5,38 @@ Each `build_*` runs in the process of its role, called by the runtime with the g
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gcore.config.tree import Config
+import numpy as np
+
+from gcore.config.tree import Config, Generation, Judge, Model
 from gcore.controller.plan import Plan
-from gcore.protocols import Group, Handle, Rendezvous, Rewarder, Runtime
-from gcore.types import UserError
+from gcore.protocols import Group, Handle, Rendezvous, Runtime
+from gcore.types import Completion, Ints, Request, SamplingParams, Scored, UserError
 
 if TYPE_CHECKING:
+    import torch
+
+    from gcore.controller.collect import Filter
     from gcore.controller.loop import Controller
     from gcore.controller.workflow import Workflow
-    from gcore.generation.embedded import EmbeddedEngine
+    from gcore.generation.pool import EnginePool, ScorerPool
+    from gcore.observe.trace import Tracer
+    from gcore.protocols import Engine
+    from gcore.rewarding.rewarder import Blend
+    from gcore.rewarding.scalar import ScalarModel
+    from gcore.rewarding.source import Source
     from gcore.training.fsdp import FsdpTrainer
+    from gcore.training.state import Way
 
 
 def build_runtime(config: Config, plan: Plan) -> Runtime:
@@ -36,22 +49,110 @@ def build_runtime(config: Config, plan: Plan) -> Runtime:
     return RayRuntime(plan.object_store_mb, plan.gpus, plan.gpu_share)
 
 
-def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> EmbeddedEngine:
+def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
+    generation = config.generation
+    longest = config.data.max_prompt_length + generation.max_response_length
+    name = f"engine-{rendezvous.rank}"
+    return _serve(config, plan, name, rendezvous, config.model, generation, longest)
+
+
+def build_judge(config: Config, plan: Plan, index: int, rendezvous: Rendezvous) -> Engine:
+    """A replica of the judge rewards.judges[index]: an engine that never takes new weights."""
+    judge = config.rewards.judges[index]
+    longest = judge.max_prompt_length + judge.max_response_length
+    name = f"judge-{judge.name}-{rendezvous.rank}"
+    return _serve(config, plan, name, rendezvous, judge.model, judge, longest)
+
+
+def _serve(
+    config: Config,
+    plan: Plan,
+    name: str,
+    rendezvous: Rendezvous,
+    model: Model,
+    serving: Generation | Judge,
+    max_length: int,
+) -> Engine:
     quiet()
-    from gcore.generation.embedded import EmbeddedEngine
     from gcore.models import load_model, pick_device, pick_dtype
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
 
-    device = pick_device(_engine_device(config), rendezvous.rank)
-    dtype = pick_dtype(config.generation.dtype, device)
-    network = load_model(config.model, load_tokenizer(config.model), config.run.seed, dtype, device)
+    device = pick_device(_device(config, serving.device), rendezvous.rank)
+    dtype, tracer = pick_dtype(serving.dtype, device), Tracer(trace_folder(config), name)
+    if serving.engine == "vllm":
+        return _vllm(config, plan, model, serving, max_length, str(dtype).removeprefix("torch."), device, tracer)
+    from gcore.generation.embedded import EmbeddedEngine
+
+    network = load_model(model, load_tokenizer(model), config.run.seed, dtype, device)
     return EmbeddedEngine(
         network,
-        max_concurrent=config.generation.max_concurrent,
-        max_length=config.data.max_prompt_length + config.generation.max_response_length,
+        max_concurrent=serving.max_concurrent,
+        max_length=max_length,
         threads=plan.engine_threads,
-        tracer=Tracer(trace_folder(config), f"engine-{rendezvous.rank}"),
+        tracer=tracer,
+    )
+
+
+def _vllm(
+    config: Config,
+    plan: Plan,
+    model: Model,
+    serving: Generation | Judge,
+    max_length: int,
+    dtype: str,
+    device: torch.device,
+    tracer: Tracer,
+) -> Engine:
+    from gcore.generation.vllm import VllmEngine
+    from gcore.generation.vllm_core import VllmOptions
+    from gcore.models import save_built
+    from gcore.prompts.tokenizer import load_tokenizer
+
+    options = VllmOptions(
+        max_concurrent=serving.max_concurrent,
+        max_length=max_length,
+        dtype=dtype,
+        memory_fraction=serving.gpu_memory_utilization,
+        threads=plan.engine_threads,
+        tensor_parallel=serving.tensor_parallel,
+        eager=serving.eager,
+        sleep=bool(sleep_level(config)) and serving is config.generation,
+        seeds=serving.seeds if serving.seeds != "auto" else device.type == "cpu",
+        seed=config.run.seed % 2**31,
+    )
+    folder = Path(model.path) if model.path is not None else save_built(model, load_tokenizer(model), config.run.seed)
+    return VllmEngine(folder, options, tracer)
+
+
+def sleep_level(config: Config) -> int:
+    """How deep the policy's engines sleep while the trainer works."""
+    level = config.generation.sleep
+    if config.generation.engine != "vllm" or config.sampling.staleness:
+        return 0
+    if level != "auto":
+        return level
+    from gcore.controller.plan import see_machine
+
+    on_gpu = see_machine().gpus > 0 and _device(config, config.generation.device) != "cpu"
+    return 2 if on_gpu else 0
+
+
+def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous) -> ScalarModel:
+    """A replica of the scalar reward model rewards.models[index]."""
+    quiet()
+    from gcore.models import load_scorer, pick_device, pick_dtype
+    from gcore.observe.trace import Tracer
+    from gcore.rewarding.scalar import ScalarModel
+
+    spec = config.rewards.models[index]
+    device = pick_device(_device(config, spec.device), rendezvous.rank)
+    network = load_scorer(spec.model, config.run.seed, pick_dtype(spec.dtype, device), device)
+    return ScalarModel(
+        network,
+        max_tokens_per_batch=spec.max_tokens_per_batch,
+        threads=plan.engine_threads,
+        tracer=Tracer(trace_folder(config), f"scorer-{spec.name}-{rendezvous.rank}"),
     )
 
 
@@ -82,18 +183,39 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> FsdpTra
         plan.trainer_threads,
         plan.shard,
         Tracer(trace_folder(config), f"trainer-{rendezvous.rank}"),
-        serve=(pick_dtype(config.generation.dtype, pick_device(_engine_device(config))), rendezvous.address is None),
+        serve=(
+            pick_dtype(config.generation.dtype, pick_device(_device(config, config.generation.device))),
+            _way(config, device, rendezvous),
+        ),
     )
 
 
-def _engine_device(config: Config) -> str:
-    return config.generation.device if config.generation.device != "auto" else config.training.device
+def _way(config: Config, device: torch.device, rendezvous: Rendezvous) -> Way:
+    """How engines take the weights: rank i and engine i share GPU i (see controller/plan.py)."""
+    if rendezvous.address is None:
+        return "process"
+    on_gpu = device.type == "cuda" and _device(config, config.generation.device) != "cpu"
+    return "gpu" if on_gpu else "host"
 
 
-def build_controller(
-    config: Config, plan: Plan, engines: Sequence[Handle], trainers: Sequence[Handle], rendezvous: Rendezvous
-) -> Controller:
+def _device(config: Config, asked: str) -> str:
+    return asked if asked != "auto" else config.training.device
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The replicas that serve the controllers."""
+
+    engines: Sequence[Handle] = ()
+    trainers: Sequence[Handle] = ()
+    judges: Mapping[str, Sequence[Handle]] = field(default_factory=dict)
+    scorers: Mapping[str, Sequence[Handle]] = field(default_factory=dict)
+
+
+def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rendezvous) -> Controller:
     quiet()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # thousands of live samples make every collection long, and none is garbage
     from gcore.controller.loop import Controller
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
@@ -101,11 +223,13 @@ def build_controller(
     return Controller(
         config,
         build_group(rendezvous),
-        engines,
-        trainers,
+        roles.engines,
+        roles.trainers,
         load_tokenizer(config.model),
-        build_rewarder(config),
+        build_rewarder(config, plan, roles, rendezvous.rank),
         load_workflow(config.workflow),
+        load_filter(config.sampling.filter),
+        sleep_level(config),
         Tracer(trace_folder(config), f"controller-{rendezvous.rank}"),
     )
 
@@ -120,10 +244,49 @@ def build_group(rendezvous: Rendezvous) -> Group:
     return GlooGroup(rendezvous)
 
 
-def build_rewarder(config: Config) -> Rewarder:
-    from gcore.rewarding.rewarder import RuleRewarder
+def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> Blend:
+    """All rewards of the recipe. Before the run, with no roles yet, it serves to check them."""
+    from gcore.generation.pool import EnginePool, ScorerPool
+    from gcore.rewarding.http import HttpSource
+    from gcore.rewarding.rewarder import Blend
+    from gcore.rewarding.threads import FunctionSource
+    from gcore.rewarding.workers import sources_of
 
-    return RuleRewarder(config.rewards)
+    rewards = config.rewards
+    sources: list[Source] = []
+    if plan.reward_workers:
+        sources += sources_of(rewards, plan.reward_workers)
+    else:
+        functions = enumerate(rewards.functions)
+        sources += [FunctionSource(f, rewards.attempts, f"rewards.functions.{i}") for i, f in functions]
+    scorers = {spec.name: ScorerPool(roles.scorers.get(spec.name, ()), rank) for spec in rewards.models}
+    judges = {spec.name: EnginePool(roles.judges.get(spec.name, ()), rank) for spec in rewards.judges}
+    sources += [_scalar_source(config, i, scorers[spec.name]) for i, spec in enumerate(rewards.models)]
+    sources += [_judge_source(config, i, judges[spec.name]) for i, spec in enumerate(rewards.judges)]
+    sources += [HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)]
+    return Blend(sources, pools=[*scorers.values(), *judges.values()])
+
+
+def _scalar_source(config: Config, index: int, pool: ScorerPool) -> Source:
+    from gcore.prompts.tokenizer import load_tokenizer
+    from gcore.rewarding.scalar import ScalarSource
+
+    spec = config.rewards.models[index]
+    return ScalarSource(spec, load_tokenizer(spec.model), pool.score, config.rewards.attempts)
+
+
+def _judge_source(config: Config, index: int, pool: EnginePool) -> Source:
+    from gcore.generation.noise import noise_key
+    from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
+    from gcore.rewarding.judge import JudgeSource
+
+    spec = config.rewards.judges[index]
+    tokenizer = load_tokenizer(spec.model)
+
+    async def ask(tokens_P: Ints, params: SamplingParams, key: tuple[object, ...]) -> Completion:
+        return (await pool.generate([Request(tokens_P, params, noise_key(config.run.seed, "judge", *key))]))[0]
+
+    return JudgeSource(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, f"rewards.judges.{index}")
 
 
 def load_workflow(path: str) -> Workflow:
@@ -136,6 +299,27 @@ def load_workflow(path: str) -> Workflow:
     return workflow
 
 
+def load_filter(path: str) -> Filter:
+    """sampling.filter: one of ours by name, or a user's, whose answer may be a bare bool."""
+    from gcore.controller.collect import no_filter, spread
+    from gcore.rewarding.functions import load_function
+
+    if path in ("none", "spread"):
+        return no_filter if path == "none" else spread
+    function = load_function(path, key="sampling.filter")
+
+    def keep(group: list[Scored]) -> tuple[bool, str]:
+        match function(group):
+            case bool() | np.bool_() as keep:
+                return bool(keep), "filter"
+            case (bool() | np.bool_() as keep, str(reason)):
+                return bool(keep), reason or "filter"
+            case other:
+                raise UserError(f"sampling.filter={path} returned {other!r}; expected (keep, reason) or a bool")
+
+    return keep
+
+
 def trace_folder(config: Config) -> Path | None:
     return config.run.folder if config.observe.trace else None
 
@@ -146,4 +330,6 @@ def quiet() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    importlib.import_module("transformers").logging.set_verbosity_error()
+    logging_of_transformers = importlib.import_module("transformers").logging
+    logging_of_transformers.set_verbosity_error()
+    logging_of_transformers.disable_progress_bar()

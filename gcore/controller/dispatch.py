@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from gcore.config.tree import Config
+from gcore.generation.pool import EnginePool
 from gcore.preparation.balance import lay_out
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
@@ -20,8 +21,17 @@ from gcore.weights.transfer import transfer
 
 
 class Dispatcher:
-    def __init__(self, config: Config, group: Group, engines: Sequence[Handle], trainers: Sequence[Handle]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        engines: EnginePool,
+        trainers: Sequence[Handle],
+        sleep_level: int = 0,
+    ) -> None:
         self._config, self._group, self._engines, self._trainers = config, group, engines, trainers
+        self._sleep_level, self._asleep = sleep_level, False
+        self.slept: dict[str, float] = {}  # seconds and gigabytes of the last sleep and wake
         self._mine = [r for r in range(len(trainers)) if r % group.size == group.rank]
         self._cost = CostModel(crossover=768.0)
         self.bytes_out = 0
@@ -70,8 +80,32 @@ class Dispatcher:
         by_rank = {rank: answer for part in gathered for rank, answer in part.items()}
         return [by_rank[r] for r in range(len(self._trainers))]
 
+    async def rest(self) -> None:
+        """The rollout is over: engines give their memory to the trainer. They wake for the new weights."""
+        if not self._sleep_level:
+            return
+        if self._group.rank == 0:
+            while any(s["running"] + s["waiting"] for s in await self._on_engines("stats")):
+                await asyncio.sleep(0.005)  # requests that were aborted are being cleared away
+            self._measure("sleep", await self._on_engines("sleep", self._sleep_level))
+        self._asleep = True
+        await self._group.all_gather("engines at rest", None)
+
     async def sync_weights(self, version: int) -> None:
         """Controller 0 sets it going; the weights themselves pass through no controller."""
         if self._group.rank == 0:
-            await transfer(self._trainers, self._engines, version)
+            if self._asleep:
+                self._measure("wake_weights", await self._on_engines("wake", "weights"))
+            await transfer(self._trainers, self._engines.alive(), version)
+            if self._asleep:
+                self._measure("wake_cache", await self._on_engines("wake", "kv_cache"))
+        self._asleep = False
         await self._group.all_gather(f"weights of version {version}", None)
+
+    async def _on_engines(self, method: str, *args: Any) -> list[Any]:
+        return list(await asyncio.gather(*(engine.call(method, *args) for engine in self._engines.alive().values())))
+
+    def _measure(self, move: str, answers: Sequence[Stats]) -> None:
+        """The slowest replica counts; gigabytes are those of one."""
+        self.slept[f"placement/{move}_s"] = max(answer["seconds"] for answer in answers)
+        self.slept[f"placement/{move}_gb"] = max(v for answer in answers for k, v in answer.items() if k != "seconds")

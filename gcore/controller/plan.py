@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gcore.config.tree import Config
 from gcore.types import UserError
@@ -29,11 +29,15 @@ class Plan:
     shard: int
     object_store_mb: int
     gpus: int
+    reward_workers: int  # of each controller
+    judges: dict[str, int] = field(default_factory=dict)  # name -> engine replicas
+    scorers: dict[str, int] = field(default_factory=dict)  # name -> replicas of the scalar model
 
     @property
     def gpu_share(self) -> float:
-        """Of the GPU that an engine and a trainer rank of the same number share, for the scheduler: all must fit."""
-        roles = -(-self.engines // self.gpus) + -(-self.trainers // self.gpus) if self.gpus else 1
+        """Of the GPU that roles of the same number share, for the scheduler: all must fit."""
+        counts = (self.engines, self.trainers, *self.judges.values(), *self.scorers.values())
+        roles = sum(-(-count // self.gpus) for count in counts) if self.gpus else 1
         return round(0.95 / roles, 4)
 
     def lines(self, config: Config) -> list[str]:
@@ -50,6 +54,9 @@ class Plan:
             f" {config.run.steps * samples:,} samples",
             f"processes    1 driver, {self.controllers} controller(s), {self.engines} engine(s) x {self.engine_threads}"
             f" thread(s), {self.trainers} trainer rank(s) x {self.trainer_threads} thread(s)"
+            + "".join(f", {count} x judge {name}" for name, count in self.judges.items())
+            + "".join(f", {count} x scorer {name}" for name, count in self.scorers.items())
+            + (f", {self.reward_workers} reward worker(s) a controller" if self.reward_workers else "")
             + (" - all in one process (runtime=local)" if config.runtime == "local" else ""),
             f"devices      {f'{self.gpus} GPU(s), engine and trainer rank i share GPU i' if self.gpus else 'CPU'}",
             f"files        {config.run.folder}",
@@ -80,8 +87,9 @@ def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
     shard = trainer.shard if trainer.shard != "auto" else (ranks if gpus else 1)
     if ranks % shard:
         raise UserError(f"placement.trainer.shard={shard} must divide the number of ranks, {ranks}")
+    controllers = config.controllers if config.controllers != "auto" else ranks
     return Plan(
-        controllers=config.controllers if config.controllers != "auto" else ranks,
+        controllers=controllers,
         engines=engines,
         engine_threads=policy.threads if policy.threads != "auto" else 1,
         trainers=ranks,
@@ -91,4 +99,15 @@ def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
         if config.placement.object_store_mb != "auto"
         else 256 + 2 * model_mb,
         gpus=min(gpus, max(ranks, engines)),
+        reward_workers=_reward_workers(config, machine, controllers),
+        judges={judge.name: judge.replicas for judge in config.rewards.judges},
+        scorers={model.name: model.replicas for model in config.rewards.models},
     )
+
+
+def _reward_workers(config: Config, machine: Machine, controllers: int) -> int:
+    if not config.rewards.functions:
+        return 0
+    if config.rewards.workers != "auto":
+        return config.rewards.workers
+    return 0 if config.runtime == "local" else min(MAX_AUTO, max(1, machine.cores // controllers))

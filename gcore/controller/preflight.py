@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path
-from typing import Any
 
 from gcore.config.tree import Config
-from gcore.controller.build import build_rewarder, load_workflow, quiet
+from gcore.controller.build import Roles, build_rewarder, load_filter, load_workflow, quiet
+from gcore.controller.plan import Plan
 from gcore.observe.trackers import check_trackers
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import Templater
@@ -16,7 +16,7 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.types import UserError
 
 
-def preflight(config: Config) -> None:
+def preflight(config: Config, plan: Plan) -> None:
     quiet()
     _disk(config)
     check_trackers(config.observe)
@@ -25,7 +25,8 @@ def preflight(config: Config) -> None:
     tokenizer = load_tokenizer(config.model)
     _model_folder(config)
     load_workflow(config.workflow)
-    rewarder: Any = build_rewarder(config)
+    load_filter(config.sampling.filter)
+    rewarder = build_rewarder(config, plan, Roles())
     for split in ("train", "eval"):
         dataset = config.data.train if split == "train" else config.data.eval
         if dataset is None:
@@ -36,6 +37,7 @@ def preflight(config: Config) -> None:
         rewarder.check(prompt.columns)
         if split == "train" and config.training.warm_start is not None:
             templater.demonstration(rows[0])
+    rewarder.close()
 
 
 def _disk(config: Config) -> None:

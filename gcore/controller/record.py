@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from gcore.controller.board import REWARD_ERROR
 from gcore.controller.collect import Collected
 from gcore.preparation.samples import samples_digest
 from gcore.types import SampleMeta
@@ -20,8 +22,11 @@ def exact(values: Iterable[float]) -> Fraction:
     return sum(map(Fraction, values), Fraction(0))
 
 
-def local_sums(collected: Collected) -> dict[str, Any]:
-    """What one controller knows of its share; everything in it adds up over controllers (or is a maximum: `max_*`)."""
+def local_sums(collected: Collected, version: int) -> dict[str, Any]:
+    """What one controller knows of its share; everything in it adds up over controllers (or is a maximum: `max_*`).
+
+    `version` is the policy that was trained, the measure of how old samples are.
+    """
     scored = [s for group in collected.groups for s in group]
     rewards = [s.reward for s in scored]
     lengths = [len(s.rollout.tokens_S) for s in scored]
@@ -39,7 +44,13 @@ def local_sums(collected: Collected) -> dict[str, Any]:
         "prompt_tokens": sum(len(s.rollout.prompt.tokens_P) for s in scored),
         "max_length": max(lengths, default=0),
         "clipped": sum(s.rollout.finish == "length" for s in scored),
-        "failed": len(collected.failed),
+        "reward_drawn": exact(collected.rewards),
+        "samples_drawn": len(collected.rewards),
+        "drawn": collected.drawn,
+        "dropped": dict(collected.dropped),
+        "pending": collected.pending,
+        "age": sum(int((version - s.rollout.versions_S).sum()) for s in scored),
+        "max_age": max((version - s.rollout.version for s in scored), default=0),
         "parts": {name: (exact(values), len(values)) for name, values in parts.items()},
         "stage_s": collected.stage_s,
         "peak_rss_mb": peak_rss_mb(),
@@ -52,15 +63,23 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
 
     samples = max(total("samples"), 1.0)
     mean = total("reward") / samples
-    row = {
-        "reward/mean": mean,
+    row: dict[str, Any] = {
+        "reward/mean": mean if total("samples") else None,
+        "reward/mean_drawn": total("reward_drawn") / max(total("samples_drawn"), 1.0),
         "reward/std": float(np.sqrt(max(total("reward_squares") / samples - mean**2, 0.0))),
         "reward/zero_spread_frac": total("no_spread") / max(total("groups"), 1.0),
-        "reward/errors": total("failed"),
+        "reward/errors": _sum_counts(gathered, "dropped").get(REWARD_ERROR, 0),
+        **{f"reward/{name}": count for name, count in sorted(_sum_counts(gathered, "counts").items())},
         "response_length/mean": total("tokens") / samples,
         "response_length/max": max(part["max_length"] for part in gathered),
         "response_length/clipped_frac": total("clipped") / samples,
         "batch/samples": int(total("samples")),
+        "sampling/drawn": int(total("drawn")),
+        "sampling/trained": int(total("groups")),
+        **{f"sampling/dropped_{why}": count for why, count in sorted(_sum_counts(gathered, "dropped").items())},
+        "sampling/pending": int(total("pending")),
+        "staleness/mean": total("age") / max(total("tokens"), 1.0),
+        "staleness/max": max(part["max_age"] for part in gathered),
         "samples_digest": samples_digest(metas),
     }
     names = sorted({name for part in gathered for name in part["parts"]})
@@ -71,8 +90,14 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
     return row
 
 
+def _sum_counts(gathered: Sequence[dict[str, Any]], name: str) -> Counter[str]:
+    return sum((Counter(part[name]) for part in gathered), Counter[str]())
+
+
 def actor_row(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
     """The ranks' sums as means over steps; gradient norm and learning rate are the same on every rank."""
+    if not ranks:  # there was nothing to train on
+        return {}
 
     def total(name: str) -> float:
         return sum(rank.get(name, 0.0) for rank in ranks)
@@ -88,6 +113,8 @@ def actor_row(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
         "actor/lr": ranks[0]["lr"] / updates,
         "actor/skipped_updates": ranks[0]["skipped"],
         "rollout/logprob_diff_mean": total("logprob_diff") / actions,
+        "rollout/importance_mean": total("importance") / actions,
+        "rollout/importance_capped_frac": total("importance_capped") / actions,
     }
     if any("kl" in rank for rank in ranks):
         row["actor/kl"] = total("kl") / actions

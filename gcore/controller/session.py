@@ -13,13 +13,14 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from gcore.checkpoint import store
+from gcore.checkpoint.pool import load_pool, save_pool
 from gcore.config.tree import Config, Dataset
 from gcore.controller import record
-from gcore.controller.collect import Collected, collect
+from gcore.controller.collect import Collected, Collector, Filter, answer_all, merge_places
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.record import exact
-from gcore.controller.workflow import SampleContext, Workflow
-from gcore.generation.pool import EnginePool
+from gcore.controller.workflow import Studio, Workflow
+from gcore.generation.pool import EnginePool, Pool
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.progress import Status
 from gcore.observe.trace import Tracer
@@ -28,6 +29,7 @@ from gcore.prompts.source import PromptSource, Templater, measure
 from gcore.prompts.tokenizer import stop_tokens
 from gcore.protocols import Group, Handle, Rewarder
 from gcore.types import Sample, SampleMeta, UserError
+from gcore.weights.transfer import transfer
 
 
 class Session:
@@ -42,18 +44,21 @@ class Session:
         tokenizer: Any,
         rewarder: Rewarder,
         workflow: Workflow,
+        keep: Filter,
+        sleep_level: int,
         tracer: Tracer,
     ) -> None:
         self.config, self.group, self.workflow, self.tracer = config, group, workflow, tracer
         self.folder: Path = config.run.folder
         self.step = 0
-        self.cursor = 0  # place in the run's global order of prompts
-        pool = EnginePool(engines, first=group.rank)
+        self.pool = pool = EnginePool(engines, first=group.rank)
+        self.trainers_in_use = asyncio.Lock()
         stops = stop_tokens(config.model, tokenizer)
-        self.ctx = SampleContext(config, pool, rewarder, tokenizer, stops)
-        self.greedy = SampleContext(config, pool, rewarder, tokenizer, stops, greedy=True)
+        self.studio = Studio(config, pool, rewarder, tokenizer, stops)
+        self.greedy = Studio(config, pool, rewarder, tokenizer, stops, greedy=True)
+        self.collector = Collector(workflow, self.studio, group, config.sampling, keep, self.report)
         self.engines, self.trainers, self._tokenizer = engines, trainers, tokenizer
-        self.dispatcher = Dispatcher(config, group, engines, trainers)
+        self.dispatcher = Dispatcher(config, group, pool, trainers, sleep_level)
         self._writer: MetricsWriter | None = None
         self._rows: list[dict[str, Any]] = []
         self._notes: list[str] = []
@@ -67,6 +72,7 @@ class Session:
         """Everything before the first step: prompts measured, checkpoint or warm start, weights to the engines."""
         self._stage = "loading data"
         self.source = await self._load(self.config.data.train, "train", self.config.data.shuffle)
+        self.collector.source = self.source
         self.held_out = None
         if self.config.data.eval is not None:
             self.held_out = await self._load(self.config.data.eval, "eval", shuffle=False)
@@ -84,7 +90,7 @@ class Session:
             self._open_writer()
             await self._warm_start()
             await self.dispatcher.on_all_ranks("begin")
-            await self.dispatcher.sync_weights(version=0)
+            await self.sync_weights(version=0)
             await self.evaluate()
         if self.config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
             await self.checkpoint()
@@ -93,6 +99,8 @@ class Session:
         if self.group.rank == 0 and self._writer is not None:
             self._writer.close()
         self._stage = "done"
+        self.collector.close()
+        self.studio.rewarder.close()
         self.tracer.flush()
         await self.group.all_gather("end", None)
 
@@ -134,9 +142,11 @@ class Session:
                 f"{checkpoint} was made with {state['prompts']} prompts, data.train now has {len(self.source)}: the "
                 "order would be another (keys: data.train, data.max_prompt_length)"
             )
-        self.step, self.cursor = state["step"], state["cursor"]
+        self.step = state["step"]
+        pool = await asyncio.to_thread(load_pool, checkpoint, self.source.at)
+        self.collector.restore(state, pool)
         await self.dispatcher.on_all_ranks("load", str(checkpoint))
-        await self.dispatcher.sync_weights(version=self.step)
+        await self.sync_weights(version=self.step)
         if self.group.rank == 0:
             rewind(self.folder, self.step)
             for later in store.complete(self.folder):
@@ -205,11 +215,11 @@ class Session:
         with self.timed("eval", self.step):
             size, rank = self.group.size, self.group.rank
             prompts = [self.held_out.at(i) for i in range(len(self.held_out)) if i % size == rank]
-            collected = await collect(self.workflow, self.greedy, prompts, self.report)
-            name = self.config.rewards.accuracy or self.config.rewards.functions[0].name
+            collected = await answer_all(self.workflow, self.greedy, prompts, self.report)
+            name = self.config.rewards.accuracy_name
             scored = [s for group in collected.groups for s in group]
             judged = [s.parts[name] for s in scored if name in s.parts]
-            sums = (exact(judged), len(judged), exact(s.reward for s in scored), len(scored), len(collected.failed))
+            sums = (exact(judged), len(judged), exact(s.reward for s in scored), len(scored), collected.dropped.total())
             parts = await self.group.all_gather("evaluation", sums)
         accuracy, judged_count, reward, count, failed = (sum(part[i] for part in parts) for i in range(5))
         row = {
@@ -233,11 +243,14 @@ class Session:
             if self.group.rank == 0:
                 partial = store.begin(self.folder, self.step, self._state_bytes + (16 << 20))
             await self.group.all_gather("checkpoint folder", None)
+            place, groups = self.collector.place(), list(self.collector.ready.values())  # of one and the same moment
+            places = await self.group.all_gather("places among the prompts", place)
+            await asyncio.to_thread(save_pool, partial, self.group.rank, groups)
             await self.dispatcher.on_all_ranks("save", str(partial))
             if self.group.rank == 0:
                 state = {
                     "step": self.step,
-                    "cursor": self.cursor,
+                    **merge_places(places, self.config.sampling.strict),
                     "seed": self.config.run.seed,
                     "prompts": len(self.source),
                 }
@@ -246,28 +259,41 @@ class Session:
 
     # ---- metrics and status ---------------------------------------------------------------------------------------
 
+    async def sync_weights(self, version: int) -> None:
+        await self.dispatcher.sync_weights(version)
+        self.collector.version = version
+
     async def check_failures(self, step: int, metas: Sequence[SampleMeta], collected: Collected) -> None:
-        """What is missing from the step is what failed; every controller sees that, and all hear the causes."""
-        wanted = self.config.sampling.prompts_per_step
-        missing = wanted - len({meta.prompt_id for meta in metas})
-        if not missing:
-            return
-        causes = await self.group.all_gather(f"failures of step {step}", next(iter(collected.failed.values()), None))
-        cause = next(c for c in causes if c is not None)
-        limit = self.config.rewards.max_error_frac
-        if missing / wanted > limit or missing == wanted:
-            raise UserError(
-                f"step {step}: {missing} of {wanted} prompts had no reward (rewards.max_error_frac={limit}); "
-                f"first cause: {cause}"
+        """Rewards that could not be had: counted, and too many of them end the run. All hear the causes."""
+        trained, wanted = len({meta.prompt_id for meta in metas}), self.config.sampling.prompts_per_step
+        failed, decided = collected.failed_everywhere, collected.decided_everywhere
+        if failed:
+            causes = await self.group.all_gather(f"failures of step {step}", collected.cause)
+            cause = next((c for c in causes if c is not None), "unknown")
+            limit = self.config.rewards.max_error_frac
+            if failed / decided > limit or failed == decided:
+                raise UserError(
+                    f"step {step}: {failed} of {decided} prompts had no reward (rewards.max_error_frac={limit}); "
+                    f"first cause: {cause}"
+                )
+            self.note(f"step {step}: {failed} of {decided} prompts dropped, without a reward; first cause: {cause}")
+        if trained < wanted and not self.config.sampling.fixed:
+            self.note(
+                f"step {step}: trains on {trained} of {wanted} groups; the {self.config.sampling.window} prompts of "
+                "sampling.max_draws are used up"
             )
-        self.note(f"step {step}: {missing} of {wanted} prompts dropped, without a reward; first cause: {cause}")
 
     async def record(
         self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: list[dict[str, float]]
     ) -> None:
         for stage in ("generation", "rewarding"):
             self._times[stage] = collected.stage_s.get(stage, 0.0)
-        sums = {**record.local_sums(collected), "bytes_out": self.dispatcher.bytes_out, "times": dict(self._times)}
+        sums = {
+            **record.local_sums(collected, version=step - 1),
+            "counts": self.studio.rewarder.take_counts(),
+            "bytes_out": self.dispatcher.bytes_out,
+            "times": dict(self._times),
+        }
         self.dispatcher.bytes_out = 0
         gathered = await self.group.all_gather(f"metrics of step {step}", sums)
         times = {name: max(part["times"].get(name, 0.0) for part in gathered) for name in sums["times"]}
@@ -276,6 +302,7 @@ class Session:
             "step": step,
             **record.rollout_row(gathered, metas),
             **record.actor_row(ranks),
+            **self.dispatcher.slept,
             "perf/tokens_per_s": tokens / times["step"],
             "controller/bytes_in": max(part["tokens"] * 8 for part in gathered),
             "controller/bytes_out": max(part["bytes_out"] for part in gathered),
@@ -284,6 +311,28 @@ class Session:
         self._times.clear()
         self._write(row)
         self.tracer.flush()
+
+    # ---- replicas that died ---------------------------------------------------------------------------------------
+
+    async def bury(self, name: str) -> None:
+        for pool in self._pools:
+            pool.bury(name)
+
+    async def restore(self, name: str) -> bool:
+        """Controller 0: bring a policy engine that came back up to date, between two uses of the trainers."""
+        for i, engine in enumerate(self.pool.replicas):
+            if engine.name == name and self.trainers:
+                async with self.trainers_in_use:
+                    return name in await transfer(self.trainers, {i: engine}, self.collector.version)
+        return True
+
+    async def admit(self, name: str) -> None:
+        for pool in self._pools:
+            pool.admit(name)
+
+    @property
+    def _pools(self) -> list[Pool]:
+        return [self.pool, *self.studio.rewarder.pools]
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows = [*self._rows[-50:], row]

@@ -12,13 +12,22 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from gcore.checkpoint import store
 from gcore.config import Config, dump_config
-from gcore.controller.build import build_controller, build_engine, build_runtime, build_trainer
+from gcore.controller.build import (
+    Roles,
+    build_controller,
+    build_engine,
+    build_judge,
+    build_runtime,
+    build_scorer,
+    build_trainer,
+)
 from gcore.controller.plan import Plan, make_plan, see_machine
 from gcore.controller.preflight import model_megabytes, preflight
 from gcore.observe.metrics import read_rows
@@ -30,12 +39,14 @@ from gcore.protocols import Handle, RoleDied, RoleError, Runtime
 POLL_S = {"live": 0.25}  # how often the progress view asks; other views print a line a step
 GRACE_S = 1.5  # after the first failure, how long to wait for a more telling one
 Mode = Literal["train", "eval"]
+REVIVABLE = ("engine-", "judge-", "scorer-")  # roles that hold nothing but weights
+MAX_REVIVALS = 3  # of one replica, in one run
 
 
 def run(config: Config, mode: Mode = "train") -> Any:
     """The whole run, from nothing to files on disk. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
-    preflight(config)
     plan = make_plan(config, see_machine(), model_megabytes(config))
+    preflight(config, plan)
     if mode == "eval":
         config = config.model_copy(update={"observe": config.observe.model_copy(update={"trace": False})})
     if mode == "train":
@@ -84,7 +95,10 @@ async def _run(config: Config, plan: Plan, mode: Mode) -> Any:
             controllers = await _start(runtime, config, plan, mode)
             progress.note(
                 f"{plan.controllers} controller(s), {plan.engines} engine(s), "
-                f"{plan.trainers if mode == 'train' else 0} trainer rank(s) ready in {time.monotonic() - started:.1f} s"
+                f"{plan.trainers if mode == 'train' else 0} trainer rank(s)"
+                + "".join(f", judge {name}" for name in plan.judges)
+                + "".join(f", scorer {name}" for name in plan.scorers)
+                + f" ready in {time.monotonic() - started:.1f} s"
             )
             if pids := runtime.processes():
                 progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
@@ -99,20 +113,33 @@ def _interrupt() -> None:
 
 
 async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> Sequence[Handle]:
-    engines_coming = asyncio.ensure_future(runtime.start_group("engine", build_engine, [(config, plan)] * plan.engines))
-    trainers: Sequence[Handle] = []
-    if mode == "train":
-        trainers = await runtime.start_group("trainer", build_trainer, [(config, plan)] * plan.trainers)
-    engines = await engines_coming
-    return await runtime.start_group(
-        "controller", build_controller, [(config, plan, list(engines), list(trainers))] * plan.controllers
+    """Everything that serves comes up at once; the controllers, who call it, come last."""
+
+    async def group(kind: str, factory: Callable[..., Any], args: tuple[Any, ...], count: int) -> Sequence[Handle]:
+        return await runtime.start_group(kind, factory, [args] * count)
+
+    judges, scorers = enumerate(plan.judges.items()), enumerate(plan.scorers.items())
+    engines, trainers, *others = await asyncio.gather(
+        group("engine", build_engine, (config, plan), plan.engines),
+        group("trainer", build_trainer, (config, plan), plan.trainers if mode == "train" else 0),
+        *(group(f"judge-{name}", build_judge, (config, plan, i), count) for i, (name, count) in judges),
+        *(group(f"scorer-{name}", build_scorer, (config, plan, i), count) for i, (name, count) in scorers),
     )
+    num = len(plan.judges)
+    roles = Roles(
+        list(engines),
+        list(trainers),
+        dict(zip(plan.judges, map(list, others[:num]), strict=True)),
+        dict(zip(plan.scorers, map(list, others[num:]), strict=True)),
+    )
+    return await group("controller", build_controller, (config, plan, roles), plan.controllers)
 
 
 async def _supervise(runtime: Runtime, controllers: Sequence[Handle], progress: Progress, mode: Mode) -> Any:
     method = "run" if mode == "train" else "evaluate"
     runs = [asyncio.ensure_future(c.call(method)) for c in controllers]
-    others = [asyncio.ensure_future(runtime.watch()), asyncio.ensure_future(_poll(controllers, progress))]
+    watch = _watch(runtime, controllers, progress)
+    others = [asyncio.ensure_future(watch), asyncio.ensure_future(_poll(controllers, progress))]
     try:
         waiting = {*runs, *others}
         while not all(task.done() for task in runs):
@@ -127,6 +154,46 @@ async def _supervise(runtime: Runtime, controllers: Sequence[Handle], progress: 
         for task in (*runs, *others):
             task.cancel()
         await asyncio.gather(*runs, *others, return_exceptions=True)
+
+
+async def _watch(runtime: Runtime, controllers: Sequence[Handle], progress: Progress) -> None:
+    """A replica that dies comes back, and nothing else restarts; of any other role, and of one that dies too often,
+    the death ends the run."""
+    deaths: Counter[str] = Counter()
+    returning: set[asyncio.Future[None]] = set()
+
+    async def bring_back(name: str) -> None:
+        await asyncio.gather(*(c.call("bury", name) for c in controllers))
+        await runtime.revive(name)
+        if not await controllers[0].call("restore", name):
+            return  # it died again, which is told once more
+        await asyncio.gather(*(c.call("admit", name) for c in controllers))
+        progress.note(f"{name} is back, with current weights: process {runtime.processes().get(name)}")
+
+    try:
+        while True:
+            watching = asyncio.ensure_future(runtime.watch())
+            returning.add(watching)
+            done, _ = await asyncio.wait(returning, return_when=asyncio.FIRST_COMPLETED)
+            returning -= done
+            for task in done - {watching}:
+                task.result()
+            if watching in done:
+                error = watching.exception()
+                if not isinstance(error, RoleDied) or not error.role.startswith(REVIVABLE):
+                    watching.result()
+                assert isinstance(error, RoleDied)
+                deaths[error.role] += 1
+                if deaths[error.role] > MAX_REVIVALS:
+                    raise error
+                progress.note(f"{error}; its requests go to other replicas while it is started again")
+                returning.add(asyncio.ensure_future(bring_back(error.role)))
+            else:
+                watching.cancel()
+                returning.discard(watching)
+    finally:
+        for task in returning:
+            task.cancel()
 
 
 def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:

@@ -2,13 +2,18 @@
 
     async def workflow(ctx, prompt) -> list[Scored]
 
-Thousands run at once in each controller; each awaits only what concerns its own prompt.
+Thousands run at once in each controller; each awaits only what concerns its own prompt. Tokens in, tokens out: what an
+engine produced is never tokenised again, also when a tool or a judge speaks between two turns of the policy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,9 +23,10 @@ from gcore.config.tree import Config
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.protocols import Context, Rewarder
-from gcore.types import Completion, Prompt, Request, Rollout, SamplingParams, Scored
+from gcore.types import Completion, Ints, Message, Prompt, Request, Rollout, SamplingParams, Scored, UserError
 
 Workflow = Callable[[Context, Prompt], Awaitable[list[Scored]]]
+PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "\u00a7"})
 
 
 async def generate_and_reward(ctx: Context, prompt: Prompt) -> list[Scored]:
@@ -33,7 +39,7 @@ class StageClock:
     """Stages overlap: how long was *anything* in each of them?"""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
         self._inside: dict[str, int] = {}
         self._since: dict[str, float] = {}
 
@@ -47,11 +53,24 @@ class StageClock:
         finally:
             self._inside[stage] -= 1
             if not self._inside[stage]:
-                self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - self._since[stage]
+                self._add(stage, time.perf_counter())
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last time; a stage that is not empty goes on counting from now."""
+        now = time.perf_counter()
+        for stage, inside in self._inside.items():
+            if inside:
+                self._add(stage, now)
+                self._since[stage] = now
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _add(self, stage: str, now: float) -> None:
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._since[stage]
 
 
-class SampleContext:
-    """Implements protocols.Context for one controller; `greedy` is the variant evaluations use."""
+class Studio:
+    """What all samples of a controller share; `greedy` is the variant evaluations use."""
 
     def __init__(
         self,
@@ -63,56 +82,163 @@ class SampleContext:
         *,
         greedy: bool = False,
     ) -> None:
-        self._pool, self._rewarder, self._tokenizer = pool, rewarder, tokenizer
-        self._seed = config.run.seed
-        self._n = 1 if greedy else config.sampling.samples_per_prompt
+        self.pool, self.rewarder, self.tokenizer, self.greedy = pool, rewarder, tokenizer, greedy
+        self.seed = config.run.seed
+        self.n = 1 if greedy else config.sampling.samples_per_prompt
         generation = config.generation
-        self._params = {
-            "max_tokens": generation.max_response_length,
+        self.max_tokens = generation.max_response_length
+        self.params: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
             "temperature": 0.0 if greedy else generation.temperature,
             "top_p": generation.top_p,
             "top_k": generation.top_k,
             "stop_tokens": stop_tokens,
         }
-        self._greedy = greedy
         self.least_siblings = 1 if greedy or config.algorithm.adv_estimator == "reinforce_pp" else 2
-        self._issued: dict[int, int] = {}  # prompt id -> siblings drawn so far
         self.clock = StageClock()
 
-    def begin(self) -> None:
-        """A new rollout phase: sibling numbers and clocks start again."""
-        self._issued.clear()
-        self.clock.seconds.clear()
+    def sampling(self, given: dict[str, Any], room: int | None = None) -> SamplingParams:
+        params = {**self.params, **given, **({"temperature": 0.0} if self.greedy else {})}
+        if stop := params.pop("stop", ()):
+            words = [stop] if isinstance(stop, str) else stop
+            params["stop_tokens"] = (*params["stop_tokens"], *map(self._token, words))
+        if room is not None:
+            params["max_tokens"] = min(params["max_tokens"], room)
+        return SamplingParams(**params)
+
+    def _token(self, text: str) -> int:
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) != 1:
+            raise UserError(f"stop={text!r} is {len(tokens)} tokens of this tokenizer; expected one (key: workflow)")
+        return tokens[0]
+
+    def between_turns(self, rollout: Rollout, said: str | Sequence[Message]) -> Ints:
+        """The tokens that stand between what the policy said and its next turn. A string stands there as it is."""
+        text = said if isinstance(said, str) else self._tail() + self._turns(said)
+        tokens: Ints = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        if not isinstance(said, str) and len(tokens) and tokens[0] == rollout.tokens_S[-1]:
+            tokens = tokens[1:]  # the policy ended its turn itself
+        return tokens
+
+    def _tail(self) -> str:
+        """What the chat template writes after the content of an assistant's message."""
+        rendered = self._render(PROBE)
+        return rendered[rendered.rindex("\u00a7") + 1 :]
+
+    def _turns(self, messages: Sequence[Message]) -> str:
+        before, after = self._render(PROBE), self._render((*PROBE, *messages), add_generation_prompt=True)
+        if not after.startswith(before):
+            raise UserError(
+                "the chat template rewrites earlier turns when messages are added, so tokens would change; "
+                "give ctx.proceed a string instead of messages (or change model.chat_template)"
+            )
+        return after[len(before) :]
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return text
+
+
+class SampleContext:
+    """Implements protocols.Context for one run of a workflow: it numbers the siblings."""
+
+    __slots__ = ("_branches", "_issued", "_studio")
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio = studio
+        self._issued = 0  # siblings drawn so far
+        self._branches: Counter[tuple[int, int]] = Counter()  # by the place where they branch off
 
     async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]:
         """`n` more responses (default: sampling.samples_per_prompt), each with noise of its own.
 
-        `params` override fields of SamplingParams. In evaluations there is one greedy response, whatever is asked for.
+        `params` override fields of SamplingParams; `stop="]"` also ends a turn at that token. In evaluations there is
+        one greedy response, whatever is asked for.
         """
-        sampling = SamplingParams(**{**self._params, **params, **({"temperature": 0.0} if self._greedy else {})})
-        first = self._issued.get(prompt.id, 0)
-        siblings = range(first, first + (self._n if n is None or self._greedy else n))
-        self._issued[prompt.id] = siblings.stop
-        requests = [Request(prompt.tokens_P, sampling, noise_key(self._seed, prompt.id, s)) for s in siblings]
-        with self.clock.within("generation"):
-            completions = await self._pool.generate(requests)
+        studio = self._studio
+        sampling = studio.sampling(params)
+        siblings = self._issue(studio.n if n is None or studio.greedy else n)
+        requests = [Request(prompt.tokens_P, sampling, noise_key(studio.seed, prompt.id, s)) for s in siblings]
+        completions = await self._complete(requests)
         temperature = sampling.temperature or 1.0
-        return [self._rollout(prompt, s, c, temperature) for s, c in zip(siblings, completions, strict=True)]
+        nothing = np.zeros(0, np.int32)
+        empty = Rollout(prompt, 0, nothing, nothing.astype(np.float32), nothing != 0, "", nothing, "stop", temperature)
+        return [self._joined(empty, s, nothing, c) for s, c in zip(siblings, completions, strict=True)]
+
+    async def proceed(self, rollout: Rollout, said: str | Sequence[Message] = "", **params: Any) -> Rollout:
+        """Append what somebody said (masked from the loss) and let the policy go on, within the same length limit.
+
+        `said` is text as it stands, or messages for the chat template. Without room for another token of the policy the
+        rollout comes back as it is, finish="length".
+        """
+        added = self._studio.between_turns(rollout, said)
+        return (await self._go_on(rollout, [rollout.sibling], added, params))[0]
+
+    async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
+        """`n` continuations of the same beginning, as new siblings with noise of their own."""
+        place = (rollout.sibling, len(rollout.tokens_S))  # numbers follow from it: branches may race with one another
+        first, more = self._branches[place], 1 if self._studio.greedy else n
+        self._branches[place] += more
+        siblings = [noise_key("branch", *place, i) >> 16 for i in range(first, first + more)]
+        return await self._go_on(rollout, siblings, np.zeros(0, np.int32), params)
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
-        with self.clock.within("rewarding"):
-            return await self._rewarder.score(group)
+        with self._studio.clock.within("rewarding"):
+            return await self._studio.rewarder.score(group)
 
-    def _rollout(self, prompt: Prompt, sibling: int, completion: Completion, temperature: float) -> Rollout:
-        text = self._tokenizer.decode(completion.tokens_S, skip_special_tokens=True)
+    async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
+        with self._studio.clock.within("rewarding"):
+            return await self._studio.rewarder.ask(name, group)
+
+    async def ask(self, judge: str, messages: Sequence[Message], *, draw: int = 0, **params: Any) -> str:
+        """The same question gets the same answer; another `draw` is another sample of it."""
+        digest = hashlib.blake2b(json.dumps([dict(m) for m in messages]).encode(), digest_size=8).hexdigest()
+        with self._studio.clock.within("rewarding"):
+            return await self._studio.rewarder.say(judge, messages, ("ask", digest, draw), **params)
+
+    def _issue(self, n: int) -> range:
+        first, self._issued = self._issued, self._issued + n
+        return range(first, self._issued)
+
+    async def _complete(self, requests: Sequence[Request]) -> list[Completion]:
+        with self._studio.clock.within("generation"):
+            return await self._studio.pool.generate(requests)
+
+    async def _go_on(
+        self, rollout: Rollout, siblings: Sequence[int], added: Ints, params: dict[str, Any]
+    ) -> list[Rollout]:
+        studio, prompt = self._studio, rollout.prompt
+        taken = len(rollout.tokens_S) + len(added)
+        room = studio.max_tokens - taken
+        if room < 1:
+            return [dataclasses.replace(rollout, sibling=s, finish="length") for s in siblings]
+        same = rollout.temperature if studio.params["temperature"] else 0.0  # greedy samples are trained at 1
+        sampling = studio.sampling({"temperature": same, **params}, room)
+        if (sampling.temperature or 1.0) != rollout.temperature:
+            raise UserError(
+                f"a sample goes on at its temperature of {rollout.temperature}; got {sampling.temperature}: "
+                "its logprobs are computed at one temperature (key: workflow)"
+            )
+        tokens = np.concatenate([prompt.tokens_P, rollout.tokens_S, added])
+        requests = [Request(tokens, sampling, noise_key(studio.seed, prompt.id, s), taken) for s in siblings]
+        completions = await self._complete(requests)
+        return [self._joined(rollout, s, added, c) for s, c in zip(siblings, completions, strict=True)]
+
+    def _joined(self, start: Rollout, sibling: int, added: Ints, end: Completion) -> Rollout:
+        """start + added (not the policy's) + end, as one sample."""
+        num, fresh = len(added), len(start.tokens_S) == 0
+        tokens_S = end.tokens_S if fresh and not num else np.concatenate([start.tokens_S, added, end.tokens_S])
+        before = start.versions_S[-1:] if len(start.versions_S) else end.versions_S[:1]
         return Rollout(
-            prompt=prompt,
+            prompt=start.prompt,
             sibling=sibling,
-            tokens_S=completion.tokens_S,
-            logprobs_S=completion.logprobs_S,
-            mask_S=np.ones(len(completion.tokens_S), np.bool_),
-            text=text,
-            version=completion.version,
-            finish=completion.finish,
-            temperature=temperature,
+            tokens_S=tokens_S,
+            logprobs_S=np.concatenate([start.logprobs_S, np.zeros(num, np.float32), end.logprobs_S]),
+            mask_S=np.concatenate([start.mask_S, np.zeros(num, np.bool_), np.ones(len(end.tokens_S), np.bool_)]),
+            text=self._studio.tokenizer.decode(tokens_S, skip_special_tokens=True),
+            versions_S=np.concatenate([start.versions_S, np.repeat(before, num), end.versions_S]).astype(np.int32),
+            finish=end.finish,
+            temperature=start.temperature,
         )

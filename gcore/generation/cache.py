@@ -25,6 +25,10 @@ class RowCache(Cache):
         self._each: Tensor | None = None
         self._write_at: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values) if tensor is not None)
+
     def reserve(self, num_rows: int, length: int) -> None:
         """Grow to at least this size; contents stay."""
         if num_rows <= self.num_rows and length <= self.length:

@@ -20,8 +20,8 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,11 @@ from transformers import PreTrainedModel
 
 from gcore.generation.cache import RowCache
 from gcore.generation.decoder import FusedDecoder
+from gcore.generation.futures import fail, finish, finish_all, post
 from gcore.generation.sampling import Rows, sample
-from gcore.models import from_wire
 from gcore.observe.trace import Tracer
 from gcore.types import Completion, Finish, Request, UserError
+from gcore.wire import unseal
 
 ROW_BLOCK = 8
 KEY_BLOCK = 32
@@ -48,9 +49,14 @@ class _Job:
     request: Request
     future: asyncio.Future[Completion]
     loop: asyncio.AbstractEventLoop
-    tokens: list[int]
-    logprobs: list[float]
-    version: int = -1
+    ticket: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def completion(self, finish: Finish) -> Completion:
+        arrays = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), np.array(self.versions, np.int32)
+        return Completion(*arrays, finish)
 
 
 class EmbeddedEngine:
@@ -75,9 +81,11 @@ class EmbeddedEngine:
         self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
         self._rows = Rows(len(self._lengths))
         self._fused = FusedDecoder(model, max_length) if FusedDecoder.supports(model) else None
-        self._orders: deque[tuple[int, Mapping[str, Any], asyncio.Future[None], asyncio.AbstractEventLoop]] = deque()
+        self._orders: deque[tuple[Callable[[], Any], asyncio.Future[Any], asyncio.AbstractEventLoop]] = deque()
+        self._loaded: set[str] | None = None  # names of the next version that have come; None: weights are whole
+        self._aborted: set[str] = set()
         self._wake = threading.Condition()
-        self._closed = False
+        self._closed = self._asleep = False
         self._failure: BaseException | None = None
         self.version = 0
         self._generated, self._busy_s = 0, 0.0
@@ -87,26 +95,48 @@ class EmbeddedEngine:
 
     # ---- protocol -------------------------------------------------------------------------------------------------
 
-    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         loop = asyncio.get_running_loop()
         for request in requests:
             self._check(request)
-        jobs = [_Job(request, loop.create_future(), loop, [], []) for request in requests]
+        jobs = [_Job(request, loop.create_future(), loop, ticket) for request in requests]
         with self._wake:
             self._check_running()
             self._waiting.extend(jobs)
             self._wake.notify()
         return list(await asyncio.gather(*(job.future for job in jobs)))
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any]) -> int:
+    async def abort(self, ticket: str) -> None:
+        with self._wake:
+            if any(job.ticket == ticket for job in (*self._waiting, *self._jobs)):
+                self._aborted.add(ticket)
+                self._wake.notify()
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any], part: tuple[int, int] = (0, 1)) -> int:
+        served: int = await self._order(lambda: self._load(version, weights, part))
+        return served
+
+    async def sleep(self, level: int) -> dict[str, float]:
+        """Gives back the KV cache; the weights of the embedded engine stay where they are."""
+        found: dict[str, float] = await self._order(self._sleep)
+        return found
+
+    async def wake(self, *tags: str) -> dict[str, float]:
+        """The cache grows again with the first request."""
+        self._asleep = bool(tags) and "kv_cache" not in tags
+        with self._wake:
+            self._wake.notify()
+        return {"seconds": 0.0, "taken_gb": 0.0}
+
+    async def _order(self, work: Callable[[], Any]) -> Any:
+        """Have something done between two decoding steps."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[Any] = loop.create_future()
         with self._wake:
             self._check_running()
-            self._orders.append((version, weights, done, loop))
+            self._orders.append((work, done, loop))
             self._wake.notify()
-        await done
-        return version
+        return await done
 
     async def stats(self) -> dict[str, float]:
         return {
@@ -148,7 +178,7 @@ class EmbeddedEngine:
             with torch.inference_mode():
                 while True:
                     with self._wake:
-                        while not (self._closed or self._waiting or self._jobs or self._orders):
+                        while not (self._closed or self._orders or self._can_decode()):
                             self._wake.wait()
                     self._work()
         except BaseException as error:
@@ -157,21 +187,26 @@ class EmbeddedEngine:
                 jobs, self._jobs, self._waiting = [*self._jobs, *self._waiting], [], deque()
                 orders, self._orders = self._orders, deque()
             for job in jobs:
-                job.loop.call_soon_threadsafe(_fail, job.future, error)
-            for _, _, done, loop in orders:
-                loop.call_soon_threadsafe(_fail, done, error)
+                post(job.loop, fail, job.future, error)
+            for _, done, loop in orders:
+                post(loop, fail, done, error)
 
     def _work(self) -> None:
         """Orders first, then decode until nothing is left or the next order comes."""
         started = time.perf_counter()
         while self._orders:
-            with self._tracer.span("load weights"):
-                self._load(*self._orders.popleft())
-        if self._waiting or self._jobs:
+            work, done, loop = self._orders.popleft()
+            try:
+                post(loop, finish, done, work())
+            except Exception as error:
+                post(loop, fail, done, error)
+        if self._can_decode():
             with self._tracer.span("generate"):
-                while (self._waiting or self._jobs) and not (self._closed or self._orders):
+                while self._can_decode() and not (self._closed or self._orders):
+                    self._drop_aborted()
                     self._admit()
-                    self._decode()
+                    if self._jobs:
+                        self._decode()
                     now = time.perf_counter()  # counted step by step: who asks for stats asks while it is busy
                     self._busy_s, started = self._busy_s + now - started, now
         self._busy_s += time.perf_counter() - started
@@ -179,26 +214,53 @@ class EmbeddedEngine:
         if self._closed:
             raise RuntimeError("the engine was closed")
 
-    def _load(
-        self, version: int, weights: Mapping[str, Any], done: asyncio.Future[None], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        try:
-            missing = self._parameters.keys() - weights.keys()
-            if missing:
+    def _can_decode(self) -> bool:
+        return bool(self._waiting or self._jobs) and self._loaded is None and not self._asleep
+
+    def _sleep(self) -> dict[str, float]:
+        if self._jobs or self._waiting:
+            raise RuntimeError(f"asked to sleep with {len(self._jobs) + len(self._waiting)} requests under way")
+        started, freed = time.perf_counter(), self._cache.nbytes
+        self._cache = RowCache(self._model.config.num_hidden_layers)
+        self._asleep = True
+        return {"seconds": time.perf_counter() - started, "freed_gb": freed / 2**30}
+
+    def _load(self, version: int, weights: Mapping[str, Any], part: tuple[int, int]) -> int:
+        """A part is taken whole or not at all; what is decoded always comes from whole weights."""
+        index, count = part
+        with self._tracer.span("load weights", part=index):
+            tensors = unseal(weights)
+            before = set[str]() if index == 0 else self._loaded
+            if before is None:
+                raise ValueError(f"weights of version {version}: part {index} of {count} came without those before it")
+            known = tensors.keys() & self._parameters.keys()
+            missing = self._parameters.keys() - known - before
+            if index + 1 == count and missing:
                 raise ValueError(f"weights of version {version} lack {sorted(missing)[:3]} ({len(missing)} names)")
-            for name, parameter in self._parameters.items():  # all or none: look first, then copy
-                if tuple(weights[name].shape) != tuple(parameter.shape):
+            for name in known:
+                if tensors[name].shape != self._parameters[name].shape:
                     raise ValueError(
-                        f"weights of version {version}: {name} has shape {tuple(weights[name].shape)}, "
-                        f"expected {tuple(parameter.shape)}"
+                        f"weights of version {version}: {name} has shape {tuple(tensors[name].shape)}, "
+                        f"expected {tuple(self._parameters[name].shape)}"
                     )
-            for name, parameter in self._parameters.items():
-                value = weights[name]
-                parameter.copy_(from_wire(value))
-            self.version = version
-            loop.call_soon_threadsafe(_finish, done, None)
-        except Exception as error:
-            loop.call_soon_threadsafe(_fail, done, error)
+            for name in known:
+                self._parameters[name].copy_(tensors[name])
+            if index + 1 < count:
+                self._loaded = before | known
+                return self.version
+            self._loaded, self.version = None, version
+        return version
+
+    def _drop_aborted(self) -> None:
+        with self._wake:
+            tickets, self._aborted = self._aborted, set()
+            if not tickets:
+                return
+            gone = [job for job in self._waiting if job.ticket in tickets]
+            self._waiting = deque(job for job in self._waiting if job.ticket not in tickets)
+        for job in gone:
+            post(job.loop, finish, job.future, job.completion("abort"))
+        self._deliver([i for i, job in enumerate(self._jobs) if job.ticket in tickets], "abort")
 
     def _admit(self) -> None:
         """Move waiting requests into free rows; siblings with the same prompt share one prefill."""
@@ -214,7 +276,6 @@ class EmbeddedEngine:
         prompts: dict[bytes, list[int]] = {}
         for i, job in enumerate(new, start=first):
             tokens_P = job.request.tokens_P
-            job.version = self.version
             self._lengths[i], self._last[i] = len(tokens_P) - 1, tokens_P[-1]
             self._rows.put(i, job.request)
             if len(tokens_P) > 1:
@@ -279,36 +340,21 @@ class EmbeddedEngine:
         for i, (job, token, logprob) in enumerate(zip(self._jobs, tokens.tolist(), logprobs.tolist(), strict=True)):
             job.tokens.append(token)
             job.logprobs.append(logprob)
+            job.versions.append(self.version)
             if token in job.request.params.stop_tokens or len(job.tokens) == job.request.params.max_tokens:
                 done.append(i)
         self._deliver(done)
 
-    def _deliver(self, done: list[int]) -> None:
+    def _deliver(self, done: list[int], why: Finish | None = None) -> None:
         finished: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]] = {}
         for i in reversed(done):
             job, last = self._jobs[i], len(self._jobs) - 1
-            finish: Finish = "stop" if job.tokens[-1] in job.request.params.stop_tokens else "length"
-            answer = Completion(np.array(job.tokens, np.int32), np.array(job.logprobs, np.float32), job.version, finish)
-            finished.setdefault(job.loop, []).append((job.future, answer))
+            finish: Finish = why or ("stop" if job.tokens[-1] in job.request.params.stop_tokens else "length")
+            finished.setdefault(job.loop, []).append((job.future, job.completion(finish)))
             if i != last:
                 self._cache.copy_row(last, [i], int(self._lengths[last]))
                 self._jobs[i], self._lengths[i], self._last[i] = self._jobs[last], self._lengths[last], self._last[last]
                 self._rows.move(last, i)
             self._jobs.pop()
         for loop, answers in finished.items():
-            loop.call_soon_threadsafe(_finish_all, answers)
-
-
-def _finish(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _finish_all(answers: list[tuple[asyncio.Future[Completion], Completion]]) -> None:
-    for future, answer in answers:
-        _finish(future, answer)
-
-
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(RuntimeError(f"the engine failed: {type(error).__name__}: {error}"))
+            post(loop, finish_all, answers)

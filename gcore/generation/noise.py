@@ -17,9 +17,9 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def noise_key(seed: int, prompt_id: int, sibling: int) -> int:
-    """64 bits that name one sample's stream of noise."""
-    digest = hashlib.blake2b(f"{seed}/{prompt_id}/{sibling}".encode(), digest_size=8).digest()
+def noise_key(*names: object) -> int:
+    """64 bits that name one stream of noise: noise_key(seed, prompt_id, sibling)."""
+    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 

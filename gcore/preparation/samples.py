@@ -13,11 +13,16 @@ from gcore.types import Sample, SampleMeta, Scored
 
 
 async def make_samples(
-    groups: Sequence[Sequence[Scored]], adv_estimator: str, group: Group, version: int
+    groups: Sequence[Sequence[Scored]], adv_estimator: str, group: Group, version: int, staleness: int = 0
 ) -> list[Sample]:
-    """Advantages of every group; only three sums cross to other controllers, and only for estimators that whiten."""
-    stale = {s.rollout.version for siblings in groups for s in siblings} - {version}
-    assert not stale, f"samples of policy versions {sorted(stale)} in a step that trains version {version}"
+    """Advantages of every group; only three sums cross to other controllers, and only for estimators that whiten.
+
+    `version` is the policy that will be trained; samples may be up to `staleness` versions older, and never newer.
+    """
+    rollouts = [s.rollout for siblings in groups for s in siblings]
+    versions = {v for r in rollouts for v in (r.version, int(r.versions_S.max()))}
+    odd = {v for v in versions if not version - staleness <= v <= version}
+    assert not odd, f"samples of policy versions {sorted(odd)} in a step that trains version {version}"
     estimator = ESTIMATORS[adv_estimator]
     scored = [s for siblings in groups for s in siblings]
     advantages = [estimator.group(np.array([s.reward for s in siblings], np.float64)) for siblings in groups]

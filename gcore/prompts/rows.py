@@ -48,7 +48,7 @@ def load_rows(spec: Dataset, key: str = "data.train") -> Sequence[Row]:
         made = make_task(spec.task, spec.args, spec.size, key=key)
         rows = Rows(len(made), made.__getitem__, made[0] if len(made) else ())
     else:
-        rows = _read_path(Path(spec.path or ""), spec.size, key)
+        rows = read_path(Path(spec.path or ""), spec.size, key)
     if not len(rows):
         raise UserError(f"{key}: no rows in {spec.path or spec.task}; expected at least one")
     _check_columns(rows, spec, key)
@@ -123,7 +123,7 @@ def _lookup(row: Mapping[str, Any], name: str) -> Any:
     return _lookup(inner, rest) if dot and isinstance(inner, Mapping) else None
 
 
-def _read_path(path: Path, size: int | None, key: str) -> Rows:
+def read_path(path: Path, size: int | None, key: str) -> Rows:
     if not path.exists():
         raise UserError(f"{key}.path: no such file or folder: {path}")
     if path.is_dir():

@@ -1,6 +1,1 @@
-"""How responses become rewards: functions of the user's or ours, called in the signatures people already have."""
-
-from gcore.rewarding.functions import Adapter, Answer, adapt, load_function
-from gcore.rewarding.rewarder import RuleRewarder
-
-__all__ = ["Adapter", "Answer", "RuleRewarder", "adapt", "load_function"]
+"""How responses become rewards: rules, scalar models, generative judges and servers, blended into one number."""

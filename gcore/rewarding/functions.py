@@ -8,14 +8,11 @@ OpenRLHF   reward_func(queries, prompts, labels, **kw) -> {"rewards": ...}      
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
-import math
-import numbers
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from gcore.rewarding.source import Answer, BadAnswer, is_finite, number, scalar, short
 from gcore.types import Rollout, UserError
 
 Function = Callable[..., Any]
@@ -86,18 +84,6 @@ def _import_file(name: str, key: str) -> ModuleType:
     return module
 
 
-class BadAnswer(ValueError):
-    """A function returned something that is not a reward; the message begins with what it returned."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a function said of each sibling. Answer(values=[1.0, None], extras=[{"acc": 1.0}, {}])"""
-
-    values: list[float | None]
-    extras: list[dict[str, float]]
-
-
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A function and how to call it. `await adapter(group)` raises BadAnswer when what came back is not a reward."""
@@ -113,17 +99,38 @@ class Adapter:
         """Parameters that neither the dataset's columns nor the recipe fill."""
         return sorted(self.required - set(columns) - set(self.args))
 
+    @property
+    def is_async(self) -> bool:
+        return _is_async(self.function)
+
     async def __call__(self, group: Sequence[Rollout]) -> Answer:
-        if self.style == "verl":
-            return _read_verl(await self._run([self._verl(rollout) for rollout in group]))
-        call = self._trl(group) if self.style == "trl" else self._openrlhf(group)
-        return _read_batch((await self._run([call]))[0], len(group))
+        return self.read(await self._run(self.calls(group)), len(group))
+
+    def calls(self, group: Sequence[Rollout]) -> list[dict[str, Any]]:
+        """The arguments of every call that the group takes, for `invoke`: one, or in verl's style one a sample."""
+        match self.style:
+            case "verl":
+                return [self._verl(rollout) for rollout in group]
+            case "trl":
+                return [self._trl(group)]
+            case "openrlhf":
+                return [self._openrlhf(group)]
+
+    def invoke(self, call: Mapping[str, Any]) -> Any:
+        """Token ids become lists only here: as arrays they travel fast to another process."""
+        if self.style == "trl" and "completion_ids" in call:
+            call = {**call, "completion_ids": [tokens_S.tolist() for tokens_S in call["completion_ids"]]}
+        return self.function(**call)
+
+    def read(self, answers: list[Any], num: int) -> Answer:
+        """What these calls returned, as the rewards of `num` siblings. Raises BadAnswer."""
+        return _read_verl(answers) if self.style == "verl" else _read_batch(answers[0], num)
 
     async def _run(self, calls: list[dict[str, Any]]) -> list[Any]:
         """Async functions run here, all calls at once; sync ones in one thread, in order, off the event loop."""
-        if _is_async(self.function):
-            return list(await asyncio.gather(*(self.function(**call) for call in calls)))
-        answers = await asyncio.to_thread(lambda: [self.function(**call) for call in calls])
+        if self.is_async:
+            return list(await asyncio.gather(*(self.invoke(call) for call in calls)))
+        answers = await asyncio.to_thread(lambda: [self.invoke(call) for call in calls])
         return [await answer if inspect.isawaitable(answer) else answer for answer in answers]
 
     def _trl(self, group: Sequence[Rollout]) -> dict[str, Any]:
@@ -136,7 +143,7 @@ class Adapter:
                 rollout.text if isinstance(prompt, str) else [{"role": "assistant", "content": rollout.text}]
                 for rollout, prompt in zip(group, raw, strict=True)
             ],
-            completion_ids=[rollout.tokens_S.tolist() for rollout in group],
+            completion_ids=[rollout.tokens_S for rollout in group],
         )
 
     def _verl(self, rollout: Rollout) -> dict[str, Any]:
@@ -221,12 +228,12 @@ def _read_verl(answers: list[Any]) -> Answer:
         if isinstance(answer, Mapping):
             if "score" not in answer:
                 raise BadAnswer(f"returned {short(answer)}; expected a number or a dict with 'score'")
-            others = {name: _scalar(value) for name, value in answer.items() if name != "score"}
-            extras.append({name: float(value) for name, value in others.items() if _is_finite(value)})
-            values.append(_value(answer["score"], answer))
+            others = {name: scalar(value) for name, value in answer.items() if name != "score"}
+            extras.append({name: float(value) for name, value in others.items() if is_finite(value)})
+            values.append(number(answer["score"], answer))
         else:
             extras.append({})
-            values.append(_value(answer, answer))
+            values.append(number(answer, answer))
     return Answer(values, extras)
 
 
@@ -243,26 +250,15 @@ def _read_batch(answer: Any, num: int) -> Answer:
         for name, column in {**others, **(logs if isinstance(logs, Mapping) else {})}.items():
             values = _listed(column)
             if values is not None and len(values) == num:
-                for extra, value in zip(extras, map(_scalar, values), strict=True):
-                    if _is_finite(value):
+                for extra, value in zip(extras, map(scalar, values), strict=True):
+                    if is_finite(value):
                         extra[name] = float(value)
     listed = _listed(rewards)
     if listed is None:
         raise BadAnswer(f"returned {short(answer)}; expected a list of {num} numbers")
     if len(listed) != num:
         raise BadAnswer(f"returned {len(listed)} rewards for {num} completions: {short(answer)}")
-    return Answer([_value(value, answer) for value in listed], extras)
-
-
-def _value(value: Any, answer: Any) -> float | None:
-    value = _scalar(value)
-    if value is None:
-        return None
-    if not isinstance(value, numbers.Real):
-        raise BadAnswer(f"returned {short(value)} in {short(answer)}; expected numbers")
-    if not math.isfinite(value):
-        raise BadAnswer(f"returned {value} in {short(answer)}; expected finite numbers")
-    return float(value)
+    return Answer([number(value, answer) for value in listed], extras)
 
 
 def _listed(value: Any) -> list[Any] | None:
@@ -270,23 +266,6 @@ def _listed(value: Any) -> list[Any] | None:
     if hasattr(value, "tolist"):
         value = value.tolist()
     return list(value) if isinstance(value, list | tuple) else None
-
-
-def _scalar(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's own."""
-    if hasattr(value, "item"):
-        with contextlib.suppress(ValueError, RuntimeError):  # more than one element
-            return value.item()
-    return value
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
-
-
-def short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _one_line(error: BaseException) -> str:

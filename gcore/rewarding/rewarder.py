@@ -1,64 +1,89 @@
-"""Rewards by functions: their weighted sum. One that fails is asked again; then the group has no reward at all."""
+"""Several opinions, one reward: their weighted sum. A source that fails is asked again; then the group has none at all.
+
+group ──> every source at once ──(retry)──> blend ──> Scored, or RewardError (the group is dropped and counted)
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
-from gcore.config.tree import Rewards
-from gcore.rewarding.functions import Adapter, Answer, BadAnswer, adapt, load_function, short
-from gcore.types import RewardError, Rollout, Scored, UserError
+from gcore.protocols import RoleDied, RoleError
+from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut, short
+from gcore.types import Message, RewardError, Rollout, Scored, UserError
 
 
-class RuleRewarder:
-    """Implements protocols.Rewarder. Functions are imported and their signatures recognised here, before the run."""
+class Blend:
+    """Implements protocols.Rewarder."""
 
-    def __init__(self, rewards: Rewards, backoff_s: float = 0.1):
-        self.attempts, self.backoff_s = rewards.attempts, backoff_s
-        self.errors = 0  # groups left without a reward
-        self.retries = 0  # calls made again
-        self.functions: dict[str, tuple[float, Adapter]] = {}
-        for index, spec in enumerate(rewards.functions):
-            key = f"rewards.functions.{index}"
-            self.functions[spec.name] = (spec.weight, adapt(load_function(spec.path, f"{key}.path"), spec.args, key))
+    def __init__(self, sources: Sequence[Source], backoff_s: float = 0.1, pools: Sequence[Any] = ()):
+        self.pools = pools
+        self.sources = {source.name: source for source in sources}
+        self.backoff_s = backoff_s
+        self.counts: Counter[str] = Counter()
 
     def check(self, columns: Collection[str]) -> None:
-        """Before the run: does the dataset (a prompt's `columns`) have what the functions ask for?"""
-        for name, (_, adapter) in self.functions.items():
-            if missing := adapter.missing(columns):
-                raise UserError(
-                    f"rewards.functions: {name} needs {', '.join(missing)}; the dataset has "
-                    f"{', '.join(sorted(columns))} (change its columns, or set the function's args)"
-                )
+        """Before the run: does the dataset (a prompt's `columns`) have what the sources ask for?"""
+        for source in self.sources.values():
+            source.check(columns)
 
     async def score(self, group: Sequence[Rollout]) -> list[Scored]:
-        """Siblings of one prompt, scored together, by all functions at once. Raises RewardError; never makes up a 0."""
-        try:
-            asked = (self._ask(name, adapter, group) for name, (_, adapter) in self.functions.items())
-            results = await asyncio.gather(*asked, return_exceptions=True)
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
-            answers = dict(zip(self.functions, (r for r in results if isinstance(r, Answer)), strict=True))
-            return [self._blend(i, rollout, answers) for i, rollout in enumerate(group)]
-        except RewardError:
-            self.errors += 1
-            raise
+        """Siblings of one prompt, by all sources at once. Raises RewardError; never makes up a 0."""
+        results = await asyncio.gather(*(self._ask(s, group) for s in self.sources.values()), return_exceptions=True)
+        answers: dict[str, Answer] = {}
+        for name, result in zip(self.sources, results, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            answers[name] = result
+        return [self._blend(i, rollout, answers) for i, rollout in enumerate(group)]
 
-    async def _ask(self, name: str, adapter: Adapter, group: Sequence[Rollout]) -> Answer:
-        prompt = group[0].prompt
-        if missing := adapter.missing(prompt.columns):  # asking again would not help
-            raise RewardError(f"reward {name!r}, prompt {prompt.id}: the row has no column {', '.join(missing)}")
-        for attempt in range(self.attempts):
+    async def ask(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
+        """One source alone, unweighted: for workflows that choose by it."""
+        if name not in self.sources:
+            raise UserError(f"no reward is called {name!r}; there are {list(self.sources)} (keys: workflow, rewards)")
+        return (await self._ask(self.sources[name], group)).values
+
+    async def say(self, judge: str, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
+        say = getattr(self.sources.get(judge), "say", None)
+        if say is None:
+            speakers = [name for name, source in self.sources.items() if hasattr(source, "say")]
+            raise UserError(f"no judge is called {judge!r}; there are {speakers} (keys: workflow, rewards.judges)")
+        text: str = await say(messages, (judge, *key), **params)
+        return text
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened since the last call, over all sources: retries, timeouts, and whatever else they count."""
+        counts, self.counts = self.counts, Counter()
+        for source in self.sources.values():
+            counts.update(source.counts)
+            source.counts.clear()
+        return dict(counts)
+
+    def close(self) -> None:
+        for source in self.sources.values():
+            source.close()
+
+    async def _ask(self, source: Source, group: Sequence[Rollout]) -> Answer:
+        cause: Exception
+        for attempt in range(source.attempts):
             if attempt:
-                self.retries += 1
+                self.counts["retries"] += 1
                 await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
             try:
-                return await adapter(group)
+                return await source.answer(group, attempt)
+            except (RewardError, UserError, RoleError, RoleDied):
+                raise
+            except TimedOut as error:
+                self.counts["timeouts"] += 1
+                cause = error
             except Exception as error:
                 cause = error
-        said = str(cause) if isinstance(cause, BadAnswer) else f"raised {short(cause)}"
-        raise RewardError(f"reward {name!r}, prompt {prompt.id}: {said} (tried {self.attempts} times)") from cause
+        said = str(cause) if isinstance(cause, BadAnswer | TimedOut) else f"raised {short(cause)}"
+        prompt = group[0].prompt
+        asked = f"reward {source.name!r}, prompt {prompt.id}"
+        raise RewardError(f"{asked}: {said} (tried {source.attempts} times)") from cause
 
     def _blend(self, i: int, rollout: Rollout, answers: dict[str, Answer]) -> Scored:
         """None is TRL's "does not apply to this sample": left out of the sum; nothing left is a failure."""
@@ -69,11 +94,12 @@ class RuleRewarder:
             if value is not None:
                 applied = True
                 parts[name] = value
-                reward += self.functions[name][0] * value
-            parts |= {f"{name}/{extra}": number for extra, number in answer.extras[i].items()}
+                reward += self.sources[name].weight * value
+            if answer.extras:
+                parts |= {f"{name}/{extra}": number for extra, number in answer.extras[i].items()}
         if not applied:
             raise RewardError(
-                f"reward {', '.join(map(repr, answers))}, prompt {rollout.prompt.id}: every function returned None "
+                f"reward {', '.join(map(repr, answers))}, prompt {rollout.prompt.id}: every source returned None "
                 f"for sibling {rollout.sibling}; expected a number from at least one"
             )
         return Scored(rollout=rollout, reward=reward, parts=parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -38,21 +39,34 @@ class GlooGroup:
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float = TIMEOUT_S) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="collective")
-        self._round = 0
         self._timeout_s = timeout_s
+        self._open("0")
         self._pool.submit(join, rendezvous, "gloo", timeout_s).result()
         self._store: Store = dist.distributed_c10d._get_default_store()
+        self._members: Any = None  # the default group
+        self._lines = 0
+
+    def _open(self, name: str) -> None:
+        self._name, self._round = name, 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"collective-{name}")
 
     async def all_gather(self, name: str, value: Any) -> list[Any]:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._all_gather, name, value)
 
+    def line(self) -> GlooGroup:
+        self._lines += 1
+        line = copy.copy(self)
+        line._open(f"{self._name}.{self._lines}")
+        limit = timedelta(seconds=self._timeout_s)
+        line._members = self._pool.submit(dist.new_group, backend="gloo", timeout=limit).result()
+        return line
+
     def _all_gather(self, name: str, value: Any) -> list[Any]:
         self._round += 1
-        self._store.set(f"at/{self.rank}", f"{self._round} {name}")
+        self._store.set(f"at/{self._name}/{self.rank}", f"{self._round} {name}")
         values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self._members)
         except RuntimeError as error:
             raise TimeoutError(
                 f"collective {name!r} failed after up to {self._timeout_s:.0f} s: {self._missing(name)}"
@@ -61,7 +75,7 @@ class GlooGroup:
 
     def _missing(self, name: str) -> str:
         try:
-            keys = [f"at/{rank}" for rank in range(self.size)]
+            keys = [f"at/{self._name}/{rank}" for rank in range(self.size)]
             notes = [self._store.get(key) if self._store.check([key]) else b"0 the start" for key in keys]
             places = [note.decode().split(" ", 1) for note in notes]
         except RuntimeError:

@@ -58,6 +58,9 @@ class LocalRuntime:
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
+    async def revive(self, name: str) -> None:
+        raise AssertionError(f"{name} shares this process; it cannot have died alone")
+
     def stop(self) -> None:
         for role in reversed(self._roles):
             close = getattr(role, "close", None)
@@ -71,9 +74,9 @@ class Hub:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._rounds: dict[int, tuple[dict[int, Any], asyncio.Event]] = {}
+        self._rounds: dict[tuple[int, int], tuple[dict[int, Any], asyncio.Event]] = {}
 
-    async def exchange(self, number: int, rank: int, value: Any) -> list[Any]:
+    async def exchange(self, number: tuple[int, int], rank: int, value: Any) -> list[Any]:
         values, full = self._rounds.setdefault(number, ({}, asyncio.Event()))
         values[rank] = value
         if len(values) == self.size:
@@ -86,11 +89,17 @@ class Hub:
 class LocalGroup:
     """Implements protocols.Group among tasks of one event loop."""
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    def __init__(self, rendezvous: Rendezvous, line: int = 0) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
-        self._hub: Hub = rendezvous.hub
-        self._round = 0
+        self._rendezvous, self._hub, self._line = rendezvous, rendezvous.hub, line
+        self._round = self._lines = 0
 
     async def all_gather(self, name: str, value: Any) -> list[Any]:
         self._round += 1
-        return await self._hub.exchange(self._round, self.rank, value)
+        values: list[Any] = await self._hub.exchange((self._line, self._round), self.rank, value)
+        return values
+
+    def line(self) -> LocalGroup:
+        assert self._line == 0, "lines are asked for from the first"
+        self._lines += 1
+        return LocalGroup(self._rendezvous, self._lines)

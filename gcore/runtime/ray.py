@@ -125,6 +125,8 @@ class RayRuntime:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **(own if self._owns_cluster else {}))
         self._actors: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
+        self._down: set[str] = set()  # roles whose death was told, and that are not back
+        self._recipes: dict[str, tuple[Any, ...]] = {}  # what each role was built of
         self._memory: dict[str, float] = {}
         self._daemons = {p.pid: p for p in _descendants() if p.name().startswith(("gcs_server", "raylet"))}
         self._seen: dict[int, psutil.Process] = {}
@@ -148,9 +150,12 @@ class RayRuntime:
     ) -> list[RayHandle]:
         import ray
 
+        if not args:
+            return []
         names = [f"{kind}-{rank}" for rank in range(len(args))]
         for rank, name in enumerate(names):
-            options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "max_restarts": 0}
+            restarts = 0 if kind in ("controller", "trainer") else -1  # Ray brings the process back, `revive` the role
+            options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "max_restarts": restarts}
             if self._bundles is not None and kind != "controller":
                 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -174,13 +179,16 @@ class RayRuntime:
         pids = await asyncio.gather(*builds)
         self._look()
         self._pids |= dict(zip(names, pids, strict=True))
+        rendezvous = [Rendezvous(rank, len(args), address, None) for rank in range(len(args))]
+        self._recipes |= dict(zip(names, ((factory, a, r) for a, r in zip(args, rendezvous, strict=True)), strict=True))
         return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
 
     def processes(self) -> dict[str, int]:
         return dict(self._pids)
 
     async def watch(self) -> None:
-        gone = [asyncio.ensure_future(self._until_gone(name, actor)) for name, actor in self._actors.items()]
+        up = [(name, actor) for name, actor in self._actors.items() if name not in self._down]
+        gone = [asyncio.ensure_future(self._until_gone(name, actor)) for name, actor in up]
         daemons = asyncio.ensure_future(self._watch_daemons())
         try:
             done, _ = await asyncio.wait([*gone, daemons], return_when=asyncio.FIRST_COMPLETED)
@@ -190,10 +198,25 @@ class RayRuntime:
             for task in [*gone, daemons]:
                 task.cancel()
 
+    async def revive(self, name: str) -> None:
+        """Ray has started the process again, or is about to; the role itself is built anew."""
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                self._pids[name] = await translate(name, self._actors[name].build.remote(*self._recipes[name]))
+                self._down.discard(name)
+                self._look()
+                return
+            except RoleDied:  # not back yet
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
+
     async def _until_gone(self, name: str, actor: Any) -> None:
         try:
             await translate(name, actor.until_gone.remote())
         except RoleDied:
+            self._down.add(name)
             known = ""
             if name in self._memory:
                 free = psutil.virtual_memory().available / 2**20

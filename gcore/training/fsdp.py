@@ -31,6 +31,7 @@ from gcore.training.micro import Packed, to_tensors
 from gcore.training.policy import Policy
 from gcore.training.schedule import learning_rate
 from gcore.types import MiniBatch, Sample, TrainBatch, UserError
+from gcore.wire import OnGpu, seal, to_wire
 
 T = TypeVar("T")
 
@@ -47,9 +48,9 @@ class FsdpTrainer:
         threads: int,
         shard: int,
         tracer: Tracer,
-        serve: tuple[torch.dtype, bool] = (torch.float32, False),
+        serve: tuple[torch.dtype, state.Way] = (torch.float32, "host"),
     ) -> None:
-        """`serve`: precision of the engines' weights, and whether the engines are in this process."""
+        """`serve`: precision of the engines' weights, and how they take them."""
         self._config, self._device, self._tracer = config, device, tracer
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._make_network, self._dtype = make_network, dtype
@@ -70,6 +71,8 @@ class FsdpTrainer:
         self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
         self._policy = self._shard(self._make_network())
         self._optimizer = self._new_optimizer()
+        self._parts = state.parts_of(self._policy.network, self._serve[0])
+        self._lent: dict[int, dict[str, Tensor]] = {}  # parts that engines may still be reading from this GPU
 
     def _shard(self, network: Any) -> Policy:
         policy = Policy(network).train()
@@ -123,8 +126,11 @@ class FsdpTrainer:
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         return await self._in_thread(self._update, batch)
 
-    async def weights(self) -> dict[str, Any]:
-        return await self._in_thread(state.served_weights, self._policy.network, *self._serve)
+    async def weight_parts(self) -> tuple[int, bool]:
+        return len(self._parts), self._serve[1] == "gpu"
+
+    async def weights(self, part: int) -> dict[str, Any]:
+        return await self._in_thread(self._weights, part)
 
     async def save(self, folder: str) -> None:
         await self._in_thread(self._save, Path(folder))
@@ -169,7 +175,18 @@ class FsdpTrainer:
                         for i, key in enumerate(packed.keys):
                             store[key] = logprobs_S[packed.sample_S == i]
 
+    def _weights(self, part: int) -> dict[str, Any]:
+        dtype, way = self._serve
+        tensors = state.served_weights(self._policy.network, self._parts[part], dtype, way)
+        if way == "gpu":
+            self._lent.pop(part - 2, None)  # the one before may still be on its way
+            self._lent[part] = tensors
+        if way == "process" or not tensors:
+            return dict(tensors)
+        return seal(tensors, OnGpu if way == "gpu" else to_wire)
+
     def _update(self, batch: TrainBatch) -> dict[str, float]:
+        self._lent.clear()
         totals: dict[str, float] = {}
         with self._tracer.span("update", step=batch.step):
             for mini in batch.mini_batches:
@@ -215,15 +232,20 @@ class FsdpTrainer:
         before_S = logprobs_S.detach() if old_S is None else old_S
         steps = losses.Steps(logprobs_S, before_S, packed.advantages_S, packed.loss_mask_S, packed.sample_S, num_local)
         loss_S, clipped_S = losses.POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
+        mask_S = packed.loss_mask_S
+        importance_S, capped_S = losses.importance(before_S, packed.rollout_logprobs_S, steps, algorithm)
+        if algorithm.importance != "none":
+            loss_S = loss_S * importance_S
         pg_loss = (loss_S * weights_S).sum()
         loss = pg_loss - algorithm.entropy_coef * (entropy_S * weights_S).sum()
-        mask_S = packed.loss_mask_S
         parts = {
             "pg_loss": pg_loss,
             "entropy": (entropy_S * mask_S).sum(),
             "clipped": (clipped_S * mask_S).sum(),
             "approx_kl": ((before_S - logprobs_S) * mask_S).sum(),
             "logprob_diff": ((before_S - packed.rollout_logprobs_S).abs() * mask_S).sum(),
+            "importance": (importance_S * mask_S).sum(),
+            "importance_capped": (capped_S * mask_S).sum(),
             "actions": mask_S.sum(),
         }
         ref_S = self._stored(self._ref, packed)

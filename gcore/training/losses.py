@@ -59,6 +59,19 @@ PolicyLoss = Callable[[Steps, Algorithm], tuple[Tensor, Tensor]]
 POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
 
 
+def importance(before_S: Tensor, rollout_S: Tensor, steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """How much each step counts because another policy sampled it: min(p_trainer / p_engine, cap), without gradient.
+
+    `before_S` are the trainer's logprobs before the update, `rollout_S` those the tokens were sampled with. Returns the
+    weights and where the cap decided.
+    """
+    log_ratio = (before_S - rollout_S).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if algorithm.importance == "sequence":
+        log_ratio = _sample_mean(log_ratio, steps)[steps.sample_S]
+    ratio = log_ratio.exp()
+    return ratio.clamp(max=algorithm.importance_cap), ratio > algorithm.importance_cap
+
+
 def kl_penalty(logprobs_S: Tensor, ref_logprobs_S: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(policy || reference): never negative, unbiased, low variance."""
     difference = (ref_logprobs_S - logprobs_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -4,8 +4,9 @@ number of ranks. Every function here is called by all ranks together (gathering 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,8 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-from gcore.models import to_wire
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -34,13 +33,31 @@ def gather_weights(network: Any, everywhere: bool = False) -> dict[str, np.ndarr
     return result
 
 
-def served_weights(network: Any, dtype: torch.dtype, in_process: bool) -> dict[str, Any]:
-    """For the engines, on rank 0: in their precision; where they share this process, the tensors themselves."""
-    result: dict[str, Any] = {}
+PART_BYTES = 2**30
+Way = Literal["process", "gpu", "host"]  # how engines take weights: the same process, the same GPU, or host memory
+
+
+def parts_of(network: Any, dtype: torch.dtype) -> list[list[str]]:
+    """Names of the parameters, in parts of about PART_BYTES in the engines' precision."""
+    parts: list[list[str]] = [[]]
+    size = 0
     for name, parameter in network.named_parameters():
-        whole = _whole(parameter.detach()).to(dtype)
-        if dist.get_rank() == 0:
-            result[name] = whole if in_process else to_wire(whole)
+        if size > PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += parameter.numel() * dtype.itemsize
+    return parts
+
+
+def served_weights(network: Any, names: Sequence[str], dtype: torch.dtype, way: Way) -> dict[str, Tensor]:
+    """These parameters, whole and in the engines' precision; on rank 0, or on every rank where each serves its GPU."""
+    parameters = dict(network.named_parameters())
+    result: dict[str, Tensor] = {}
+    for name in names:
+        whole = _whole(parameters[name].detach()).to(dtype)
+        if way == "gpu" or dist.get_rank() == 0:
+            result[name] = whole
     return result
 
 

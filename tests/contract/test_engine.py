@@ -1,13 +1,18 @@
 """The contract of protocols.Engine. Every engine that joins is added to ENGINES and passes the same tests.
 
-What only some can promise (the last bits, the noise) is asked of those in EXACT.
+What only some can promise (the last bits, the noise) is asked of those in EXACT. vLLM is tested where it is installed;
+what only it does is in test_vllm_engine.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import importlib.util
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -28,14 +33,14 @@ MAX_LENGTH = 64
 
 def network_of(architecture: str = "qwen3", seed: int = 0, **sizes: int) -> Any:
     """Small, with weights large enough for distributions that are neither flat nor certain."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, **sizes}
-    build = BuildModel(architecture=architecture, max_length=MAX_LENGTH, alphabet=ALPHABET, **sizes)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, **sizes}
+    build = BuildModel(architecture=architecture, alphabet=ALPHABET, **{"max_length": MAX_LENGTH, **sizes})
     tokenizer = build_char_tokenizer(ALPHABET)
     network = load_model(Model(build=build), tokenizer, seed, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.dim() == 2:
-                parameter.mul_(8)
+                parameter.mul_(45 / sizes["hidden_size"] ** 0.5)
     network.generation_config.eos_token_id = None
     return network
 
@@ -51,8 +56,51 @@ def embedded_by_library(network: Any, max_concurrent: int = 32) -> EmbeddedEngin
     return engine
 
 
+VLLM = importlib.util.find_spec("vllm") is not None
+lent: dict[str, Any] = {}  # vLLM takes seconds to start: one engine of an architecture, lent to one test after another
+
+
+class Lent:
+    """The engine of an architecture as a test gets it: with the weights of its network, and nothing else remembered."""
+
+    def __init__(self, network: Any, max_concurrent: int) -> None:
+        kind = network.config.model_type
+        if kind not in lent:
+            lent[kind] = open_vllm(network, max_concurrent=1024)
+        else:
+            asyncio.run(asyncio.wait_for(lent[kind].load_weights(0, weights_of(network)), 20))
+        self._engine, lent[kind].borrower = lent[kind], self
+        self._engine._options = dataclasses.replace(self._engine._options, max_concurrent=max_concurrent)
+        self._engine._generated, self._engine._busy_s = 0, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        assert self._engine.borrower is self, "lent to another since"
+        return getattr(self._engine, name)
+
+    def close(self) -> None:
+        assert self._engine.borrower is not self or not (self._engine._jobs or self._engine._inbox)
+
+
+def open_vllm(network: Any, **options: Any) -> Any:
+    from gcore.generation.vllm import VllmEngine
+    from gcore.generation.vllm_core import VllmOptions
+
+    folder = Path(mkdtemp(prefix="gcore-vllm-"))
+    network.save_pretrained(folder)
+    build_char_tokenizer(ALPHABET).save_pretrained(folder)
+    length = network.config.max_position_embeddings
+    options = {"max_concurrent": 32, "max_length": length, "dtype": "float32", "cpu_cache_gib": 0.25, **options}
+    return VllmEngine(folder, VllmOptions(**options))
+
+
+def vllm(network: Any, max_concurrent: int = 32) -> Lent:
+    return Lent(network, max_concurrent)
+
+
 ENGINES: dict[str, Callable[..., Any]] = {"embedded": embedded, "embedded-by-library": embedded_by_library}
-EXACT = ["embedded", "embedded-by-library"]  # bitwise the same in any company; samples by the noise key
+EXACT = list(ENGINES)  # bitwise the same in any company; samples by the noise key
+if VLLM:
+    ENGINES["vllm"] = vllm
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,6 +111,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def return_the_lent() -> Iterator[None]:
+    yield
+    while lent:
+        lent.popitem()[1].close()
+
+
 @pytest.fixture(scope="module")
 def networks() -> dict[str, Any]:
     odd = network_of("llama", hidden_size=60, intermediate_size=100, heads=3, kv_heads=1)  # no powers of 2
@@ -71,21 +126,22 @@ def networks() -> dict[str, Any]:
 
 @pytest.fixture(params=list(ENGINES))
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    yield from _maker(ENGINES[request.param])
+    yield from _maker(request.param)
 
 
 @pytest.fixture(params=EXACT)
 def make_exact(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    yield from _maker(ENGINES[request.param])
+    yield from _maker(request.param)
 
 
-def _maker(maker: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+def _maker(name: str) -> Iterator[Callable[..., Any]]:
     made = []
 
     def make(*args: Any, **options: Any) -> Any:
-        made.append(maker(*args, **options))
+        made.append(ENGINES[name](*args, **options))
         return made[-1]
 
+    make.exact = name in EXACT  # type: ignore[attr-defined]
     yield make
     for engine in made:
         engine.close()
@@ -113,6 +169,15 @@ def run(engine: Any, *requests: Request) -> list[Completion]:
 
 def bits(completion: Completion) -> tuple[bytes, bytes, str]:
     return completion.tokens_S.tobytes(), completion.logprobs_S.tobytes(), completion.finish
+
+
+def alike(make: Any, found: list[Completion], expected: list[Completion]) -> bool:
+    """To the last bit where that is promised."""
+    if make.exact:
+        return [bits(c) for c in found] == [bits(c) for c in expected]
+    close = [np.allclose(c.logprobs_S, e.logprobs_S, rtol=0, atol=1e-5) for c, e in zip(found, expected, strict=True)]
+    said = [[(c.tokens_S.tolist(), c.finish) for c in side] for side in (found, expected)]
+    return said[0] == said[1] and all(close)
 
 
 def greedy(network: Any, tokens: np.ndarray, max_tokens: int) -> list[int]:
@@ -158,8 +223,9 @@ def test_answers_are_typed_and_ordered(make, networks):
     found = run(make(networks["qwen3"]), *requests)
     assert [len(c.tokens_S) for c in found] == [7, 1, 12, 3]
     for c in found:
-        assert (c.tokens_S.dtype, c.logprobs_S.dtype, c.version, c.finish) == (np.int32, np.float32, 0, "length")
-        assert len(c.logprobs_S) == len(c.tokens_S)
+        assert (c.tokens_S.dtype, c.logprobs_S.dtype, c.versions_S.dtype) == (np.int32, np.float32, np.int32)
+        assert len(c.logprobs_S) == len(c.versions_S) == len(c.tokens_S)
+        assert set(c.versions_S.tolist()) == {0} and c.finish == "length"
 
 
 def test_no_requests_no_answers(make, networks):
@@ -205,7 +271,7 @@ def test_impossible_requests_are_refused_and_harm_nobody(make, networks):
     ):
         with pytest.raises(UserError, match=words):
             run(engine, fine, bad)
-    assert bits(run(engine, fine)[0]) == bits(expected)
+    assert alike(make, run(engine, fine), [expected])
 
 
 # --- company
@@ -303,12 +369,19 @@ def test_siblings_share_one_prefill(networks):
 # --- sampling
 
 
-def test_the_key_decides_the_sample(make_exact, networks):
-    engine, p = make_exact(networks["qwen3"]), prompt(7)
-    first = run(engine, *(ask(p, 10, key=i) for i in range(20)))
-    again = run(make_exact(networks["qwen3"]), *(ask(p, 10, key=i) for i in range(20)))
-    assert [bits(c) for c in first] == [bits(c) for c in again]
+def test_the_key_decides_the_sample(make, networks):
+    p = prompt(7)
+    first = run(make(networks["qwen3"]), *(ask(p, 10, key=i) for i in range(20)))
+    again = run(make(networks["qwen3"]), *(ask(p, 10, key=i) for i in range(20)))
+    assert alike(make, first, again)
     assert len({c.tokens_S.tobytes() for c in first}) == 20
+
+
+def test_a_later_turn_has_other_noise(make, networks):
+    engine, p = make(networks["qwen3"]), prompt(7)
+    turns = run(engine, *(ask(p, 12, key=5, position=n) for n in (0, 1, 5, 12)))
+    assert len({c.tokens_S.tobytes() for c in turns}) == 4
+    assert alike(make, run(engine, *(ask(p, 12, key=5, position=n) for n in (0, 1, 5, 12))), turns)
 
 
 def test_a_later_turn_goes_on_with_the_noise(make_exact, networks):
@@ -403,8 +476,8 @@ def test_new_weights_take_effect_and_are_stamped(make, kind):
     (first,) = run(engine, ask(p, 10, temperature=0))
     asyncio.run(engine.load_weights(7, weights))
     (second,) = run(engine, ask(p, 10, temperature=0))
-    assert (first.tokens_S.tolist(), first.version) == (before, 0)
-    assert (second.tokens_S.tolist(), second.version) == (after, 7)
+    assert (first.tokens_S.tolist(), first.versions_S.tolist()) == (before, [0] * 10)
+    assert (second.tokens_S.tolist(), second.versions_S.tolist()) == (after, [7] * 10)
     # what was given is copied: changing it later changes nothing
     for value in weights.values():
         value[...] = 0
@@ -423,7 +496,12 @@ def test_weights_that_do_not_fit_are_refused_whole(make):
         with pytest.raises(Exception, match=last.replace(".", r"\.")):
             asyncio.run(asyncio.wait_for(engine.load_weights(3, bad), 10))
     found = run(engine, ask(p, 10, key=1))[0]
-    assert bits(found) == bits(expected) and found.version == 0
+    assert alike(make, [found], [expected]) and found.versions_S.tolist() == [0] * 10
+
+
+async def until_generated(engine: Any, tokens: int) -> None:
+    while (await engine.stats())["generated_tokens"] < tokens:
+        await asyncio.sleep(0.001)
 
 
 def test_weights_may_come_while_decoding(make):
@@ -434,13 +512,243 @@ def test_weights_may_come_while_decoding(make):
     async def both() -> list[Completion]:
         answers = asyncio.ensure_future(engine.generate(requests))
         for version in range(1, 6):
+            await until_generated(engine, 40 * version)
             await engine.load_weights(version, weights)
-            await asyncio.sleep(0.005)
         return await answers
 
     found = asyncio.run(asyncio.wait_for(both(), 60))
-    assert [len(c.tokens_S) for c in found] == [40] * 16
-    assert all(0 <= c.version <= 5 for c in found) and found[-1].version > found[0].version
+    expected = run(make(network), *requests)
+    assert alike(make, found, expected)  # the same weights again: nothing changes
+    versions = [c.versions_S.tolist() for c in found]
+    assert all(v == sorted(v) and len(v) == 40 and v[0] >= 0 and v[-1] <= 5 for v in versions)
+    assert versions[0][0] == 0 and versions[-1][-1] == 5
+    assert any(len(set(v)) > 1 for v in versions)
+
+
+def test_every_token_is_stamped_with_the_weights_it_comes_from(make):
+    """New weights in mid-sequence: up to the last old stamp the old policy's sample, from there on another one."""
+    old, new = network_of(seed=1), network_of(seed=2)
+    requests = [ask(prompt(4, i), 50, key=i) for i in range(24)]
+    before = run(make(network_of(seed=1)), *requests)
+    engine = make(old, max_concurrent=4)
+
+    async def both() -> list[Completion]:
+        answers = asyncio.ensure_future(engine.generate(requests))
+        await until_generated(engine, 150)
+        assert await engine.load_weights(3, weights_of(new)) == 3
+        return await answers
+
+    found = asyncio.run(asyncio.wait_for(both(), 60))
+    mixed = 0
+    for c, whole in zip(found, before, strict=True):
+        switch = int((c.versions_S == 0).sum())
+        assert c.versions_S.tolist() == [0] * switch + [3] * (50 - switch)
+        assert c.tokens_S[:switch].tolist() == whole.tokens_S[:switch].tolist()
+        assert np.abs(c.logprobs_S[:switch] - whole.logprobs_S[:switch]).max(initial=0) < 1e-5
+        if switch < 50:
+            assert c.logprobs_S[switch:].tolist() != whole.logprobs_S[switch:].tolist()
+        mixed += 0 < switch < 50
+    assert mixed > 0 and found[0].versions_S[0] == 0 and set(found[-1].versions_S.tolist()) == {3}
+
+
+def in_parts(network: Any, count: int) -> list[dict[str, np.ndarray]]:
+    weights = list(weights_of(network).items())
+    size = -(-len(weights) // count)
+    return [dict(weights[i : i + size]) for i in range(0, len(weights), size)]
+
+
+def test_weights_may_come_in_parts(make):
+    """Between the first part and the last nothing is decoded; those under way go on with the new weights then."""
+    old, new = network_of(seed=1), network_of(seed=2)
+    engine, parts, p = make(old, max_concurrent=2), in_parts(new, 4), prompt(9)
+    before, after = greedy(old, p, 40), greedy(new, p, 40)
+
+    async def load() -> list[Completion]:
+        running = asyncio.ensure_future(engine.generate([ask(p, 40, temperature=0)]))
+        await until_generated(engine, 5)
+        for i in range(3):
+            assert await engine.load_weights(4, parts[i], (i, 4)) == 0
+            for value in parts[i].values():  # what was given is copied
+                value[...] = 0
+        later = asyncio.ensure_future(engine.generate([ask(p, 40, temperature=0)]))
+        seen = (await engine.stats())["generated_tokens"]
+        await asyncio.sleep(0.1)
+        assert (await engine.stats())["generated_tokens"] == seen < 40 and not running.done() and not later.done()
+        assert await engine.load_weights(4, parts[3], (3, 4)) == 4
+        return [*await running, *await later]
+
+    mixed, later = asyncio.run(asyncio.wait_for(load(), 60))
+    switch = mixed.versions_S.tolist().index(4)
+    assert mixed.versions_S.tolist() == [0] * switch + [4] * (40 - switch)
+    assert mixed.tokens_S[:switch].tolist() == before[:switch] and mixed.tokens_S.tolist() != before
+    assert (later.tokens_S.tolist(), later.versions_S.tolist()) == (after, [4] * 40)
+
+
+def test_parts_that_do_not_fit_are_refused_and_may_come_again(make):
+    old, new = network_of(seed=1), network_of(seed=2)
+    engine, (first, second), p = make(old), in_parts(new, 2), prompt(9)
+    name = next(reversed(second))
+    wrong, short = {**second, name: second[name][:1]}, {k: v for k, v in second.items() if k != name}
+
+    async def load(*calls: tuple[dict[str, np.ndarray], tuple[int, int]]) -> int:
+        for weights, part in calls[:-1]:
+            with pytest.raises(Exception, match="version 4"):
+                await engine.load_weights(4, weights, part)
+        return await engine.load_weights(4, *calls[-1])
+
+    with pytest.raises(Exception, match="version 4"):
+        asyncio.run(asyncio.wait_for(engine.load_weights(4, second, (1, 2)), 20))  # the first is not there
+    assert run(engine, ask(p, 10, temperature=0))[0].tokens_S.tolist() == greedy(old, p, 10)
+    assert asyncio.run(asyncio.wait_for(load((first, (0, 2))), 20)) == 0
+    assert asyncio.run(asyncio.wait_for(load((wrong, (1, 2)), (short, (1, 2)), (second, (1, 2))), 20)) == 4
+    assert run(engine, ask(p, 10, temperature=0))[0].tokens_S.tolist() == greedy(new, p, 10)
+
+
+# --- sleeping
+
+
+def test_asleep_it_waits_and_awake_it_answers_as_before(make, networks):
+    engine, requests = make(networks["qwen3"]), crowd(6)
+    expected = run(engine, *requests)
+
+    async def nap() -> list[Completion]:
+        assert (await engine.sleep(1)).keys() == {"seconds", "freed_gb"}
+        answers = asyncio.ensure_future(engine.generate(requests))
+        await asyncio.sleep(0.05)
+        await engine.wake("weights")
+        await asyncio.sleep(0.05)
+        stats = await engine.stats()
+        assert (stats["waiting"], stats["running"], answers.done()) == (6, 0, False)
+        assert (await engine.wake()).keys() == {"seconds", "taken_gb"}
+        return await answers
+
+    assert alike(make, asyncio.run(asyncio.wait_for(nap(), 60)), expected)
+
+
+def test_it_does_not_fall_asleep_at_work(make, networks):
+    engine = make(networks["qwen3"], max_concurrent=2)
+    requests = [ask(prompt(4, i), 50, key=i) for i in range(10)]
+
+    async def nap() -> list[Completion]:
+        answers = asyncio.ensure_future(engine.generate(requests))
+        await until_generated(engine, 20)
+        with pytest.raises(Exception, match=r"sleep with \d+ requests under way"):
+            await engine.sleep(1)
+        return await answers
+
+    assert [len(c.tokens_S) for c in asyncio.run(asyncio.wait_for(nap(), 60))] == [50] * 10
+
+
+# --- aborting
+
+
+def test_abort_answers_at_once_with_what_there_is(make, networks):
+    """Two run, the others wait. All answer; the slots are free; what was said is the beginning of what would be."""
+    requests = [ask(prompt(4, i), 50, key=i) for i in range(60)]
+    whole = run(make(networks["qwen3"], max_concurrent=64), *requests)
+    engine = make(networks["qwen3"], max_concurrent=2)
+
+    async def give_up() -> tuple[list[Completion], dict[str, float]]:
+        answers = asyncio.ensure_future(engine.generate(requests, "mine"))
+        await until_generated(engine, 110)  # the first two are done, the next are under way
+        await engine.abort("mine")
+        return await answers, await engine.stats()
+
+    found, stats = asyncio.run(asyncio.wait_for(give_up(), 60))
+    lengths = [len(c.tokens_S) for c in found]
+    assert [c.finish for c in found] == ["length" if n == 50 else "abort" for n in lengths]
+    assert lengths[:2] == [50, 50] and lengths[-1] == 0 and any(0 < n < 50 for n in lengths)
+    for c, complete in zip(found, whole, strict=True):
+        n = len(c.tokens_S)
+        assert c.tokens_S.tolist() == complete.tokens_S[:n].tolist()
+        assert len(c.logprobs_S) == len(c.versions_S) == n
+        assert (c.tokens_S.dtype, c.logprobs_S.dtype, c.versions_S.dtype) == (np.int32, np.float32, np.int32)
+    assert (stats["running"], stats["waiting"]) == (0, 0)
+    assert stats["generated_tokens"] == sum(lengths) < 60 * 50  # nobody goes on with them
+    assert alike(make, run(engine, *requests[:4]), whole[:4])
+
+
+def test_abort_knows_the_ticket(make, networks):
+    """Another caller's requests, and those without a ticket, go on as if nothing had happened."""
+    engine, kept = make(networks["qwen3"], max_concurrent=4), crowd(12)
+    expected = run(engine, *kept)
+    done = sum(r.params.max_tokens for r in kept)
+
+    async def mixed() -> tuple[list[Completion], list[Completion], list[Completion]]:
+        mine = asyncio.ensure_future(engine.generate([ask(prompt(4, i), 50, key=i) for i in range(40)], "mine"))
+        theirs = asyncio.ensure_future(engine.generate(kept[:6], "theirs"))
+        nobodys = asyncio.ensure_future(engine.generate(kept[6:]))
+        await until_generated(engine, done + 20)
+        await engine.abort("mine")
+        return await mine, await theirs, await nobodys
+
+    mine, theirs, nobodys = asyncio.run(asyncio.wait_for(mixed(), 60))
+    assert alike(make, [*theirs, *nobodys], expected)
+    assert mine[-1].finish == "abort"
+
+
+def test_aborting_what_is_not_there_harms_nobody(make, networks):
+    engine, requests = make(networks["qwen3"], max_concurrent=4), crowd(12)
+    expected = run(engine, *requests)
+
+    async def calls() -> list[Completion]:
+        await engine.abort("never heard of")  # while idle
+        await engine.generate(requests[:2], "done")
+        await engine.abort("done")
+        answers = asyncio.ensure_future(engine.generate(requests, "mine"))
+        for ticket in ("never heard of", "done", "mine too"):
+            await engine.abort(ticket)
+            await asyncio.sleep(0.001)
+        return await answers
+
+    assert alike(make, asyncio.run(asyncio.wait_for(calls(), 60)), expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_last_bit_does_not_depend_on_who_is_aborted(make_exact, networks, seed):
+    """Rows leave from the middle of the batch at odd moments; those who stay move up, and notice nothing."""
+    engine, requests = make_exact(networks["qwen3"], max_concurrent=16), crowd(30)
+    alone = [bits(c) for c in run(make_exact(networks["qwen3"]), *requests)]
+    rng = np.random.default_rng(seed)
+
+    async def doomed(i: int) -> list[Completion]:
+        call = asyncio.ensure_future(engine.generate([ask(prompt(3 + i, 9), 40, key=100 + i)] * 2, f"doomed {i}"))
+        await asyncio.sleep(float(rng.random()) * 0.05)
+        await engine.abort(f"doomed {i}")
+        return await call
+
+    async def all_at_once() -> tuple[list[Completion], list[Completion]]:
+        kept, gone = list[Any](), list[Any]()
+        for i in range(15):
+            kept.append(asyncio.ensure_future(engine.generate(requests[2 * i : 2 * i + 2], f"kept {i}")))
+            gone.append(asyncio.ensure_future(doomed(i)))
+        stayed, left = await asyncio.gather(*kept), await asyncio.gather(*gone)
+        return [c for part in stayed for c in part], [c for part in left for c in part]
+
+    kept, gone = asyncio.run(asyncio.wait_for(all_at_once(), 60))
+    assert [bits(c) for c in kept] == alone
+    assert any(c.finish == "abort" for c in gone)
+
+
+def test_a_caller_that_is_cancelled_frees_its_slots(make, networks):
+    """As a pool does it: the call is gone, the ticket is aborted, and nothing is left behind."""
+    engine, request = make(networks["qwen3"], max_concurrent=2), ask(prompt(4), 10, key=1)
+    (expected,) = run(engine, request)
+
+    async def cancelled() -> Completion:
+        call = asyncio.ensure_future(engine.generate([ask(prompt(4, i), 50, key=i) for i in range(60)], "mine"))
+        await until_generated(engine, 20)
+        call.cancel()
+        await engine.abort("mine")
+        answer = (await engine.generate([request], "next"))[0]
+        stats = await engine.stats()
+        assert (stats["running"], stats["waiting"]) == (0, 0) and stats["generated_tokens"] < 60 * 50
+        return answer
+
+    assert alike(make, [asyncio.run(asyncio.wait_for(cancelled(), 60))], [expected])
+
+
+# --- counters
 
 
 def test_stats_count_tokens(make, networks):
@@ -488,8 +796,10 @@ def waiting_on(engine: Any, network: Any, then: Callable[[], None]) -> list[Base
     return asyncio.run(wait())
 
 
-def test_closing_ends_waiters(make, networks):
-    engine = make(networks["qwen3"], max_concurrent=2)
+@pytest.mark.parametrize("name", list(ENGINES))
+def test_closing_ends_waiters(networks, name):
+    maker = open_vllm if name == "vllm" else ENGINES[name]
+    engine = maker(networks["qwen3"], max_concurrent=2)
     found = waiting_on(engine, networks["qwen3"], engine.close)
     assert [type(e) for e in found] == [RuntimeError] * 3
     with pytest.raises(RuntimeError, match="stopped"):

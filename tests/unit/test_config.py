@@ -9,6 +9,7 @@ import yaml
 from gcore.config import dump_config, load_config
 from gcore.config.load import all_keys
 from gcore.config.reference import reference
+from gcore.config.reward_model import RewardModelConfig
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -208,7 +209,10 @@ def test_numbers_and_the_tokenizer_are_no_secrets(recipe):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.name)
 def test_recipes_parse(path):
-    assert load_config(path).run.steps > 0
+    if path.name == "reward_model.yaml":
+        assert load_config(path, into=RewardModelConfig).training.steps > 0
+    else:
+        assert load_config(path).run.steps > 0
 
 
 def test_there_are_recipes():
@@ -216,10 +220,10 @@ def test_there_are_recipes():
 
 
 def test_reference_names_every_key():
-    text = reference()
+    text = reference().replace("[].", ".")
     for key in all_keys():
         parent = any(other.startswith(key + ".") for other in all_keys())
-        assert parent or f"`{key}`" in text or f"`{'[].'.join(key.rsplit('.', 1))}`" in text, key
+        assert parent or f"`{key}`" in text, key
 
 
 def test_reference_is_up_to_date():

@@ -9,8 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "gcore"
-STAGES = ("prompts", "generation", "rewarding", "preparation", "training", "weights", "checkpoint", "observe")
-COMMON = ("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe", "gcore.models")
+STAGES = (
+    *("prompts", "generation", "rewarding", "preparation", "training", "weights", "checkpoint", "observe"),
+    "simulate",
+)
+COMMON = ("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe", "gcore.models", "gcore.wire")
 PURE = (
     "gcore.types",
     "gcore.protocols",

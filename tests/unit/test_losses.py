@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gcore.config.tree import Algorithm
-from gcore.training.losses import POLICY_LOSSES, Steps, kl_penalty, weights
+from gcore.training.losses import POLICY_LOSSES, Steps, importance, kl_penalty, weights
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())["cases"]
 LN = math.log
@@ -103,6 +103,62 @@ def test_k3_by_hand():
 def test_k3_is_unbiased():
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     assert (p * kl_penalty(p.log(), q.log())).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-6)
+
+
+# --- truncated importance sampling
+
+
+def weigh_by_policy(ratios, mask=None, sample=None, **options):
+    """ratios: how much likelier the trainer finds each token than the engine did."""
+    before = torch.tensor([-1.5] * len(ratios), dtype=torch.float64, requires_grad=True)
+    rollout = before.detach() - torch.tensor([LN(r) for r in ratios], dtype=torch.float64)
+    given = steps(ratios=[1.0] * len(ratios), advantages=[1.0] * len(ratios), mask=mask, sample=sample)
+    weights_S, capped_S = importance(before, rollout, given, Algorithm(**options))
+    assert not weights_S.requires_grad and not capped_S.requires_grad  # a weight, not a way to be likelier
+    return weights_S.tolist(), capped_S.tolist()
+
+
+def test_importance_is_the_ratio_up_to_the_cap():
+    found, capped = weigh_by_policy([0.25, 1.0, 1.99, 2.01, 50.0])
+    assert found == pytest.approx([0.25, 1.0, 1.99, 2.0, 2.0], abs=1e-12)
+    assert capped == [False, False, False, True, True]
+    assert weigh_by_policy([0.25, 4.0], importance_cap=5.0) == (pytest.approx([0.25, 4.0], abs=1e-12), [False, False])
+    assert weigh_by_policy([0.25, 4.0], importance_cap=0.1) == (pytest.approx([0.1, 0.1], abs=1e-12), [True, True])
+
+
+def test_importance_of_the_same_policy_is_one_exactly():
+    logprobs = torch.tensor([-0.1, -3.0, 0.0], dtype=torch.float64)
+    given = steps(ratios=[1.0] * 3, advantages=[1.0] * 3)
+    for mode in ("token", "sequence"):
+        weights_S, capped_S = importance(logprobs, logprobs.clone(), given, Algorithm(importance=mode))
+        assert (weights_S.tolist(), capped_S.any().item()) == ([1.0] * 3, False)
+
+
+def test_importance_of_a_sequence_is_the_geometric_mean_of_its_actions():
+    # sample 0: 2 and 1/2, and 100 that is no action of the policy: 1; sample 1: 9 and 1: 3, capped; sample 2: 1/4
+    found, capped = weigh_by_policy(
+        [2, 0.5, 100, 9, 1, 0.25],
+        mask=[1.0, 1, 0, 1, 1, 1],
+        sample=[0, 0, 0, 1, 1, 2],
+        importance="sequence",
+    )
+    assert found == pytest.approx([1, 1, 1, 2, 2, 0.25], abs=1e-12)
+    assert capped == [False, False, False, True, True, False]
+
+
+def test_importance_of_a_sample_without_actions_is_one():
+    found, _ = weigh_by_policy([5.0, 3.0, 0.5], mask=[0.0, 0, 1], sample=[0, 0, 1], importance="sequence")
+    assert found == pytest.approx([1.0, 1.0, 0.5], abs=1e-12)
+
+
+def test_importance_stays_finite():
+    given = steps(ratios=[1.0] * 2, advantages=[1.0] * 2)
+    far = torch.tensor([-500.0, 0.0], dtype=torch.float64), torch.tensor([0.0, -500.0], dtype=torch.float64)
+    weights_S, capped_S = importance(*far, given, Algorithm(importance_cap=1e12))
+    assert weights_S.tolist() == pytest.approx([math.exp(-20), math.exp(20)]) and not capped_S.any()
+
+
+# --- what each step counts
 
 
 def weigh(aggregation, **changes):

@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.tree import RewardFunction, Rewards
-from gcore.rewarding import RuleRewarder, adapt, load_function, rules
+from gcore.config.tree import RewardFunction
+from gcore.rewarding import rules
+from gcore.rewarding.functions import adapt, load_function
+from gcore.rewarding.rewarder import Blend
+from gcore.rewarding.threads import FunctionSource
 from gcore.types import Prompt, RewardError, Rollout, UserError
 
 
@@ -20,12 +23,12 @@ def group_of(*texts: str, messages=({"role": "user", "content": "1+1="},), **col
     n = len(texts)
     steps = np.zeros(2, np.float32)
     return [
-        Rollout(prompt, i, np.array([i, 2], np.int32), steps, steps == 0, text, 0, "stop")
+        Rollout(prompt, i, np.array([i, 2], np.int32), steps, steps == 0, text, np.zeros(2, np.int32), "stop")
         for i, text in zip(range(n), texts, strict=True)
     ]
 
 
-def rewarder_of(*functions, weights=(), attempts=2, **args) -> RuleRewarder:
+def rewarder_of(*functions, weights=(), attempts=2, **args) -> Blend:
     """A rewarder of functions that live here."""
     for index, function in enumerate(functions):
         globals()[f"_function_{index}"] = function
@@ -38,10 +41,10 @@ def rewarder_of(*functions, weights=(), attempts=2, **args) -> RuleRewarder:
         )
         for i in range(len(functions))
     ]
-    return RuleRewarder(Rewards(functions=specs, attempts=attempts), backoff_s=0)
+    return Blend([FunctionSource(s, attempts, f"rewards.functions.{i}") for i, s in enumerate(specs)], backoff_s=0)
 
 
-def score(rewarder: RuleRewarder, group):
+def score(rewarder: Blend, group):
     return asyncio.run(rewarder.score(group))
 
 
@@ -298,7 +301,7 @@ def test_weighted_sum_and_parts():
     assert (first.reward, second.reward) == (0.0, -2.0)
     assert first.parts == {"f0": 1.0, "f1": 4.0, "f1/acc": 0.5}
     assert first.rollout is group[0] and second.rollout is group[1]
-    assert (rewarder.errors, rewarder.retries) == (0, 0)
+    assert rewarder.counts["retries"] == 0
 
 
 def test_none_does_not_apply_and_is_left_out():
@@ -307,9 +310,8 @@ def test_none_does_not_apply_and_is_left_out():
     assert (first.reward, first.parts) == (0.5, {"f1": 0.5})
     assert (second.reward, second.parts) == (1.0, {"f0": 1.0})
     rewarder = rewarder_of(lambda completions: [None, 1.0], lambda completions: [None, 1.0])
-    with pytest.raises(RewardError, match="'f0', 'f1', prompt 70: every function returned None for sibling 0"):
+    with pytest.raises(RewardError, match="'f0', 'f1', prompt 70: every source returned None for sibling 0"):
         score(rewarder, group_of("2", "3"))
-    assert rewarder.errors == 1
 
 
 @pytest.mark.parametrize(
@@ -331,7 +333,7 @@ def test_what_is_not_a_reward_is_a_failure(answer, message):
     rewarder = rewarder_of(lambda completions: answer, attempts=3)
     with pytest.raises(RewardError, match=f"reward 'f0', prompt 70: .*{message}.*tried 3 times"):
         score(rewarder, group_of("2", "3"))
-    assert (rewarder.errors, rewarder.retries) == (1, 2)
+    assert rewarder.counts["retries"] == 2
 
 
 @pytest.mark.parametrize("answer", [{"acc": 1.0}, "1", float("-inf"), [1.0]])
@@ -351,13 +353,13 @@ def test_retries_until_it_answers():
 
     rewarder = rewarder_of(flaky, attempts=3)
     assert score(rewarder, group_of("2"))[0].reward == 1.0
-    assert (rewarder.errors, rewarder.retries) == (0, 2)
+    assert rewarder.counts["retries"] == 2
     calls.clear()
     rewarder = rewarder_of(flaky, attempts=2)
     with pytest.raises(RewardError, match=r"reward 'f0', prompt 70: raised ConnectionError\('server busy'\)") as caught:
         score(rewarder, group_of("2"))
     assert isinstance(caught.value.__cause__, ConnectionError)
-    assert (rewarder.errors, rewarder.retries) == (1, 1)
+    assert rewarder.counts["retries"] == 1
 
 
 def test_missing_columns_are_found_before_the_run_and_not_retried():
@@ -370,7 +372,7 @@ def test_missing_columns_are_found_before_the_run_and_not_retried():
     rewarder.check(["solution"])
     with pytest.raises(RewardError, match="the row has no column solution"):
         score(rewarder, group_of("2", answer="2"))
-    assert (rewarder.errors, rewarder.retries) == (1, 0)
+    assert rewarder.counts["retries"] == 0
 
 
 def test_groups_are_scored_concurrently():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gcore.config.tree import Config
-from gcore.models import from_wire, load_model, to_wire
+from gcore.models import load_model
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import lay_out
 from gcore.preparation.samples import meta_of
@@ -25,6 +25,7 @@ from gcore.training.policy import Policy
 from gcore.training.schedule import learning_rate
 from gcore.training.state import gather_weights
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch
+from gcore.wire import SEAL, from_wire, to_wire
 from tests.e2e.helpers import RECIPE
 
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ def update(trainer: FsdpTrainer, samples, batch: TrainBatch) -> dict[str, float]
 
 
 def weights_of(trainer: FsdpTrainer) -> dict[str, np.ndarray]:
-    return asyncio.run(trainer.weights())
+    return {k: v for k, v in asyncio.run(trainer.weights(0)).items() if k != SEAL}
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
@@ -241,22 +242,34 @@ def test_gradient_does_not_depend_on_the_split(aggregation, loss):
     assert split_stats == pytest.approx(stats, abs=1e-5)
 
 
+@pytest.mark.parametrize("importance", ["none", "token", "sequence"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_gradient_is_that_of_the_formula(aggregation):
-    """On policy: sum of -A logp over the steps that count, each sample alone, divided as the paper says."""
-    trainer = trainer_of(config_of(algorithm={"loss_aggregation": aggregation}))
+def test_gradient_is_that_of_the_formula(aggregation, importance):
+    """On policy: sum of -A w logp over the steps that count, each sample alone, divided as the paper says; w is how
+    much likelier the trainer finds a token than the engine said it was, at most 2."""
+    trainer = trainer_of(config_of(algorithm={"loss_aggregation": aggregation, "importance": importance}))
     samples = samples_of()
     found, stats = gradients_of(trainer, samples, batch_of(samples, 40))
-    network, losses = network_of(trainer._config), []
+    network, losses, ratios = network_of(trainer._config), [], []
     for s in samples:
         mask, advantage = torch.from_numpy(s.mask_S), float(s.advantages_S[0])
-        losses.append((-advantage * alone(network, s)[0][mask]).sum() / (mask.sum() if "seq" in aggregation else 1))
+        logprobs = alone(network, s)[0][mask]
+        log_ratio = logprobs.detach() - torch.from_numpy(s.rollout_logprobs_S)[mask]
+        log_ratio = log_ratio.mean().expand_as(log_ratio) if importance == "sequence" else log_ratio
+        ratios.append(log_ratio.exp())
+        weights = 1 if importance == "none" else ratios[-1].clamp(max=2)
+        losses.append((-advantage * weights * logprobs).sum() / (mask.sum() if "seq" in aggregation else 1))
     num_actions = sum(int(s.mask_S.sum()) for s in samples)
     divisor = {"token_mean": num_actions, "sequence_mean": 12, "fixed_length": 12 * MAX_RESPONSE_LENGTH}[aggregation]
     (sum(losses) / divisor).backward()
     for name, parameter in network.named_parameters():
         assert torch.allclose(found[name], parameter.grad, atol=1e-6, rtol=1e-4), name
     assert stats["actions"] == num_actions
+    ratios_A = torch.cat(ratios)
+    assert stats["importance"] == pytest.approx(float(ratios_A.clamp(max=2).sum()), rel=1e-4)
+    assert stats["importance_capped"] == int((ratios_A > 2).sum())
+    if importance == "token":
+        assert 0 < stats["importance_capped"] < num_actions
 
 
 def test_imitation_is_the_mean_negative_logprob():

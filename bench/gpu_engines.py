@@ -1,0 +1,238 @@
+"""Engines on one GPU: what G-Core's pool over vLLM costs, and how long weights, sleep and wake take.
+
+    python bench/gpu_engines.py [--sizes 0.5B 1.5B 7B] [--json FILE]
+
+Every measurement is of the real roles under Ray: a VllmEngine in its process, weights held by another process on the
+same GPU and handed over by weights/transfer.py. Models have random weights (Qwen2 shapes, bfloat16).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPES = {  # hidden, intermediate, layers, heads, kv heads
+    "0.5B": (896, 4864, 24, 14, 2),
+    "1.5B": (1536, 8960, 28, 12, 2),
+    "7B": (3584, 18944, 28, 28, 4),
+    "tiny": (64, 128, 2, 2, 1),
+}
+PROMPT, TOKENS = 64, 512
+
+
+def write_model(folder: Path, size: str) -> Path:
+    """config.json alone; the weights are made where they are needed."""
+    from transformers import Qwen2Config
+
+    hidden, intermediate, layers, heads, kv_heads = SHAPES[size]
+    vocabulary = 151_936 if size != "tiny" else 512
+    Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=size != "7B",
+        architectures=["Qwen2ForCausalLM"],
+        dtype="bfloat16",
+    ).save_pretrained(folder)
+    return folder
+
+
+class Holder:
+    """Stands for a trainer rank: the weights on the GPU, offered in parts; and a forward pass to compare logprobs."""
+
+    def __init__(self, folder: str, _: Any) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from gcore.training.state import parts_of
+
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            config = AutoConfig.from_pretrained(folder)
+            self.network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        self.parts = parts_of(self.network, torch.bfloat16)
+        self.lent: dict[int, Any] = {}
+
+    async def weight_parts(self) -> tuple[int, bool]:
+        return len(self.parts), True
+
+    async def weights(self, part: int) -> dict[str, Any]:
+        from gcore.wire import OnGpu, seal, to_wire
+
+        parameters = dict(self.network.named_parameters())
+        tensors = {name: parameters[name].detach() for name in self.parts[part]}
+        return seal(tensors, OnGpu if self.device.type == "cuda" else to_wire)
+
+    async def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
+        import torch
+
+        ids = torch.tensor([prompt + answer], device=self.device)
+        with torch.no_grad():
+            table = torch.log_softmax(self.network(ids).logits[0, len(prompt) - 1 : -1].float(), -1)
+        return table.gather(-1, torch.tensor(answer, device=self.device)[:, None])[:, 0].tolist()
+
+    async def size_gb(self) -> float:
+        return sum(p.numel() * p.element_size() for p in self.network.parameters()) / 2**30
+
+
+def make_engine(folder: str, concurrent: int, fraction: float, _: Any) -> Any:
+    from gcore.generation.vllm import VllmEngine
+    from gcore.generation.vllm_core import VllmOptions
+
+    options = VllmOptions(
+        max_concurrent=concurrent,
+        max_length=PROMPT + TOKENS,
+        dtype="bfloat16",
+        memory_fraction=fraction,
+        sleep=True,
+        seeds=False,
+        dummy=True,
+    )
+    return VllmEngine(Path(folder), options)
+
+
+def prompts(count: int) -> list[list[int]]:
+    import numpy as np
+
+    return [np.random.default_rng(i).integers(10, 500, PROMPT).tolist() for i in range(count)]
+
+
+async def through_the_pool(engine: Any, count: int, tokens: int) -> float:
+    """Tokens a second of `count` requests, as a controller sends them."""
+    import numpy as np
+
+    from gcore.generation.pool import EnginePool
+    from gcore.types import Request, SamplingParams
+
+    pool = EnginePool([engine], 0)
+    asked = [Request(np.array(p, np.int32), SamplingParams(tokens), i) for i, p in enumerate(prompts(count))]
+    started = time.perf_counter()
+    found = await asyncio.gather(*(pool.generate(asked[i : i + 8]) for i in range(0, count, 8)))
+    return sum(len(c.tokens_S) for group in found for c in group) / (time.perf_counter() - started)
+
+
+def bare(folder: str, count: int, tokens: int, fraction: float) -> float:
+    """The same with vLLM alone, in a process of its own."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=PROMPT + TOKENS,
+        max_num_seqs=count, gpu_memory_utilization=fraction, max_logprobs=1, disable_log_stats=True, seed=0,
+        logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True)
+    asked = [{"prompt_token_ids": p} for p in prompts(count)]
+    rates = []
+    for _ in range(3):
+        started = time.perf_counter()
+        found = llm.generate(asked, params, use_tqdm=False)
+        rates.append(sum(len(o.outputs[0].token_ids) for o in found) / (time.perf_counter() - started))
+    return max(rates)
+
+
+async def measure(size: str, folder: Path, count: int, tokens: int, fraction: float, gpu: bool) -> dict[str, float]:
+    from gcore.generation.pool import EnginePool
+    from gcore.runtime.ray import RayRuntime
+    from gcore.types import Request, SamplingParams
+    from gcore.weights.transfer import transfer
+
+    runtime = RayRuntime(1024, int(gpu), 0.45)
+    try:
+        started = time.perf_counter()
+        engines = await runtime.start_group("engine", make_engine, [(str(folder), count, fraction)])
+        row: dict[str, float] = {"start_s": time.perf_counter() - started}
+        holders = await runtime.start_group("holder", Holder, [(str(folder),)])
+        row["weights_gb"] = await holders[0].call("size_gb")
+        times = []
+        for version in range(1, 5):
+            started = time.perf_counter()
+            await transfer(holders, {0: engines[0]}, version)
+            times.append(time.perf_counter() - started)
+        row["update_s"] = min(times[1:])
+        rates = [await through_the_pool(engines[0], count, tokens) for _ in range(3)]
+        row["pool_tok_s"] = max(rates)
+        import numpy as np
+
+        pool = EnginePool(engines, 0)
+        asked = [Request(np.array(p, np.int32), SamplingParams(64), i) for i, p in enumerate(prompts(8))]
+        differences = []
+        for request, completion in zip(asked, await pool.generate(asked), strict=True):
+            theirs = await holders[0].call("logprobs", request.tokens_P.tolist(), completion.tokens_S.tolist())
+            differences.append(np.abs(np.array(theirs) - completion.logprobs_S).mean())
+        row["logprob_diff"] = float(np.mean(differences))
+        for level in (1, 2):
+            slept = [await engines[0].call("sleep", level)]
+            started = time.perf_counter()
+            await engines[0].call("wake", "weights")
+            await transfer(holders, {0: engines[0]}, 10 + level)
+            await engines[0].call("wake", "kv_cache")
+            row[f"wake{level}_and_update_s"] = time.perf_counter() - started
+            slept.append(await engines[0].call("sleep", level))
+            row[f"sleep{level}_s"] = min(s["seconds"] for s in slept)
+            row[f"sleep{level}_freed_gb"] = slept[-1]["freed_gb"]
+            await engines[0].call("wake", "weights")
+            await transfer(holders, {0: engines[0]}, 20 + level)
+            await engines[0].call("wake", "kv_cache")
+        after = await pool.generate(asked)
+        theirs = await holders[0].call("logprobs", asked[0].tokens_P.tolist(), after[0].tokens_S.tolist())
+        row["logprob_diff_after_sleep"] = float(np.abs(np.array(theirs) - after[0].logprobs_S).mean())
+        return row
+    finally:
+        runtime.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", nargs="+", default=["0.5B", "1.5B", "7B"])
+    parser.add_argument("--count", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--fraction", type=float, default=0.45)
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
+    parser.add_argument("--bare-size", nargs="*", default=["1.5B"], help="sizes to compare with bare vLLM")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.bare:
+        print("RATE", bare(args.bare, args.count, args.tokens, args.fraction))
+        return
+    import torch
+
+    gpu = torch.cuda.device_count() > 0
+    rows: dict[str, dict[str, float]] = {}
+    for size in args.sizes:
+        folder = write_model(Path(tempfile.mkdtemp()), size)
+        rows[size] = asyncio.run(measure(size, folder, args.count, args.tokens, args.fraction, gpu))
+        if size in args.bare_size:
+            command = [sys.executable, __file__, "--bare", str(folder), "--count", str(args.count)]
+            command += ["--tokens", str(args.tokens), "--fraction", str(args.fraction)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("RATE")]
+            if found:
+                rows[size]["bare_tok_s"] = float(found[0])
+                rows[size]["pool_share"] = rows[size]["pool_tok_s"] / float(found[0])
+            else:
+                print(done.stderr[-2000:])
+        print(size, {k: round(v, 3) for k, v in rows[size].items()}, flush=True)
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    print(f"\n{'':26}" + "".join(f"{size:>12}" for size in rows))
+    for name in names:
+        print(f"{name:26}" + "".join(f"{row[name]:12.3f}" if name in row else " " * 12 for row in rows.values()))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

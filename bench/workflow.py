@@ -1,0 +1,332 @@
+"""What a controller pays for a sample: CPU and memory of thousands of concurrent sample programs in one process.
+
+    python bench/workflow.py --json workflow.json
+    python bench/workflow.py --only "fixed, rule in the loop" --rounds 1 --profile
+
+One controller, one core (the process is pinned to it), one training step of `--programs` prompts with `--siblings`
+responses each, all of them under way at once. The engine is emulated: it sleeps. Everything else is the code of a run:
+prompts of the arithmetic task through chat template and tokenizer, SampleContext, EnginePool, Blend with a rule,
+Collector, Board and the local runtime.
+
+Counted is the CPU time of the whole process (all its threads) from the start of `Collector.step` to its return: prompts
+rendered and tokenised, requests made and routed, tokens decoded to text, rewards, blending, filter, ticks, the event
+loop itself, and the emulated engine. Then the engine's share is measured by itself: the same requests, made beforehand,
+from as many tasks that do nothing else. `controller` is the difference. Not counted: what another runtime than the
+local one adds for RPC; reward workers (`rule in workers`) are other processes, only the controller's side counts.
+
+Memory is the growth of the process's resident set from before the step to its peak, the emulated engine's included.
+Rows: `fixed`, every prompt counts; `strict` and `free`, dynamic sampling (with and without `sampling.deterministic`) in
+which about half of the groups are dropped, with as many started as that share asks for; `seldom gc`: with
+gc.freeze() and gc.set_threshold(50_000, 20, 100) before the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import cProfile
+import gc
+import json
+import multiprocessing
+import os
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+ALPHABET = "0123456789+="
+HERE = str(Path(__file__).resolve())
+DYNAMIC = {"filter": "spread", "max_oversampling": 2.0}
+WAYS: dict[str, dict[str, Any]] = {
+    "fixed, rule in the loop": {"rule": "in_the_loop"},
+    "the same, seldom gc": {"rule": "in_the_loop", "gc": (50_000, 20, 100)},
+    "fixed, rule in a thread": {"rule": "in_a_thread"},
+    "fixed, rule in workers": {"rule": "in_a_thread", "workers": 1},
+    "strict, rule in the loop": {"rule": "in_the_loop", "sampling": {**DYNAMIC, "deterministic": True}},
+    "free, rule in the loop": {"rule": "in_the_loop", "sampling": {**DYNAMIC, "deterministic": False}},
+}
+
+
+def in_a_thread(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
+    """1 if the response begins with a 0 or a 1: all four siblings are equal in about half of the groups."""
+    return [float(text[:1] in ("0", "1")) for text in completions]
+
+
+async def in_the_loop(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
+    return in_a_thread(prompts, completions)
+
+
+# ---- parts of a run, for this and other benches ----------------------------------------------------------------------
+
+
+def make_config(seed: int, siblings: int, most_tokens: int, **sections: Any) -> Any:
+    from gcore.config.tree import Config
+
+    sampling = {"samples_per_prompt": siblings, **sections.pop("sampling", {})}
+    tree = {
+        "run": {"seed": seed},
+        "model": {"build": {"alphabet": ALPHABET, "max_length": 64 + most_tokens}},
+        "data": {"train": {"task": "arithmetic", "args": {"max": 999, "eval_size": 0}}, "max_prompt_length": 64},
+        "algorithm": {"adv_estimator": "grpo" if siblings > 1 else "reinforce_pp"},
+        "generation": {"max_response_length": most_tokens},
+        "rewards": {"functions": [{"name": "rule", "path": f"{HERE}:in_the_loop"}]},
+        "runtime": "local",
+        "sampling": sampling,
+    }
+    return Config.model_validate({**tree, **sections})
+
+
+def make_source(config: Any, tokenizer: Any) -> Any:
+    from gcore.prompts.rows import load_rows
+    from gcore.prompts.source import PromptSource, Templater
+
+    rows = load_rows(config.data.train)
+    return PromptSource(rows, range(len(rows)), Templater(tokenizer, config.data), config.run.seed)
+
+
+def make_collector(
+    config: Any,
+    engines: Sequence[Any],
+    rewarder: Any,
+    group: Any,
+    workflow: Any,
+    keep: Any,
+    source: Any,
+    tokenizer: Any,
+) -> Any:
+    """As controller/session.py makes it."""
+    from gcore.controller.collect import Collector
+    from gcore.controller.workflow import Studio
+    from gcore.generation.pool import EnginePool
+    from gcore.prompts.tokenizer import stop_tokens
+
+    pool = EnginePool(engines, first=group.rank)
+    studio = Studio(config, pool, rewarder, tokenizer, stop_tokens(config.model, tokenizer))
+    collector = Collector(workflow, studio, group, config.sampling, keep, lambda _: None)
+    collector.source = source
+    return collector
+
+
+# ---- one row, in a process of its own --------------------------------------------------------------------------------
+
+
+def make_engine(args: argparse.Namespace) -> Any:
+    from gcore.simulate.engine import EmulatedEngine, Timing, log_normal
+
+    return EmulatedEngine(
+        Timing(args.step_s),
+        max_concurrent=10**9,  # all at once
+        lengths=log_normal(args.tokens, args.sigma),
+        tokens=range(4, 4 + len(ALPHABET)),
+    )
+
+
+def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    from gcore.controller.build import quiet
+
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    quiet()
+    asyncio.run(rollout(way, args, 64))  # imports, compiled templates
+    profile, threshold = cProfile.Profile() if args.profile else None, gc.get_threshold()
+    row = asyncio.run(rollout(way, args, args.programs, profile))
+    gc.set_threshold(*threshold)
+    alone = asyncio.run(engine_alone(args))
+    requests = row["programs"] * args.siblings
+    engine_cpu_s = alone["cpu_s"] * requests / (args.programs * args.siblings)
+    row |= {"engine_cpu_s": engine_cpu_s, "controller_cpu_s": row["cpu_s"] - engine_cpu_s}
+    row |= {"device_wall_s": alone["wall_s"], "siblings": args.siblings}
+    for name in ("cpu_s", "engine_cpu_s", "controller_cpu_s"):
+        row[f"{name[:-2]}_us_per_program"] = row[name] / row["programs"] * 1e6
+    row["controller_cpu_us_per_sibling"] = row["controller_cpu_s"] / requests * 1e6
+    row["rss_kb_per_program"] = row["rss_growth_mb"] * 1024 / row["programs"]
+    row["rss_kb_per_sibling"] = row["rss_kb_per_program"] / args.siblings
+    if profile is not None:
+        pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(35)
+        pstats.Stats(profile, stream=sys.stdout).sort_stats("cumulative").print_stats("gcore|tokeniz|asyncio", 45)
+    return {"way": way, **row}
+
+
+async def rollout(
+    way: str, args: argparse.Namespace, programs: int, profile: cProfile.Profile | None = None
+) -> dict[str, Any]:
+    """One step of one controller."""
+    import psutil
+
+    from gcore.controller.build import load_filter
+    from gcore.controller.workflow import generate_and_reward
+    from gcore.prompts.tokenizer import load_tokenizer
+    from gcore.protocols import Rendezvous
+    from gcore.rewarding.rewarder import Blend
+    from gcore.rewarding.threads import FunctionSource
+    from gcore.runtime.local import Hub, LocalGroup, LocalHandle
+
+    spec, inside = WAYS[way], Inside()
+    sampling = {"prompts_per_step": programs, **spec.get("sampling", {})}
+    functions = [{"name": "rule", "path": f"{HERE}:{spec['rule']}"}]
+    config = make_config(0, args.siblings, args.most_tokens, sampling=sampling, rewards={"functions": functions})
+    tokenizer = load_tokenizer(config.model)
+    sources: list[Any] = [FunctionSource(config.rewards.functions[0], 2, "rewards.functions.0")]
+    if workers := spec.get("workers"):
+        from gcore.rewarding.workers import sources_of
+
+        sources = list(sources_of(config.rewards, workers))
+        await sources[0].pool.start()
+    rewarder = Blend(sources)
+
+    async def workflow(ctx: Any, prompt: Any) -> Any:
+        with inside:
+            return await generate_and_reward(ctx, prompt)
+
+    engines = [LocalHandle("engine-0", make_engine(args))]
+    group, keep = LocalGroup(Rendezvous(0, 1, None, Hub(1))), load_filter(config.sampling.filter)
+    source = make_source(config, tokenizer)
+    collector = make_collector(config, engines, rewarder, group, workflow, keep, source, tokenizer)
+    collector.rate = 1.0 if config.sampling.fixed else 0.5  # as it is after some steps
+    gc.collect()
+    if "gc" in spec:
+        gc.freeze()
+        gc.set_threshold(*spec["gc"])
+    process = psutil.Process()
+    before = peak = process.memory_info().rss
+
+    async def watch() -> None:
+        nonlocal peak
+        while True:
+            peak = max(peak, process.memory_info().rss)
+            await asyncio.sleep(0.1)
+
+    watcher = asyncio.ensure_future(watch())
+    cpu, wall = time.process_time(), time.perf_counter()
+    if profile is not None:
+        profile.enable()
+    collected = await collector.step(1)
+    if profile is not None:
+        profile.disable()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    peak = max(peak, process.memory_info().rss)
+    watcher.cancel()
+    collector.close()
+    rewarder.close()
+    assert len(collected.groups) == programs, f"{len(collected.groups)} groups of {programs}"
+    return {
+        "cpu_s": cpu,
+        "wall_s": wall,
+        "programs": inside.entered,
+        "most_at_once": inside.most,
+        "rss_growth_mb": (peak - before) / 2**20,
+        "tokens": sum(len(s.rollout.tokens_S) for g in collected.groups for s in g) / programs / args.siblings,
+    }
+
+
+class Inside:
+    """How many are inside, at most, and how many ever were."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.entered = 0
+
+    def __enter__(self) -> None:
+        self.now, self.entered = self.now + 1, self.entered + 1
+        self.most = max(self.most, self.now)
+
+    def __exit__(self, *_: Any) -> None:
+        self.now -= 1
+
+
+async def engine_alone(args: argparse.Namespace) -> dict[str, float]:
+    """The same requests to a fresh engine, made beforehand and from bare tasks."""
+    from gcore.generation.noise import noise_key
+    from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
+    from gcore.types import Request, SamplingParams
+
+    config = make_config(0, args.siblings, args.most_tokens)
+    tokenizer = load_tokenizer(config.model)
+    source = make_source(config, tokenizer)
+    params = SamplingParams(args.most_tokens, stop_tokens=stop_tokens(config.model, tokenizer))
+    calls = []
+    for i in range(args.programs):
+        tokens_P = source.at(i).tokens_P
+        calls.append([Request(tokens_P, params, noise_key(0, i, s)) for s in range(args.siblings)])
+    engine = make_engine(args)
+    gc.collect()
+    cpu, wall = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(engine.generate(call) for call in calls))
+    return {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
+
+
+# ---- the experiment --------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    args = parse()
+    ways = [way for way in WAYS if args.only is None or args.only in way]
+    rounds: list[dict[str, Any]] = []
+    for number in range(args.rounds):
+        for way in ways:
+            print(f"round {number + 1}/{args.rounds}: {way}", file=sys.stderr, flush=True)
+            context = multiprocessing.get_context("spawn")
+            with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as fresh:
+                rounds.append(fresh.submit(measure, way, args).result())
+    results = []
+    for way in ways:
+        mine = [row for row in rounds if row["way"] == way]
+        numbers = [name for name in mine[0] if name != "way"]
+        results.append({"way": way, **{name: statistics.median(row[name] for row in mine) for name in numbers}})
+    show(results, args)
+    if args.json:
+        record = {"settings": vars(args), "results": results, "rounds": rounds}
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    print(
+        f"{args.programs:,} groups wanted, {args.siblings} siblings, {results[0]['tokens']:.0f} tokens a response; "
+        f"one controller on one core; median of {args.rounds} rounds; CPU in microseconds"
+    )
+    columns = (
+        "programs",
+        "at once",
+        "total",
+        "engine",
+        "controller",
+        "/sibling",
+        "wall s",
+        "device s",
+        "KB",
+        "/sibling",
+    )
+    head = f"{'':26}" + "".join(f"{name:>11}" for name in columns)
+    print(f"{'':26}{'':22}{'CPU a program':>33}{'':33}{'memory a program':>22}\n{head}\n" + "-" * len(head))
+    for row in results:
+        print(
+            f"{row['way']:26}{row['programs']:11,.0f}{row['most_at_once']:11,.0f}{row['cpu_us_per_program']:11,.0f}"
+            f"{row['engine_cpu_us_per_program']:11,.0f}{row['controller_cpu_us_per_program']:11,.0f}"
+            f"{row['controller_cpu_us_per_sibling']:11,.0f}{row['wall_s']:11.1f}{row['device_wall_s']:11.1f}"
+            f"{row['rss_kb_per_program']:11.1f}{row['rss_kb_per_sibling']:11.1f}"
+        )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", help="write the numbers there")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", help="rows whose name contains this")
+    parser.add_argument("--programs", type=int, default=10_000, help="prompts of the step")
+    parser.add_argument("--siblings", type=int, default=4)
+    parser.add_argument("--tokens", type=float, default=64, help="median of a response")
+    parser.add_argument("--sigma", type=float, default=0.5, help="of the log-normal lengths")
+    parser.add_argument("--most-tokens", type=int, default=256)
+    parser.add_argument("--step-s", type=float, default=0.02, help="seconds of a decoding step")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes (and slow it down)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Stepwise generation: a scalar reward model looks on and picks the branch that goes on.
+
+After every CHUNK tokens a sample forks into BRANCHES continuations; the reward model scores the beginnings and the best
+one lives. All samples of all prompts do so at once, each at its own pace.
+
+gcore train recipes/panel.yaml workflow=examples/stepwise.py:workflow
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from gcore.protocols import Context
+from gcore.types import Prompt, Rollout, Scored
+
+SCORER = "scorer"
+CHUNK, BRANCHES = 2, 3
+
+
+async def workflow(ctx: Context, prompt: Prompt) -> list[Scored]:
+    beginnings = await ctx.generate(prompt, max_tokens=CHUNK)
+    group = await asyncio.gather(*(grow(ctx, rollout) for rollout in beginnings))
+    return await ctx.reward(group)
+
+
+async def grow(ctx: Context, rollout: Rollout) -> Rollout:
+    while rollout.finish == "length":  # of the chunk; an answer that is complete ends with "stop"
+        branches = await ctx.branch(rollout, BRANCHES, max_tokens=CHUNK)
+        if len(branches[0].tokens_S) == len(rollout.tokens_S):
+            break  # of the whole response
+        scores = await ctx.score(SCORER, branches)
+        rollout = max(zip(branches, scores, strict=True), key=lambda pair: pair[1] or 0.0)[0]
+    return rollout

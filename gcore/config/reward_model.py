@@ -1,0 +1,89 @@
+"""The configuration tree of `gcore train-rm`, which makes scalar reward models. As config/tree.py, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gcore.config.base import Auto, Count, Fraction, Model, NonNegative, PositiveInt, Section
+
+
+class ModelRun(Section):
+    name: str = "reward_model"
+    """Name of the model; it is written to `DIR/NAME`, a Hugging Face folder that `rewards.models` takes."""
+    dir: str = "runs"
+    """Folder that holds it."""
+    seed: int = 0
+    """Seed of the order of the pairs, of the head, and of a built model's weights."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir) / self.name
+
+
+class Pairs(Section):
+    path: str
+    """A .jsonl or .parquet file, or the folder of a Hugging Face dataset saved to disk."""
+    prompt_column: str = "auto"
+    """Column with the prompt: a string or messages. `auto`: `prompt`, `question` or `input` where there is one; without
+    it the other two columns hold whole conversations."""
+    chosen_column: str = "chosen"
+    """Column with the better answer: a string, messages, or the whole conversation as messages."""
+    rejected_column: str = "rejected"
+    """Column with the worse answer, in the same form."""
+    size: PositiveInt | None = None
+    """Use at most this many rows."""
+
+
+class PairData(Section):
+    train: Pairs
+    """Pairs to train on."""
+    eval: Pairs | None = None
+    """Held-out pairs: logged as `eval/accuracy` and `eval/margin`."""
+    max_length: PositiveInt = 1024
+    """Longest conversation in tokens, after the chat template. Pairs with a longer one are dropped and reported."""
+
+
+class PairTraining(Section):
+    steps: PositiveInt = 1000
+    """Optimizer steps."""
+    batch_size: PositiveInt = 64
+    """Pairs a step."""
+    lr: NonNegative = 1e-5
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """What the learning rate does after the warm-up."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up."""
+    weight_decay: NonNegative = 0.0
+    """AdamW."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this global norm."""
+    max_tokens_per_batch: PositiveInt = 16384
+    """Token budget of a forward pass; a step takes as many as it needs."""
+    max_bad_updates: PositiveInt = 3
+    """Steps with a NaN or infinite loss are skipped and counted; this many in a row end the training."""
+    eval_every: Count | Auto = "auto"
+    """Score the held-out pairs every so many steps, and at the end; 0: only at the end; `auto`: ten times in all."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of forward and backward; weights and optimizer stay in float32. `auto`: float32 on CPU, bfloat16 on
+    GPU."""
+    threads: PositiveInt | Auto = "auto"
+    """CPU threads; `auto`: PyTorch's choice."""
+
+
+class RewardModelConfig(Section):
+    run: ModelRun = ModelRun()
+    """Name, folder and seed."""
+    model: Model
+    """What to start from: a causal language model (it gets a head), a scalar reward model, or `build`."""
+    data: PairData
+    """Pairs of answers, of which the first was preferred."""
+    training: PairTraining = PairTraining()
+    """The optimizer."""

@@ -1,0 +1,148 @@
+"""The part of the configuration that says how responses are scored: rules, scalar models, judges, servers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from gcore.config.base import Auto, Count, Fraction, Model, NonNegative, PositiveInt, Seconds, Section, Serving
+
+TAKEN = ("mean", "mean_drawn", "std", "zero_spread_frac", "errors", "retries", "timeouts")  # as reward/NAME
+
+
+class RewardFunction(Section):
+    name: str
+    """Name in the logs: `reward/NAME`."""
+    path: str
+    """`package.module:function` or `file.py:function`; TRL, verl and OpenRLHF signatures are recognised."""
+    weight: float = 1.0
+    """Weight in the sum."""
+    args: dict[str, Any] = {}
+    """Extra keyword arguments."""
+    timeout_s: Seconds | None = None
+    """A call that takes longer is killed and counts as failed; default: `rewards.timeout_s`."""
+
+
+class ScalarReward(Section):
+    name: str
+    """Name in the logs: `reward/NAME`."""
+    model: Model
+    """A sequence-classification model with one label (Bradley-Terry), with a tokenizer and chat template of its own:
+    `gcore train-rm` makes one."""
+    weight: float = 1.0
+    """Weight in the sum."""
+    replicas: PositiveInt = 1
+    """Processes that serve it."""
+    max_length: PositiveInt = 4096
+    """Longest conversation in its tokens; a longer one fails, it is not cut."""
+    max_tokens_per_batch: PositiveInt = 16384
+    """What waits is scored together, up to so many tokens."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it runs; `auto`: as `training.device`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of its weights; `auto`: float32 on CPU, bfloat16 on GPU."""
+
+
+class Judge(Serving):
+    name: str
+    """Name in the logs: `reward/NAME`."""
+    model: Model
+    """Another language model, with a tokenizer and chat template of its own."""
+    template: str
+    """Jinja text of the user message, or the path of a file: `{{ prompt }}`, `{{ response }}` (pairwise: `response_a`,
+    `response_b`), and the columns of the dataset, as `{{ answer }}`."""
+    system_prompt: str | None = None
+    """System message before it."""
+    weight: float = 1.0
+    """Weight in the sum."""
+    mode: Literal["pointwise", "pairwise"] = "pointwise"
+    """`pointwise`: each response by itself; `pairwise`: against siblings, in both orders; the reward is the mean."""
+    opponents: PositiveInt = 1
+    """Pairwise: how many siblings each response is compared with."""
+    verdict: str = r"(-?\d+(?:\.\d+)?)"
+    """How to read a verdict: a regular expression whose first group counts (the last match in the text), or a function
+    `package.module:f` or `file.py:f` from the text to a number or None."""
+    values: dict[str, float] = {}
+    """What the matched words are worth, such as `{yes: 1, no: 0}`; without it the match is read as a number.
+    Pairwise: the worth to the first response; the second gets 1 minus it."""
+    repeats: PositiveInt = 1
+    """Verdicts asked for each response and averaged."""
+    attempts: PositiveInt = 3
+    """Tries at a verdict that can be read; then the group is dropped and counted."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature of the verdicts."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1 is off."""
+    max_prompt_length: PositiveInt = 2048
+    """Longest prompt of the judge in its tokens; a longer one fails, it is not cut."""
+    max_response_length: PositiveInt = 256
+    """Most tokens of a verdict."""
+    replicas: PositiveInt = 1
+    """Engine processes of this judge."""
+
+
+class HttpReward(Section):
+    name: str
+    """Name in the logs: `reward/NAME`."""
+    url: str
+    """Receives `{"prompts": [...], "completions": [...], COLUMN: [...]}` by POST and answers `{"rewards": [...]}`."""
+    weight: float = 1.0
+    """Weight in the sum."""
+    timeout_s: Seconds = 30.0
+    """Of one try."""
+    attempts: PositiveInt = 4
+    """Tries when the server is slow, busy (429) or broken (5xx), with growing, jittered pauses; other 4xx fail at
+    once."""
+    max_concurrent: PositiveInt = 32
+    """Requests of one controller at a time."""
+    token_env: str | None = None
+    """Environment variable that holds a bearer token."""
+    columns: list[str] = []
+    """Columns of the dataset to send along; default: `answer` where there is one."""
+
+
+class Rewards(Section):
+    functions: list[RewardFunction] = []
+    """Rules: functions, called in worker processes. The reward is the weighted sum over all four lists."""
+    models: list[ScalarReward] = []
+    """Scalar reward models."""
+    judges: list[Judge] = []
+    """Generative judges."""
+    http: list[HttpReward] = []
+    """Reward servers."""
+    accuracy: str | None = None
+    """Name of the reward whose value counts as accuracy in evaluations; default: the first."""
+    attempts: PositiveInt = 2
+    """Tries of a function or model before the failure drops the group (counted in `reward/errors`, never a 0)."""
+    timeout_s: Seconds = 30.0
+    """A call of a function that takes longer is killed, with its worker, and tried again."""
+    workers: Count | Auto = "auto"
+    """Worker processes of each controller for functions; 0 calls them in threads of the controller, for debuggers:
+    nothing can be killed then. `auto`: cores shared by the controllers, at most 4; 0 with `runtime=local`."""
+    recycle_after: PositiveInt = 10_000
+    """Calls after which a worker is replaced by a fresh one: what a function leaks is given back."""
+    max_error_frac: Fraction = 0.5
+    """Stop the run when more than this share of a step's drawn prompts had no reward."""
+
+    @property
+    def names(self) -> list[str]:
+        specs: list[Any] = [*self.functions, *self.models, *self.judges, *self.http]
+        return [spec.name for spec in specs]
+
+    @property
+    def accuracy_name(self) -> str:
+        return self.accuracy or self.names[0]
+
+    @model_validator(mode="after")
+    def _names(self) -> Rewards:
+        names = self.names
+        if not names:
+            raise ValueError("expected at least one of rewards.functions, models, judges or http")
+        if len(set(names)) < len(names):
+            raise ValueError(f"names must be different, got {names}")
+        if taken := sorted({name for name in names if name in TAKEN or not name.replace("-", "_").isidentifier()}):
+            raise ValueError(f"names are words, and not those of other metrics reward/NAME; got {taken}")
+        if self.accuracy is not None and self.accuracy not in names:
+            raise ValueError(f"rewards.accuracy={self.accuracy!r} names none of {names}")
+        return self

@@ -1,0 +1,276 @@
+"""The driver of `gcore train-rm`: one process, one device.
+
+    rows ──pair_of: conversations──> tokens ──> trainer, step by step ──> Hugging Face folder, checked by reloading
+
+The conversations go through the same template and tokenizer as in serving (rewarding/scalar.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from gcore.config import dump_config
+from gcore.config.reward_model import Pairs, PairTraining, RewardModelConfig
+from gcore.config.tree import Model, Observe
+from gcore.controller.build import quiet
+from gcore.observe.metrics import MetricsWriter
+from gcore.prompts.rows import read_path
+from gcore.prompts.tokenizer import load_tokenizer
+from gcore.rewarding.scalar import render, tokens_of
+from gcore.types import Ints, Message, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Pair = tuple[Ints, Ints]
+PROMPTS = ("prompt", "question", "input")
+LINES = 20  # of progress, about
+SILENCE_S = 30.0  # slow steps say more
+
+
+class Trainer(Protocol):
+    """See training/reward_model.py."""
+
+    def update(self, pairs: Sequence[Pair]) -> dict[str, float]: ...
+
+    def evaluate(self, pairs: Sequence[Pair]) -> dict[str, float]: ...
+
+
+def train_rm(
+    config: RewardModelConfig, make_trainer: Callable[[Any, PairTraining, Any], Trainer], say: Callable[[str], None]
+) -> Path:
+    """Trains as the configuration says and returns the folder of the model. `say` takes a line for the terminal."""
+    quiet()
+    import torch
+    import transformers
+
+    from gcore.models import load_scorer, longest_text, pick_device, pick_dtype
+
+    transformers.logging.disable_progress_bar()
+    tokenizer, data, training = load_tokenizer(config.model), config.data, config.training
+    train = read_pairs(data.train, tokenizer, "data.train")
+    held_out = read_pairs(data.eval, tokenizer, "data.eval") if data.eval else []
+    device = pick_device(training.device)
+    dtype = pick_dtype(training.dtype, device)
+    network = load_scorer(config.model, config.run.seed, torch.float32, device, tokenizer=tokenizer, new_head=True)
+    longest = min(data.max_length, longest_text(network))
+    train = _fitting(train, longest, "data.train", say)
+    held_out = _fitting(held_out, longest, "data.eval", say) if data.eval else []
+    say(
+        f"{len(train)} pairs to train on, {len(held_out)} held out; {network.num_parameters():,} parameters on {device}"
+    )
+    folder = _open(config)
+    with MetricsWriter(folder, Observe(tensorboard=False), config.run.name, {}) as metrics:
+        journal = Journal(training.steps, metrics, say)
+        _steps(config, make_trainer(network, training, dtype), train, held_out, journal)
+    _save(network, tokenizer, folder)
+    _check_reload(network, folder, [text for pair in train[:8] for text in pair])
+    which, found = ("held-out pairs", journal.eval) if held_out else ("training pairs", journal.train)
+    say(f"accuracy on {which} {found['accuracy']:.4f}, margin {found['margin']:.2f}; wrote {folder}")
+    return folder
+
+
+def _steps(
+    config: RewardModelConfig, trainer: Trainer, train: Sequence[Pair], held_out: Sequence[Pair], journal: Journal
+) -> None:
+    steps, asked = config.training.steps, config.training.eval_every
+    every = max(1, steps // 10) if asked == "auto" else asked
+    draw = _endless(len(train), config.run.seed)
+    for step in range(steps + 1):
+        if step:
+            batch = [train[i] for i in itertools.islice(draw, config.training.batch_size)]
+            journal.trained(step, trainer.update(batch))
+        if held_out and (step in (0, steps) or (every and step % every == 0)):
+            journal.evaluated(step, trainer.evaluate(held_out))
+        journal.write_line(step)
+
+
+class Journal:
+    """What is known of the training so far: every step in metrics.jsonl, a line now and then for the terminal."""
+
+    def __init__(self, steps: int, metrics: MetricsWriter, say: Callable[[str], None]) -> None:
+        self._steps, self._metrics, self._say = steps, metrics, say
+        self._recent: list[dict[str, float]] = []  # steps since the last line
+        self._said, self._skipped, self._news = time.monotonic(), 0, False
+        self.train: dict[str, float] = {}  # means over the steps of the last line
+        self.eval: dict[str, float] = {}  # of the held-out pairs
+
+    def trained(self, step: int, found: dict[str, float]) -> None:
+        self._metrics.log({"step": step, **{f"train/{name}": value for name, value in found.items()}})
+        self._recent.append(found)
+        self._skipped += int(found["skipped"])
+
+    def evaluated(self, step: int, found: dict[str, float]) -> None:
+        self._metrics.log({"step": step, **{f"eval/{name}": value for name, value in found.items()}})
+        self.eval, self._news = found, True
+
+    def write_line(self, step: int) -> None:
+        """Where there is news of the held-out pairs, and about LINES times besides; more often when steps are slow."""
+        due = step == self._steps or (step and step % max(1, self._steps // LINES) == 0)
+        if not (due or self._news or time.monotonic() - self._said > SILENCE_S):
+            return
+        line = f"step {step:>{len(str(self._steps))}}/{self._steps}"
+        if self._recent:
+            self.train = {name: _mean(self._recent, name) for name in ("loss", "accuracy", "margin")}
+            line += f"   loss {self.train['loss']:.4f}   accuracy {self.train['accuracy']:.3f}"
+        if self._news:
+            line += f"   held out: accuracy {self.eval['accuracy']:.3f}, margin {self.eval['margin']:.2f}"
+        if self._skipped:
+            line += f"   ({self._skipped} skipped: the loss was not finite)"
+        self._say(line)
+        self._recent, self._said, self._news = [], time.monotonic(), False
+
+
+def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    values = [row[name] for row in rows if math.isfinite(row[name])]
+    return sum(values) / len(values) if values else math.nan
+
+
+def _endless(num: int, seed: int) -> Iterator[int]:
+    """Every pair once an epoch, in an order of its own."""
+    for epoch in itertools.count():
+        yield from np.random.default_rng([seed % 2**64, epoch]).permutation(num).tolist()
+
+
+# ---- pairs ----
+
+
+def read_pairs(spec: Pairs, tokenizer: Any, key: str) -> list[Pair]:
+    """The rows as tokens, chosen and rejected. Rows whose two answers are the same teach nothing and are left out."""
+    rows = read_path(Path(spec.path), spec.size, key)
+    for name in ("chosen_column", "rejected_column"):
+        if len(rows) and getattr(spec, name) not in rows.columns:
+            raise UserError(
+                f"{key}.{name}: no column {getattr(spec, name)!r}; the dataset has {', '.join(sorted(rows.columns))}"
+            )
+    alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
+    texts: list[str] = []  # chosen, rejected, chosen, rejected, ...
+    for index, row in enumerate(rows):
+        try:
+            both = pair_of(row, spec, key)
+            for conversation in both:
+                _check_alphabet(conversation, alphabet)
+            chosen, rejected = (render(tokenizer, conversation) for conversation in both)
+        except ValueError as error:
+            raise UserError(f"{key}: row {index}: {error}") from None
+        texts += [chosen, rejected] if chosen != rejected else []
+    if not texts:
+        raise UserError(f"{key}: no pairs in {spec.path}; expected at least one whose two answers differ")
+    tokens = tokens_of(tokenizer, texts)
+    return list(zip(tokens[::2], tokens[1::2], strict=True))
+
+
+def pair_of(row: Mapping[str, Any], spec: Pairs, key: str) -> tuple[list[Message], list[Message]]:
+    """Two whole conversations. TRL's forms: a prompt and two answers, or two conversations that begin alike."""
+    prompt = _prompt(row, spec, key)
+    both = []
+    for column in (spec.chosen_column, spec.rejected_column):
+        answer = _messages(row.get(column), "assistant", column)
+        if answer[0]["role"] == "assistant":
+            if not prompt:
+                raise ValueError(f"no prompt for the answer in column {column!r} (set {key}.prompt_column)")
+            answer = [*prompt, *answer]
+        elif prompt and answer[: len(prompt)] != prompt:
+            raise ValueError(
+                f"the conversation in column {column!r} does not begin with the prompt (set {key}.prompt_column)"
+            )
+        if answer[-1]["role"] != "assistant":
+            raise ValueError(
+                f"column {column!r} ends with a message of {answer[-1]['role']!r}; expected the assistant's"
+            )
+        both.append(answer)
+    chosen, rejected = both
+    if chosen[0] != rejected[0]:
+        raise ValueError(f"the conversations in {spec.chosen_column!r} and {spec.rejected_column!r} begin differently")
+    return chosen, rejected
+
+
+def _prompt(row: Mapping[str, Any], spec: Pairs, key: str) -> list[Message]:
+    """Empty where the row has none of its own."""
+    names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
+    for name in names:
+        if row.get(name) is not None:
+            return _messages(row[name], "user", name)
+    if spec.prompt_column == "auto":
+        return []
+    raise ValueError(
+        f"no column {spec.prompt_column!r}; the row has {', '.join(sorted(row))} (set {key}.prompt_column)"
+    )
+
+
+def _messages(value: Any, role: str, column: str) -> list[Message]:
+    """A string is one message of `role`. Fields that are null are left out: parquet fills them in."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, Sequence) and value and all(isinstance(m, Mapping) and m.get("role") for m in value):
+        return [{name: field for name, field in message.items() if field is not None} for message in value]
+    short = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    raise ValueError(f"column {column!r} holds {short}; expected a string or messages with a role")
+
+
+def _check_alphabet(conversation: Sequence[Message], alphabet: frozenset[str]) -> None:
+    """A built model would read a character it lacks as <unk>, in silence."""
+    said = {c for message in conversation if isinstance(message.get("content"), str) for c in message["content"]}
+    if alphabet and (missing := said - alphabet):
+        lacks = "".join(sorted(missing))
+        raise ValueError(f"no token for the characters {lacks!r} (add them to model.build.alphabet)")
+
+
+def _fitting(pairs: list[Pair], longest: int, key: str, say: Callable[[str], None]) -> list[Pair]:
+    kept = [pair for pair in pairs if max(map(len, pair)) <= longest]
+    if not kept:
+        raise UserError(f"{key}: none of the {len(pairs)} pairs fits in {longest} tokens (key: data.max_length)")
+    if len(kept) < len(pairs):
+        say(f"{key}: dropped {len(pairs) - len(kept)} of {len(pairs)} pairs, longer than {longest} tokens")
+    return kept
+
+
+# ---- the folder ----
+
+
+def _open(config: RewardModelConfig) -> Path:
+    """A model of the same name is moved aside, never overwritten."""
+    folder = config.run.folder
+    try:
+        if folder.exists():
+            number = 1
+            while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+                number += 1
+            shutil.move(folder, aside)
+        folder.mkdir(parents=True)
+        (folder / "train_rm.yaml").write_text(dump_config(config))
+    except OSError as error:
+        raise UserError(f"run.dir: cannot write {folder}: {error.strerror or error}") from None
+    return folder
+
+
+def _save(network: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """config.json last: a folder that a kill left incomplete does not load."""
+    temp = folder / "saving"
+    network.save_pretrained(temp)
+    tokenizer.save_pretrained(temp)
+    for file in sorted(temp.iterdir(), key=lambda file: file.name == "config.json"):
+        os.replace(file, folder / file.name)
+    temp.rmdir()
+
+
+def _check_reload(network: PreTrainedModel, folder: Path, texts: Sequence[Ints]) -> None:
+    import torch
+
+    from gcore.models import load_scorer, score_texts
+
+    again = load_scorer(Model(path=str(folder)), 0, torch.float32, network.device)
+    width = max(map(len, texts))
+    with torch.no_grad():
+        difference = float((score_texts(network, texts, width) - score_texts(again, texts, width)).abs().max())
+    if not difference <= 1e-4:
+        raise RuntimeError(f"{folder}: reloaded, its scores differ by {difference:.2e}")

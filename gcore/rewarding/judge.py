@@ -1,0 +1,369 @@
+"""A generative judge: another language model reads a response and writes a verdict.
+
+    response ──Form──> the judge's tokens ──ask──> text ──Verdict──> number ──mean──> reward
+                                ^                   │
+                                └─── fresh noise ───┘ while no verdict can be read
+
+pointwise   a case is one response
+pairwise    a case is two responses in an order; each pair is heard in both, so that a judge who prefers whoever comes
+            first gives each of them the same
+
+What is asked, and with which noise, follows from the group alone: rewards do not depend on who answers first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import pstdev
+from typing import Any
+
+import numpy as np
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gcore.config.tree import Judge
+from gcore.rewarding.functions import load_function
+from gcore.rewarding.source import Answer, is_finite, scalar, short
+from gcore.types import Completion, Ints, Message, Prompt, RewardError, Rollout, SamplingParams, UserError
+
+Ask = Callable[[Ints, SamplingParams, tuple[object, ...]], Awaitable[Completion]]  # the last becomes the noise key
+
+RESPONSES = {"pointwise": ("response",), "pairwise": ("response_a", "response_b")}
+FUNCTION = re.compile(r"[^\s:\\(){}|*+?]+:[A-Za-z_]\w*")  # package.module:f, file.py:f; no expression with a group
+WORDS = re.compile(r"(?:[^\\(]|\\.|\(\?(?!P<))*\((?:\?P<\w+>)?[A-Za-z|\[\] ]+\)")  # its first group is letters alone
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A response, or two in an order, to be judged. Case(places=(0, 2), key=(70, 0, 2), tokens_P=[1, ...])"""
+
+    places: tuple[int, ...]  # in the group
+    key: tuple[object, ...]  # prompt id, siblings
+    tokens_P: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Hearing:
+    """What came of a case. Hearing(verdicts=[1.0, 0.0], unread="'Hm': no match of ([AB])")"""
+
+    verdicts: list[float]  # those that could be read, in the order of the repeats
+    unread: str  # the last that could not be, and why
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.verdicts) / len(self.verdicts)
+
+
+class JudgeSource:
+    """Implements source.Source. The judge is whatever `ask` asks: an engine of this run, or a script in a test."""
+
+    attempts = 1  # verdicts are asked for again here, one by one; the blend would ask for those that were read, too
+
+    def __init__(
+        self, spec: Judge, tokenizer: Any, stop_tokens: tuple[int, ...], ask: Ask, key: str = "rewards.judges.0"
+    ):
+        self.spec, self.key = spec, key
+        self.name, self.weight = spec.name, spec.weight
+        self.counts: Counter[str] = Counter()
+        self._params = SamplingParams(
+            spec.max_response_length, temperature=spec.temperature, top_p=spec.top_p, stop_tokens=stop_tokens
+        )
+        self._tokenizer, self._engine = tokenizer, ask
+        self._form, self._verdict = Form(spec, tokenizer, key), Verdict(spec, key)
+
+    def check(self, columns: Collection[str]) -> None:
+        self._form.check(columns)
+        self._verdict.check()
+
+    def close(self) -> None:
+        pass
+
+    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+        """Every verdict is a request of its own, all at once. A prompt that is too long fails before any is sent."""
+        n = len(group)
+        if self.spec.mode == "pointwise":
+            orders: list[tuple[int, ...]] = [(i,) for i in range(n)]
+        elif n == 1:  # an evaluation's greedy response: there is nobody to compare it with
+            return Answer([None])
+        else:
+            orders = [order for i, j in pairs(n, self.spec.opponents) for order in ((i, j), (j, i))]
+        cases = [self._case(group, places) for places in orders]
+        heard = await asyncio.gather(*(self._hear(case, attempt) for case in cases))
+        hearings = dict(zip(orders, heard, strict=True))
+        return Answer(
+            [self._reward(group, i, hearings) for i in range(n)],
+            [_spread(i, hearings) for i in range(n)] if self.spec.repeats > 1 else [],
+        )
+
+    async def say(self, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
+        """What the judge says to a conversation of the caller's own. `params` override fields of SamplingParams."""
+        tokens = self._form.tokens(messages, f"judge {self.name!r}")
+        return await self._ask(tokens, replace(self._params, **params), (self.name, "say", *key))
+
+    def _case(self, group: Sequence[Rollout], places: tuple[int, ...]) -> Case:
+        rollouts = [group[place] for place in places]
+        prompt = rollouts[0].prompt
+        messages = self._form.messages(prompt, [rollout.text for rollout in rollouts])
+        tokens = self._form.tokens(messages, f"reward {self.name!r}, prompt {prompt.id}")
+        return Case(places, (prompt.id, *(rollout.sibling for rollout in rollouts)), tokens)
+
+    async def _hear(self, case: Case, attempt: int) -> Hearing:
+        results = await asyncio.gather(*(self._settle(case, repeat, attempt) for repeat in range(self.spec.repeats)))
+        unread = [result for result in results if isinstance(result, str)]
+        return Hearing([result for result in results if isinstance(result, float)], unread[-1] if unread else "")
+
+    async def _settle(self, case: Case, repeat: int, attempt: int) -> float | str:
+        """One verdict, asked for until it can be read; or what was said at the last try, and why it is none."""
+        unread = ""
+        for turn in range(self.spec.attempts):
+            self.counts["verdicts"] += 1
+            key = (self.name, *case.key, repeat, attempt * self.spec.attempts + turn)
+            text = await self._ask(case.tokens_P, self._params, key)
+            try:
+                return self._verdict.read(text)
+            except Unread as error:
+                self.counts["unparsed"] += 1
+                if isinstance(error, Broken):
+                    self.counts["verdict_errors"] += 1
+                end = text if len(text) <= 100 else f"...{text[-100:]}"  # verdicts stand at the end
+                unread = f"{short(end)}: {error}"
+        return unread
+
+    async def _ask(self, tokens_P: Ints, params: SamplingParams, key: tuple[object, ...]) -> str:
+        completion = await self._engine(tokens_P, params, key)
+        if completion.finish == "abort":  # half a verdict is none: a 1 may have been on its way to 10
+            raise RewardError(f"judge {self.name!r} was aborted while it spoke")
+        return str(self._tokenizer.decode(completion.tokens_S, skip_special_tokens=True))
+
+    def _reward(self, group: Sequence[Rollout], place: int, hearings: Mapping[tuple[int, ...], Hearing]) -> float:
+        """The mean over a response's cases. Of a pair both orders count or none: one alone would favour a place."""
+        mine = [(places, hearing) for places, hearing in hearings.items() if place in places]
+        worths = [
+            hearing.mean if places[0] == place else 1.0 - hearing.mean
+            for places, hearing in mine
+            if hearing.verdicts and hearings[places[::-1]].verdicts
+        ]
+        if worths:
+            return math.fsum(worths) / len(worths)
+        num, unread = len(mine) * self.spec.repeats, [hearing.unread for _, hearing in mine if not hearing.verdicts]
+        rollout = group[place]
+        raise RewardError(
+            f"reward {self.name!r}, prompt {rollout.prompt.id}: no verdict on sibling {rollout.sibling} could be read "
+            f"in {self.spec.attempts} tries{f' of each of {num}' if num > 1 else ''}; the judge said last {unread[-1]} "
+            f"(see {self.key}: verdict, template)"
+        )
+
+
+def pairs(num: int, opponents: int) -> list[tuple[int, int]]:
+    """Each meets the next `opponents` in the circle; no pair twice. pairs(4, 1) == [(0, 1), (1, 2), (2, 3), (0, 3)]"""
+    met = ((i, (i + step) % num) for step in range(1, min(opponents, num - 1) + 1) for i in range(num))
+    return list(dict.fromkeys((min(pair), max(pair)) for pair in met))
+
+
+def _spread(place: int, hearings: Mapping[tuple[int, ...], Hearing]) -> dict[str, float]:
+    """How far the repeats of a case lie apart: the mean over a response's cases that have two or more."""
+    spreads = [pstdev(h.verdicts) for places, h in hearings.items() if place in places and len(h.verdicts) > 1]
+    return {"spread": math.fsum(spreads) / len(spreads)} if spreads else {}
+
+
+class Form:
+    """What the judge is shown: a prompt and responses -> messages -> tokens of its own tokenizer."""
+
+    def __init__(self, spec: Judge, tokenizer: Any, key: str):
+        self.spec, self.tokenizer, self.key = spec, tokenizer, key
+        self._environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        self._template: Template | None = None
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+        self._special = re.compile("|".join(re.escape(text) for text in sorted(special, key=len)[::-1]) or r"(?!)")
+
+    def check(self, columns: Collection[str]) -> None:
+        """The template compiles, names nothing that is not there, and shows the judge what is to be judged."""
+        self._template = self._compile()
+        responses = RESPONSES[self.spec.mode]
+        tree = self._environment.parse(self._text())
+        names = meta.find_undeclared_variables(tree)
+        known = {*columns, "prompt", "messages", *responses}
+        if unknown := sorted(names - known):
+            raise UserError(
+                f"{self.key}.template: nothing is called {', '.join(unknown)}; there are {', '.join(sorted(known))} "
+                f"(mode: {self.spec.mode})"
+            )
+        for name in responses:
+            if name not in names:
+                raise UserError(f"{self.key}.template: expected {{{{ {name} }}}} in it: it is what is to be judged")
+        own = "".join(data.data for data in tree.find_all(nodes.TemplateData))
+        self._check_alphabet("template", own)
+        self._check_alphabet("system_prompt", self.spec.system_prompt or "")
+        self._check_roles()
+
+    def messages(self, prompt: Prompt, responses: Sequence[str]) -> list[Message]:
+        """The template's text as the user's message. The row's columns stand below the names of our own."""
+        if self._template is None:
+            self._template = self._compile()
+        shown = zip(RESPONSES[self.spec.mode], map(self._plain, responses), strict=True)
+        own = {"prompt": _prompt_text(prompt), "messages": list(prompt.messages), **dict(shown)}
+        try:
+            return self._conversation(self._template.render({**prompt.columns, **own}))
+        except Exception as error:  # a template is a program over columns of any type
+            raise RewardError(
+                f"reward {self.spec.name!r}, prompt {prompt.id}: {self.key}.template does not render: {short(error)}"
+            ) from error
+
+    def tokens(self, messages: Sequence[Message], where: str) -> Ints:
+        """Exactly the text of the chat template: it wrote its special tokens itself."""
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        tokens = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        if len(tokens) > self.spec.max_prompt_length:
+            raise RewardError(
+                f"{where}: the judge's prompt has {len(tokens)} tokens; expected at most "
+                f"{self.spec.max_prompt_length} (key: {self.key}.max_prompt_length)"
+            )
+        return tokens
+
+    def _conversation(self, text: str) -> list[Message]:
+        system = self.spec.system_prompt
+        first = [{"role": "system", "content": system}] if system is not None else []
+        return [*first, {"role": "user", "content": text}]
+
+    def _plain(self, response: str) -> str:
+        """A policy that spells out the judge's special tokens could end its own turn and write the verdict itself."""
+        return self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", response)
+
+    def _text(self) -> str:
+        """The template itself, or the content of the file it names. Only a template has braces."""
+        if "{" in self.spec.template:
+            return self.spec.template
+        file = Path(self.spec.template).expanduser()
+        if not file.is_file():
+            raise UserError(f"{self.key}.template: no such file: {file} (expected a path, or a Jinja template)")
+        return file.read_text(encoding="utf-8")
+
+    def _compile(self) -> Template:
+        try:
+            return self._environment.from_string(self._text())
+        except TemplateError as error:
+            line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+            raise UserError(f"{self.key}.template: no Jinja template: {line}{error.message}") from None
+
+    def _check_alphabet(self, name: str, text: str) -> None:
+        """A built model reads characters it lacks as <unk>. A response may have such; the recipe's text may not."""
+        alphabet, place = set(getattr(self.tokenizer, "alphabet", "")), f"{self.key}.model.build.alphabet"
+        if alphabet and (lacks := "".join(sorted(set(text) - alphabet))):
+            raise UserError(f"{self.key}.{name}: no token for the characters {lacks!r} (add them to {place})")
+
+    def _check_roles(self) -> None:
+        messages = self._conversation("x")
+        try:
+            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError) as error:
+            raise UserError(
+                f"{self.key}: the chat template refuses messages of roles {[m['role'] for m in messages]}: "
+                f"{' '.join(str(error).split())} (change {self.key}.system_prompt or model.chat_template)"
+            ) from None
+
+
+class Unread(ValueError):
+    """No verdict can be read from a text; the message says why."""
+
+
+class Broken(Unread):
+    """The user's function raised."""
+
+
+class Verdict:
+    """A text -> what it is worth, by regular expression or by function."""
+
+    def __init__(self, spec: Judge, key: str):
+        self.spec, self.key = spec, key
+        self._reader: Callable[[str], Any] | None = None
+        pairwise = spec.mode == "pairwise"  # the second gets 1 minus it
+        self._expected = "a number between 0 and 1 (mode: pairwise)" if pairwise else "a finite number"
+
+    def check(self) -> None:
+        self._reader = self._find()
+
+    def read(self, text: str) -> float:
+        if self._reader is None:
+            self._reader = self._find()
+        value = self._reader(text)
+        if not self._is_worth(value):
+            raise Unread(f"read as {short(value)}; expected {self._expected}")
+        return float(value)
+
+    def _is_worth(self, value: Any) -> bool:
+        return is_finite(value) and (self.spec.mode == "pointwise" or 0 <= value <= 1)
+
+    def _find(self) -> Callable[[str], Any]:
+        key, verdict, values = f"{self.key}.verdict", self.spec.verdict, self.spec.values
+        if FUNCTION.fullmatch(verdict):
+            if values:
+                raise UserError(f"{self.key}.values: expected none: the function {verdict} returns numbers itself")
+            return self._by_function(load_function(verdict, key))
+        try:
+            pattern = re.compile(verdict)
+        except re.error as error:
+            raise UserError(f"{key}: {verdict!r} is no regular expression: {error}") from None
+        if not pattern.groups:
+            raise UserError(
+                f"{key}: got {verdict!r}; expected a regular expression with a group in it, package.module:function "
+                "or file.py:function"
+            )
+        if not values and WORDS.match(verdict):
+            raise UserError(f"{self.key}.values: not set, but {verdict!r} finds words; expected what each is worth")
+        return self._by_pattern(pattern, values)
+
+    def _by_pattern(self, pattern: re.Pattern[str], values: Mapping[str, float]) -> Callable[[str], float]:
+        """The first group of the last match, as a number or by what the word is worth."""
+        worth = {word.strip().casefold(): value for word, value in values.items()}
+        if len(worth) < len(values):
+            raise UserError(f"{self.key}.values: got {', '.join(values)}; expected each word once, whatever its case")
+        for word, value in values.items():
+            if not self._is_worth(value):
+                raise UserError(f"{self.key}.values.{word}: got {value}; expected {self._expected}")
+
+        def read(text: str) -> float:
+            found = [match[1] for match in pattern.finditer(text)]
+            if not found or found[-1] is None:
+                raise Unread(f"no match of {pattern.pattern}")
+            word = found[-1].strip()
+            if worth and word.casefold() not in worth:
+                raise Unread(f"{word!r} is none of {', '.join(values)}")
+            try:
+                return worth[word.casefold()] if worth else float(word)
+            except ValueError:
+                raise Unread(f"{word!r} is no number") from None
+
+        return read
+
+    def _by_function(self, function: Callable[..., Any]) -> Callable[[str], Any]:
+        if inspect.iscoroutinefunction(function):
+            raise UserError(f"{self.key}.verdict: {self.spec.verdict} is async; expected a plain function of the text")
+
+        def read(text: str) -> Any:
+            try:
+                return scalar(function(text))
+            except Exception as error:
+                raise Broken(f"{self.spec.verdict} raised {short(error)}") from error
+
+        return read
+
+
+def _prompt_text(prompt: Prompt) -> str:
+    """The prompt as the dataset has it; of messages, what they say."""
+    raw = prompt.columns.get("prompt", prompt.messages)
+    return raw if isinstance(raw, str) else "\n".join(_content(message.get("content")) for message in raw)
+
+
+def _content(content: Any) -> str:
+    """A message's text; of a list of parts (text, images), its text."""
+    if isinstance(content, list | tuple):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+    return str(content or "")

@@ -1,0 +1,276 @@
+"""A scalar reward model: a conversation goes in, one number comes out.
+
+    group ──ScalarSource: template, tokens──> score ──RPC──> ScalarModel: all that waits, in batches ──> numbers
+
+ScalarModel is a role in a process of its own. Calls of all controllers wait in one place; a thread takes whatever is
+there and scores it together, the longest texts first.
+
+On CPU, with one thread, a text's score is bitwise the same whoever shares the batch. Kernels differ in the last bits
+with the *width* of a batch, not with the number of its rows: so a text's width follows from its own length, and only
+texts of equal width meet in a batch. It always has a padded column, for without one the library takes another kernel.
+`tests/unit/test_scalar_reward.py` holds it to that. On GPUs the number of rows matters too, in the last bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gcore.config.tree import ScalarReward
+from gcore.observe.trace import Tracer
+from gcore.rewarding.source import Answer, BadAnswer, number
+from gcore.types import Ints, Message, RewardError, Rollout, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KEY_BLOCK = 32
+Score = Callable[[Sequence[Ints]], Awaitable[list[float]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    tokens: Ints
+    future: asyncio.Future[float]
+    loop: asyncio.AbstractEventLoop
+
+
+class ScalarModel:
+    """Serves a sequence-classification model with one label (gcore.models.load_scorer)."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, max_tokens_per_batch: int, threads: int = 1, tracer: Tracer | None = None
+    ) -> None:
+        from gcore.models import longest_text
+
+        self._model, self._threads, self._tracer = model, threads, tracer or Tracer(None, "scorer")
+        self._max_tokens = max_tokens_per_batch
+        self._longest = longest_text(model)
+        embeddings: Any = model.get_input_embeddings()
+        self._vocabulary = int(embeddings.weight.shape[0])
+        self._waiting: list[_Job] = []
+        self._wave: dict[_Job, None] = {}  # taken, in their order, and not answered yet
+        self._wake = threading.Condition()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._scored, self._busy_s = 0, 0.0
+        self._thread = threading.Thread(target=self._run, name="scalar-model", daemon=True)
+        self._thread.start()
+
+    async def score(self, texts_tokens: Sequence[Ints]) -> list[float]:
+        """One number for each text, in their order."""
+        loop = asyncio.get_running_loop()
+        for tokens in texts_tokens:
+            self._check(tokens)
+        jobs = [_Job(np.asarray(tokens, np.int32), loop.create_future(), loop) for tokens in texts_tokens]
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the scorer has stopped") from self._failure
+            self._waiting.extend(jobs)
+            self._wake.notify()
+        return list(await asyncio.gather(*(job.future for job in jobs)))
+
+    async def stats(self) -> dict[str, float]:
+        return {
+            "scored": float(self._scored),
+            "busy_s": self._busy_s,
+            "running": float(len(self._wave)),
+            "waiting": float(len(self._waiting)),
+        }
+
+    def close(self) -> None:
+        """Ends the thread; who still waits is told."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(timeout=10)
+
+    def _check(self, tokens: Ints) -> None:
+        """Asking again would not help; and an index out of range would break a GPU for everyone after."""
+        if not 1 <= len(tokens) <= self._longest:
+            raise RewardError(
+                f"a text of {len(tokens)} tokens; this reward model takes 1 to {self._longest} "
+                "(key: rewards.models.max_length)"
+            )
+        if not 0 <= int(np.min(tokens)) <= int(np.max(tokens)) < self._vocabulary:
+            raise RewardError(
+                f"a text has token {int(np.max(tokens))}; the reward model's vocabulary has {self._vocabulary} "
+                "(does its tokenizer belong to it? key: rewards.models.model.tokenizer)"
+            )
+
+    # ---- the scoring thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        import torch
+
+        torch.set_num_threads(self._threads)
+        reason = "was closed"
+        try:
+            with torch.inference_mode():
+                while self._take():
+                    with self._tracer.span("score", texts=len(self._wave)):
+                        self._score_wave()
+                    self._tracer.flush()
+        except BaseException as error:
+            self._failure, reason = error, f"failed: {type(error).__name__}: {error}"
+        with self._wake:
+            self._closed = True
+            left, self._wave, self._waiting = [*self._wave, *self._waiting], {}, []
+        self._tell(left, RuntimeError(f"the scorer {reason}"))
+
+    def _take(self) -> bool:
+        """All that waits becomes the wave. False: there will be no other.
+
+        A wave is finished before the next is taken, so that no text waits for ever behind longer ones."""
+        with self._wake:
+            while not (self._closed or self._waiting):
+                self._wake.wait()
+            if not self._closed:
+                self._wave = {job: None for job in self._waiting if not job.future.done()}  # done: its caller gave up
+                self._waiting = []
+            return not self._closed
+
+    def _score_wave(self) -> None:
+        for width, batch in self._batches():
+            if self._closed:
+                return
+            started = time.perf_counter()
+            jobs = [job for alike in batch for job in alike]
+            answers: list[float] | Exception
+            try:
+                scores = self._forward([alike[0].tokens for alike in batch], width)
+                answers = [score for score, alike in zip(scores, batch, strict=True) for _ in alike]
+                self._scored += len(jobs)
+            except Exception as error:  # out of memory, say: this batch failed, and the next may fare better
+                answers = RuntimeError(f"scoring failed: {type(error).__name__}: {error}")
+            self._busy_s += time.perf_counter() - started  # batch by batch: stats are asked for while it works
+            for job in jobs:
+                del self._wave[job]
+            self._tell(jobs, answers)
+
+    def _batches(self) -> list[tuple[int, list[list[_Job]]]]:
+        """(width, texts), the widest first: what does not fit in memory fails early. Each text is a list of jobs:
+        siblings often say the same, and are scored once."""
+        texts: dict[bytes, list[_Job]] = {}
+        for job in self._wave:
+            texts.setdefault(job.tokens.tobytes(), []).append(job)
+        by_width: dict[int, list[list[_Job]]] = {}
+        for jobs in texts.values():
+            by_width.setdefault(min(padded_width(len(jobs[0].tokens)), self._longest + 1), []).append(jobs)
+        found = []
+        for width in sorted(by_width, reverse=True):
+            rows, members = max(1, self._max_tokens // width), by_width[width]
+            found += [(width, members[i : i + rows]) for i in range(0, len(members), rows)]
+        return found
+
+    def _forward(self, texts: list[Ints], width: int) -> list[float]:
+        from gcore.models import score_texts
+
+        scores: list[float] = score_texts(self._model, texts, width).tolist()
+        return scores
+
+    def _tell(self, jobs: Sequence[_Job], answers: Sequence[float] | Exception) -> None:
+        told: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[float], float | Exception]]] = {}
+        for i, job in enumerate(jobs):
+            answer = answers if isinstance(answers, Exception) else answers[i]
+            told.setdefault(job.loop, []).append((job.future, answer))
+        for loop, pairs in told.items():
+            with contextlib.suppress(RuntimeError):  # who asked is gone, and its loop closed
+                loop.call_soon_threadsafe(_settle, pairs)
+
+
+def padded_width(length: int) -> int:
+    """Width of a text's batch, a function of its own length: 11 -> 32, 32 -> 64, 1000 -> 1024. At most 1/8 is padding
+    in long ones; always a column or more."""
+    block = max(KEY_BLOCK, 1 << max(0, length.bit_length() - 4))
+    return -(-(length + 1) // block) * block
+
+
+def _settle(pairs: Sequence[tuple[asyncio.Future[float], float | Exception]]) -> None:
+    for future, answer in pairs:
+        if future.done():  # cancelled
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+
+class ScalarSource:
+    """Implements source.Source. `score` reaches a replica of the ScalarModel; `tokenizer` is that model's own."""
+
+    def __init__(self, spec: ScalarReward, tokenizer: Any, score: Score, attempts: int) -> None:
+        self.name, self.weight, self.attempts = spec.name, spec.weight, attempts
+        self.counts: Counter[str] = Counter()
+        self._tokenizer, self._score, self._max_length = tokenizer, score, spec.max_length
+
+    def check(self, columns: Collection[str]) -> None:
+        """Does the template show the model both what was asked and what was answered?"""
+        try:
+            text = render(self._tokenizer, [_user("31+14="), _assistant("2718")])
+        except ValueError as error:
+            raise UserError(f"rewards.models: {self.name}: {error} (set its model.chat_template)") from None
+        if "31+14=" not in text or "2718" not in text:
+            raise UserError(
+                f"rewards.models: {self.name}: the chat template leaves out a message of the conversation: {text!r} "
+                "(set its model.chat_template)"
+            )
+
+    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+        scores = await self._score(self._tokens(group))
+        if len(scores) != len(group):
+            raise BadAnswer(f"returned {len(scores)} scores for {len(group)} texts")
+        return Answer([number(score, scores) for score in scores])
+
+    def close(self) -> None:
+        pass
+
+    def _tokens(self, group: Sequence[Rollout]) -> list[Ints]:
+        where = f"reward {self.name!r}, prompt {group[0].prompt.id}"
+        try:
+            texts = [render(self._tokenizer, [*r.prompt.messages, _assistant(r.text)]) for r in group]
+        except ValueError as error:
+            raise RewardError(f"{where}: {error}") from None
+        texts_tokens = tokens_of(self._tokenizer, texts)
+        if (longest := max(map(len, texts_tokens))) > self._max_length:
+            raise RewardError(
+                f"{where}: a conversation of {longest} tokens; expected at most {self._max_length} "
+                "(key: rewards.models.max_length)"
+            )
+        return texts_tokens
+
+
+def render(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """A whole conversation as text. ValueError where the template refuses it."""
+    from jinja2 import TemplateError
+
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=False)
+    except (TemplateError, TypeError) as error:  # a role it does not know, content that is not text, ...
+        roles = [message.get("role") for message in messages]
+        cause = " ".join(str(error).split())
+        raise ValueError(f"the chat template refuses the messages of roles {roles}: {cause}") from None
+    return text
+
+
+def tokens_of(tokenizer: Any, texts: Sequence[str]) -> list[Ints]:
+    """Rendered conversations as a scalar model reads them, in training as in serving: the template wrote its special
+    tokens."""
+    ids = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [np.asarray(text, dtype=np.int32) for text in ids]
+
+
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}

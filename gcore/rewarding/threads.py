@@ -1,0 +1,44 @@
+"""A reward function called in a thread of this process: for debuggers. What hangs here cannot be killed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from gcore.config.tree import RewardFunction
+from gcore.rewarding.functions import adapt, load_function
+from gcore.rewarding.source import Answer
+from gcore.types import RewardError, Rollout, UserError
+
+
+class FunctionSource:
+    """Implements source.Source. The function is imported and its signature recognised here, before the run.
+
+    A function may bring a check of its own, for what it needs on this machine: `function.preflight(args)`.
+    """
+
+    def __init__(self, spec: RewardFunction, attempts: int, key: str):
+        self.name, self.weight, self.attempts = spec.name, spec.weight, attempts
+        self.counts: Counter[str] = Counter()
+        self.adapter = adapt(load_function(spec.path, f"{key}.path"), spec.args, key)
+
+    def check(self, columns: Collection[str]) -> None:
+        if missing := self.adapter.missing(columns):
+            raise UserError(
+                f"rewards.functions: {self.name} needs {', '.join(missing)}; the dataset has "
+                f"{', '.join(sorted(columns))} (change its columns, or set the function's args)"
+            )
+        if preflight := getattr(self.adapter.function, "preflight", None):
+            preflight(self.adapter.args)
+
+    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+        prompt = group[0].prompt
+        if missing := self.adapter.missing(prompt.columns):  # asking again would not help
+            raise RewardError(f"reward {self.name!r}, prompt {prompt.id}: the row has no column {', '.join(missing)}")
+        return await self._ask(group)
+
+    async def _ask(self, group: Sequence[Rollout]) -> Answer:
+        return await self.adapter(group)
+
+    def close(self) -> None:
+        pass

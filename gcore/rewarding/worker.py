@@ -1,0 +1,188 @@
+"""The program of a reward worker: a child process that calls users' functions and that its parent may kill.
+
+    socket ──reader thread──> sync functions:  a queue ──> main thread, one call at a time (signal.alarm works there)
+                              async functions: the event loop of the main thread, many calls at once
+    the socket ends, so the parent is gone: the reader kills this process and what it started, whatever runs
+
+A frame is a length and a pickle. The parent sends one setup, then calls; the answers carry the calls' numbers.
+It imports neither torch nor ray: what the functions import is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gcore.rewarding.functions import Adapter, adapt, load_function
+from gcore.rewarding.source import BadAnswer, short
+from gcore.types import RewardError, UserError
+
+HEADER = struct.Struct(">Q")
+READY, ANSWER, BAD, REFUSED = "ready", "answer", "bad", "refused"  # kinds of replies: (number, kind, value, traceback)
+CALL, CANCEL = "call", "cancel"  # kinds of requests: (CALL, number, function, siblings, arguments), (CANCEL, number)
+
+
+def frame(value: Any) -> bytes:
+    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(len(data)) + data
+
+
+class Link:
+    """The child's end of the socket."""
+
+    def __init__(self, fileno: int):
+        os.set_inheritable(fileno, False)  # what a function starts must not hold it open
+        self.socket = socket.socket(fileno=fileno)
+        self.stream = self.socket.makefile("rb")
+        self.pid = os.getpid()
+
+    def receive(self) -> Any:
+        (size,) = HEADER.unpack(self._read(HEADER.size))
+        return pickle.loads(self._read(size))
+
+    def send(self, value: Any) -> None:
+        if os.getpid() != self.pid:  # a function forked, and the copy came back here too: one answer is enough
+            os._exit(0)
+        self.socket.sendall(frame(value))
+
+    def _read(self, size: int) -> bytes:
+        data = self.stream.read(size)
+        if len(data) < size:
+            raise EOFError
+        return data
+
+
+def main() -> None:
+    link = Link(int(sys.argv[1]))
+    path, environment, functions, is_async = link.receive()
+    sys.path[:] = path
+    os.environ.pop("PYTHONPATH", None)  # it was set to find this module
+    os.environ.update(environment)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # prints go to stderr, at once: a kill would lose what is buffered
+        sys.stdout.reconfigure(line_buffering=True)
+    serve = _Async(link) if is_async else _Sync(link)
+    threading.Thread(target=_watch, args=(link, serve.deliver), daemon=True).start()
+    try:
+        adapters = {index: adapt(load_function(place)) for index, place in functions.items()}
+    except BaseException as error:
+        said = str(error) if isinstance(error, UserError) else _failure(error)[1]
+        link.send((0, BAD, said, ""))
+        return
+    link.send((0, READY, None, ""))
+    serve.forever(adapters)
+
+
+def _watch(link: Link, deliver: Callable[[Any], None]) -> None:
+    try:
+        while True:
+            deliver(link.receive())
+    finally:
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+
+class _Sync:
+    def __init__(self, link: Link):
+        self.link = link
+        self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.deliver = self.requests.put
+
+    def forever(self, adapters: Mapping[int, Adapter]) -> None:
+        while True:
+            _, number, function, siblings, arguments = self.requests.get()
+            _reply(self.link, number, self._run(adapters[function], siblings, arguments))
+            signal.alarm(0)  # one that a function left behind would go off in the next call
+
+    def _run(self, adapter: Adapter, siblings: int, arguments: bytes) -> tuple[str, Any, str]:
+        try:
+            answers = [adapter.invoke(call) for call in pickle.loads(arguments)]
+            if any(inspect.isawaitable(answer) for answer in answers):
+                answers = asyncio.run(_await_all(answers))
+            answer = adapter.read(answers, siblings)
+            return ANSWER, (answer.values, answer.extras), ""
+        except BaseException as error:  # sys.exit() in a function is a failed call
+            return _failure(error)
+
+
+class _Async:
+    def __init__(self, link: Link):
+        self.link = link
+        self.loop = asyncio.new_event_loop()
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.adapters: Mapping[int, Adapter] = {}
+
+    def deliver(self, request: Any) -> None:
+        self.loop.call_soon_threadsafe(self._take, request)
+
+    def forever(self, adapters: Mapping[int, Adapter]) -> None:
+        self.adapters = adapters
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def _take(self, request: Any) -> None:
+        match request:
+            case (str(kind), int(number), *what) if kind == CALL:
+                self.tasks[number] = self.loop.create_task(self._run(number, *what))
+            case (str(kind), int(number)) if kind == CANCEL and number in self.tasks:
+                self.tasks[number].cancel()
+
+    async def _run(self, number: int, function: int, siblings: int, arguments: bytes) -> None:
+        adapter = self.adapters[function]
+        try:
+            answers = await _await_all([adapter.invoke(call) for call in pickle.loads(arguments)])
+            answer = adapter.read(answers, siblings)
+            reply = ANSWER, (answer.values, answer.extras), ""
+        except BaseException as error:  # a cancelled one answers too: the parent waits for it to be gone
+            reply = _failure(error)
+        del self.tasks[number]
+        _reply(self.link, number, reply)
+
+
+async def _await_all(answers: list[Any]) -> list[Any]:
+    async def same(value: Any) -> Any:
+        return value
+
+    return list(await asyncio.gather(*(a if inspect.isawaitable(a) else same(a) for a in answers)))
+
+
+def _reply(link: Link, number: int, reply: tuple[str, Any, str]) -> None:
+    try:
+        link.send((number, *reply))
+    except OSError:
+        raise
+    except Exception as error:  # extras under names that do not pickle
+        link.send((number, *_failure(error)))
+
+
+def _failure(error: BaseException) -> tuple[str, Any, str]:
+    """As text: an exception may not pickle, and its class may not exist in the parent."""
+    if isinstance(error, RewardError):
+        return REFUSED, str(error), ""
+    if isinstance(error, BadAnswer):
+        return BAD, str(error), ""
+    try:
+        said = short(error)
+    except BaseException:  # its __repr__ is the user's too
+        said = type(error).__name__
+    try:
+        trace = "".join(traceback.format_exception(error))[-4000:]
+    except BaseException:
+        trace = ""
+    return BAD, f"raised {said}", trace
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""The common knowledge of the rollout phase: rules by hand, and what must hold whatever the news and their order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from gcore.controller.board import Board, News
+
+SEEDS = range(60)
+
+
+def strict(target: int, base: int = 0, window: int = 100) -> Board:
+    board = Board(target, strict=True)
+    board.begin(base, window)
+    return board
+
+
+def free(target: int) -> Board:
+    board = Board(target, strict=False)
+    board.begin(0, 100)
+    return board
+
+
+def kept(*cursors: int, version: int = 0) -> News:
+    return News(kept=[(cursor, version) for cursor in cursors])
+
+
+def dropped(*cursors: int, why: str = "no_spread") -> News:
+    return News(dropped=[(cursor, why) for cursor in cursors])
+
+
+# --- strict
+
+
+def test_strict_waits_for_the_first_in_line():
+    board = strict(2, base=10)
+    board.add([kept(11, 12, 13, 14)])
+    assert board.chosen() is None  # 10 may still turn out well
+    board.add([dropped(10)])
+    assert board.chosen() == [11, 12]
+
+
+def test_strict_ends_at_the_end_of_the_window():
+    board = strict(3, base=10, window=4)
+    board.add([kept(11), dropped(10, 12)])
+    assert board.chosen() is None
+    board.add([kept(13)])
+    assert board.chosen() == [11, 13]
+    nothing = strict(3, window=2)
+    nothing.add([dropped(0, 1)])
+    assert nothing.chosen() == []
+
+
+def test_strict_takes_no_notice_of_who_is_idle():
+    board = strict(1)
+    board.add([News(idle=True), News(idle=True)])
+    assert board.chosen() is None
+
+
+def test_frontier():
+    board = strict(2, base=10)
+    assert board.frontier() == 9
+    board.add([kept(14)])
+    assert board.frontier() == 14  # all before it must be drawn, and nothing beyond
+    board.add([dropped(16)])
+    assert board.frontier() == 16
+    board.add([kept(12, 20)])
+    assert board.frontier() == 14  # two are there: what comes after the second cannot count
+
+
+def decide(dice: random.Random, window: int) -> dict[int, bool]:
+    return {cursor: dice.random() < 0.5 for cursor in range(window)}
+
+
+def deal(dice: random.Random, fate: dict[int, bool], base: int, size: int, send: Callable[[list[News]], bool]) -> None:
+    """The fates as news of `size` controllers, in random order, in ticks of random size, until `send` says enough."""
+    left = list(fate)
+    dice.shuffle(left)
+    while left:
+        parts = [News() for _ in range(size)]
+        for _ in range(dice.randint(0, 4)):
+            if left:
+                cursor = left.pop()
+                part = parts[cursor % size]
+                if fate[cursor]:
+                    part.kept.append((base + cursor, 0))
+                else:
+                    part.dropped.append((base + cursor, "no_spread"))
+        if send(parts):
+            return
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_strict_is_the_same_prefix_however_the_news_come(seed):
+    dice = random.Random(seed)
+    target, window, base = dice.randint(1, 6), dice.randint(6, 20), dice.randint(0, 50)
+    fate = decide(dice, window)
+    good = [base + cursor for cursor in range(window) if fate[cursor]]
+    expected = good[:target]
+    last = expected[-1] if len(expected) == target else base + window - 1
+    for size in (1, 2, 3, 4):
+        board, known = strict(target, base, window), set[int]()
+
+        def send(parts: list[News], board: Board = board, known: set[int] = known) -> bool:
+            board.add(parts)
+            known |= {cursor for part in parts for cursor, _ in (*part.kept, *part.dropped)}
+            certain = set(range(base, last + 1)) <= known
+            assert board.chosen() == (expected if certain else None)  # neither too early, nor later than it could be
+            if certain and len(expected) == target:
+                assert board.frontier() == last
+            return False  # what comes later changes nothing
+
+        deal(dice, fate, base, size, send)
+        assert board.chosen() == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawing_up_to_the_frontier_is_enough(seed):
+    """Whoever draws all prompts up to the frontier, and one more each time it stands still, comes to the end."""
+    dice = random.Random(seed)
+    target, window = dice.randint(1, 6), dice.randint(6, 20)
+    fate = decide(dice, window)
+    board, drawn, running = strict(target, 0, window), 0, list[int]()
+    for _ in range(200):
+        if board.chosen() is not None:
+            break
+        while drawn < window and (drawn <= board.frontier() or not running):
+            running.append(drawn)
+            drawn += 1
+        cursor = running.pop(dice.randrange(len(running)))
+        board.add([kept(cursor) if fate[cursor] else dropped(cursor)])
+    assert board.chosen() == [cursor for cursor in range(window) if fate[cursor]][:target]
+
+
+# --- free
+
+
+def test_free_takes_who_comes_first():
+    board = free(2)
+    board.add([kept(7), News()])
+    assert board.chosen() is None
+    board.add([kept(9), kept(3)])
+    assert board.chosen() == [7, 3]  # of one tick, in the order of the prompts
+
+
+def test_free_takes_the_oldest_policy_first():
+    board = free(2)
+    board.add([kept(1, version=3)])
+    board.add([kept(2, version=2), kept(5, version=3)])
+    board.add([kept(9, version=2)])
+    assert board.chosen() == [2, 9]
+
+
+def test_free_waits_for_what_the_next_step_could_not_use():
+    board = free(1)
+    board.add([kept(1), News(due=2)])
+    assert board.chosen() is None
+    board.add([News(due=1), News()])
+    assert board.chosen() is None
+    board.add([News(), News()])
+    assert board.chosen() == [1]
+
+
+def test_free_ends_when_all_are_idle():
+    board = free(3)
+    board.add([News(kept=[(1, 0)], idle=True), News(idle=False)])
+    assert board.chosen() is None
+    board.add([News(idle=True), News(idle=True)])
+    assert board.chosen() == [1]
+
+
+def test_who_is_withdrawn_may_come_back_in_the_same_breath():
+    board = free(2)
+    board.add([kept(1, 2, version=0)])
+    board.add([News(withdrawn=[1, 2], kept=[(2, 5)])])
+    assert board.kept == {2: 5}
+    board.add([News(withdrawn=[8])])  # nobody told of it yet
+    assert board.kept == {2: 5}
+
+
+def test_a_new_step_keeps_the_groups_and_forgets_the_drops():
+    board = free(5)
+    board.add([News(kept=[(1, 0), (2, 0)], dropped=[(3, "no_spread")], idle=True, due=1)])
+    assert board.accepted_share() == pytest.approx(2 / 3)
+    board.begin(0, 100)
+    assert (board.kept, board.dropped, board.seen, board.accepted_share()) == ({1: 0, 2: 0}, {}, 0, None)
+    assert board.chosen() is None  # idle was yesterday
+    board.target = 2
+    assert board.chosen() == [1, 2]  # and so were those due
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_free_whatever_the_news(seed):
+    """The end comes exactly when there are enough and none is due, or nobody can do more; then the oldest go first."""
+    dice = random.Random(seed)
+    target, size, boards = dice.randint(1, 6), dice.randint(1, 4), (free(1), free(1))
+    for board in boards:
+        board.target = target
+    shadow: dict[int, tuple[int, int, int]] = {}  # prompt -> version, tick, prompt: the order they are taken in
+    fresh, chosen = 0, None
+    for tick in range(12):
+        parts = []
+        for _ in range(size):
+            found = [(fresh := fresh + 1, dice.randint(0, 2)) for _ in range(dice.randint(0, 2))]
+            gone = [cursor for cursor in shadow if dice.random() < 0.1]
+            for cursor in gone:
+                del shadow[cursor]
+            bad = [(fresh := fresh + 1, "no_spread") for _ in range(dice.randint(0, 1))]
+            parts.append(News(found, bad, gone, dice.random() < 0.3, int(dice.random() < 0.3)))
+        shadow |= {cursor: (version, tick, cursor) for part in parts for cursor, version in part.kept}
+        together = News(
+            *([entry for part in parts for entry in getattr(part, name)] for name in ("kept", "dropped", "withdrawn")),
+            all(part.idle for part in parts),
+            sum(part.due for part in parts),
+        )
+        boards[0].add(parts)
+        boards[1].add([together])  # one controller that saw it all
+        enough = len(shadow) >= target and not together.due
+        expected = sorted(shadow, key=shadow.__getitem__)[:target] if enough or together.idle else None
+        for board in boards:
+            chosen = board.chosen()
+            assert chosen == expected
+            assert board.chosen() == expected  # to ask changes nothing
+            for cursor in chosen or []:
+                board.kept.pop(cursor)
+        for cursor in expected or []:
+            del shadow[cursor]
+    decided = boards[0].seen + len(boards[0].dropped)
+    assert decided == fresh and boards[0].accepted_share() == boards[1].accepted_share()

@@ -1,0 +1,91 @@
+"""Groups that wait for a later step survive a checkpoint bit by bit, whoever wrote them and whoever reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gcore.checkpoint.pool import load_pool, save_pool
+from gcore.types import Prompt, Rollout, Scored
+
+ARRAYS = ("tokens_S", "logprobs_S", "mask_S", "versions_S")
+
+
+def prompt_at(number: int) -> Prompt:
+    return Prompt(number, number % 7, (), f"<{number}>", np.arange(number, dtype=np.int32))
+
+
+def group_of(number: int, siblings: int, seed: int = 0) -> list[Scored]:
+    """Lengths, masks (tools speak in between) and versions of all kinds."""
+    rng = np.random.default_rng((number, seed))
+    found = []
+    for sibling in range(siblings):
+        n = int(rng.integers(1, 9))
+        rollout = Rollout(
+            prompt_at(number),
+            sibling * 2**40,  # as branches have it
+            rng.integers(0, 2**31 - 1, n).astype(np.int32),
+            -rng.random(n).astype(np.float32) * 1e-3,
+            rng.random(n) > 0.3,
+            f"ein „Wort“\n{sibling}",
+            rng.integers(0, 100, n).astype(np.int32),
+            ("stop", "length", "abort")[sibling % 3],  # type: ignore[arg-type]
+            0.1 * (1 + sibling),
+        )
+        found.append(Scored(rollout, float(rng.normal()) / 3, {"exact": 1 / 3, "judge/verdicts": 2.0}))
+    return found
+
+
+def plain(group: list[Scored]) -> list[Any]:
+    return [
+        (
+            (s.rollout.prompt.id, s.rollout.prompt.row, s.rollout.prompt.text, s.rollout.prompt.tokens_P.tolist()),
+            *((getattr(s.rollout, name).dtype, getattr(s.rollout, name).tobytes()) for name in ARRAYS),
+            (s.rollout.sibling, s.rollout.text, s.rollout.finish, s.rollout.temperature),
+            (s.reward, dict(s.parts)),
+        )
+        for s in group
+    ]
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path):
+    groups = [group_of(12, 4), group_of(3, 1), group_of(40, 5)]
+    save_pool(tmp_path, 0, groups)
+    found = load_pool(tmp_path, prompt_at)
+    assert [plain(group) for group in found] == [plain(group) for group in groups]
+    assert [s.rollout.version for s in found[0]] == [s.rollout.version for s in groups[0]]
+    found[0][0].rollout.tokens_S[0] += 1  # arrays of one's own, to be changed
+    assert all(s.rollout.prompt is group[0].rollout.prompt for group in found for s in group)
+
+
+def test_everyone_writes_and_everyone_reads_all(tmp_path: Path):
+    written = {rank: [group_of(100 * rank + i, 2, rank) for i in range(rank % 3)] for rank in range(12)}
+    for rank, groups in written.items():
+        save_pool(tmp_path, rank, groups)
+    asked: list[int] = []
+
+    def at(number: int) -> Prompt:
+        asked.append(number)
+        return prompt_at(number)
+
+    found = load_pool(tmp_path, at)
+    expected = sorted((group for groups in written.values() for group in groups), key=lambda g: g[0].rollout.prompt.id)
+    found.sort(key=lambda group: group[0].rollout.prompt.id)
+    assert [plain(group) for group in found] == [plain(group) for group in expected]
+    assert sorted(asked) == [group[0].rollout.prompt.id for group in expected]  # a prompt is made once a group
+
+
+def test_nothing_waits_nothing_is_written(tmp_path: Path):
+    save_pool(tmp_path, 0, [])
+    assert list(tmp_path.iterdir()) == [] and load_pool(tmp_path, prompt_at) == []
+
+
+@pytest.mark.parametrize("reward", [float("inf"), float("-inf"), 1e-300, -0.0, 3])
+def test_rewards_come_back_exactly(tmp_path: Path, reward: float):
+    (sample, *_) = group_of(1, 1)
+    save_pool(tmp_path, 0, [[Scored(sample.rollout, reward, {})]])
+    (((found,),)) = load_pool(tmp_path, prompt_at)
+    assert (found.reward, np.signbit(found.reward), found.parts) == (reward, np.signbit(reward), {})
