@@ -40,8 +40,8 @@ MakeRows = Callable[[int, int, np.random.Generator], list[Row]]
 class Settings:
     """What a panel is trained on, and for how long."""
 
-    sums: Mapping[str, Any] = field(default_factory=lambda: SUMS)
-    held_out: int = 2000  # rows
+    sums: Mapping[str, Any] = field(default_factory=lambda: SUMS)  # arguments of the task arithmetic
+    held_out: int = 2000  # cases
     layers: Mapping[str, int] = field(default_factory=lambda: {"checker": 3, "referee": 4})
     steps: Mapping[str, int] = field(default_factory=lambda: {"checker": 800, "referee": 1200, "scorer": 2000})
     batch_size: int = 64
@@ -80,10 +80,12 @@ def think(a: int, b: int, *answers: str) -> str:
 
 
 def some_answer(a: int, b: int, random: np.random.Generator) -> str:
-    """Right every other time; the wrong ones are of four kinds, as often each."""
-    without_carry = str(a // 10 * 10 + b // 10 * 10 + (a + b) % 10)
-    wrong = [without_carry, str(random.choice(slips(a, b))), f"{a + b}{random.integers(10)}", babble(a, b, random)]
-    return str(a + b) if random.random() < 0.5 else str(random.choice(wrong))
+    """Right every other time. The wrong ones are of five kinds: no carry, off by one, a slip, a digit more, babble."""
+    if random.random() < 0.5:
+        return str(a + b)
+    no_carry, off_by_one = a // 10 * 10 + b // 10 * 10 + (a + b) % 10, a + b + random.choice([-1, 1])
+    slip, digit_more = random.choice(slips(a, b)), f"{a + b}{random.integers(10)}"
+    return str(random.choice([str(no_carry), str(off_by_one), slip, digit_more, babble(a, b, random)]))
 
 
 def babble(a: int, b: int, random: np.random.Generator) -> str:

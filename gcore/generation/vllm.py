@@ -79,7 +79,7 @@ class _Arriving:
 
 
 class VllmEngine:
-    """Implements protocols.Engine; `sleep` and `wake` besides."""
+    """Implements protocols.Engine."""
 
     def __init__(self, folder: Path, options: VllmOptions, tracer: Tracer | None = None) -> None:
         self._folder, self._options, self._tracer = folder, options, tracer or Tracer(None, "engine")
@@ -215,8 +215,10 @@ class VllmEngine:
                 post(job.loop, fail, job.future, error)
             for _, done, loop in orders:
                 post(loop, fail, done, error)
-            self._shut()  # a call of its own: the failure remembers what this one names
-            opened.set()
+            try:
+                self._shut()  # a call of its own: the failure remembers what this one names
+            finally:
+                opened.set()
 
     def _shut(self) -> None:
         with _ONE_AT_A_TIME:
@@ -371,10 +373,12 @@ class VllmEngine:
                 self._inbox.appendleft(job)
 
     def _sleep(self, level: int) -> dict[str, float]:
+        if self._asleep == set(MEMORY):
+            return {"seconds": 0.0, "freed_gb": 0.0}
         if busy := len(self._jobs) + len(self._inbox):
             raise RuntimeError(f"asked to sleep with {busy} requests under way")
         if self._arriving or self._asleep:
-            raise RuntimeError("asked to sleep " + ("while weights arrive" if self._arriving else "twice"))
+            raise RuntimeError("asked to sleep " + ("while weights arrive" if self._arriving else "when half awake"))
         before, started = free_gpu(), time.perf_counter()
         with self._tracer.span("sleep", level=level):
             self._land()

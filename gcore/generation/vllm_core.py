@@ -221,7 +221,9 @@ def keep_logprobs_untruncated(worker: Any) -> bool:
         return found
 
     def sampled(*args: Any, **options: Any) -> Any:
-        return sample(*args, **options)[0], seen[0]
+        tokens = sample(*args, **options)[0]
+        logits, seen[0] = seen[0], None
+        return tokens, logits
 
     sampler.apply_sampling_params, states.get_top_k_top_p, sampler.sample = tempered, limited, sampled
     return True

@@ -12,7 +12,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -85,12 +85,12 @@ def open_vllm(network: Any, **options: Any) -> Any:
     from gcore.generation.vllm import VllmEngine
     from gcore.generation.vllm_core import VllmOptions
 
-    folder = Path(mkdtemp(prefix="gcore-vllm-"))
-    network.save_pretrained(folder)
-    build_char_tokenizer(ALPHABET).save_pretrained(folder)
     length = network.config.max_position_embeddings
     options = {"max_concurrent": 32, "max_length": length, "dtype": "float32", "cpu_cache_gib": 0.25, **options}
-    return VllmEngine(folder, VllmOptions(**options))
+    with TemporaryDirectory() as folder:
+        network.save_pretrained(folder)
+        build_char_tokenizer(ALPHABET).save_pretrained(folder)
+        return VllmEngine(Path(folder), VllmOptions(**options))
 
 
 def vllm(network: Any, max_concurrent: int = 32) -> Lent:

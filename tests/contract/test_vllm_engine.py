@@ -34,6 +34,8 @@ from tests.contract.test_engine import (
 
 pytestmark = pytest.mark.skipif(not VLLM, reason="vllm is not installed")
 
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about the CPU build")
+
 LONG = 512  # of sequences here: prefixes are shared in blocks of 128 tokens
 BLOCK = 2 * 2 * 2 * 32 * 128 * 4  # bytes: keys and values, layers, heads, their size, tokens, float32
 
@@ -92,12 +94,8 @@ def cached_prompts(engine: Any, call: Callable[[], Any]) -> list[int]:
 
 def test_siblings_share_their_prefix(engine, network):
     p, answers = prompt(300), list[Completion]()
-    assert cached_prompts(engine, lambda: answers.extend(run(engine, *(ask(p, 5, key=i) for i in range(4))))) == [
-        0,
-        256,
-        256,
-        256,
-    ]
+    first, *others = cached_prompts(engine, lambda: answers.extend(run(engine, *(ask(p, 5, key=i) for i in range(4)))))
+    assert first == 0 and len(others) == 3 and min(others) >= 256
     assert len({c.tokens_S.tobytes() for c in answers}) == 4 and all(exactly(network, p, c) for c in answers)
 
 
@@ -105,13 +103,14 @@ def test_siblings_share_their_prefix(engine, network):
 def test_a_prefix_dies_with_its_weights(engine, network, version):
     """Whatever the new weights are called."""
     new, p = network_of(seed=2, max_length=LONG), prompt(300)
-    assert cached_prompts(engine, lambda: run(engine, ask(p, 5), ask(p, 5, key=1))) == [0, 256]
+    assert cached_prompts(engine, lambda: run(engine, ask(p, 5), ask(p, 5, key=1)))[1] >= 256
     asyncio.run(asyncio.wait_for(engine.load_weights(version, weights_of(new)), 20))
     answers: list[Completion] = []
     assert cached_prompts(engine, lambda: answers.extend(run(engine, ask(p, 5)))) == [0]
     assert exactly(new, p, answers[0]) and not exactly(network, p, answers[0])
 
 
+@on_cpu
 def test_requests_that_wait_within_vllm_start_with_the_new_weights(network):
     """The KV cache has four blocks. The second request shares two with the first and has no room for two more: it is
     with vLLM, and has no token yet, when the weights come."""
@@ -140,6 +139,44 @@ def test_a_token_outside_the_vocabulary_is_refused_and_harms_nobody(engine, netw
     with pytest.raises(UserError, match="vocabulary"):
         run(engine, fine, bad)
     assert run(engine, fine)[0].tokens_S.tolist() == greedy(network, prompt(5), 5)
+
+
+def test_a_sampler_that_is_not_known_truncates_nothing(engine, monkeypatch):
+    from gcore.generation.vllm_core import keep_logprobs_untruncated
+
+    stranger = SimpleNamespace(model_runner=SimpleNamespace(sampler=SimpleNamespace(sample=None)))
+    monkeypatch.setattr(engine, "_can_truncate", keep_logprobs_untruncated(stranger))
+    for params in ({"top_k": 3}, {"top_p": 0.5}):
+        with pytest.raises(UserError, match=r"set generation\.top_p to 1"):
+            run(engine, ask(prompt(5), 5, **params))
+    assert len(run(engine, ask(prompt(5), 5))[0].tokens_S) == 5
+
+
+class Second:
+    """The other of vLLM's samplers, which runs on GPUs alone: it cuts off in the logits it was given."""
+
+    def __init__(self, limits: tuple[Any, Any]) -> None:
+        self.sampling_states = SimpleNamespace(get_top_k_top_p=lambda rows, names: limits)
+
+    def apply_sampling_params(self, logits: torch.Tensor, *, skip_top_k_top_p: bool) -> torch.Tensor:
+        return logits.float() / 2
+
+    def sample(self, logits: torch.Tensor, return_logprobs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        tempered = self.apply_sampling_params(logits, skip_top_k_top_p=True)
+        top_k, _ = self.sampling_states.get_top_k_top_p([0], [0])
+        if top_k is not None:
+            tempered[tempered < tempered.topk(top_k).values[:, -1:]] = -torch.inf
+        return tempered.argmax(-1), tempered
+
+
+@pytest.mark.parametrize("limits", [(None, None), (2, None)])
+def test_the_second_sampler_keeps_its_logits_too(limits):
+    from gcore.generation.vllm_core import keep_logprobs_untruncated
+
+    sampler, logits = Second(limits), torch.tensor([[1.0, 4.0, 2.0, 8.0]])
+    assert keep_logprobs_untruncated(SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler)))
+    tokens, kept = sampler.sample(logits, return_logprobs=True)
+    assert (tokens.tolist(), kept.tolist()) == ([3], [[0.5, 2.0, 1.0, 4.0]])
 
 
 def test_without_seeds_samples_do_not_repeat(engine):
@@ -230,12 +267,13 @@ def test_sleep_and_weights(engine, network):
         await engine.sleep(1)
         with pytest.raises(RuntimeError, match="wake 'weights' first"):
             await engine.load_weights(1, weights_of(network))
-        with pytest.raises(RuntimeError, match="twice"):
-            await engine.sleep(2)
+        assert await engine.sleep(1) == {"seconds": 0, "freed_gb": 0}  # it does already
         with pytest.raises(RuntimeError, match="expected some of"):
             await engine.wake("everything")
         await engine.wake("weights")
         assert await engine.load_weights(1, weights_of(network)) == 1
+        with pytest.raises(RuntimeError, match="half awake"):
+            await engine.sleep(1)
         await engine.wake("kv_cache")
         await engine.load_weights(2, in_parts(network, 2)[0], (0, 2))
         with pytest.raises(RuntimeError, match="while weights arrive"):
@@ -267,6 +305,7 @@ def test_engines_of_one_process_decode_at_once(engine, network):
     assert run(engine, ask(prompts[0], 30, temperature=0))[0].tokens_S.tolist() == greedy(network, prompts[0], 30)
 
 
+@on_cpu
 def test_the_terminal_and_torch_stay_as_they_were(network, capfd):
     set_threads = torch.set_num_threads
     capfd.readouterr()

@@ -16,9 +16,9 @@ from tests.e2e.test_dynamic import assert_counts_add_up
 ROOT = Path(__file__).parents[2]
 SUMS = {"min": 11, "max": 29, "zeros": False, "eval_size": 64}
 SMALL = (
-    *("model.build.layers=1", "model.build.intermediate_size=256", "training.lr=1e-3", "run.steps=12"),
+    *("model.build.layers=1", "model.build.intermediate_size=256", "training.lr=5e-4", "run.steps=12"),
     *("training.warm_start.steps=200", "training.warm_start.batch_size=64", "training.warm_start.lr=5e-3"),
-    *("sampling.prompts_per_step=16", "observe.progress=plain", "observe.eval_every=0", "checkpoint.every=0"),
+    *("sampling.prompts_per_step=24", "observe.progress=plain", "observe.eval_every=0", "checkpoint.every=0"),
 )
 
 
@@ -31,8 +31,8 @@ def train_with_panel(folder: Path, seed: int) -> tuple[dict[str, float], Path]:
         sums=SUMS,
         held_out=300,
         layers={"checker": 2, "referee": 2},
-        steps={"checker": 400, "referee": 600, "scorer": 200},
-        batch_size=32,
+        steps={"checker": 400, "referee": 500, "scorer": 300},
+        batch_size=64,
         seed=seed,
     )
     right = panel.prepare(folder / "panel", settings)
@@ -81,7 +81,7 @@ def test_every_part_is_heard(trained):
 def test_groups_without_spread_are_replaced(trained):
     found = steps(rows(trained[1]))
     totals = assert_counts_add_up(found)
-    assert totals["trained"] == 12 * 16 and all(row["sampling/trained"] == 16 for row in found)
+    assert totals["trained"] == 12 * 24 and all(row["sampling/trained"] == 24 for row in found)
     assert all(row["reward/zero_spread_frac"] == 0 and row["sampling/pending"] == 0 for row in found)
 
 

@@ -1,0 +1,32 @@
+"""A folder with a random model of a given shape and a tokenizer of characters, to measure steps without downloads.
+
+    python bench/random_model.py 1.5B FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def main(size: str, folder: Path) -> None:
+    import torch
+    from gpu_engines import write_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from gcore.prompts.tokenizer import build_char_tokenizer
+
+    config = AutoConfig.from_pretrained(write_model(folder, size))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    network.config.pad_token_id, network.config.eos_token_id, network.config.bos_token_id = 0, 2, 1
+    network.cpu().save_pretrained(folder)
+    build_char_tokenizer("0123456789+=").save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
