@@ -1,6 +1,6 @@
 """A folder with a random model of a given shape and a tokenizer of characters, to measure steps without downloads.
 
-    python bench/random_model.py 1.5B FOLDER
+python bench/random_model.py 1.5B FOLDER
 """
 
 from __future__ import annotations
