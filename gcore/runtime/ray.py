@@ -216,6 +216,7 @@ class RayRuntime:
         try:
             await translate(name, actor.until_gone.remote())
         except RoleDied:
+            self._check_daemons()  # without Ray every role seems dead
             self._down.add(name)
             known = ""
             if name in self._memory:
@@ -224,11 +225,14 @@ class RayRuntime:
             pid = self._pids.get(name, "?")
             raise RoleDied(name, f"process {pid} is gone (killed, crashed, or out of memory{known})") from None
 
+    def _check_daemons(self) -> None:
+        for process in self._daemons.values():
+            if not _alive(process):
+                raise RoleDied("ray", f"its process {process.pid} is gone; nothing can be called any more")
+
     async def _watch_daemons(self) -> None:
         while True:
-            for process in self._daemons.values():
-                if not _alive(process):
-                    raise RoleDied("ray", f"its process {process.pid} is gone; nothing can be called any more")
+            self._check_daemons()
             if self._owns_cluster:
                 self._look()
                 for name, pid in self._pids.items():
