@@ -61,6 +61,7 @@ class Request:
     params: SamplingParams
     noise_key: int  # 64 bits from (seed, prompt id, sibling): see generation/noise.py
     position: int = 0  # steps this sample took before this request (multi-turn), so that noise never repeats
+    priority: int = 0  # lower goes first where requests wait; of equals, who came first. Changes no result
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ class SampleContext:
         sampling = studio.sampling(params)
         siblings = self._issue(studio.n if n is None or studio.greedy else n)
         requests = [Request(prompt.tokens_P, sampling, noise_key(studio.seed, prompt.id, s)) for s in siblings]
-        completions = await self._complete(requests)
+        completions = await self._complete(prompt, requests)
         temperature = sampling.temperature or 1.0
         nothing = np.zeros(0, np.int32)
         empty = Rollout(prompt, 0, nothing, nothing.astype(np.float32), nothing != 0, "", nothing, "stop", temperature)
@@ -202,9 +202,12 @@ class SampleContext:
         first, self._issued = self._issued, self._issued + n
         return range(first, self._issued)
 
-    async def _complete(self, requests: Sequence[Request]) -> list[Completion]:
-        with self._studio.clock.within("generation"):
-            return await self._studio.pool.generate(requests)
+    async def _complete(self, prompt: Prompt, requests: Sequence[Request]) -> list[Completion]:
+        """Prompts are numbered as they are drawn: who began earlier goes first, and so do its later turns. Siblings and
+        later turns go where the prompt was computed; prompts of evaluations have numbers of their own."""
+        studio = self._studio
+        with studio.clock.within("generation"):
+            return await studio.pool.generate(requests, priority=prompt.id, key=(studio.greedy, prompt.id))
 
     async def _go_on(
         self, rollout: Rollout, siblings: Sequence[int], added: Ints, params: dict[str, Any]
@@ -223,7 +226,7 @@ class SampleContext:
             )
         tokens = np.concatenate([prompt.tokens_P, rollout.tokens_S, added])
         requests = [Request(tokens, sampling, noise_key(studio.seed, prompt.id, s), taken) for s in siblings]
-        completions = await self._complete(requests)
+        completions = await self._complete(prompt, requests)
         return [self._joined(rollout, s, added, c) for s, c in zip(siblings, completions, strict=True)]
 
     def _joined(self, start: Rollout, sibling: int, added: Ints, end: Completion) -> Rollout:

@@ -17,6 +17,8 @@ out of the vector loop. Rows and keys are rounded up for that, and a replica kee
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import threading
 import time
 from collections import deque
@@ -69,13 +71,16 @@ class EmbeddedEngine:
         max_concurrent: int,
         max_length: int,
         threads: int = 1,
+        min_step_s: float = 0.0,
         tracer: Tracer | None = None,
     ) -> None:
         self._model, self._threads, self._tracer = model, threads, tracer or Tracer(None, "engine")
+        self._min_step_s = min_step_s
         self._device = model.device
         self._max_rows, self._max_length = max_concurrent, max_length
         self._cache = RowCache(model.config.num_hidden_layers)
-        self._waiting: deque[_Job] = deque()
+        self._waiting: list[tuple[int, int, _Job]] = []  # heap: priority, arrival
+        self._arrivals = itertools.count()
         self._jobs: list[_Job] = []  # row i of the cache belongs to _jobs[i]
         self._lengths = np.zeros(_round_up(max_concurrent, ROW_BLOCK), np.int64)  # tokens already in the cache, by row
         self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
@@ -102,13 +107,14 @@ class EmbeddedEngine:
         jobs = [_Job(request, loop.create_future(), loop, ticket) for request in requests]
         with self._wake:
             self._check_running()
-            self._waiting.extend(jobs)
+            for job in jobs:
+                heapq.heappush(self._waiting, (job.request.priority, next(self._arrivals), job))
             self._wake.notify()
         return list(await asyncio.gather(*(job.future for job in jobs)))
 
     async def abort(self, ticket: str) -> None:
         with self._wake:
-            if any(job.ticket == ticket for job in (*self._waiting, *self._jobs)):
+            if any(job.ticket == ticket for job in (*self._in_line(), *self._jobs)):
                 self._aborted.add(ticket)
                 self._wake.notify()
 
@@ -144,6 +150,7 @@ class EmbeddedEngine:
             "busy_s": self._busy_s,
             "running": float(len(self._jobs)),
             "waiting": float(len(self._waiting)),
+            "running_tokens": float(sum(len(job.tokens) for job in list(self._jobs))),
         }
 
     def close(self) -> None:
@@ -184,7 +191,7 @@ class EmbeddedEngine:
         except BaseException as error:
             with self._wake:
                 self._failure = error
-                jobs, self._jobs, self._waiting = [*self._jobs, *self._waiting], [], deque()
+                jobs, self._jobs, self._waiting = [*self._jobs, *self._in_line()], [], []
                 orders, self._orders = self._orders, deque()
             for job in jobs:
                 post(job.loop, fail, job.future, error)
@@ -207,6 +214,8 @@ class EmbeddedEngine:
                     self._admit()
                     if self._jobs:
                         self._decode()
+                    if self._min_step_s:  # a slower device, emulated
+                        time.sleep(max(0.0, started + self._min_step_s - time.perf_counter()))
                     now = time.perf_counter()  # counted step by step: who asks for stats asks while it is busy
                     self._busy_s, started = self._busy_s + now - started, now
         self._busy_s += time.perf_counter() - started
@@ -216,6 +225,9 @@ class EmbeddedEngine:
 
     def _can_decode(self) -> bool:
         return bool(self._waiting or self._jobs) and self._loaded is None and not self._asleep
+
+    def _in_line(self) -> list[_Job]:
+        return [job for _, _, job in self._waiting]
 
     def _sleep(self) -> dict[str, float]:
         if self._jobs or self._waiting:
@@ -256,8 +268,9 @@ class EmbeddedEngine:
             tickets, self._aborted = self._aborted, set()
             if not tickets:
                 return
-            gone = [job for job in self._waiting if job.ticket in tickets]
-            self._waiting = deque(job for job in self._waiting if job.ticket not in tickets)
+            gone = [job for job in self._in_line() if job.ticket in tickets]
+            self._waiting = [entry for entry in self._waiting if entry[2].ticket not in tickets]
+            heapq.heapify(self._waiting)
         for job in gone:
             post(job.loop, finish, job.future, job.completion("abort"))
         self._deliver([i for i, job in enumerate(self._jobs) if job.ticket in tickets], "abort")
@@ -266,7 +279,7 @@ class EmbeddedEngine:
         """Move waiting requests into free rows; siblings with the same prompt share one prefill."""
         with self._wake:
             free = self._max_rows - len(self._jobs)
-            new = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+            new = [heapq.heappop(self._waiting)[2] for _ in range(min(free, len(self._waiting)))]
         if not new:
             return
         first = len(self._jobs)

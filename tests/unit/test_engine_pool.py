@@ -16,6 +16,12 @@ def requests(n: int, tokens: int = 10) -> list[Request]:
     return [Request(np.zeros(4, np.int32), SamplingParams(tokens), i) for i in range(n)]
 
 
+class Said(str):
+    """A completion that is told by its name."""
+
+    tokens_S = ()
+
+
 class Replica:
     """Answers when it is told to."""
 
@@ -26,7 +32,7 @@ class Replica:
         self.calls.append((method, *args))
         if method == "generate":
             await self.go.wait()
-            return [f"{self.name} {r.noise_key}" for r in args[0]]
+            return [Said(f"{self.name} {r.noise_key}") for r in args[0]]
         return None
 
 

@@ -37,10 +37,12 @@ class Engine:
 
     def __init__(self, *script: str) -> None:
         self.script, self.asked, self.version, self.said = list(script), list[Request](), 0, 0
+        self.lines: list[Any] = []
 
-    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    async def generate(self, requests: Sequence[Request], **line: Any) -> list[Completion]:
         await asyncio.sleep(0)
         self.asked += requests
+        self.lines.append(line)
         return [self._answer(self.script.pop(0)) for _ in requests]
 
     def _answer(self, text: str) -> Completion:
@@ -377,11 +379,22 @@ def test_stages_that_overlap_count_once(monkeypatch):
     assert clock.take() == {"generation": 2.0} and clock.take() == {}
 
 
+def test_a_prompt_keeps_its_place_in_the_line_and_its_replica():
+    """Groups begun earlier go first, and so do their later turns; evaluations count their prompts from 0, too."""
+    for greedy in (False, True):
+        engine = Engine("1", "2", "3")
+        ctx = context(engine, greedy=greedy)
+        (first,) = run(ctx.generate(PROMPT, 1))
+        run(ctx.proceed(first))
+        run(ctx.branch(first, 1))
+        assert engine.lines == [{"priority": 70, "key": (greedy, 70)}] * 3
+
+
 def test_what_the_clock_counts(monkeypatch):
     class Slow(Engine):
-        async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        async def generate(self, requests: Sequence[Request], **line: Any) -> list[Completion]:
             now[0] += 2.0
-            return await super().generate(requests)
+            return await super().generate(requests, **line)
 
     now = [0.0]
     monkeypatch.setattr(workflow.time, "perf_counter", lambda: now[0])

@@ -1,0 +1,255 @@
+"""The router's rules, one by one and, in random worlds, against a scan over all replicas."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+
+import pytest
+
+from gcore.generation import routing
+from gcore.generation.routing import AFFINITY_TOKENS, Router, own_replicas
+
+
+def send(router: Router, work: int = 1, count: int = 1, key: Hashable = None) -> int | None:
+    i = router.choose(key=key, count=count)
+    if i is not None:
+        router.sent(i, work, count)
+    return i
+
+
+def test_the_least_work_first_and_ties_from_first_on():
+    router = Router(3, first=1)
+    assert [send(router, work) for work in (30, 10, 10, 10, 10)] == [1, 2, 0, 2, 0]
+    assert router.loads == [20, 30, 20] and router.counts == [2, 1, 2]
+    router.done(1, 30)
+    assert send(router) == 1
+
+
+def test_closed_replicas_get_nothing():
+    router = Router(2)
+    router.sent(1, 50)
+    router.close(0)
+    assert not router.is_open(0) and send(router) == 1
+    router.close(1)
+    assert send(router) is None and router.loads == [0, 51]
+    router.done(1, 50)  # what it had is answered; that opens nothing
+    assert send(router) is None
+    router.open(1)
+    assert send(router) == 1
+    router.open(0)
+    assert send(router) == 0
+
+
+def test_beyond_the_limit_nobody_is_chosen():
+    router = Router(2, limit=3)
+    assert [send(router, count=2) for _ in range(3)] == [0, 1, None]
+    assert [send(router) for _ in range(3)] == [0, 1, None]  # smaller calls still fit
+    router.done(1, 1, 2)
+    assert [send(router, count=3), send(router, count=2), send(router)] == [None, 1, None]
+
+
+def test_the_least_loaded_with_room_is_chosen():
+    router = Router(2, limit=4)
+    router.sent(0, 1, 4)
+    router.sent(1, 1000, 1)
+    assert [send(router, count=3), send(router)] == [1, None]
+
+
+def test_a_call_larger_than_the_limit_goes_to_an_empty_replica():
+    router = Router(2, limit=3)
+    router.sent(0, 1, 1)
+    assert [send(router, count=9), send(router, count=9), send(router, count=2)] == [1, None, 0]
+    router.done(1, 1, 9)
+    assert send(router, count=9) == 1
+
+
+def test_others_replicas_are_asked_when_no_own_one_has_room():
+    router = Router(4, first=1, own={1, 3}, limit=2, guest_limit=1)
+    assert [send(router, 10) for _ in range(7)] == [1, 3, 1, 3, 2, 0, None]
+    router.done(3, 10)
+    router.done(2, 10)
+    assert [send(router), send(router), send(router)] == [3, 2, None]  # though replica 2 has less
+    router.done(1, 20, 2)
+    router.close(1)
+    router.done(0, 10)
+    assert send(router) == 0  # a closed one of ours is no reason to wait
+
+
+def test_without_a_limit_others_are_asked_when_all_own_are_closed():
+    router = Router(4, own={0, 2})
+    assert [send(router) for _ in range(4)] == [0, 2, 0, 2]
+    router.close(0)
+    router.close(2)
+    assert [send(router), send(router)] == [1, 3]
+
+
+def test_a_key_goes_where_it_went_before():
+    router = Router(3)
+    assert [send(router, 10, key="a"), send(router, 10, key="b")] == [0, 1]
+    assert [send(router, 10, key="b"), send(router, 10, key="a"), send(router, 10)] == [1, 0, 2]
+    assert send(router, 1, key="b") == 1  # 2 has less
+    router.close(1)
+    assert send(router, 1, key="b") == 2
+    router.open(1)
+    assert send(router, 1, key="b") == 2  # where it went last
+
+
+def test_a_key_is_not_worth_more_than_the_margin():
+    router = Router(2)
+    assert send(router, AFFINITY_TOKENS, key="a") == 0
+    assert send(router, 1, key="a") == 0  # just the margin above
+    assert send(router, 0, key="a") == 1
+    close, wide = Router(2, margin=0), Router(2, margin=10**9)
+    assert [send(close, 1, key="a"), send(close, 1, key="a")] == [0, 1]
+    assert [send(wide, 10**6, key="a"), send(wide, 1, key="a")] == [0, 0]
+
+
+def test_a_key_finds_no_room_where_there_is_none():
+    router = Router(2, limit=2)
+    assert [send(router, count=2, key="a"), send(router, count=1, key="a")] == [0, 1]
+
+
+def test_a_key_does_not_lead_to_strangers():
+    router = Router(2, own={0}, limit=1)
+    assert [send(router, key="a"), send(router, key="b")] == [0, 1]
+    router.done(0, 1)
+    assert send(router, key="b") == 0
+
+
+def test_the_keys_that_were_not_asked_for_are_forgotten(monkeypatch):
+    monkeypatch.setattr(routing, "REMEMBERED", 2)
+    router = Router(8)
+    assert [send(router, 10, key=key) for key in "abac"] == [0, 1, 0, 2]  # b goes, a was asked for since
+    assert [send(router, 10, key=key) for key in "ab"] == [0, 3] and len(router._memory) == 2
+
+
+def test_replicas_join():
+    router = Router(2, first=1)
+    router.add(2)
+    router.add(3, own=False)
+    assert [send(router) for _ in range(4)] == [1, 0, 2, 1]
+    for i in range(3):
+        router.close(i)
+    assert send(router) == 3
+    with pytest.raises(ValueError, match="replica 7 came as number 4"):
+        router.add(7)
+
+
+def test_own_replicas():
+    assert [sorted(own_replicas(rank, 3, 7) or ()) for rank in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [own_replicas(rank, 3, 3) for rank in range(3)] == [{0}, {1}, {2}]
+    assert [own_replicas(rank, 3, 2) for rank in range(3)] == [None] * 3
+
+
+def test_old_entries_do_not_pile_up():
+    router = Router(4)
+    for _ in range(1000):
+        for i in range(4):
+            router.sent(i, 5)
+        assert router.choose() == 0
+        for i in range(4):
+            router.done(i, 5)
+    assert len(router._own._heap) < 100 and router.choose() == 0
+
+
+def test_a_choice_looks_at_few_of_many_replicas(monkeypatch):
+    """Full or not: what a call costs does not grow with the number of replicas."""
+    looks = 0
+
+    def counted(function):
+        def count(*args):
+            nonlocal looks
+            looks += 1
+            return function(*args)
+
+        return count
+
+    for name in ("heappush", "heappop", "heapreplace"):
+        monkeypatch.setattr(routing.heapq, name, counted(getattr(routing.heapq, name)))
+    rng, router, out = random.Random(0), Router(512, limit=20), list[tuple[int, int]]()
+    while len(out) < 1024:
+        out.append((router.choose(count=8), rng.randint(1000, 1010)))
+        router.sent(*out[-1], 8)
+        if len(out) == 512:
+            assert send(router, 1, 13) is None  # all are laid aside with room for 12; there will be room for 4
+    assert send(router, 1, 8) is None and looks < 6 * 1024
+    looks = 0
+    for _ in range(1000):
+        i, work = out.pop(rng.randrange(len(out)))
+        router.done(i, work, 8)
+        again = [send(router, work, 8), send(router, work, 8)]
+        assert again == [i, None]
+        out.append((i, work))
+    assert looks < 4 * 1000
+
+
+class Scan:
+    """The rules as they are written, over all replicas."""
+
+    def __init__(self, n: int, first: int, own: set[int] | None, limit: int | None, guest: int | None, margin: int):
+        self.n, self.first, self.own = n, first, set(range(n)) if own is None else own
+        self.limit, self.guest, self.margin = limit, limit if guest is None else guest, margin
+        self.loads, self.counts, self.open = [0] * n, [0] * n, set(range(n))
+        self.memory: dict[Hashable, int] = {}
+
+    def room(self, i: int, count: int) -> bool:
+        limit = self.limit if i in self.own else self.guest
+        return limit is None or self.counts[i] == 0 or self.counts[i] + count <= limit
+
+    def choose(self, key: Hashable, count: int) -> int | None:
+        fit = [i for i in range(self.n) if i in self.open and self.room(i, count)]
+        fit = [i for i in fit if i in self.own] or fit
+        if not fit:
+            return None
+        best = min(fit, key=lambda i: (self.loads[i], (i - self.first) % self.n))
+        if key is not None:
+            known = self.memory.get(key, best)
+            if known in fit and self.loads[known] <= self.loads[best] + self.margin:
+                best = known
+            self.memory[key] = best
+        return best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_worlds_against_a_scan(seed):
+    rng = random.Random(seed)
+    n = rng.randint(1, 12)
+    own = None if rng.random() < 0.3 else set(rng.sample(range(n), rng.randint(0, n)))
+    limit = None if rng.random() < 0.3 else rng.randint(1, 12)
+    guest = None if limit is None or rng.random() < 0.3 else rng.randint(1, limit)
+    rules = rng.randrange(n), own, limit, guest, rng.choice([0, 5, 50])
+    router, scan = Router(n, *rules), Scan(n, *rules)
+    out: list[tuple[int, int, int]] = []
+    refused = chosen = 0
+    for _ in range(1500):
+        move = rng.random()
+        if move < 0.55:
+            key, count, work = rng.choice([None, *range(6)]), rng.choice([1, 1, 2, 4, 15]), rng.randint(0, 40)
+            i = router.choose(key=key, count=count)
+            assert i == scan.choose(key, count)
+            if i is None:
+                refused += 1
+            elif rng.random() < 0.9:  # choosing alone binds to nothing
+                chosen += 1
+                router.sent(i, work, count)
+                scan.loads[i] += work
+                scan.counts[i] += count
+                out.append((i, work, count))
+                most = limit if own is None or i in own else scan.guest
+                assert i in scan.open and (most is None or router.counts[i] <= most or router.counts[i] == count)
+        elif move < 0.9 and out:
+            i, work, count = out.pop(rng.randrange(len(out)))
+            router.done(i, work, count)
+            scan.loads[i] -= work
+            scan.counts[i] -= count
+        elif move < 0.95:
+            i = rng.randrange(n)
+            router.close(i)
+            scan.open.discard(i)
+        else:
+            i = rng.randrange(n)
+            router.open(i)
+            scan.open.add(i)
+        assert router.loads == scan.loads and router.counts == scan.counts
+    assert chosen > 50 and (refused > 0 or limit is None)
