@@ -10,6 +10,13 @@ from gcore.config.base import Auto, Count, Fraction, Model, NonNegative, Positiv
 
 TAKEN = ("mean", "mean_drawn", "std", "zero_spread_frac", "errors", "retries", "timeouts")  # as reward/NAME
 
+# keys of a judge that say how its model is served here, and how a server is asked
+OF_MODELS = (
+    *("engine", "emulated", "device", "dtype", "gpu_memory_utilization", "tensor_parallel", "eager"),
+    *("replicas", "max_prompt_length"),
+)
+OF_URLS = ("served_model", "token_env", "timeout_s", "retries", "extra")
+
 
 class RewardFunction(Section):
     name: str
@@ -47,8 +54,28 @@ class ScalarReward(Section):
 class Judge(Serving):
     name: str
     """Name in the logs: `reward/NAME`."""
-    model: Model
-    """Another language model, with a tokenizer and chat template of its own."""
+    model: Model | None = None
+    """Another language model, with a tokenizer and chat template of its own; or `url`."""
+    url: str | None = None
+    """An OpenAI-compatible server (vLLM, SGLang, a vendor) instead of `model`: what stands before `/chat/completions`,
+    such as `http://HOST:8000/v1`. No replicas, no tokenizer."""
+    served_model: str | None = None
+    """`url`: the model's name there; servers of one model often need none."""
+    token_env: str | None = None
+    """`url`: environment variable that holds a bearer token."""
+    timeout_s: Seconds = 120.0
+    """`url`: of one try."""
+    retries: Count = 5
+    """`url`: further tries when the server is slow, busy (429), broken (5xx), away or talks nonsense, with growing,
+    jittered pauses; other 4xx fail at once."""
+    extra: dict[str, Any] = {}
+    """`url`: further parameters of a request, for the server; null takes away one of `max_tokens`, `temperature`,
+    `top_p`."""
+    max_concurrent: PositiveInt = 256
+    """Sequences a replica decodes at once; more wait in its queue. `url`: requests of one controller at a time."""
+    seeds: bool | Auto = "auto"
+    """Give every request a seed of its own, so that verdicts repeat. vLLM: costs speed on GPUs; `auto`: on CPU. `url`:
+    sent along, unless this is false."""
     template: str
     """Jinja text of the user message, or the path of a file: `{{ prompt }}`, `{{ response }}` (pairwise: `response_a`,
     `response_b`), and the columns of the dataset, as `{{ answer }}`."""
@@ -75,11 +102,22 @@ class Judge(Serving):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 is off."""
     max_prompt_length: PositiveInt = 2048
-    """Longest prompt of the judge in its tokens; a longer one fails, it is not cut."""
+    """Longest prompt of the judge in its tokens; a longer one fails, it is not cut. `url`: the server's to say."""
     max_response_length: PositiveInt = 256
     """Most tokens of a verdict."""
     replicas: PositiveInt = 1
     """Engine processes of this judge."""
+
+    @model_validator(mode="after")
+    def _one_voice(self) -> Judge:
+        """A key that would do nothing is a mistake, unless it has its default: a resolved recipe names all of them."""
+        if (self.model is None) == (self.url is None):
+            raise ValueError("set exactly one of model (served by this run) and url (an OpenAI-compatible server)")
+        idle, other = (OF_MODELS, "model") if self.url is not None else (OF_URLS, "url")
+        fields = type(self).model_fields
+        if useless := [name for name in idle if getattr(self, name) != fields[name].default]:
+            raise ValueError(f"{', '.join(useless)}: of judges with {other}; this one has none")
+        return self
 
 
 class HttpReward(Section):
@@ -129,6 +167,11 @@ class Rewards(Section):
     def names(self) -> list[str]:
         specs: list[Any] = [*self.functions, *self.models, *self.judges, *self.http]
         return [spec.name for spec in specs]
+
+    @property
+    def engine_judges(self) -> list[Judge]:
+        """Those that run here, on engines; the others are behind a URL."""
+        return [judge for judge in self.judges if judge.model is not None]
 
     @property
     def accuracy_name(self) -> str:

@@ -1,8 +1,8 @@
 """A generative judge: another language model reads a response and writes a verdict.
 
-    response ──Form──> the judge's tokens ──ask──> text ──Verdict──> number ──mean──> reward
-                                ^                   │
-                                └─── fresh noise ───┘ while no verdict can be read
+    response ──Form──> messages ──Voice──> text ──Verdict──> number ──mean──> reward
+                          ^                 │
+                          └── fresh noise ──┘ while no verdict can be read
 
 pointwise   a case is one response
 pairwise    a case is two responses in an order; each pair is heard in both, so that a judge who prefers whoever comes
@@ -18,22 +18,22 @@ import inspect
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import pstdev
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gcore.config.tree import Judge
 from gcore.rewarding.functions import load_function
 from gcore.rewarding.source import Answer, is_finite, scalar, short
-from gcore.types import Completion, Ints, Message, Prompt, RewardError, Rollout, SamplingParams, UserError
+from gcore.rewarding.voice import Key, Voice
+from gcore.types import Message, Prompt, RewardError, Rollout, SamplingParams, UserError
 
-Ask = Callable[[Ints, SamplingParams, tuple[object, ...]], Awaitable[Completion]]  # the last becomes the noise key
+T = TypeVar("T")
 
 RESPONSES = {"pointwise": ("response",), "pairwise": ("response_a", "response_b")}
 FUNCTION = re.compile(r"[^\s:\\(){}|*+?]+:[A-Za-z_]\w*")  # package.module:f, file.py:f; no expression with a group
@@ -42,11 +42,11 @@ WORDS = re.compile(r"(?:[^\\(]|\\.|\(\?(?!P<))*\((?:\?P<\w+>)?[A-Za-z|\[\] ]+\)"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A response, or two in an order, to be judged. Case(places=(0, 2), key=(70, 0, 2), tokens_P=[1, ...])"""
+    """A response, or two in an order, to be judged. Case(places=(0, 2), key=(70, 0, 2), question=[1, 6, ...])"""
 
     places: tuple[int, ...]  # in the group
-    key: tuple[object, ...]  # prompt id, siblings
-    tokens_P: Ints
+    key: Key  # prompt id, siblings
+    question: Any  # as the voice takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +62,26 @@ class Hearing:
 
 
 class JudgeSource:
-    """Implements source.Source. The judge is whatever `ask` asks: an engine of this run, or a script in a test."""
+    """Implements source.Source. Who speaks is `voice`: an engine of this run, a server, or a script in a test."""
 
     attempts = 1  # verdicts are asked for again here, one by one; the blend would ask for those that were read, too
 
-    def __init__(
-        self, spec: Judge, tokenizer: Any, stop_tokens: tuple[int, ...], ask: Ask, key: str = "rewards.judges.0"
-    ):
-        self.spec, self.key = spec, key
+    def __init__(self, spec: Judge, voice: Voice, key: str = "rewards.judges.0"):
+        self.spec, self.voice, self.key = spec, voice, key
         self.name, self.weight = spec.name, spec.weight
-        self.counts: Counter[str] = Counter()
-        self._params = SamplingParams(
-            spec.max_response_length, temperature=spec.temperature, top_p=spec.top_p, stop_tokens=stop_tokens
-        )
-        self._tokenizer, self._engine = tokenizer, ask
-        self._form, self._verdict = Form(spec, tokenizer, key), Verdict(spec, key)
+        self.counts: Counter[str] = voice.counts
+        self._params = SamplingParams(spec.max_response_length, temperature=spec.temperature, top_p=spec.top_p)
+        self._form, self._verdict = Form(spec, voice, key), Verdict(spec, key)
 
     def check(self, columns: Collection[str]) -> None:
         self._form.check(columns)
         self._verdict.check()
 
+    async def reach(self) -> None:
+        await self.voice.reach()
+
     def close(self) -> None:
-        pass
+        self.voice.close()
 
     async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
         """Every verdict is a request of its own, all at once. A prompt that is too long fails before any is sent."""
@@ -95,27 +93,27 @@ class JudgeSource:
         else:
             orders = [order for i, j in pairs(n, self.spec.opponents) for order in ((i, j), (j, i))]
         cases = [self._case(group, places) for places in orders]
-        heard = await asyncio.gather(*(self._hear(case, attempt) for case in cases))
+        heard = await _together(self._hear(case, attempt) for case in cases)
         hearings = dict(zip(orders, heard, strict=True))
         return Answer(
             [self._reward(group, i, hearings) for i in range(n)],
             [_spread(i, hearings) for i in range(n)] if self.spec.repeats > 1 else [],
         )
 
-    async def say(self, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
+    async def say(self, messages: Sequence[Message], key: Key, **params: Any) -> str:
         """What the judge says to a conversation of the caller's own. `params` override fields of SamplingParams."""
-        tokens = self._form.tokens(messages, f"judge {self.name!r}")
-        return await self._ask(tokens, replace(self._params, **params), (self.name, "say", *key))
+        question = self.voice.question(messages, f"judge {self.name!r}")
+        return await self.voice.answer(question, replace(self._params, **params), (self.name, "say", *key))
 
     def _case(self, group: Sequence[Rollout], places: tuple[int, ...]) -> Case:
         rollouts = [group[place] for place in places]
         prompt = rollouts[0].prompt
         messages = self._form.messages(prompt, [rollout.text for rollout in rollouts])
-        tokens = self._form.tokens(messages, f"reward {self.name!r}, prompt {prompt.id}")
-        return Case(places, (prompt.id, *(rollout.sibling for rollout in rollouts)), tokens)
+        question = self.voice.question(messages, f"reward {self.name!r}, prompt {prompt.id}")
+        return Case(places, (prompt.id, *(rollout.sibling for rollout in rollouts)), question)
 
     async def _hear(self, case: Case, attempt: int) -> Hearing:
-        results = await asyncio.gather(*(self._settle(case, repeat, attempt) for repeat in range(self.spec.repeats)))
+        results = await _together(self._settle(case, repeat, attempt) for repeat in range(self.spec.repeats))
         unread = [result for result in results if isinstance(result, str)]
         return Hearing([result for result in results if isinstance(result, float)], unread[-1] if unread else "")
 
@@ -125,7 +123,7 @@ class JudgeSource:
         for turn in range(self.spec.attempts):
             self.counts["verdicts"] += 1
             key = (self.name, *case.key, repeat, attempt * self.spec.attempts + turn)
-            text = await self._ask(case.tokens_P, self._params, key)
+            text = await self.voice.answer(case.question, self._params, key)
             try:
                 return self._verdict.read(text)
             except Unread as error:
@@ -135,12 +133,6 @@ class JudgeSource:
                 end = text if len(text) <= 100 else f"...{text[-100:]}"  # verdicts stand at the end
                 unread = f"{short(end)}: {error}"
         return unread
-
-    async def _ask(self, tokens_P: Ints, params: SamplingParams, key: tuple[object, ...]) -> str:
-        completion = await self._engine(tokens_P, params, key)
-        if completion.finish == "abort":  # half a verdict is none: a 1 may have been on its way to 10
-            raise RewardError(f"judge {self.name!r} was aborted while it spoke")
-        return str(self._tokenizer.decode(completion.tokens_S, skip_special_tokens=True))
 
     def _reward(self, group: Sequence[Rollout], place: int, hearings: Mapping[tuple[int, ...], Hearing]) -> float:
         """The mean over a response's cases. Of a pair both orders count or none: one alone would favour a place."""
@@ -167,6 +159,16 @@ def pairs(num: int, opponents: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys((min(pair), max(pair)) for pair in met))
 
 
+async def _together(asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All at once. When one fails the group has no reward: nobody needs the others' answers, and some cost money."""
+    tasks = [asyncio.ensure_future(one) for one in asked]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 def _spread(place: int, hearings: Mapping[tuple[int, ...], Hearing]) -> dict[str, float]:
     """How far the repeats of a case lie apart: the mean over a response's cases that have two or more."""
     spreads = [pstdev(h.verdicts) for places, h in hearings.items() if place in places and len(h.verdicts) > 1]
@@ -174,15 +176,12 @@ def _spread(place: int, hearings: Mapping[tuple[int, ...], Hearing]) -> dict[str
 
 
 class Form:
-    """What the judge is shown: a prompt and responses -> messages -> tokens of its own tokenizer."""
+    """What the judge is shown: a prompt and responses -> messages."""
 
-    def __init__(self, spec: Judge, tokenizer: Any, key: str):
-        self.spec, self.tokenizer, self.key = spec, tokenizer, key
+    def __init__(self, spec: Judge, voice: Voice, key: str):
+        self.spec, self.voice, self.key = spec, voice, key
         self._environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         self._template: Template | None = None
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
-        self._special = re.compile("|".join(re.escape(text) for text in sorted(special, key=len)[::-1]) or r"(?!)")
 
     def check(self, columns: Collection[str]) -> None:
         """The template compiles, names nothing that is not there, and shows the judge what is to be judged."""
@@ -200,15 +199,13 @@ class Form:
             if name not in names:
                 raise UserError(f"{self.key}.template: expected {{{{ {name} }}}} in it: it is what is to be judged")
         own = "".join(data.data for data in tree.find_all(nodes.TemplateData))
-        self._check_alphabet("template", own)
-        self._check_alphabet("system_prompt", self.spec.system_prompt or "")
-        self._check_roles()
+        self.voice.check({"template": own, "system_prompt": self.spec.system_prompt or ""}, self._conversation("x"))
 
     def messages(self, prompt: Prompt, responses: Sequence[str]) -> list[Message]:
         """The template's text as the user's message. The row's columns stand below the names of our own."""
         if self._template is None:
             self._template = self._compile()
-        shown = zip(RESPONSES[self.spec.mode], map(self._plain, responses), strict=True)
+        shown = zip(RESPONSES[self.spec.mode], map(self.voice.plain, responses), strict=True)
         own = {"prompt": _prompt_text(prompt), "messages": list(prompt.messages), **dict(shown)}
         try:
             return self._conversation(self._template.render({**prompt.columns, **own}))
@@ -217,25 +214,10 @@ class Form:
                 f"reward {self.spec.name!r}, prompt {prompt.id}: {self.key}.template does not render: {short(error)}"
             ) from error
 
-    def tokens(self, messages: Sequence[Message], where: str) -> Ints:
-        """Exactly the text of the chat template: it wrote its special tokens itself."""
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        tokens = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-        if len(tokens) > self.spec.max_prompt_length:
-            raise RewardError(
-                f"{where}: the judge's prompt has {len(tokens)} tokens; expected at most "
-                f"{self.spec.max_prompt_length} (key: {self.key}.max_prompt_length)"
-            )
-        return tokens
-
     def _conversation(self, text: str) -> list[Message]:
         system = self.spec.system_prompt
         first = [{"role": "system", "content": system}] if system is not None else []
         return [*first, {"role": "user", "content": text}]
-
-    def _plain(self, response: str) -> str:
-        """A policy that spells out the judge's special tokens could end its own turn and write the verdict itself."""
-        return self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", response)
 
     def _text(self) -> str:
         """The template itself, or the content of the file it names. Only a template has braces."""
@@ -252,22 +234,6 @@ class Form:
         except TemplateError as error:
             line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             raise UserError(f"{self.key}.template: no Jinja template: {line}{error.message}") from None
-
-    def _check_alphabet(self, name: str, text: str) -> None:
-        """A built model reads characters it lacks as <unk>. A response may have such; the recipe's text may not."""
-        alphabet, place = set(getattr(self.tokenizer, "alphabet", "")), f"{self.key}.model.build.alphabet"
-        if alphabet and (lacks := "".join(sorted(set(text) - alphabet))):
-            raise UserError(f"{self.key}.{name}: no token for the characters {lacks!r} (add them to {place})")
-
-    def _check_roles(self) -> None:
-        messages = self._conversation("x")
-        try:
-            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError) as error:
-            raise UserError(
-                f"{self.key}: the chat template refuses messages of roles {[m['role'] for m in messages]}: "
-                f"{' '.join(str(error).split())} (change {self.key}.system_prompt or model.chat_template)"
-            ) from None
 
 
 class Unread(ValueError):

@@ -19,9 +19,11 @@ from gcore.controller.collect import Collected, Collector, spread
 from gcore.controller.workflow import Studio, generate_and_reward
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
+from gcore.rewarding.client import Pauses
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.rewarder import Blend
+from gcore.rewarding.voice import EngineVoice
 from gcore.rewarding.workers import sources_of
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.types import Completion, Prompt
@@ -53,7 +55,7 @@ ALWAYS = {  # what an unlucky prompt does every time: it is dropped, and counted
 class Engine:
     """Any tokens at all, from the noise of the request."""
 
-    async def generate(self, requests: list[Any]) -> list[Completion]:
+    async def generate(self, requests: list[Any], **line: Any) -> list[Completion]:
         await asyncio.sleep(0)
         return [self._one(request.noise_key) for request in requests]
 
@@ -166,7 +168,7 @@ def test_a_server_that_fails(fault):
         await site.start()
         port = runner.addresses[0][1]
         spec = HttpReward(name="server", url=f"http://127.0.0.1:{port}/", timeout_s=0.5, attempts=3)
-        rewarders = [Blend([HttpSource(spec, backoff_s=0.01)]) for _ in range(CONTROLLERS)]
+        rewarders = [Blend([HttpSource(spec, pauses=Pauses(first_s=0.01))]) for _ in range(CONTROLLERS)]
         try:
             return await run(rewarders), rewarders
         finally:
@@ -201,7 +203,8 @@ def test_a_judge_that_never_answers_in_format():
     spec = Judge(
         name="judge", model=Model(path="x"), template="{{ prompt }}{{ response }}", verdict=r"(\d)", attempts=3
     )
-    rewarders = [Blend([JudgeSource(spec, TOKENIZER, (2,), ask_for(seen))]) for _ in range(CONTROLLERS)]
+    voices = [EngineVoice(spec, TOKENIZER, (2,), ask_for(seen), "rewards.judges.0") for _ in range(CONTROLLERS)]
+    rewarders = [Blend([JudgeSource(spec, voice)]) for voice in voices]
     found = asyncio.run(run(rewarders))
     dropped = assert_nothing_is_lost(found)
     drawn = sum(part.drawn for controller in found for part in controller)

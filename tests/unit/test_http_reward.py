@@ -1,6 +1,7 @@
 """Reward servers: what is sent, which failures are tried again, and that none becomes a zero."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import math
@@ -14,7 +15,8 @@ import pytest
 from aiohttp import web
 
 from gcore.config.tree import HttpReward
-from gcore.rewarding.http import HttpSource, _seconds
+from gcore.rewarding.client import Pauses, _seconds
+from gcore.rewarding.http import HttpSource
 from gcore.rewarding.rewarder import Blend
 from gcore.types import RewardError, UserError
 from tests.unit.test_rewarding import group_of
@@ -36,7 +38,7 @@ class Server:
         self.requests.append(request)
         self.times.append(time.monotonic())
         self.peers.append(request.transport.get_extra_info("peername"))
-        self.bodies.append(json.loads(await request.read()))
+        self.bodies.append(json.loads(await request.read() or "null"))
         item = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if callable(item):
             item = await item(request)
@@ -46,27 +48,31 @@ class Server:
         return web.Response(text=json.dumps(item), content_type="application/json")
 
 
+@contextlib.asynccontextmanager
+async def served(server: Server):
+    """Its address."""
+    app = web.Application()
+    app.router.add_route("*", "/{tail:.*}", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 def http(server: Server, scenario, path="/score", **spec):
     """Runs `await scenario(blend, source)` against the server; the source is closed at the end."""
 
     async def main():
-        app = web.Application()
-        app.router.add_route("*", "/{tail:.*}", server.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]
-        options = {name: spec.pop(name) for name in ("backoff_s", "longest_retry_after_s") if name in spec}
-        source = HttpSource(
-            HttpReward(name="remote", url=f"http://127.0.0.1:{port}{path}", **spec),
-            **{"backoff_s": 0.001, **options},
-        )
-        try:
-            return await asyncio.wait_for(scenario(Blend([source]), source), 20)
-        finally:
-            source.close()
-            await runner.cleanup()
+        pauses = Pauses(first_s=0.001, longest_retry_after_s=spec.pop("longest_retry_after_s", 60.0))
+        async with served(server) as url:
+            source = HttpSource(HttpReward(name="remote", url=f"{url}{path}", **spec), pauses=pauses)
+            try:
+                return await asyncio.wait_for(scenario(Blend([source]), source), 20)
+            finally:
+                source.close()
 
     return asyncio.run(main())
 
@@ -168,8 +174,8 @@ def test_retry_after_counts_once():
     asked = []
 
     async def scenario(blend, source):
-        pause = source._pause
-        source._pause = lambda turn, after_s: asked.append((turn, after_s)) or pause(turn, after_s)
+        pause = source.client.pause_s
+        source.client.pause_s = lambda turn, after_s: asked.append((turn, after_s)) or pause(turn, after_s)
         await blend.score(group_of("2", "3"))
 
     http(server, scenario, longest_retry_after_s=0.001)
@@ -242,7 +248,7 @@ def test_nobody_there():
     with socket.socket() as taken:  # bound and not listening: nobody else gets the port meanwhile
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"
-        source = HttpSource(HttpReward(name="remote", url=url, attempts=3), backoff_s=0.001)
+        source = HttpSource(HttpReward(name="remote", url=url, attempts=3), pauses=Pauses(first_s=0.001))
         blend = Blend([source])
 
         async def main():
@@ -263,17 +269,17 @@ def test_a_server_that_hangs_up():
 
 
 def test_pauses_grow_with_jitter_up_to_a_cap():
-    source = HttpSource(HttpReward(name="remote", url="http://h"), backoff_s=0.25, longest_backoff_s=10.0)
+    source = HttpSource(HttpReward(name="remote", url="http://h"), pauses=Pauses(first_s=0.25, longest_s=10.0))
     for turn, most in ((1, 0.25), (2, 0.5), (3, 1.0), (6, 8.0), (7, 10.0), (5000, 10.0)):
-        pauses = [source._pause(turn, 0.0) for _ in range(200)]
+        pauses = [source.client.pause_s(turn, 0.0) for _ in range(200)]
         assert all(most / 2 <= pause <= most for pause in pauses)
         assert len(set(pauses)) == 200
-    assert 5.125 <= source._pause(1, 5.0) <= 5.25
-    assert 60.125 <= source._pause(1, 3600.0) <= 60.25
+    assert 5.125 <= source.client.pause_s(1, 5.0) <= 5.25
+    assert 60.125 <= source.client.pause_s(1, 3600.0) <= 60.25
     random.seed(0)
-    first = source._pause(1, 0.0)
+    first = source.client.pause_s(1, 0.0)
     random.seed(0)
-    assert source._pause(1, 0.0) != first  # the run's seeds have no part in it
+    assert source.client.pause_s(1, 0.0) != first  # the run's seeds have no part in it
 
 
 # --- failures that are not
@@ -284,7 +290,8 @@ def test_other_4xx_fail_at_once(status):
     server = Server((status, "no such model " + "x" * 1000))
     said, counts = score(server)
     assert f"/score answered {status}: 'no such model xxx" in said and "xxx..." in said
-    assert "(key: rewards.http.0.url) (not tried again)" in said
+    key = "token_env" if status == 401 else "url"
+    assert f"(key: rewards.http.0.{key}) (not tried again)" in said
     assert len(said) < 400
     assert counts == {}
     assert len(server.requests) == 1
@@ -353,6 +360,35 @@ def test_the_query_is_sent_and_not_shown():
     said, _ = score(server, path="/score?key=s3cr3t")
     assert server.requests[0].query["key"] == "s3cr3t"
     assert "/score answered 404" in said and "s3cr3t" not in said
+
+    async def babble(request):
+        request.transport.write(b"hm\r\n\r\n")
+        await asyncio.sleep(0.05)
+        request.transport.close()
+        return (200, "")
+
+    said, _ = score(Server(babble), path="/score?key=s3cr3t", attempts=1)
+    assert "/score: ClientResponseError: 400" in said and "s3cr3t" not in said  # aiohttp quotes the address
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "no such model",
+        {"error": {"message": "no such model", "type": "x"}},
+        {"error": "no such model", "code": 404},
+        {"object": "error", "message": "no such model"},
+        {"detail": "no such model"},
+    ],
+)
+def test_a_complaint_in_json_is_unwrapped(body):
+    said, _ = score(Server((404, body if isinstance(body, str) else json.dumps(body))))
+    assert "/score answered 404: 'no such model' (key: rewards.http.0.url)" in said
+
+
+@pytest.mark.parametrize("body", ['{"detail": [{"loc": 3}]}', '{"error": ""}', "7", '["x"]', '{"error": {"code": 1}}'])
+def test_a_complaint_in_other_json_is_shown_as_it_is(body):
+    assert f"/score answered 404: {body!r} (key" in score(Server((404, body)))[0]
 
 
 # --- before the run
@@ -454,7 +490,7 @@ def test_one_session_closed_in_silence():
     async def scenario(blend, source):
         for _ in range(3):
             await blend.score(group_of("2"))
-            sessions.append(source._session)
+            sessions.append(source.client._session)
         problems = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
         source.close()
@@ -474,10 +510,10 @@ def test_one_session_closed_in_silence():
 
 
 def test_another_loop_gets_a_session_of_its_own():
-    source = HttpSource(HttpReward(name="remote", url="http://127.0.0.1:9/"), backoff_s=0)
+    source = HttpSource(HttpReward(name="remote", url="http://127.0.0.1:9/"))
 
     async def session():
-        return source._line()[0]
+        return source.client.line()[0]
 
     first, second = asyncio.run(session()), asyncio.run(session())
     assert first is not second

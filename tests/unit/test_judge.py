@@ -12,6 +12,7 @@ from gcore.config.tree import Judge, Model
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.rewarding.judge import JudgeSource, pairs
 from gcore.rewarding.rewarder import Blend
+from gcore.rewarding.voice import EngineVoice
 from gcore.types import Completion, RewardError, UserError
 from tests.unit.test_rewarding import group_of
 
@@ -47,7 +48,8 @@ def judge_of(script, key="rewards.judges.0", **spec) -> tuple[JudgeSource, Scrip
     engine = script if isinstance(script, Script) else Script(script)
     mode = spec.get("mode", "pointwise")
     defaults = {"name": "wise", "model": Model(path="x"), "template": POINTWISE if mode == "pointwise" else PAIRWISE}
-    return JudgeSource(Judge(**{**defaults, **spec}), TOKENIZER, STOPS, engine, key), engine
+    judge = Judge(**{**defaults, **spec})
+    return JudgeSource(judge, EngineVoice(judge, TOKENIZER, STOPS, engine, key), key), engine
 
 
 def answer(source: JudgeSource, group, attempt=0):
@@ -103,8 +105,8 @@ def test_the_chat_template_alone_writes_special_tokens():
             return {"input_ids": [ord(c) for c in text]}
 
     source, engine = judge_of(lambda text, key: "7")
-    source._engine = lambda tokens, params, key: seen.append(tokens.tolist()) or engine(np.int32([4]), params, key)
-    source._form.tokenizer, seen = Tokenizer(), []
+    source.voice.ask = lambda tokens, params, key: seen.append(tokens.tolist()) or engine(np.int32([4]), params, key)
+    source.voice.tokenizer, seen = Tokenizer(), []
     answer(source, group_of("2", prompt="1"))
     assert seen == [[ord(c) for c in "[1 2 good?]"]]
 
@@ -266,7 +268,7 @@ def test_a_failing_engine_is_no_reward_error():
         raise ConnectionError("engine-0 is gone")
 
     source, _ = judge_of(lambda text, key: "1")
-    source._engine = broken
+    source.voice.ask = broken
     with pytest.raises(ConnectionError, match="engine-0 is gone"):
         answer(source, group_of("2", "3"))
 
@@ -443,7 +445,7 @@ def test_all_verdicts_are_asked_for_at_once():
             await together.wait()
         return await engine(tokens, params, key)
 
-    source._engine = waits
+    source.voice.ask = waits
     assert answer(source, group_of("a", "b", "c")).values == [1.0] * 3
 
 
