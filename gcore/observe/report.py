@@ -35,7 +35,12 @@ class Summary:
     @property
     def files(self) -> dict[str, Path]:
         """What there is to look at."""
-        named = {"reward curve": "reward.png", "timeline": "trace.json", "TensorBoard": "tensorboard"}
+        named = {
+            "report": "report.html",
+            "reward curve": "reward.png",
+            "timeline": "trace.json",
+            "TensorBoard": "tensorboard",
+        }
         return {name: path for name, file in named.items() if (path := self.folder / file).exists()}
 
 

@@ -1,0 +1,341 @@
+"""A run or a simulation as one HTML page that needs nothing but itself: `gcore report`.
+
+    paths ──read_source──> Sources ──page_model──> {header, tiles, bars, timelines, charts} ──render──> report.html
+
+The model holds every number that is shown. The template (page.html) writes the text; the scripts draw the Gantt and the
+curves from the model's JSON, which stands escaped in the page. Nothing is fetched: page.html forbids it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gcore.observe.page_data import Move, Segment, Source, has_something, read_source
+from gcore.observe.report import smooth
+from gcore.observe.values import STAGES, Row, count, duration, number
+from gcore.types import UserError
+
+PARTS = ("page.html", "page.css", "page_gantt.js", "page_curves.js", "page.js")
+MAX_SEGMENTS = 40_000  # of one timeline; beyond, whole steps are left out, evenly
+MAX_MOVES = 3_000
+MAX_POINTS = 600  # of a curve: about what a screen can show
+ROLES = ("policy", "judge", "scorer", "trainer", "switch", "controller")  # in the order of legends
+CURVES = (  # title, keys (a name ending in / stands for all below it), unit, style
+    ("Reward", ("reward", "accuracy"), "", "reward"),
+    ("Rollout time", ("rollout_s",), "s", "line"),
+    ("Idle share", ("idle",), "%", "line"),
+    ("Busy share by role", ("busy/",), "%", "line"),
+    ("Slots by role", ("split/",), "", "stack"),
+    ("Time by stage", ("stage/",), "s", "stack"),
+    ("Moves a step", ("moves",), "", "line"),
+    ("Answer length", ("length",), "tokens", "line"),
+    ("Accepted share", ("acceptance",), "%", "line"),
+    ("Tokens a second", ("tokens_per_s",), "", "line"),
+)
+BARS = (("Rollout time", "rollout_s", "s"), ("Idle share", "idle", "%"))
+Model = dict[str, Any]
+
+
+def write_page(paths: Sequence[Path], target: Path) -> Path:
+    """`gcore report`. Raises UserError where there is nothing to draw or no place to write."""
+    html = render(page_model([read_source(path) for path in paths]))
+    temp = target.with_name(target.name + ".tmp")
+    try:
+        temp.write_text(html, encoding="utf-8", errors="replace")
+        temp.replace(target)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror}), expected a file in a folder (-o)") from None
+    return target
+
+
+def page_path(paths: Sequence[Path]) -> Path:
+    """runs/NAME -> runs/NAME/report.html, drift.json -> drift.html; several -> report.html, here."""
+    if len(paths) > 1:
+        return Path("report.html")
+    return paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
+
+
+def write_report(folder: Path) -> Path | None:
+    """report.html beside a run's other files; None when the run came to nothing that could be drawn."""
+    return write_page([folder], page_path([folder])) if has_something(folder) else None
+
+
+def page_model(sources: Sequence[Source]) -> Model:
+    labels = _labels(sources)
+    alone = len(sources) == 1
+    return {
+        "title": " and ".join(dict.fromkeys(source.name for source in sources)),
+        "kind": " and ".join(dict.fromkeys(source.kind for source in sources)),
+        "lead": _lead(sources[0]) if alone else f"{len(sources)} compared: {', '.join(labels)}",
+        "bars": _bars(sources, labels),
+        "charts": _charts(sources[0]) if alone else _overlaid(sources, labels),
+        "sources": [_source(source, label) for source, label in zip(sources, labels, strict=True)],
+    }
+
+
+def render(model: Model) -> str:
+    from jinja2 import Environment
+
+    room = files("gcore.observe")
+    html, css, *scripts = (room.joinpath(name).read_text(encoding="utf-8") for name in PARTS)
+    js = '"use strict";\n(() => {\n' + "\n".join(scripts) + "})();"
+    data = json.dumps({key: model[key] for key in ("charts", "sources")}, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":  # else a text with </script> would end the script
+        data = data.replace(sign, f"\\u{ord(sign):04x}")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(html).render(model, css=css, js=js, data=data)
+
+
+def _labels(sources: Sequence[Source]) -> list[str]:
+    """The policy, where the rest is equal; numbered where even that is not enough."""
+    same = len({source.name for source in sources}) == 1
+    labels = [s.policy if same and s.policy else " · ".join(filter(None, (s.name, s.policy))) for s in sources]
+    twice = {label for label, times in Counter(labels).items() if times > 1}
+    return [f"{label} ({i})" if label in twice else label for i, label in enumerate(labels, start=1)]
+
+
+def _lead(source: Source) -> str:
+    parts = [f"{source.policy} placement" if source.policy else "", f"{_num_steps(source)} steps"]
+    if source.rows:
+        parts.append(f"{len(source.rows)} {source.unit}")
+    return " · ".join(filter(None, parts))
+
+
+def _num_steps(source: Source) -> int:
+    """An evaluation before the first step is not a step."""
+    return sum(bool(row.keys() - {"step", "accuracy"}) for row in source.steps)
+
+
+def totals(source: Source) -> Row:
+    """The summary, completed from the steps where it is silent. Idle counts by time: a long step weighs more."""
+    rows = [row for row in source.steps if number(row, "rollout_s")]
+    idle = [(row["idle"], row["rollout_s"]) for row in rows if "idle" in row]
+    from_steps: Row = {"rollout_s": sum(row["rollout_s"] for row in rows)} if rows else {}
+    if idle:
+        from_steps["idle"] = sum(share * s for share, s in idle) / sum(s for _, s in idle)
+    if source.moves or any("moves" in row for row in source.steps):
+        said = sum(number(row, "moves") or 0 for row in source.steps)
+        from_steps["moves"] = said or len(source.moves)
+    return {**from_steps, **{key: n for key in source.summary if (n := number(source.summary, key)) is not None}}
+
+
+def _tiles(source: Source) -> list[tuple[str, str, str]]:
+    """(label, value, note)"""
+    facts, steps = totals(source), max(_num_steps(source), 1)
+    tiles: list[tuple[str, str, str]] = []
+    for name, label in (("accuracy", "Held-out accuracy"), ("reward", "Reward")):
+        if f"{name}_last" in facts:
+            tiles.append((label, f"{facts[f'{name}_last']:.3f}", f"from {facts[f'{name}_first']:.3f}"))
+    if "total_s" in facts:
+        tiles.append(("Total time", duration(facts["total_s"]), f"{_num_steps(source)} steps"))
+    if "rollout_s" in facts:
+        tiles.append(("Rollout time", duration(facts["rollout_s"]), f"{duration(facts['rollout_s'] / steps)} a step"))
+    if "idle" in facts:
+        tiles.append(("Idle share", _percent(facts["idle"]), "of the slots, while rolling out"))
+    if "moves" in facts:
+        tiles.append(("Moves", f"{facts['moves']:,.0f}", f"{facts['moves'] / steps:.1f} a step"))
+    if "tokens_per_s" in facts:
+        tiles.append(("Tokens a second", count(facts["tokens_per_s"]), ""))
+    if splits := [row for row in source.steps if any(key.startswith("split/") for key in row)]:
+        first, last = (_split(row) for row in (splits[0], splits[-1]))
+        tiles.append(("Last split", last, f"from {first}"))
+    return tiles
+
+
+def _split(row: Row) -> str:
+    return " : ".join(f"{row[key]:.0f}" for key in row if key.startswith("split/"))
+
+
+def _source(source: Source, label: str) -> Model:
+    segments, thinned = _thinned(source)
+    roles = in_order({s.role for s in segments}, ROLES)
+    names = sorted({s.name for s in segments})
+    shown = {s.step for s in segments}
+    spans = {step: span for step, span in source.spans.items() if step in shown}
+    rows, moved = {row["step"]: row for row in source.steps}, Counter(m.step for m in source.moves)
+    windows = [
+        [f"Step {step}", step, *span, _facts(rows.get(step, {"step": step}), moved)] for step, span in spans.items()
+    ]
+    if len(spans) > 1 and not thinned and max(spans) - min(spans) + 1 == len(spans):
+        ends = [min(s.start for s in segments), max(max(s.end for s in segments), *(end for _, end in spans.values()))]
+        windows.insert(0, ["All", None, *ends, [f"{len(spans)} steps"]])
+    if not spans and segments:
+        windows = [["All", None, min(s.start for s in segments), max(s.end for s in segments), []]]
+    moves = _some_moves(source.moves, shown)
+    return {
+        "label": label,
+        "rows": list(source.rows),
+        "unit": source.unit,
+        "roles": roles,
+        "names": names,
+        "windows": windows,
+        "opens": _opens(windows, moved),
+        "segments": [_packed(s, roles, names) for s in segments],
+        "left_out": len(source.spans) - len(spans),
+        "workers": sum(not name.startswith("controller-") for name in source.rows),
+        "moves": [_told(m, source.spans) for m in moves],
+        "num_moves": len(source.moves),
+        "directions": [[a, b, n] for (a, b), n in Counter((m.source, m.target) for m in source.moves).most_common()],
+        "tiles": _tiles(source),
+        "numbers": [[key, f"{value:,.6g}"] for key, value in totals(source).items()],
+    }
+
+
+def _told(m: Move, spans: Mapping[int, tuple[float, float]]) -> list[Any]:
+    since = round(m.at_s - spans[m.step][0], 4) if m.step in spans else None  # the step's beginning
+    return [m.step, m.at_s, _slot_text(m.slots), m.source, m.target, m.reason, since]
+
+
+def _packed(s: Segment, roles: Sequence[str], names: Sequence[str]) -> list[float | None]:
+    busy = None if s.busy is None else round(s.busy, 3)
+    return [s.row, roles.index(s.role), round(s.start, 4), round(s.end, 4), busy, names.index(s.name)]
+
+
+def _thinned(source: Source) -> tuple[list[Segment], bool]:
+    """At most MAX_SEGMENTS (but never less than a step): of a longer timeline every n-th step, each of them whole."""
+    if len(source.segments) <= MAX_SEGMENTS:
+        return source.segments, False
+    sizes = Counter(s.step for s in source.segments if s.step is not None)
+    steps = sorted(sizes)
+    stride = next((n for n in range(1, len(steps)) if sum(sizes[s] for s in steps[::n]) <= MAX_SEGMENTS), len(steps))
+    kept = set(steps[:: max(stride, 1)])
+    return [s for s in source.segments if s.step in kept], True
+
+
+def _facts(row: Row, moved: Counter[int]) -> list[str]:
+    lengths = (("rollout", "rollout_s"), ("update", "update_s"))
+    facts = [f"{name} {duration(row[key])}" for name, key in lengths if key in row]
+    if "idle" in row:
+        facts.append(f"idle {_percent(row['idle'])}")
+    if moved:
+        facts.append("1 move" if moved[row["step"]] == 1 else f"{moved[row['step']]} moves")
+    return facts
+
+
+def _opens(windows: Sequence[Sequence[Any]], moved: Counter[int]) -> str | None:
+    """The window to begin with: the step in which most was moved; without moves all, if few, else the last step."""
+    steps = [window for window in windows if window[1] is not None]
+    if any(moved[window[1]] for window in steps):
+        return str(max(steps, key=lambda window: (moved[window[1]], window[1]))[0])
+    return str((windows[0] if len(steps) <= 6 else steps[-1])[0]) if windows else None
+
+
+def _some_moves(moves: Sequence[Move], shown: set[int | None]) -> list[Move]:
+    """At most MAX_MOVES, first those that the timeline shows; by time."""
+    first = sorted(moves, key=lambda m: m.step not in shown)[:MAX_MOVES]
+    return sorted(first, key=lambda m: (m.step, m.at_s))
+
+
+def _slot_text(slots: Sequence[int]) -> str:
+    """Runs are written as ranges.
+
+    >>> _slot_text([0, 1, 2, 7])
+    '0–2, 7'
+    """
+    runs: list[list[int]] = []
+    for slot in sorted(slots):
+        if runs and slot == runs[-1][-1] + 1:
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def in_order(names: set[str], order: Sequence[str]) -> list[str]:
+    """Known names first, in their order; then the others by name."""
+    return sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def _charts(source: Source) -> list[Model]:
+    """The curves of one source; those of several keys share a picture."""
+    charts = []
+    for title, keys, unit, style in CURVES:
+        found = {
+            k for row in source.steps for k in row for key in keys if k == key or (key[-1] == "/" and k.startswith(key))
+        }
+        names = [key for key in keys if key in found] or in_order(found, [keys[0] + name for name in (*ROLES, *STAGES)])
+        series = [_series(source, key, key.rpartition("/")[2]) for key in names]
+        if style == "reward":
+            series = list(_reward(series))
+        if style == "stack" and len({tuple(one["x"]) for one in series}) > 1:
+            style = "line"  # parts that were not measured at the same steps do not add up
+        if any(len(one["x"]) > 1 for one in series) and not (keys == ("moves",) and not any(series[0]["y"])):
+            charts.append({"title": title, "unit": unit, "style": style, "series": series})
+    return charts
+
+
+def _overlaid(sources: Sequence[Source], labels: Sequence[str]) -> list[Model]:
+    """One curve a source, for what is a single number a step."""
+    charts = []
+    for title, keys, unit, style in CURVES:
+        if not keys[0].endswith("/"):
+            series = [_series(source, keys[0], label) for source, label in zip(sources, labels, strict=True)]
+            if style == "reward":
+                series = [{**one, "y": smooth(one["y"])} for one in series]
+            if any(len(one["x"]) > 1 and any(one["y"]) for one in series):
+                charts.append({"title": title, "unit": unit, "style": "line", "series": series})
+    return charts
+
+
+def _series(source: Source, key: str, name: str) -> Model:
+    """Of long runs the means of MAX_POINTS equal shares."""
+    points = [(row["step"], row[key]) for row in source.steps if key in row]
+    shares = np.array_split(np.asarray(points, dtype=float), MAX_POINTS) if len(points) > MAX_POINTS else None
+    if shares is not None:
+        points = [(float(x), float(y)) for x, y in (share.mean(axis=0) for share in shares)]
+    return {"name": name, "x": [x for x, _ in points], "y": [round(float(y), 6) for _, y in points]}
+
+
+def _reward(series: Sequence[Model]) -> Iterator[Model]:
+    """Reward as it was, thin, and smoothed; accuracy, which is measured now and then, as dots."""
+    for one in series:
+        if one["name"] == "accuracy":
+            yield {**one, "name": "held-out accuracy", "dots": True}
+        else:
+            yield {**one, "name": "each step", "thin": True}
+            yield {**one, "y": [round(y, 6) for y in smooth(one["y"])]}
+
+
+def _bars(sources: Sequence[Source], labels: Sequence[str]) -> list[Model]:
+    """One bar a policy: those a simulation compared itself with, or the sources given; the first of them is ours."""
+    rows: dict[str, Mapping[str, Any]] = {}
+    if len(sources) > 1:
+        rows = {label: totals(source) for label, source in zip(labels, sources, strict=True)}
+        own = labels[0]
+    else:
+        own = sources[0].policy or "this"
+        rows = {own: totals(sources[0]), **sources[0].compare} if sources[0].compare else {}
+    bars = []
+    for title, key, unit in BARS:
+        values = {name: n for name, row in rows.items() if (n := number(row, key)) is not None}
+        if len(values) > 1 and own in values:
+            top = max(values.values()) or 1.0
+            items = [
+                {"label": name, "own": name == own, "share": max(value, 0) / top, "text": _amount(value, unit),
+                 "difference": "" if name == own else _difference(value, values[own], unit)}
+                for name, value in sorted(values.items(), key=lambda item: item[1])
+            ]  # fmt: skip
+            bars.append({"title": title, "items": items, "own": own})
+    return bars
+
+
+def _amount(value: float, unit: str) -> str:
+    return duration(value) if unit == "s" else _percent(value)
+
+
+def _percent(share: float, sign: str = "") -> str:
+    return f"{share * 100:{sign}.1f} %".replace("-", "−")
+
+
+def _difference(value: float, own: float, unit: str) -> str:
+    """Against ours: in points for shares, else in percent."""
+    if unit == "%":
+        return _percent(value - own, "+").replace("%", "points")
+    return _percent(value / own - 1, "+") if own else ""

@@ -1,0 +1,379 @@
+"""What a page is made of, read from a simulation's file or from a run's folder.
+
+    simulation.json ─────────────────────────────────┐
+    RUN/metrics.jsonl ── steps ──────────────────────┤
+    RUN/placement.jsonl ── timeline, moves, steps ───┼──> Source ──> page.py
+    RUN/trace.json ── spans (without placement) ─────┘
+
+Both kinds end in the same Source: rows of a Gantt with segments on them, moves, and one flat row of numbers a step
+({"step": 3, "rollout_s": 41.2, "idle": 0.05, "busy/policy": 0.97, "split/judge": 16, ...}). What is missing stays out.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from gcore.observe.metrics import FILE, read_rows
+from gcore.observe.report import summarize
+from gcore.observe.trace import merge_traces
+from gcore.observe.values import Row, clean, kind, number, stage_times, step_of
+from gcore.types import UserError
+
+PROCESSES = {"controller": "controller", "engine": "policy", "judge": "judge", "scorer": "scorer", "trainer": "trainer"}
+SWITCHES = ("sleep", "wake", "load weights")  # spans in which an engine serves nobody
+OF_METRICS = {
+    "reward/mean": "reward",
+    "eval/accuracy": "accuracy",
+    "timing_s/rollout": "rollout_s",
+    "timing_s/training": "update_s",
+    "response_length/mean": "length",
+    "perf/tokens_per_s": "tokens_per_s",
+}
+PLACEMENT = "placement.jsonl"
+EXPECTED = "expected a run's folder (runs/NAME) or a file of `gcore simulate ... --json FILE`"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Segment(row=0, role="policy", start=0.0, end=31.0, busy=0.98, step=1): a slot or process, and what it did"""
+
+    row: int
+    role: str
+    start: float  # seconds since the beginning of the run
+    end: float
+    busy: float | None = None
+    step: int | None = None
+    name: str = ""  # of the span, where it came from a trace
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Move(step=1, at_s=31.0, slots=(0, 1), source="policy", target="judge", reason="judge 12.0 s behind")"""
+
+    step: int
+    at_s: float
+    slots: tuple[int, ...]
+    source: str
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Source(name="drift-64", kind="simulation", policy="dynamic", rows=("0", "1", ...), segments=[...], ...)"""
+
+    name: str
+    kind: Literal["simulation", "run"]
+    policy: str  # that placed the roles; empty where nobody did
+    rows: tuple[str, ...]  # of the Gantt, by name
+    unit: Literal["slots", "processes"]  # what a row is
+    segments: list[Segment]
+    spans: dict[int, tuple[float, float]]  # step -> from, to
+    moves: list[Move]
+    steps: list[Row]  # flat, ordered by step
+    summary: Row
+    compare: dict[str, Row]
+
+
+def read_source(path: Path) -> Source:
+    """Raises UserError where there is nothing to draw."""
+    if path.is_dir():
+        return _run(path)
+    if not path.is_file():
+        raise UserError(f"{path}: got no such file or folder, {EXPECTED}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}), {EXPECTED}") from None
+    if not isinstance(data, dict) or data.get("kind") != "simulation":
+        got = f'"kind": {json.dumps(data.get("kind"))}' if isinstance(data, dict) else type(data).__name__
+        raise UserError(f'{path}: got {got}, expected "kind": "simulation"; {EXPECTED}')
+    return _simulation(data, path)
+
+
+def _simulation(data: Mapping[str, Any], path: Path) -> Source:
+    steps = [_flat(raw) for raw in _objects(data, "steps", path)]
+    segments = [_segment(raw, f"{path}: timeline[{i}]") for i, raw in enumerate(_objects(data, "timeline", path))]
+    moves = [_move(raw, f"{path}: moves[{i}]") for i, raw in enumerate(_objects(data, "moves", path))]
+    if not steps and not segments:
+        raise UserError(f"{path}: got no steps and no timeline, expected at least one of them")
+    compare, summary = data.get("compare") or {}, data.get("summary") or {}
+    if not isinstance(compare, dict) or not isinstance(summary, dict):
+        raise UserError(f"{path}: expected objects under compare and summary")
+    source = Source(
+        name=str(data.get("name") or path.stem),
+        kind="simulation",
+        policy=str(data.get("policy") or ""),
+        rows=_slots(int(number(data, "slots") or 0), segments),
+        unit="slots",
+        segments=segments,
+        spans={},
+        moves=moves,
+        steps=steps,
+        summary=clean(summary),
+        compare={str(name): clean(numbers) for name, numbers in compare.items() if isinstance(numbers, dict)},
+    )
+    return _with_idle(source)
+
+
+def _run(folder: Path) -> Source:
+    rows, placed = read_rows(folder), _placed(folder)
+    if not rows and not placed:
+        raise UserError(f"{folder}: got no rows in {FILE}, expected the folder of a run that has made a step")
+    steps: dict[int, Row] = {}
+    for row in rows:
+        if kind(row) != "warm_start":
+            steps.setdefault(step_of(row), {}).update(_flat_metrics(row))
+    for raw in placed:
+        if raw.get("kind") == "step":
+            steps.setdefault(step_of(raw), {}).update(_flat(raw))
+    where = str(folder / PLACEMENT)
+    segments = [_segment(raw, where) for raw in placed if raw.get("kind") == "timeline"]
+    source = Source(
+        name=folder.resolve().name,
+        kind="run",
+        policy="",
+        rows=_slots(0, segments),
+        unit="slots",
+        segments=segments,
+        spans={},
+        moves=[_move(raw, where) for raw in placed if raw.get("kind") == "move"],
+        steps=[steps[step] for step in sorted(steps)],
+        summary=_run_summary(folder),
+        compare={},
+    )
+    if not segments:
+        return _with_trace(source, folder)
+    return _with_idle(source)
+
+
+def _run_summary(folder: Path) -> Row:
+    facts = summarize(folder)
+    row: Row = {"samples": facts.samples, "total_s": facts.total_s, "tokens_per_s": facts.tokens_per_s}
+    for name, ends in (("reward", facts.reward), ("accuracy", facts.accuracy)):
+        if ends:
+            row |= {f"{name}_first": ends[0], f"{name}_last": ends[-1]}
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def has_something(folder: Path) -> bool:
+    return bool(read_rows(folder) or _placed(folder))
+
+
+def _placed(folder: Path) -> list[Row]:
+    """The objects of placement.jsonl; a line that a kill cut off is left out."""
+    path = folder / PLACEMENT
+    if not path.exists():
+        return []
+    return [row for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if (row := _object(line))]
+
+
+def _object(line: str) -> Row | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _objects(data: Mapping[str, Any], key: str, path: Path) -> list[Row]:
+    value = data.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise UserError(f"{path}: {key}: expected a list of objects")
+    return value
+
+
+def _segment(raw: Row, where: str) -> Segment:
+    slot, start, end = (number(raw, key) for key in ("slot", "start", "end"))
+    step, role = number(raw, "step"), raw.get("role")
+    if step is None or slot is None or start is None or end is None or not isinstance(role, str):
+        raise UserError(f"{where}: got {json.dumps(raw)[:120]}, expected step, slot, role, start and end")
+    if slot < 0 or end < start:
+        raise UserError(f"{where}: got {json.dumps(raw)[:120]}, expected slot >= 0 and start <= end")
+    return Segment(int(slot), role, start, end, number(raw, "busy"), int(step))
+
+
+def _move(raw: Row, where: str) -> Move:
+    slots = raw.get("slots") or []
+    if not isinstance(slots, list) or not isinstance(raw.get("from"), str) or not isinstance(raw.get("to"), str):
+        raise UserError(f"{where}: got {json.dumps(raw)[:120]}, expected step, at_s, slots, from, to and reason")
+    return Move(
+        step_of(raw),
+        number(raw, "at_s") or 0.0,
+        tuple(int(slot) for slot in slots),
+        raw["from"],
+        raw["to"],
+        str(raw.get("reason") or ""),
+    )
+
+
+def _flat(raw: Mapping[str, Any]) -> Row:
+    """{"step": 1, "busy": {"policy": 0.9}} -> {"step": 1, "busy/policy": 0.9}; only finite numbers stay."""
+    flat: Row = {}
+    for key, value in raw.items():
+        inner = {f"{key}/{name}": value[name] for name in value} if isinstance(value, dict) else {key: value}
+        flat |= {name: n for name in inner if (n := number(inner, name)) is not None}
+    return {**flat, "step": step_of(raw)}
+
+
+def _flat_metrics(row: Row) -> Row:
+    flat: Row = {"step": step_of(row)}
+    flat |= {name: value for key, name in OF_METRICS.items() if (value := number(row, key)) is not None}
+    if kind(row) == "train":
+        flat |= {f"stage/{stage}": seconds for stage, seconds in stage_times(row).items()}
+    placed = (key for key in row if key.startswith("placement/"))
+    return flat | {key.removeprefix("placement/"): n for key in placed if (n := number(row, key)) is not None}
+
+
+def _slots(count: int, segments: Sequence[Segment]) -> tuple[str, ...]:
+    return tuple(str(slot) for slot in range(max(count, 1 + max((s.row for s in segments), default=-1))))
+
+
+def _spans(steps: Sequence[Row], segments: Sequence[Segment]) -> dict[int, tuple[float, float]]:
+    """From when to when each step of the timeline lasted: what its segments cover, and what the step itself says."""
+    spans: dict[int, tuple[float, float]] = {}
+    for s in segments:
+        if s.step is not None:
+            start, end = spans.get(s.step, (s.start, s.end))
+            spans[s.step] = (min(start, s.start), max(end, s.end))
+    for row in steps:
+        begin, length = number(row, "at_s"), (number(row, "rollout_s") or 0.0) + (number(row, "update_s") or 0.0)
+        if begin is not None and row["step"] in spans:
+            start, end = spans[row["step"]]
+            spans[row["step"]] = (min(start, begin), max(end, begin + length))
+    return dict(sorted(spans.items()))
+
+
+def _with_idle(source: Source) -> Source:
+    """Steps that do not say how idle their slots were get the share of the time without a role, until training."""
+    segments, slots = source.segments, len(source.rows)
+    spans = _spans(source.steps, segments)
+    known = {row["step"]: row for row in source.steps}
+    by_step: dict[int, list[Segment]] = {}
+    for s in segments:
+        if s.step is not None:
+            by_step.setdefault(s.step, []).append(s)
+    for step, (start, end) in spans.items():
+        row = known.setdefault(step, {"step": step})
+        until = min((s.start for s in by_step[step] if s.role == "trainer"), default=end)
+        if "idle" not in row and until > start:
+            row["idle"] = 1 - covered(by_step[step], start, until) / (slots * (until - start))
+    return replace(source, spans=spans, steps=[known[step] for step in sorted(known)])
+
+
+def covered(segments: Iterable[Segment], start: float, end: float) -> float:
+    """Seconds between start and end that segments cover, summed over rows; overlaps on a row count once.
+
+    >>> covered([Segment(0, "policy", 0, 4), Segment(0, "switch", 3, 5), Segment(1, "judge", 4, 9)], 1, 6)
+    6
+    """
+    total = 0.0
+    until: dict[int, float] = {}
+    for s in sorted(segments, key=lambda s: s.start):
+        a, b = max(s.start, start, until.get(s.row, start)), min(s.end, end)
+        total += max(b - a, 0)
+        until[s.row] = max(until.get(s.row, start), b)
+    return total
+
+
+def _with_trace(source: Source, folder: Path) -> Source:
+    """Without a record of placement, the Gantt shows what the processes did."""
+    path = folder / "trace.json"
+    written = path.stat().st_mtime_ns if path.exists() else 0
+    if any(file.stat().st_mtime_ns > written for file in (folder / "trace").glob("*.jsonl")):
+        merge_traces(folder)  # the run goes on, or was killed
+    if not path.exists():
+        return source
+    rows: dict[str, tuple[int, str]] = {}  # process -> row, role
+    found: list[Segment] = []
+    spans: dict[int, tuple[float, float]] = {}
+    clock = None  # the controller whose steps count
+    for name, span, start, end, args in _trace(path):
+        role = PROCESSES.get(name.split("-")[0])
+        if role is None:
+            continue
+        row, _ = rows.setdefault(name, (len(rows), role))
+        if role == "controller":
+            clock = clock or name
+            if span == "step":
+                if name == clock:
+                    spans[step_of(args)] = (start, end)
+                continue
+        found.append(Segment(row, "switch" if span in SWITCHES else role, start, end, name=span))
+    segments = _in_steps(_joined(found), spans)
+    steps = {row["step"]: row for row in source.steps}
+    for step, busy in _busy(segments, spans, [role for _, role in rows.values()]).items():
+        steps.setdefault(step, {"step": step}).update({k: v for k, v in busy.items() if k not in steps[step]})
+    return replace(
+        source,
+        rows=tuple(rows),
+        unit="processes",
+        segments=segments,
+        spans=dict(sorted(spans.items())),
+        steps=[steps[step] for step in sorted(steps)],
+    )
+
+
+def _trace(path: Path) -> Iterator[tuple[str, str, float, float, Row]]:
+    """(process, span, from, to, arguments); merge_traces writes an event a line, so a long trace is never in memory."""
+    processes: dict[int, str] = {}
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            event = _object(line.rstrip("\n,"))
+            if event is None:
+                continue
+            if event.get("name") == "process_name":
+                processes[event["pid"]] = str(event["args"]["name"])
+            elif event.get("ph") == "X" and event["pid"] in processes:
+                start = event["ts"] / 1e6
+                yield processes[event["pid"]], str(event["name"]), start, start + event["dur"] / 1e6, event["args"]
+
+
+def _joined(segments: Sequence[Segment]) -> list[Segment]:
+    """Overlapping spans of one name on one row are one segment; by start, and what contains comes before its parts."""
+    last: dict[tuple[int, str], int] = {}
+    joined: list[Segment] = []
+    for s in sorted(segments, key=lambda s: (s.start, -s.end)):
+        at = last.get((s.row, s.name))
+        if at is not None and s.start <= joined[at].end:
+            joined[at] = replace(joined[at], end=max(joined[at].end, s.end))
+        else:
+            last[(s.row, s.name)] = len(joined)
+            joined.append(s)
+    return joined
+
+
+def _in_steps(segments: Sequence[Segment], spans: Mapping[int, tuple[float, float]]) -> list[Segment]:
+    """Each segment gets the step in which its middle lies; start-up, warm start and evaluations lie in none."""
+    ordered = sorted(spans.items(), key=lambda item: item[1])
+    starts = [start for _, (start, _) in ordered]
+
+    def step(s: Segment) -> int | None:
+        middle = (s.start + s.end) / 2
+        at = bisect_right(starts, middle) - 1
+        return ordered[at][0] if at >= 0 and middle <= ordered[at][1][1] else None
+
+    return [replace(s, step=step(s)) for s in segments]
+
+
+def _busy(
+    segments: Sequence[Segment], spans: Mapping[int, tuple[float, float]], roles: Sequence[str]
+) -> dict[int, Row]:
+    """step -> {"busy/policy": 0.4, ...}: the share of the step in which the processes of a role were at work."""
+    by_step: dict[tuple[int | None, str], list[Segment]] = {}
+    for s in segments:
+        by_step.setdefault((s.step, roles[s.row]), []).append(s)
+    kinds = [role for role in dict.fromkeys(roles) if role != "controller"]  # which mostly wait for the others
+    return {
+        step: {
+            f"busy/{role}": covered(by_step.get((step, role), []), start, end) / (roles.count(role) * (end - start))
+            for role in kinds
+        }
+        for step, (start, end) in spans.items()
+        if end > start
+    }
