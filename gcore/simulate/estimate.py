@@ -1,0 +1,323 @@
+"""How long a step takes under each placement, by closed formulas: a fluid of requests, and a tail made of the longest.
+
+    colocated      all generate │ swap │ all judge │ swap │ ... again for what was rejected │ update
+    static         policy and judge side by side, streaming; the best split       │ update
+    dynamic        as static, and a device whose replica has drained changes role │ update
+    disaggregated  static on a part of the devices, while the others train on the step before
+
+Every stage is that of roles.py. Co-location and static splits are estimates; dynamic is a bound, since nobody waits in
+it while there is work (gcore/simulate/cluster.py runs the real policy). All is behind `estimate`, so that a simulator
+can take its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Literal, get_args
+
+import numpy as np
+
+from gcore.simulate import costs
+from gcore.simulate.costs import Gpu
+from gcore.simulate.roles import Role
+
+Mode = Literal["colocated", "static", "dynamic", "disaggregated"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+MARGINS = (1.0, 1.1, 1.25, 1.5)  # how many more groups than expected to be needed are started at once
+ENOUGH = 0.5  # of a group: fewer are not missed
+POLICY = "policy"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster, its roles and a step's work; what `estimate` needs. The first role is the policy."""
+
+    gpu: Gpu
+    gpus: int
+    roles: tuple[Role, ...]
+    prompts: int
+    trained_tokens: float
+    mean_length: float  # of what is trained on: prompt and response
+    acceptance: float = 1.0
+    resident: bool = True  # the trainer's state stays on the GPUs while engines work
+    micro_tokens: int = 16384
+    logprob_passes: int = 0
+    swap_s: float | None = None  # instead of the estimate
+
+    @property
+    def policy(self) -> Role:
+        return self.roles[0]
+
+    @property
+    def judges(self) -> tuple[Role, ...]:
+        return self.roles[1:]
+
+    @property
+    def block(self) -> int:
+        """GPUs that change hands together: as many as the widest replica spans."""
+        return max(role.tp for role in self.roles)
+
+    @property
+    def draws(self) -> float:
+        """Prompts drawn in a step that streams: late ones come as soon as early ones are rejected."""
+        return self.prompts / self.acceptance
+
+    def into_s(self, judge: Role) -> float:
+        """A judge in the place of whoever was awake."""
+        return self.swap_s if self.swap_s is not None else costs.swap_s(judge.shape, self.gpu, judge.tp)
+
+    def weights_s(self, trainer_gpus: int) -> float:
+        policy = self.policy
+        return costs.ENGINE.wake_s + costs.weight_sync_s(policy.shape, self.gpu, policy.tp, trainer_gpus)
+
+    def update(self, gpus: int) -> dict[str, float]:
+        """Preparation and training on `gpus`."""
+        shape, tokens, context = self.policy.shape, self.trained_tokens, self.mean_length / 2
+        pass_s = costs.logprob_s(shape, self.gpu, gpus, tokens, context, self.micro_tokens)
+        return {
+            "preparation": self.logprob_passes * pass_s,
+            "training": costs.training_s(shape, self.gpu, gpus, tokens, context, self.micro_tokens),
+        }
+
+    def between_s(self) -> float:
+        """Engines to sleep before the update, and the trainer's state moved where memory asks for it."""
+        offload_s = 0.0 if self.resident else costs.offload_s(self.policy.shape, self.gpu, self.gpus)
+        return costs.sleep_s() + offload_s
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate("static", {"policy": 40, "judge": 24}, {"policy": 2, "judge": 4}, {"generation": 61.0, ...}, 98.0, 70.0)
+
+    Stages add up to the step, except where training runs beside the rollout (disaggregated).
+    """
+
+    mode: Mode
+    split: Mapping[str, int]  # GPUs a role
+    tp: Mapping[str, int]
+    stages: Mapping[str, float]
+    step_s: float
+    rollout_s: float
+    notes: tuple[str, ...] = field(default=())
+
+
+def estimate(mode: Mode, case: Case, split: Mapping[str, int] | None = None) -> Estimate | None:
+    """A step under `mode`; None where there are too few devices for it. `split` fixes what static would search."""
+    ways: dict[Mode, Callable[[Case, Mapping[str, int] | None], Estimate | None]] = {
+        "colocated": _colocated,
+        "static": _static,
+        "dynamic": _dynamic,
+        "disaggregated": _disaggregated,
+    }
+    return None if case.gpus % case.block else ways[mode](case, split)
+
+
+def missing_after(wanted: float, acceptance: float, margin: float) -> float:
+    """Groups expected to be missing when `margin` times as many as needed on average were drawn: binomial noise."""
+    spread = math.sqrt(margin * wanted * (1 - acceptance))
+    if spread == 0:
+        return 0.0
+    z, normal = (margin - 1) * wanted / spread, NormalDist()
+    return spread * (normal.pdf(z) - z * (1 - normal.cdf(z)))
+
+
+def _rounds(case: Case, margin: float) -> list[float]:
+    """Prompts drawn in each round, when what is missing is known only at a round's end."""
+    rounds: list[float] = []
+    missing = float(case.prompts)
+    while missing > ENOUGH and len(rounds) < 10:
+        rounds.append(margin * missing / case.acceptance)
+        missing = missing_after(missing, case.acceptance, margin)
+    return rounds
+
+
+def _colocated(case: Case, split: Mapping[str, int] | None = None) -> Estimate:
+    everything = {role.name: case.gpus for role in case.roles}
+
+    def with_margin(margin: float) -> tuple[float, dict[str, float], int]:
+        rounds = _rounds(case, margin)
+        generation = sum(case.policy.span(case.gpus, draws).total_s for draws in rounds)
+        rewarding = sum(judge.span(case.gpus, draws).total_s for judge in case.judges for draws in rounds)
+        swaps = len(rounds) * sum(case.into_s(judge) for judge in case.judges)
+        back_s = case.swap_s if case.swap_s is not None else costs.sleep_s() + case.weights_s(case.gpus)
+        swaps += (len(rounds) - 1) * back_s if case.judges else 0.0
+        stages = {"generation": generation, "rewarding": rewarding, "swaps": swaps}
+        return sum(stages.values()), stages, len(rounds)
+
+    margins = MARGINS if case.acceptance < 1 else (1.0,)
+    rollout_s, stages, num = min((with_margin(margin) for margin in margins), key=lambda way: way[0])
+    notes = (f"{num} rounds of generating and judging",) if num > 1 else ()
+    return _finish("colocated", case, everything, stages, rollout_s, case.between_s(), notes)
+
+
+def _static(case: Case, split: Mapping[str, int] | None = None) -> Estimate | None:
+    if split is None:
+        split = _best_split(case, case.gpus)
+    if split is None:
+        return None
+    generation, rollout_s = _streaming(case, split)
+    stages = {"generation": generation, "rewarding": rollout_s - generation, "swaps": 0.0}
+    return _finish("static", case, split, stages, rollout_s, case.between_s() + _judges_late_s(case))
+
+
+def _dynamic(case: Case, split: Mapping[str, int] | None = None) -> Estimate | None:
+    """Work-conserving: a policy replica that has drained judges. Each such change costs a swap.
+
+    The policy may start with more devices than a fixed split would give it, since they come back. Where changing roles
+    does not pay, the split stays.
+    """
+    static = _static(case)
+    if static is None or not case.judges:
+        return static and _finish_like(static, "dynamic")
+    judging = sum(judge.device_s(static.split[judge.name], case.draws) for judge in case.judges)
+    swap_s = max(case.into_s(judge) for judge in case.judges)
+    ends = max(judge.tail_s for judge in case.judges)
+    best: tuple[float, float, int] | None = None
+    for gpus in range(case.block, case.gpus + 1, case.block):
+        span = case.policy.span(gpus, case.draws)
+        times, done = case.policy.arrivals(gpus, case.draws)
+        ahead = gpus * (np.maximum(0.0, span.own_s - times) + swap_s) + judging * (
+            1 - done
+        )  # GPU-seconds, from then on
+        generation = span.total_s + _late_s(case)
+        rollout_s = max(generation + _verdict_s(case), float(np.max(times + ahead / case.gpus)) + ends)
+        if best is None or rollout_s < best[0]:
+            best = rollout_s, generation, gpus
+    assert best is not None
+    rollout_s, generation, gpus = best
+    if rollout_s >= static.rollout_s:
+        return _finish_like(
+            static, "dynamic", ("changing roles within a step does not pay here: the split follows drift",)
+        )
+    begin = {POLICY: gpus, **_shared_out(case, case.gpus - gpus, static.split)}
+    stages = {"generation": generation, "rewarding": rollout_s - generation, "swaps": 0.0}
+    notes = (
+        "a bound: drained policy replicas turn into judges, nobody waits while there is work; split at a step's start",
+    )
+    return _finish("dynamic", case, begin, stages, rollout_s, case.between_s() + _judges_late_s(case), notes)
+
+
+def _disaggregated(case: Case, split: Mapping[str, int] | None = None) -> Estimate | None:
+    """The trainer has its own devices and works on the step before: samples are one policy version old."""
+    unit = math.lcm(case.block, case.gpu.per_node) if case.gpus >= 2 * case.gpu.per_node else case.block
+    best: Estimate | None = None
+    stride = unit * max(1, case.gpus // unit // 32)
+    for trainer in range(stride, case.gpus, stride):
+        if not _trainer_fits(case, trainer):
+            continue
+        found = _best_split(case, case.gpus - trainer)
+        if found is None:
+            continue
+        generation, rollout_s = _streaming(case, found)
+        update, weights_s = case.update(trainer), case.weights_s(case.gpus)
+        stages = {
+            "generation": generation,
+            "rewarding": rollout_s - generation,
+            "swaps": 0.0,
+            **update,
+            "weights": weights_s,
+        }
+        step_s = max(rollout_s, sum(update.values())) + weights_s
+        if best is None or step_s < best.step_s:
+            notes = ("training runs beside the next rollout: samples are one version old",)
+            best = Estimate(
+                "disaggregated", {**found, "trainer": trainer}, _widths(case), stages, step_s, rollout_s, notes
+            )
+    return best
+
+
+def _finish(
+    mode: Mode,
+    case: Case,
+    split: Mapping[str, int],
+    stages: Mapping[str, float],
+    rollout_s: float,
+    moving_s: float,
+    notes: tuple[str, ...] = (),
+) -> Estimate:
+    """The update phase on all devices behind a rollout."""
+    whole = {**stages, **case.update(case.gpus), "weights": case.weights_s(case.gpus)}
+    whole["swaps"] += moving_s
+    return Estimate(mode, dict(split), _widths(case), whole, sum(whole.values()), rollout_s, notes)
+
+
+def _finish_like(other: Estimate, mode: Mode, notes: tuple[str, ...] = ()) -> Estimate:
+    return Estimate(mode, other.split, other.tp, other.stages, other.step_s, other.rollout_s, notes)
+
+
+def _shared_out(case: Case, gpus: int, like: Mapping[str, int]) -> dict[str, int]:
+    """`gpus` among the judges in proportion to another split, in whole blocks; what is left over to the first ones."""
+    whole, blocks = sum(like[judge.name] for judge in case.judges), gpus // case.block
+    shares = {judge.name: blocks * like[judge.name] // whole for judge in case.judges}
+    for judge in case.judges[: blocks - sum(shares.values())]:
+        shares[judge.name] += 1
+    return {name: case.block * share for name, share in shares.items()}
+
+
+def _widths(case: Case) -> dict[str, int]:
+    return {role.name: role.tp for role in case.roles}
+
+
+def _trainer_fits(case: Case, gpus: int) -> bool:
+    shape = case.policy.shape
+    needed = costs.gathered_bytes(shape) + costs.gradient_bytes(shape, gpus) + costs.optimizer_bytes(shape, gpus)
+    needed += costs.activation_bytes(shape, case.micro_tokens)
+    return needed <= case.gpu.memory_gb * costs.GB * costs.MEMORY_FRACTION
+
+
+# ---- streaming ---------------------------------------------------------------------------------------------
+
+
+def _ends(case: Case, split: Mapping[str, int]) -> dict[str, float]:
+    """When each role would be done, were it for that role alone.
+
+    A judge is done when it has worked off what came after any moment: before, it may have waited.
+    """
+    gpus = split[POLICY]
+    times, done = case.policy.arrivals(gpus, case.draws)
+    ends = {POLICY: case.policy.span(gpus, case.draws).total_s + _late_s(case) + _verdict_s(case)}
+    for judge in case.judges:
+        work_s = judge.device_s(split[judge.name], case.draws) / split[judge.name]
+        ends[judge.name] = float(np.max(times + work_s * (1 - done))) + judge.tail_s
+    return ends
+
+
+def _streaming(case: Case, split: Mapping[str, int]) -> tuple[float, float]:
+    """Seconds until the last response, and until the last verdict."""
+    ends = _ends(case, split)
+    return ends[POLICY] - _verdict_s(case), max(ends.values())
+
+
+def _late_s(case: Case) -> float:
+    """A rejection known late costs a group's own time; earlier ones are replaced while others run."""
+    return case.policy.latency_s() if len(_rounds(case, 1.0)) > 1 else 0.0
+
+
+def _verdict_s(case: Case) -> float:
+    """From the last response to the last verdict: a group's, alone."""
+    return max((judge.latency_s() for judge in case.judges), default=0.0)
+
+
+def _judges_late_s(case: Case) -> float:
+    """Judges wake while the policy takes its weights; what they need longer."""
+    wakes = [case.into_s(judge) for judge in case.judges]
+    return max(0.0, max(wakes, default=0.0) - case.weights_s(case.gpus))
+
+
+def _best_split(case: Case, gpus: int) -> dict[str, int] | None:
+    """Block by block to the role that would be done last: no other split is done sooner, as more devices never harm.
+
+    In clusters of more than 64 blocks, the first gifts are of several blocks: at most 1/64 of what is left.
+    """
+    block, left = case.block, gpus // case.block - len(case.roles)
+    if left < 0:
+        return None
+    split = {role.name: block for role in case.roles}
+    while left:
+        ends, gift = _ends(case, split), max(1, left // 64)
+        split[max(ends, key=lambda name: ends[name])] += gift * block
+        left -= gift
+    return split

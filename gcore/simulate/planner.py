@@ -1,0 +1,323 @@
+"""`gcore plan`: does it fit, how long is a step, which placement wins. No GPU, no weights, no torch.
+
+    model, judges ──> shapes ─┐
+    gpu ──> hardware.json ────┼──> memory of every role and phase ──> tensor parallel sizes that fit
+    workload ─────────────────┘                                              │
+                                     each placement at its best sizes <── estimate (estimate.py) ──> Answer
+
+Every GPU hosts every engine and a share of the trainer; who is not at work sleeps. Whether the trainer's state stays on
+the GPUs meanwhile, or waits in host memory, is tried both ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gcore.simulate import costs
+from gcore.simulate.costs import GB, Gpu, Shape
+from gcore.simulate.estimate import POLICY, Case, Estimate, Mode, estimate
+from gcore.simulate.question import Constraints as Constraints
+from gcore.simulate.question import Workload as Workload
+from gcore.simulate.question import at_least_one
+from gcore.simulate.roles import Role
+
+USEFUL = 32  # sequences at the mean context: a smaller KV cache is not worth a replica
+TRIED = 2  # widths tried for each role: the smallest that is useful, and the next
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Memory of one GPU in one phase, in GB. `problem`: why it does not fit, else empty.
+
+    Fit("judge", "rollout", tp=4, weights=36.4, kv_cache=17.0, asleep=5.7, trainer=6.1, free=8.0, sequences=67)
+    """
+
+    role: str
+    phase: str
+    tp: int
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    kv_cache: float = 0.0
+    asleep: float = 0.0  # what sleeping engines still hold
+    free: float = 0.0
+    sequences: int = 0  # that the KV cache holds at the mean context
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `gcore plan` says. `estimates` has the fastest first; empty when something does not fit."""
+
+    model: Shape
+    judges: tuple[Shape, ...]
+    gpu: Gpu
+    gpus: int
+    workload: Workload
+    price: float
+    memory: tuple[Fit, ...]
+    estimates: tuple[Estimate, ...]
+    problems: tuple[str, ...]
+    changes: tuple[str, ...]  # what would help
+    resident: bool
+    micro_tokens: int
+    drift: Mapping[str, float]  # step seconds by mode when responses are twice as long and a static split stays
+
+    @property
+    def best(self) -> Estimate | None:
+        return self.estimates[0] if self.estimates else None
+
+    def of(self, mode: Mode) -> Estimate | None:
+        return next((found for found in self.estimates if found.mode == mode), None)
+
+    def tokens_per_s(self, found: Estimate) -> float:
+        """Tokens trained on a second of wall time, prompts included."""
+        return self.workload.trained_tokens / found.step_s
+
+    def dollars(self, found: Estimate, steps: int = 1) -> float:
+        return found.step_s / 3600 * self.gpus * self.price * steps
+
+    def won(self, over: Mode) -> float | None:
+        """Share of the step that dynamic placement saves over another."""
+        dynamic, other = self.of("dynamic"), self.of(over)
+        return None if dynamic is None or other is None else 1 - dynamic.step_s / other.step_s
+
+    @property
+    def host_gb(self) -> float:
+        """Host memory of a machine for judges' weights and, where it is off-loaded, the trainer's state."""
+        best, used = self.best, min(self.gpu.per_node, self.gpus)
+        if best is None:
+            return 0.0
+        names = [name for name in best.tp if name != POLICY]
+        held = sum(shape.weight_bytes / best.tp[name] for name, shape in zip(names, self.judges, strict=True))
+        held += 0.0 if self.resident else costs.trainer_state_bytes(self.model, self.gpus)
+        return used * held / GB
+
+    def as_json(self) -> dict[str, Any]:
+        estimates = [
+            {**asdict(e), "tokens_per_s": self.tokens_per_s(e), "dollars_per_step": self.dollars(e)}
+            for e in self.estimates
+        ]
+        won = {mode: self.won(mode) for mode in ("static", "colocated")}
+        return {
+            "fits": not self.problems,
+            **asdict(self),
+            "estimates": estimates,
+            "host_gb": self.host_gb,
+            "dynamic_saves": won,
+            "assumptions": {key: costs.hardware()[key] for key in ("reach", "engine", "prices")},
+        }
+
+
+def plan(
+    model: Shape,
+    judges: Sequence[Shape],
+    gpus: int,
+    gpu: Gpu,
+    workload: Workload | None = None,
+    constraints: Constraints | None = None,
+) -> Answer:
+    """The whole answer. What does not fit is part of it, not an error."""
+    workload, constraints = workload or Workload(), constraints or Constraints()
+    at_least_one("--gpus", gpus)
+    ground = _Ground(model, tuple(judges), gpus, gpu, workload, constraints)
+    update = ground.trainer()
+    options = [] if update.problem else ground.options()
+    candidates = [case for case in (ground.case(*option) for option in options) if case is not None]
+    found: dict[Mode, tuple[Estimate, Case]] = {}
+    for mode, case in itertools.product(ground.modes, candidates):
+        now = estimate(mode, case)
+        if now is not None and (mode not in found or now.step_s < found[mode][0].step_s):
+            found[mode] = now, case
+    ranked = sorted(found.values(), key=lambda pair: pair[0].step_s)
+    chosen = ranked[0][1] if ranked else None
+    memory = (*ground.engines(chosen), update)
+    problems = tuple(f"{fit.role} ({fit.phase}): {fit.problem}" for fit in memory if fit.problem)
+    if not ranked and not problems:
+        problems = (f"no placement of {len(judges) + 1} roles on {gpus} GPUs; every role needs its own in this mode",)
+    return Answer(
+        model=model,
+        judges=tuple(judges),
+        gpu=gpu,
+        gpus=gpus,
+        workload=workload,
+        price=gpu.price if constraints.price is None else constraints.price,
+        memory=memory,
+        estimates=() if problems else tuple(pair[0] for pair in ranked),
+        problems=problems,
+        changes=_changes(ground) if problems else (),
+        resident=chosen.resident if chosen else True,
+        micro_tokens=ground.micro_tokens,
+        drift={} if problems else _drift(ground, found),
+    )
+
+
+@dataclass(frozen=True)
+class _Ground:
+    """The question, and what follows from it before anything is placed."""
+
+    model: Shape
+    judges: tuple[Shape, ...]
+    gpus: int
+    gpu: Gpu
+    workload: Workload
+    constraints: Constraints
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """Without a judge there is nothing to split: all but co-location and disaggregation say the same."""
+        wanted = self.constraints.modes
+        return wanted if self.judges else tuple(mode for mode in wanted if mode not in ("static", "dynamic")) or wanted
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        names = ["judge"] if len(self.judges) == 1 else [f"judge {i + 1}" for i in range(len(self.judges))]
+        return {POLICY: self.model, **dict(zip(names, self.judges, strict=True))}
+
+    @property
+    def asleep_gb(self) -> float:
+        """Held by one sleeping engine."""
+        return costs.ENGINE.asleep_gb
+
+    @property
+    def micro_tokens(self) -> int:
+        """The largest micro-batch that fits, from the wanted one down to the longest sequence."""
+        tokens = max(self.constraints.max_tokens_per_gpu, self.workload.longest)
+        while tokens > self.workload.longest and self._trainer(tokens).problem:
+            tokens = max(tokens // 2, self.workload.longest)
+        return tokens
+
+    def trainer(self) -> Fit:
+        return self._trainer(self.micro_tokens)
+
+    def _trainer(self, micro_tokens: int) -> Fit:
+        shape, gpus = self.model, self.gpus
+        parts: dict[str, Any] = {
+            "weights": costs.gathered_bytes(shape) / GB,
+            "gradients": costs.gradient_bytes(shape, gpus) / GB,
+            "optimizer": costs.optimizer_bytes(shape, gpus) / GB,
+            "activations": costs.activation_bytes(shape, micro_tokens) / GB,
+            "asleep": self.asleep_gb * len(self.shapes),
+        }
+        needed, usable = sum(parts.values()), self.gpu.memory_gb * self.constraints.memory_fraction
+        problem = "" if needed <= usable else f"needs {needed:.0f} GB a GPU, {usable:.0f} GB can be used"
+        return Fit("trainer", "update", 1, **parts, free=self.gpu.memory_gb - needed, problem=problem)
+
+    def engine(self, name: str, tp: int, resident: bool) -> Fit:
+        shape, work = self.shapes[name], self.workload
+        usable = self.gpu.memory_gb * self.constraints.memory_fraction
+        state = costs.optimizer_bytes(self.model, self.gpus) / GB if resident else 0.0
+        asleep = self.asleep_gb * (len(self.shapes) - 1)
+        room = usable - state - asleep
+        tokens = costs.kv_tokens(shape, self.gpu, tp, room)
+        weights = shape.weight_bytes / tp / GB
+        longest = work.longest + (0 if name == POLICY else work.verdicts.longest)
+        sequences = min(int(tokens / self.context(name)), costs.ENGINE.max_sequences)
+        problem = ""
+        if weights > room:
+            problem = f"weights of {weights:.0f} GB a GPU, room for {room:.0f} GB"
+        elif tokens < longest:
+            problem = f"KV cache of {tokens} tokens, the longest sequence has {longest}"
+        elif sequences < USEFUL:
+            problem = f"KV cache for {sequences} sequences; fewer than {USEFUL} are not worth a replica"
+        elif shape.heads % tp:
+            problem = f"{shape.heads} attention heads do not divide by {tp}"
+        kv = max(0.0, room - weights)
+        free = self.gpu.memory_gb - weights - kv - state - asleep
+        return Fit(name, "rollout", tp, weights, 0.0, state, 0.0, kv, asleep, free, sequences, problem)
+
+    def context(self, name: str) -> float:
+        """Mean tokens behind a sequence while it decodes."""
+        work = self.workload
+        if name == POLICY:
+            return work.prompt_length + work.responses.mean_rest
+        return work.prompt_length + work.response_length + work.verdicts.mean_rest
+
+    def options(self) -> list[tuple[bool, tuple[int, ...]]]:
+        """Trainer's state on the GPUs or not, and a width for every role; only what fits."""
+        found = []
+        for resident in (True, False):
+            useful = [
+                [tp for tp in self.widths(name) if not self.engine(name, tp, resident).problem][:TRIED]
+                for name in self.shapes
+            ]
+            found += [(resident, widths) for widths in itertools.product(*useful)]
+        return found
+
+    def widths(self, name: str) -> list[int]:
+        return [tp for tp in self.constraints.widths(name) if self.gpus % tp == 0 and tp <= self.gpu.per_node]
+
+    def engines(self, case: Case | None) -> tuple[Fit, ...]:
+        """As the case has them; without one, each at the width that comes closest."""
+        if case is not None:
+            return tuple(self.engine(role.name, role.tp, case.resident) for role in case.roles)
+        best = []
+        for name in self.shapes:
+            tries = [self.engine(name, tp, False) for tp in self.widths(name)]
+            if not tries:
+                sizes = ", ".join(map(str, self.constraints.widths(name)))
+                problem = f"none of tensor parallel {sizes} divides {self.gpus} GPUs"
+                best.append(Fit(name, "rollout", 0, problem=problem))
+                continue
+            best.append(next((fit for fit in tries if not fit.problem), tries[-1]))
+        return tuple(best)
+
+    def case(self, resident: bool, widths: Sequence[int]) -> Case | None:
+        if self.gpus % max(widths):
+            return None
+        return Case(
+            gpu=self.gpu,
+            gpus=self.gpus,
+            roles=tuple(self.role(name, tp, resident) for name, tp in zip(self.shapes, widths, strict=True)),
+            prompts=self.workload.prompts,
+            trained_tokens=self.workload.trained_tokens,
+            mean_length=self.workload.prompt_length + self.workload.response_length,
+            acceptance=self.workload.acceptance,
+            resident=resident,
+            micro_tokens=self.micro_tokens,
+            logprob_passes=self.workload.logprob_passes,
+            swap_s=self.constraints.swap_s,
+        )
+
+    def role(self, name: str, tp: int, resident: bool) -> Role:
+        """Siblings share the prefill of their prompt, repeated verdicts that of theirs: engines cache prefixes."""
+        shape, work, is_policy = self.shapes[name], self.workload, name == POLICY
+        sequences = max(1, self.engine(name, tp, resident).sequences)
+        pace = costs.pace_of(shape, self.gpu, tp, self.context(name), sequences, refilled=is_policy)
+        if is_policy:
+            return Role(name, shape, tp, pace, work.responses, work.samples, work.prompt_length / work.samples)
+        judged = (work.prompt_length + work.response_length) / work.repeats
+        return Role(name, shape, tp, pace, work.verdicts, work.samples * work.repeats, judged)
+
+
+def _drift(ground: _Ground, found: Mapping[Mode, tuple[Estimate, Case]]) -> dict[str, float]:
+    """Responses twice as long: every mode as it is, but static keeps the split that was best before."""
+    later = replace(ground, workload=ground.workload.stretched(2.0))
+    drift: dict[str, float] = {}
+    for mode, (before, case) in found.items():
+        longer = later.case(case.resident, [role.tp for role in case.roles])
+        after = None if longer is None else estimate(mode, longer, before.split if mode == "static" else None)
+        if after is not None:
+            drift[mode] = after.step_s
+    return drift
+
+
+def _changes(ground: _Ground) -> tuple[str, ...]:
+    """Single changes after which everything fits, tried one by one."""
+    more = [ground.gpus * factor for factor in (2, 4, 8, 16)]
+    tries = [(f"{gpus} GPUs (--gpus)", replace(ground, gpus=gpus)) for gpus in more]
+    bigger = sorted((g for g in costs.GPUS.values() if g.memory_gb > ground.gpu.memory_gb), key=lambda g: g.memory_gb)
+    tries += [(f"{g.memory_gb:.0f} GB of {g.title} (--gpu {g.name})", replace(ground, gpu=g)) for g in bigger]
+    free = replace(ground.constraints, policy_tp=None, judge_tp=None)
+    tries.append(("tensor parallel sizes left to the planner", replace(ground, constraints=free)))
+    half = ground.workload.max_response_length // 2
+    if half >= ground.workload.response_length:
+        shorter = replace(ground.workload, max_response_length=half)
+        tries.append((f"responses cut at {half} (--max-response-length)", replace(ground, workload=shorter)))
+    works = [text for text, other in tries if not other.trainer().problem and other.options()]
+    counts = [text for text in works if text.endswith("(--gpus)")][:1]
+    return (*counts, *(text for text in works if not text.endswith("(--gpus)")))

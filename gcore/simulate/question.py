@@ -1,0 +1,115 @@
+"""What `gcore plan` is asked: the work of a step, and what the planner may not choose. Wrong input is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gcore.simulate.costs import MEMORY_FRACTION
+from gcore.simulate.estimate import MODES, POLICY, Mode
+from gcore.simulate.lengths import Lengths
+from gcore.types import UserError
+
+WIDTHS = (1, 2, 4, 8)
+VERDICT_SIGMA = 0.3  # verdicts differ less in length than responses (as in scenarios)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step. Lengths in tokens; a mean is that after the cut at the maximum.
+
+    Workload(prompts=256, samples=16, prompt_length=512, response_length=2048, max_response_length=8192)
+    """
+
+    prompts: int = 256
+    samples: int = 16
+    prompt_length: int = 512
+    response_length: int = 2048
+    max_response_length: int = 0  # 0: four times the mean
+    sigma: float = 0.8
+    acceptance: float = 1.0
+    verdict_length: int = 512
+    repeats: int = 1
+    logprob_passes: int = 0  # of the trainer: one for old logprobs (several mini-batches), one for a reference
+
+    def __post_init__(self) -> None:
+        if self.max_response_length == 0:
+            object.__setattr__(self, "max_response_length", 4 * self.response_length)  # frozen, but not yet out
+        for name in ("prompts", "samples", "prompt_length", "response_length", "verdict_length", "repeats"):
+            at_least_one(_option(name), getattr(self, name))
+        if self.logprob_passes < 0:
+            raise UserError(f"--logprob-passes {self.logprob_passes}: expected 0 or more")
+        if not 0 < self.acceptance <= 1:
+            raise UserError(f"--acceptance {self.acceptance}: expected a share above 0 and up to 1")
+        if not 0 <= self.sigma <= 2:
+            raise UserError(f"--sigma {self.sigma}: expected a spread from 0 to 2 (of the logarithm of lengths)")
+        if self.max_response_length < self.response_length:
+            raise UserError(
+                f"--max-response-length {self.max_response_length}: expected at least the mean, --response-length "
+                f"{self.response_length}"
+            )
+
+    @property
+    def responses(self) -> Lengths:
+        even = self.response_length == self.max_response_length
+        return Lengths(self.response_length, 0.0 if even else self.sigma, self.max_response_length)
+
+    @property
+    def verdicts(self) -> Lengths:
+        return Lengths(self.verdict_length, min(self.sigma, VERDICT_SIGMA), 4 * self.verdict_length)
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_length + self.max_response_length
+
+    @property
+    def trained_tokens(self) -> int:
+        return self.prompts * self.samples * (self.prompt_length + self.response_length)
+
+    def stretched(self, factor: float) -> Workload:
+        """With longer responses, cut later."""
+        mean, cut = round(self.response_length * factor), round(self.max_response_length * factor)
+        return replace(self, response_length=mean, max_response_length=cut)
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the planner may not choose. Constraints(policy_tp=2, modes=("static", "dynamic"))"""
+
+    policy_tp: int | None = None
+    judge_tp: int | None = None
+    modes: tuple[Mode, ...] = MODES
+    max_tokens_per_gpu: int = 16384
+    memory_fraction: float = MEMORY_FRACTION
+    swap_s: float | None = None
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least_one("--max-tokens-per-gpu", self.max_tokens_per_gpu)
+        for option, tp in (("--policy-tp", self.policy_tp), ("--judge-tp", self.judge_tp)):
+            if tp is not None and tp not in WIDTHS:
+                raise UserError(f"{option} {tp}: expected one of {', '.join(map(str, WIDTHS))}")
+        for option, value in (("--swap-s", self.swap_s), ("--price", self.price)):
+            if value is not None and value < 0:
+                raise UserError(f"{option} {value}: expected 0 or more")
+
+    def widths(self, name: str) -> tuple[int, ...]:
+        fixed = self.policy_tp if name == POLICY else self.judge_tp
+        return WIDTHS if fixed is None else (fixed,)
+
+
+def modes_of(names: Sequence[str] | None) -> tuple[Mode, ...]:
+    """Those named; all of them where none is."""
+    strange = [name for name in names or () if name not in MODES]
+    if strange:
+        raise UserError(f"--mode {strange[0]}: expected one of {', '.join(MODES)}")
+    return tuple(mode for mode in MODES if not names or mode in names)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def at_least_one(option: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{option} {value}: expected a whole number, at least 1")
