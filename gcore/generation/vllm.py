@@ -16,11 +16,13 @@ Traps that this file knows of (more in vllm_core.py):
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from gcore.generation.noise import noise_key
 from gcore.generation.vllm_core import (
     GIB,
     VllmOptions,
+    check,
     fitting,
     free_gpu,
     is_cpu,
@@ -57,10 +60,15 @@ class _Job:
     future: asyncio.Future[Completion]
     loop: asyncio.AbstractEventLoop
     ticket: str
+    arrival: int
     name: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+
+    def __lt__(self, other: _Job) -> bool:
+        """Lower priority goes first; of equals, who came first."""
+        return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
 
     def completion(self, finish: Finish) -> Completion:
         arrays = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), np.array(self.versions, np.int32)
@@ -83,7 +91,8 @@ class VllmEngine:
 
     def __init__(self, folder: Path, options: VllmOptions, tracer: Tracer | None = None) -> None:
         self._folder, self._options, self._tracer = folder, options, tracer or Tracer(None, "engine")
-        self._inbox: deque[_Job] = deque()
+        self._inbox: list[_Job] = []  # a heap
+        self._arrivals = itertools.count()
         self._jobs: dict[str, _Job] = {}  # those that the core has, by the name it knows them by
         self._orders: deque[tuple[Callable[[], Any], asyncio.Future[Any], asyncio.AbstractEventLoop]] = deque()
         self._wake = threading.Condition()
@@ -107,11 +116,12 @@ class VllmEngine:
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         loop = asyncio.get_running_loop()
         for request in requests:
-            self._check(request)
-        jobs = [_Job(request, loop.create_future(), loop, ticket) for request in requests]
+            check(request, self._options.max_length, self._vocabulary, self._can_truncate)
+        jobs = [_Job(request, loop.create_future(), loop, ticket, next(self._arrivals)) for request in requests]
         with self._wake:
             self._check_running()
-            self._inbox.extend(jobs)
+            for job in jobs:
+                heappush(self._inbox, job)
             self._wake.notify()
         return list(await asyncio.gather(*(job.future for job in jobs)))
 
@@ -142,6 +152,7 @@ class VllmEngine:
             "busy_s": self._busy_s,
             "running": float(len(self._jobs)),
             "waiting": float(len(self._inbox)),
+            "running_tokens": float(sum(len(job.tokens) for job in list(self._jobs.values()))),
         }
 
     def close(self) -> None:
@@ -162,31 +173,6 @@ class VllmEngine:
     def _check_running(self) -> None:
         if self._failure or self._closed:
             raise RuntimeError("the engine has stopped") from self._failure
-
-    def _check(self, request: Request) -> None:
-        params, total = request.params, len(request.tokens_P) + request.params.max_tokens
-        if len(request.tokens_P) == 0:
-            raise UserError(
-                "an engine request has an empty prompt; expected at least one token (chat templates add some)"
-            )
-        if request.tokens_P.min() < 0 or request.tokens_P.max() >= self._vocabulary:  # it would take the engine down
-            raise UserError(
-                f"an engine request has a token outside the vocabulary of {self._vocabulary}: tokens "
-                f"{request.tokens_P.min()} to {request.tokens_P.max()} (is this the model's own tokenizer?)"
-            )
-        if params.max_tokens < 1:
-            raise UserError(f"an engine request asks for {params.max_tokens} tokens; expected at least 1")
-        if total > self._options.max_length:
-            raise UserError(
-                f"prompt of {len(request.tokens_P)} tokens + max_tokens {params.max_tokens} = {total} exceeds "
-                f"the engine's {self._options.max_length} (keys: data.max_prompt_length, "
-                "generation.max_response_length)"
-            )
-        if (params.top_k or params.top_p < 1) and not self._can_truncate:
-            raise UserError(
-                "this version of vLLM has a sampler that gives no logprobs of the untruncated policy; "
-                "set generation.top_p to 1 and generation.top_k to 0"
-            )
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
@@ -210,7 +196,7 @@ class VllmEngine:
             with self._wake:
                 self._failure = error
                 jobs, orders = [*self._jobs.values(), *self._inbox], list(self._orders)
-                self._jobs, self._inbox, self._orders = {}, deque(), deque()
+                self._jobs, self._inbox, self._orders = {}, [], deque()
             for job in jobs:
                 post(job.loop, fail, job.future, error)
             for _, done, loop in orders:
@@ -251,7 +237,7 @@ class VllmEngine:
         """Hand the core as many as it can run. The others wait here, where new weights and aborts find them."""
         with self._wake:
             free = self._options.max_concurrent - len(self._jobs)
-            new = [self._inbox.popleft() for _ in range(min(free, len(self._inbox)))]
+            new = [heappop(self._inbox) for _ in range(min(free, len(self._inbox)))]
         for job in new:
             try:
                 self._add(job)
@@ -277,9 +263,9 @@ class VllmEngine:
         self._count += 1
         job.name = f"{self._count}"
         prompt = {"prompt_token_ids": request.tokens_P.tolist(), "cache_salt": f"{self._loads}"}
-        tasks = self._core.get_supported_tasks()
+        rest = {"supported_tasks": self._core.get_supported_tasks(), "priority": request.priority}
         self._core.engine_core.add_request(
-            self._core.input_processor.process_inputs(job.name, prompt, sampling, supported_tasks=tasks)
+            self._core.input_processor.process_inputs(job.name, prompt, sampling, **rest)
         )
         self._jobs[job.name] = job
 
@@ -326,7 +312,8 @@ class VllmEngine:
     def _abort(self, ticket: str) -> None:
         with self._wake:
             gone = [job for job in self._inbox if job.ticket == ticket]
-            self._inbox = deque(job for job in self._inbox if job.ticket != ticket)
+            self._inbox = [job for job in self._inbox if job.ticket != ticket]
+            heapify(self._inbox)
         running = [job for job in self._jobs.values() if job.ticket == ticket]
         self._core.engine_core.abort_requests([job.name for job in running])
         for job in running:
@@ -368,9 +355,9 @@ class VllmEngine:
         back = [job for job in self._jobs.values() if not job.tokens]
         self._core.engine_core.abort_requests([job.name for job in back])
         with self._wake:
-            for job in reversed(back):
+            for job in back:
                 del self._jobs[job.name]
-                self._inbox.appendleft(job)
+                heappush(self._inbox, job)
 
     def _sleep(self, level: int) -> dict[str, float]:
         if self._asleep == set(MEMORY):

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gcore.types import UserError
+from gcore.types import Request, UserError
 
 GIB = 2**30
 
@@ -77,6 +77,7 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
         load_format="dummy" if options.dummy else "auto",
         max_model_len=options.max_length,
         max_num_seqs=options.max_concurrent,
+        scheduling_policy="priority",  # who gives way when the KV cache is full
         enable_prefix_caching=True,
         enable_sleep_mode=options.sleep and not is_cpu(),
         tensor_parallel_size=options.tensor_parallel,
@@ -129,6 +130,30 @@ def is_cpu() -> bool:
 
 def free_gpu() -> float:
     return float(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0.0
+
+
+def check(request: Request, max_length: int, vocabulary: int, can_truncate: bool) -> None:
+    """Complain of what cannot be served before vLLM sees it."""
+    params, total = request.params, len(request.tokens_P) + request.params.max_tokens
+    if len(request.tokens_P) == 0:
+        raise UserError("an engine request has an empty prompt; expected at least one token (chat templates add some)")
+    if request.tokens_P.min() < 0 or request.tokens_P.max() >= vocabulary:  # it would take the engine down
+        raise UserError(
+            f"an engine request has a token outside the vocabulary of {vocabulary}: tokens "
+            f"{request.tokens_P.min()} to {request.tokens_P.max()} (is this the model's own tokenizer?)"
+        )
+    if params.max_tokens < 1:
+        raise UserError(f"an engine request asks for {params.max_tokens} tokens; expected at least 1")
+    if total > max_length:
+        raise UserError(
+            f"prompt of {len(request.tokens_P)} tokens + max_tokens {params.max_tokens} = {total} exceeds the engine's "
+            f"{max_length} (keys: data.max_prompt_length, generation.max_response_length)"
+        )
+    if (params.top_k or params.top_p < 1) and not can_truncate:
+        raise UserError(
+            "this version of vLLM has a sampler that gives no logprobs of the untruncated policy; "
+            "set generation.top_p to 1 and generation.top_k to 0"
+        )
 
 
 def shapes_of(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:

@@ -57,6 +57,8 @@ class Process:
         return os.getpid()
 
     async def call(self, method: str, *args: Any) -> Any:
+        if self.role is None:  # meant for the process before this one: Ray delivers what was sent when it died
+            raise RoleDied(self.name, "its process is back, the role is not")
         try:
             return await getattr(self.role, method)(*args)
         except (RoleError, RoleDied, asyncio.CancelledError):
@@ -72,6 +74,8 @@ class Process:
         return RoleError(self.name, message, traceback.format_exc(), isinstance(error, UserError))
 
     async def until_gone(self) -> None:
+        if self.role is None:  # it died while nobody watched
+            raise RoleDied(self.name, "its process is back, the role is not")
         await asyncio.Event().wait()
 
 
@@ -194,6 +198,9 @@ class RayRuntime:
             done, _ = await asyncio.wait([*gone, daemons], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+        except RoleDied as error:  # of others that died in the same moment the next watch tells
+            self._down.add(error.role)
+            raise
         finally:
             for task in [*gone, daemons]:
                 task.cancel()
@@ -217,7 +224,6 @@ class RayRuntime:
             await translate(name, actor.until_gone.remote())
         except RoleDied:
             self._check_daemons()  # without Ray every role seems dead
-            self._down.add(name)
             known = ""
             if name in self._memory:
                 free = psutil.virtual_memory().available / 2**20

@@ -1,7 +1,8 @@
 """The contract of protocols.Engine. Every engine that joins is added to ENGINES and passes the same tests.
 
-What only some can promise (the last bits, the noise) is asked of those in EXACT. vLLM is tested where it is installed;
-what only it does is in test_vllm_engine.py.
+What only some can promise (the last bits, the noise) is asked of those in EXACT. The emulated engine, which computes
+nothing, passes the tests that ask for nothing computed: those marked `also_emulated`. vLLM is tested where it is
+installed; what only it does is in test_vllm_engine.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from gcore.generation import sampling
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.models import load_model
+from gcore.placement.pace import Pace
 from gcore.prompts.tokenizer import build_char_tokenizer
+from gcore.simulate.engine import EmulatedEngine, log_normal
 from gcore.types import Completion, Request, SamplingParams, UserError
 
 ALPHABET = "0123456789+="
@@ -97,10 +100,25 @@ def vllm(network: Any, max_concurrent: int = 32) -> Lent:
     return Lent(network, max_concurrent)
 
 
+def doomed_vllm(network: Any, max_concurrent: int = 32) -> Any:
+    """For a test that closes or breaks it: one that was lent before, where there is one, and will not be again."""
+    Lent(network, max_concurrent)
+    return lent.pop(network.config.model_type)
+
+
+def emulated(network: Any, max_concurrent: int = 32) -> EmulatedEngine:
+    """A millisecond a step. Tokens are those of the networks here; responses that may stop are 8 or so long."""
+    free = dict.fromkeys(("per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s"), 0.0)
+    pace = Pace(base_s=0.001, max_concurrent=max_concurrent, **free)
+    return EmulatedEngine(pace, max_length=MAX_LENGTH, lengths=log_normal(8, 1.0), tokens=range(4, 16))
+
+
 ENGINES: dict[str, Callable[..., Any]] = {"embedded": embedded, "embedded-by-library": embedded_by_library}
 EXACT = list(ENGINES)  # bitwise the same in any company; samples by the noise key
 if VLLM:
     ENGINES["vllm"] = vllm
+EVERYONE = {**ENGINES, "emulated": emulated}
+also_emulated = pytest.mark.parametrize("make", list(EVERYONE), indirect=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -109,13 +127,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def return_the_lent() -> Iterator[None]:
-    yield
-    while lent:
-        lent.popitem()[1].close()
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +149,14 @@ def _maker(name: str) -> Iterator[Callable[..., Any]]:
     made = []
 
     def make(*args: Any, **options: Any) -> Any:
-        made.append(ENGINES[name](*args, **options))
+        made.append(EVERYONE[name](*args, **options))
         return made[-1]
 
-    make.exact = name in EXACT  # type: ignore[attr-defined]
+    make.exact = name in (*EXACT, "emulated")  # type: ignore[attr-defined]
     yield make
     for engine in made:
-        engine.close()
+        if name != "emulated":  # it has no thread, and nothing to close
+            engine.close()
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -218,6 +230,7 @@ def test_logprobs_are_those_of_a_full_forward(make, networks, architecture, temp
         assert np.abs(completion.logprobs_S - expected).max() < 1e-5
 
 
+@also_emulated
 def test_answers_are_typed_and_ordered(make, networks):
     requests = [ask(prompt(5), n, temperature=0) for n in (7, 1, 12, 3)]
     found = run(make(networks["qwen3"]), *requests)
@@ -228,6 +241,7 @@ def test_answers_are_typed_and_ordered(make, networks):
         assert set(c.versions_S.tolist()) == {0} and c.finish == "length"
 
 
+@also_emulated
 def test_no_requests_no_answers(make, networks):
     assert run(make(networks["qwen3"])) == []
 
@@ -255,12 +269,25 @@ def test_stop_tokens_end_the_answer_and_stay_in_it(make, networks):
     assert (other.tokens_S.tolist(), other.finish) == (tokens, "length")
 
 
+@also_emulated
+def test_an_answer_ends_at_its_first_stop_token(make, networks):
+    stops = (5, 9)
+    found = run(make(networks["qwen3"]), *(ask(prompt(6), 12, key=i, stop=stops) for i in range(60)))
+    for c in found:
+        *others, last = c.tokens_S.tolist()
+        assert not {*others} & {*stops}
+        assert c.finish == ("stop" if last in stops else "length")
+        assert len(c.tokens_S) == 12 or c.finish == "stop"
+    assert {c.finish for c in found} == {"stop", "length"}
+
+
+@also_emulated
 def test_the_longest_that_fits(make, networks):
     (found,) = run(make(networks["qwen3"]), ask(prompt(MAX_LENGTH - 10), 10, temperature=0))
     assert (len(found.tokens_S), found.finish) == (10, "length")
-    assert found.tokens_S.tolist() == greedy(networks["qwen3"], prompt(MAX_LENGTH - 10), 10)
 
 
+@also_emulated
 def test_impossible_requests_are_refused_and_harm_nobody(make, networks):
     engine, fine = make(networks["qwen3"]), ask(prompt(4), 5, key=1)
     (expected,) = run(engine, fine)
@@ -287,6 +314,7 @@ def crowd(n: int) -> list[Request]:
     return found
 
 
+@also_emulated
 def test_more_requests_than_slots(make, networks):
     requests = crowd(40)
     few, many = (run(make(networks["qwen3"], max_concurrent=n), *requests) for n in (3, 64))
@@ -294,6 +322,7 @@ def test_more_requests_than_slots(make, networks):
     assert [len(c.tokens_S) for c in few] == [r.params.max_tokens for r in requests]
 
 
+@also_emulated
 def test_concurrent_callers(make, networks):
     engine, requests = make(networks["qwen3"], max_concurrent=8), crowd(36)
     expected = run(engine, *requests)
@@ -323,6 +352,28 @@ def test_callers_of_several_event_loops(make, networks):
     for thread in threads:
         thread.join(60)
     assert [found[i] for i in range(12)] == expected
+
+
+@also_emulated
+def test_lower_priority_goes_first_and_equals_in_their_order(make, networks):
+    """They gather while the engine sleeps, and there is one slot."""
+    engine, order = make(networks["qwen3"], max_concurrent=1), list[str]()
+
+    async def one(name: str, priority: int) -> None:
+        await engine.generate([dataclasses.replace(ask(prompt(4), 5), priority=priority)])
+        order.append(name)
+
+    async def all_at_once() -> None:
+        await engine.sleep(1)
+        asked = {"a": 7, "b": 3, "c": 7, "d": 0, "e": 3, "f": -1}
+        calls = [asyncio.ensure_future(one(*who)) for who in asked.items()]
+        while (await engine.stats())["waiting"] < len(asked):
+            await asyncio.sleep(0.001)
+        await engine.wake()
+        await asyncio.gather(*calls)
+
+    asyncio.run(asyncio.wait_for(all_at_once(), 60))
+    assert order == ["f", "d", "b", "e", "a", "c"]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "odd"])
@@ -369,6 +420,7 @@ def test_siblings_share_one_prefill(networks):
 # --- sampling
 
 
+@also_emulated
 def test_the_key_decides_the_sample(make, networks):
     p = prompt(7)
     first = run(make(networks["qwen3"]), *(ask(p, 10, key=i) for i in range(20)))
@@ -377,6 +429,7 @@ def test_the_key_decides_the_sample(make, networks):
     assert len({c.tokens_S.tobytes() for c in first}) == 20
 
 
+@also_emulated
 def test_a_later_turn_has_other_noise(make, networks):
     engine, p = make(networks["qwen3"]), prompt(7)
     turns = run(engine, *(ask(p, 12, key=5, position=n) for n in (0, 1, 5, 12)))
@@ -384,6 +437,7 @@ def test_a_later_turn_has_other_noise(make, networks):
     assert alike(make, run(engine, *(ask(p, 12, key=5, position=n) for n in (0, 1, 5, 12))), turns)
 
 
+@pytest.mark.parametrize("make_exact", [*EXACT, "emulated"], indirect=True)
 def test_a_later_turn_goes_on_with_the_noise(make_exact, networks):
     """Asked in two turns, the second with `position` = steps so far, a sample is the one asked for at once."""
     engine, p = make_exact(networks["qwen3"]), prompt(7)
@@ -504,6 +558,7 @@ async def until_generated(engine: Any, tokens: int) -> None:
         await asyncio.sleep(0.001)
 
 
+@also_emulated
 def test_weights_may_come_while_decoding(make):
     network = network_of(seed=1)
     engine, weights = make(network, max_concurrent=4), weights_of(network)
@@ -607,6 +662,7 @@ def test_parts_that_do_not_fit_are_refused_and_may_come_again(make):
 # --- sleeping
 
 
+@also_emulated
 def test_asleep_it_waits_and_awake_it_answers_as_before(make, networks):
     engine, requests = make(networks["qwen3"]), crowd(6)
     expected = run(engine, *requests)
@@ -625,6 +681,7 @@ def test_asleep_it_waits_and_awake_it_answers_as_before(make, networks):
     assert alike(make, asyncio.run(asyncio.wait_for(nap(), 60)), expected)
 
 
+@also_emulated
 def test_it_does_not_fall_asleep_at_work(make, networks):
     engine = make(networks["qwen3"], max_concurrent=2)
     requests = [ask(prompt(4, i), 50, key=i) for i in range(10)]
@@ -642,6 +699,7 @@ def test_it_does_not_fall_asleep_at_work(make, networks):
 # --- aborting
 
 
+@also_emulated
 def test_abort_answers_at_once_with_what_there_is(make, networks):
     """Two run, the others wait. All answer; the slots are free; what was said is the beginning of what would be."""
     requests = [ask(prompt(4, i), 50, key=i) for i in range(60)]
@@ -668,6 +726,7 @@ def test_abort_answers_at_once_with_what_there_is(make, networks):
     assert alike(make, run(engine, *requests[:4]), whole[:4])
 
 
+@also_emulated
 def test_abort_knows_the_ticket(make, networks):
     """Another caller's requests, and those without a ticket, go on as if nothing had happened."""
     engine, kept = make(networks["qwen3"], max_concurrent=4), crowd(12)
@@ -687,6 +746,7 @@ def test_abort_knows_the_ticket(make, networks):
     assert mine[-1].finish == "abort"
 
 
+@also_emulated
 def test_aborting_what_is_not_there_harms_nobody(make, networks):
     engine, requests = make(networks["qwen3"], max_concurrent=4), crowd(12)
     expected = run(engine, *requests)
@@ -730,6 +790,7 @@ def test_the_last_bit_does_not_depend_on_who_is_aborted(make_exact, networks, se
     assert any(c.finish == "abort" for c in gone)
 
 
+@also_emulated
 def test_a_caller_that_is_cancelled_frees_its_slots(make, networks):
     """As a pool does it: the call is gone, the ticket is aborted, and nothing is left behind."""
     engine, request = make(networks["qwen3"], max_concurrent=2), ask(prompt(4), 10, key=1)
@@ -751,6 +812,7 @@ def test_a_caller_that_is_cancelled_frees_its_slots(make, networks):
 # --- counters
 
 
+@also_emulated
 def test_stats_count_tokens(make, networks):
     engine = make(networks["qwen3"])
     run(engine, ask(prompt(4), 5), ask(prompt(4), 7))
@@ -758,6 +820,7 @@ def test_stats_count_tokens(make, networks):
     assert (stats["generated_tokens"], stats["running"], stats["waiting"]) == (12, 0, 0)
 
 
+@also_emulated
 def test_stats_grow_while_the_engine_is_busy(make, networks):
     """Placement decides by them; an engine that reports only when idle would look idle under full load."""
     engine = make(networks["qwen3"], max_concurrent=2)
@@ -798,7 +861,7 @@ def waiting_on(engine: Any, network: Any, then: Callable[[], None]) -> list[Base
 
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_closing_ends_waiters(networks, name):
-    maker = open_vllm if name == "vllm" else ENGINES[name]
+    maker = doomed_vllm if name == "vllm" else ENGINES[name]
     engine = maker(networks["qwen3"], max_concurrent=2)
     found = waiting_on(engine, networks["qwen3"], engine.close)
     assert [type(e) for e in found] == [RuntimeError] * 3

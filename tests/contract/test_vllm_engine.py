@@ -20,6 +20,7 @@ from gcore.types import Completion, UserError
 from tests.contract.test_engine import (
     VLLM,
     ask,
+    doomed_vllm,
     greedy,
     in_parts,
     logprobs_of,
@@ -288,7 +289,7 @@ def test_sleep_and_weights(engine, network):
 def test_engines_of_one_process_decode_at_once(engine, network):
     """And when one closes, it frees what it held, and the others do not notice."""
     networks = [network, network_of("llama", seed=3), network_of("qwen2", seed=4)]
-    engines = [engine, *(open_vllm(other) for other in networks[1:])]
+    engines = [engine, *(doomed_vllm(other) for other in networks[1:])]
     prompts = [prompt(n) for n in range(3, 19)]
 
     async def all_at_once() -> list[list[Completion]]:
@@ -324,9 +325,10 @@ def test_what_vllm_cannot_serve_is_the_users_to_mend(network):
         open_vllm(network, max_length=LONG + 1)
 
 
-def test_closing_ends_those_who_bring_weights(network):
+def test_closing_ends_those_who_bring_weights():
     """The order comes while the engine is busy with one step, and closing overtakes it."""
-    engine, hold, held = open_vllm(network), threading.Event(), threading.Event()
+    network = network_of()
+    engine, hold, held = doomed_vllm(network), threading.Event(), threading.Event()
     get_output = engine._core.engine_core.get_output
 
     def slow() -> Any:
@@ -351,8 +353,9 @@ def test_closing_ends_those_who_bring_weights(network):
     asyncio.run(engine.abort("mine"))  # nobody waits: nothing to abort
 
 
-def test_a_failure_reaches_everyone_who_waits(network):
-    engine = open_vllm(network, max_concurrent=2)
+def test_a_failure_reaches_everyone_who_waits():
+    network = network_of()
+    engine = doomed_vllm(network, max_concurrent=2)
 
     def fail() -> Any:
         raise ValueError("no more memory")
@@ -379,13 +382,16 @@ class Ahead:
         self.model_config = SimpleNamespace(hf_text_config=None, get_vocab_size=lambda: 16)
         self.weight, self.paused, self.calls = 0.0, False, list[Any]()
         self.requests: dict[str, Any] = {}
+        self.priorities: list[int] = []  # of the requests, as they came
         self.batch_queue: deque[list[Any]] = deque()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
-    def process_inputs(self, name: str, prompt: Any, sampling: Any, supported_tasks: Any) -> Any:
-        return SimpleNamespace(name=name, due=sampling.max_tokens, sent=0, stop=bool(sampling.stop_token_ids))
+    def process_inputs(self, name: str, prompt: Any, sampling: Any, supported_tasks: Any, priority: int) -> Any:
+        due, stop = sampling.max_tokens, bool(sampling.stop_token_ids)
+        self.priorities.append(priority)
+        return SimpleNamespace(name=name, due=due, sent=0, stop=stop)
 
     def add_request(self, request: Any) -> None:
         self.requests[request.name] = request
@@ -515,3 +521,24 @@ def test_aborting_while_a_batch_is_on_its_way(ahead):
     (mine,), (theirs,) = asyncio.run(asyncio.wait_for(give_up(), 60))
     assert (mine.finish, theirs.finish, len(theirs.tokens_S)) == ("abort", "length", 2000)
     assert asyncio.run(engine.stats())["generated_tokens"] == len(mine.tokens_S) + 2000
+
+
+def test_vllm_is_told_the_priorities(ahead):
+    """For when its cache is full. Those that wait here are aborted here, and the others keep their order."""
+    engine, core = ahead
+    priorities = {"a": 7, "b": 3, "c": 7, "d": 0, "e": 3, "f": -1}
+
+    async def all_of_them() -> None:
+        await engine.sleep(1)
+        calls = [
+            asyncio.ensure_future(engine.generate([replace(ask(prompt(3), 5), priority=priority)], name))
+            for name, priority in priorities.items()
+        ]
+        while (await engine.stats())["waiting"] < len(priorities):
+            await asyncio.sleep(0.001)
+        await engine.abort("f")
+        await engine.wake()
+        await asyncio.gather(*calls)
+
+    asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    assert core.priorities == [0, 3, 3, 7, 7]

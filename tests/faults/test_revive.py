@@ -2,14 +2,78 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import signal
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.e2e.helpers import rows, steps, train
+from gcore.config.tree import BuildModel, Model
+from gcore.models import load_scorer
+from gcore.observe.metrics import read_rows
+from gcore.prompts.tokenizer import build_char_tokenizer
+from gcore.protocols import RoleDied
+from gcore.runtime.ray import Process
+from tests.e2e.helpers import RECIPE, rows, steps, train
 from tests.faults.test_kill import Running, alive
 
-STEPS = 40
+STEPS, PROMPTS = 8, RECIPE["sampling"]["prompts_per_step"]
+BUILD = {**RECIPE["model"]["build"], "max_length": 32, "alphabet": "0123456789+=?"}
+HELD = """import asyncio
+from pathlib import Path
+
+async def workflow(ctx, prompt):
+    group = await ctx.generate(prompt)
+    while prompt.id >= {first} and not Path({go!r}).exists():
+        await asyncio.sleep(0.02)
+    return await ctx.reward(group)
+"""
+
+
+class Held(Running):
+    """A run that does not get beyond the samples of step `step` before it is let go: it is not over too soon."""
+
+    def __init__(self, folder: Path, step: int, *overrides: str) -> None:
+        self.go, self.run, flow = folder / "go", folder / "runs" / "tiny", folder / "held.py"
+        flow.write_text(HELD.format(first=(step - 1) * PROMPTS, go=str(self.go)))
+        fixed = ("controllers=2", f"run.steps={STEPS}", f"workflow={flow}:workflow")
+        super().__init__(folder, *fixed, *overrides)
+
+    def wait_for(self, words: str) -> None:
+        deadline = time.monotonic() + 120
+        while not any(words in line for line in self.lines):
+            assert self.process.poll() is None and time.monotonic() < deadline, "".join(self.lines)
+            time.sleep(0.05)
+
+    def wait_until_it_stands_still(self) -> None:
+        """Each step needs the role that was stopped. When no step has ended for a second, all wait for it, and what
+        they asked is under way."""
+        deadline, seen = time.monotonic() + 30, -1
+        while (done := len(steps(read_rows(self.run)))) != seen:
+            assert time.monotonic() < deadline
+            seen = done
+            time.sleep(1)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Of a run that finished."""
+        output, _ = self.end()
+        assert self.process.returncode == 0, output
+        assert self.survivors(within_s=5) == []
+        return steps(rows(self.run))
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.family.values():
+            if alive(process):
+                process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -21,20 +85,65 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_kill_an_engine(tmp_path, undisturbed, replicas):
     """With one replica everybody waits for it; with two the other takes over. Both runs sample what a calm one does."""
-    extra = ("controllers=2", f"placement.policy.replicas={replicas}", f"run.steps={STEPS}")
-    running = Running(tmp_path, *extra)
-    try:
+    with Held(tmp_path, 5, f"placement.policy.replicas={replicas}") as running:
         running.wait_for_steps()
         running.find("engine-0").send_signal(signal.SIGKILL)
-        output, _ = running.end()
-        assert running.process.returncode == 0, output
-        assert "engine-0 died" in output and "engine-0 is back, with current weights" in output, output
-        found = steps(rows(tmp_path / "runs" / "tiny"))
+        running.wait_for("engine-0 died")
+        running.wait_for("engine-0 is back, with current weights")
+        running.go.touch()
+        found = running.steps()
         assert [row["samples_digest"] for row in found] == undisturbed
-        assert all(row["sampling/drawn"] == row["sampling/trained"] == 12 for row in found)
+        assert all(row["sampling/drawn"] == row["sampling/trained"] == PROMPTS for row in found)
         assert all(row["rollout/logprob_diff_mean"] < 1e-5 for row in found)  # never with stale weights
-        assert running.survivors(within_s=5) == []
-    finally:
-        for process in running.family.values():
-            if alive(process):
-                process.kill()
+
+
+def test_who_calls_before_the_role_is_built_again_finds_it_dead():
+    """Ray brings the process back, and to it what was sent meanwhile: the pool must ask another."""
+    with pytest.raises(RoleDied, match="engine-0"):
+        asyncio.run(Process("engine-0").call("generate", []))
+
+
+@pytest.fixture(scope="module")
+def panel(tmp_path_factory) -> str:
+    """A rule, a scalar model and a judge, as an override. The two models were never trained; they weigh enough for one
+    answer of theirs, lost or changed, to change what is learned, and so what is sampled."""
+    folder = tmp_path_factory.mktemp("scorer")
+    model, tokenizer = Model(build=BuildModel(**BUILD)), build_char_tokenizer(BUILD["alphabet"])
+    network = load_scorer(model, 0, torch.float32, torch.device("cpu"), tokenizer=tokenizer, new_head=True)
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    judge = {
+        "name": "critic",
+        "model": {"build": BUILD},
+        "template": "{{ prompt }}{{ response }}?",
+        "verdict": r"^\D*(\d?)",  # an untrained judge may say anything, also nothing
+        "values": {"": 0, **{f"{digit}": digit / 9 for digit in range(10)}},
+        "max_prompt_length": 24,
+        "max_response_length": 4,
+    }
+    scorer = {"name": "scorer", "model": {"path": str(folder)}, "max_length": 32}
+    return f"rewards={json.dumps({**RECIPE['rewards'], 'models': [scorer], 'judges': [judge]})}"
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory, panel):
+    return steps(train(tmp_path_factory.mktemp("calm"), "calm", "runtime=local", f"run.steps={STEPS}", panel))
+
+
+@pytest.mark.parametrize("role", ["judge-critic-0", "scorer-scorer-0"])
+def test_kill_who_scores(tmp_path, panel, calm, role):
+    """It is stopped in mid-step, and killed when questions to it are under way. They are asked again later."""
+    with Held(tmp_path, 3, "placement.policy.replicas=1", panel) as running:
+        running.wait_for_steps()
+        victim = running.find(role)
+        victim.suspend()
+        running.go.touch()
+        running.wait_until_it_stands_still()
+        victim.send_signal(signal.SIGKILL)
+        running.wait_for(f"{role} died")
+        running.wait_for(f"{role} is back")
+        found = running.steps()
+        for name in ("samples_digest", "reward/mean", "reward/critic", "reward/scorer"):
+            assert [row[name] for row in found] == [row[name] for row in calm], name
+        assert all(row["sampling/drawn"] == row["sampling/trained"] == PROMPTS for row in found)
+        assert all(row["reward/errors"] == 0 for row in found)
