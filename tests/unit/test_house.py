@@ -12,7 +12,9 @@ PACKAGE = ROOT / "gcore"
 STAGES = (
     *("prompts", "generation", "rewarding", "preparation", "training", "weights", "checkpoint", "observe"),
     "simulate",
+    "placement",
 )
+ALSO = {"simulate": ("gcore.placement", "gcore.generation.routing")}  # what is simulated is the code of a run
 COMMON = ("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe", "gcore.models", "gcore.wire")
 PURE = (
     "gcore.types",
@@ -23,6 +25,10 @@ PURE = (
     "gcore.preparation.advantages",
     "gcore.preparation.workload",
     "gcore.controller.plan",
+    "gcore.placement.plan",
+    "gcore.placement.policy",
+    "gcore.placement.pace",
+    "gcore.simulate.table",
 )
 
 
@@ -53,7 +59,7 @@ def test_stage_rooms_import_common_ground_and_themselves_alone(room):
         (str(path.relative_to(PACKAGE)), name)
         for path in files(room)
         for name in imports(path)
-        if not within(name, (*COMMON, f"gcore.{room}"))
+        if not within(name, (*COMMON, f"gcore.{room}", *ALSO.get(room, ())))
     }
     assert strangers == set()
 

@@ -1,0 +1,230 @@
+"""Placement in the simulator: the tables of docs/placement.md.
+
+    python bench/placement.py drift --slots 64            # minutes a judge; --judge 32B: one alone
+    python bench/placement.py stationary                  # about three minutes
+    python bench/placement.py variable                    # about three minutes
+    python bench/placement.py where-not                   # about two minutes
+    python bench/placement.py speed                       # about two minutes: drift-512, 1,000 steps of 256 prompts
+
+`drift`: each policy runs at its own best oversampling out of 1.0, 1.1, 1.25 and 1.5, chosen in hindsight; `best static`
+is the best split at the best oversampling. `--oracle` (slow) adds the best of many ways, step by step. `stationary`:
+nothing drifts; dynamic against the best static split, and how many blocks move in each step. `variable`: the load jumps
+from step to step, several seeds. `where-not`: cases made to be hard for dynamic placement.
+
+Everything is simulated with the code of gcore/placement and gcore/generation/routing.py; times are those of the
+simulated cluster, except for `speed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gcore.simulate.run import Run, simulate  # noqa: E402
+from gcore.simulate.scenario import Scenario, load_scenario  # noqa: E402
+from gcore.simulate.table import best_static  # noqa: E402
+
+JUDGES = {"14B": 1, "32B": 4, "72B": 8}  # tensor parallel of each, for a policy of 7B
+OVERSAMPLING = (1.0, 1.1, 1.25, 1.5)
+BASELINES = ("colocated", "colocated-early", "proportional", "paper")
+LOADS = {
+    "as shipped": (),
+    "short responses": ("lengths.start=512",),
+    "long responses": ("lengths.start=8192", "acceptance.start=0.4"),
+    "judge 14B": ("judges.0.model=14B", "judges.0.tensor_parallel=1"),
+    "judge 72B": ("judges.0.model=72B", "judges.0.tensor_parallel=8"),
+}
+Row = dict[str, Any]
+
+
+def scenario(name: str, *overrides: str) -> Scenario:
+    return load_scenario(ROOT / "scenarios" / f"{name}.yaml", list(overrides))
+
+
+def judged_by(judge: str) -> tuple[str, str]:
+    return f"judges.0.model={judge}", f"judges.0.tensor_parallel={JUDGES[judge]}"
+
+
+def facts(run: Run) -> Row:
+    return {"rollout_s": run.rollout_s, **{key: run.summary()[key] for key in ("idle", "moves", "wasted")}}
+
+
+def print_row(cells: list[str], widths: list[int]) -> None:
+    first, *rest = zip(cells, widths, strict=True)
+    print(f"{first[0]:{first[1]}}" + "".join(f"{cell:>{width}}" for cell, width in rest), flush=True)
+
+
+# ---- drift ------------------------------------------------------------------------------------------------------
+
+
+def drift(args: argparse.Namespace) -> list[Row]:
+    rows = []
+    widths = [18, 11, 14, 12, 8, 8, 9]
+    for judge in args.judge or JUDGES:
+        print(f"\n{args.slots} slots, {args.steps} steps, policy 7B, judge {judge} x tp {JUDGES[judge]}")
+        print_row(["policy", "rollout s", "dynamic wins", "oversample", "idle", "moves", "wasted"], widths)
+
+        def at(over: float, judge: str = judge) -> Scenario:
+            return scenario(
+                f"drift-{args.slots}", f"steps={args.steps}", f"oversampling={over}", *judged_by(judge), *args.overrides
+            )
+
+        runs = {"dynamic": _at_its_best(at, "dynamic")}
+        runs |= {name: _at_its_best(at, name) for name in BASELINES}
+        runs["best static"] = _best_split(at)
+        if args.oracle:
+            over = runs["dynamic"][0]
+            runs["oracle"] = over, simulate(at(over), "oracle")
+        base = runs["dynamic"][1].rollout_s
+        for name, (over, run) in runs.items():
+            found = facts(run)
+            label = f"{name} ({run.regime.partition(':')[2]})" if name == "best static" else name
+            wins = "" if name == "dynamic" else f"{1 - base / run.rollout_s:+.1%}"
+            print_row(
+                [label, f"{run.rollout_s:.0f}", wins, f"{over:g}", f"{found['idle']:.1%}", f"{found['moves']:.0f}",
+                 f"{found['wasted']:.0%}"],
+                widths,
+            )  # fmt: skip
+            rows.append({"slots": args.slots, "judge": judge, "policy": label, "oversampling": over, **found})
+    return rows
+
+
+def _at_its_best(at: Callable[[float], Scenario], name: str) -> tuple[float, Run]:
+    return min(((over, simulate(at(over), name)) for over in OVERSAMPLING), key=lambda found: found[1].rollout_s)
+
+
+def _best_split(at: Callable[[float], Scenario]) -> tuple[float, Run]:
+    found: list[tuple[float, Run]] = []
+    for over in OVERSAMPLING:
+        near = int(found[-1][1].regime.partition(":")[2]) if found else None
+        found.append((over, best_static(at(over), near)))
+    return min(found, key=lambda entry: entry[1].rollout_s)
+
+
+# ---- stationary, variable ---------------------------------------------------------------------------------------
+
+
+def stationary(args: argparse.Namespace) -> list[Row]:
+    rows = []
+    widths = [18, 6, 11, 20, 9, 8, 36]
+    print("nothing drifts: `worse` is dynamic against the best static split; moves of each step at the right")
+    print_row(["load", "seed", "dynamic s", "best static s", "worse", "idle", "moves by step"], widths)
+    for load, overrides in LOADS.items():
+        near = None
+        for seed in range(args.seeds):
+            case = scenario("stationary-64", f"seed={seed}", f"steps={args.steps}", *overrides, *args.overrides)
+            mine, fixed = simulate(case, "dynamic"), best_static(case, near)
+            near = int(fixed.regime.partition(":")[2])
+            moves = [step["moves"] for step in mine.steps]
+            worse = mine.rollout_s / fixed.rollout_s - 1
+            print_row(
+                [load, str(seed), f"{mine.rollout_s:.0f}", f"{fixed.rollout_s:.0f} ({fixed.regime})", f"{worse:+.1%}",
+                 f"{mine.idle:.1%}", " ".join(str(m) for m in moves[:: max(1, len(moves) // 8)])],
+                widths,
+            )  # fmt: skip
+            rows.append({"load": load, "seed": seed, "worse": worse, "moves_by_step": moves, **facts(mine)})
+    return rows
+
+
+def variable(args: argparse.Namespace) -> list[Row]:
+    rows = []
+    widths = [6, 11, 20, 12, 16, 16, 8]
+    print(f"{args.steps} steps whose load jumps; how much less time dynamic takes")
+    print_row(["seed", "dynamic s", "best static s", "colocated s", "below static", "below colocated", "idle"], widths)
+    near = None
+    for seed in range(args.seeds):
+        case = scenario("variable-64", f"seed={seed}", f"steps={args.steps}", *args.overrides)
+        mine, fixed, turns = simulate(case, "dynamic"), best_static(case, near), simulate(case, "colocated")
+        near = int(fixed.regime.partition(":")[2])
+        wins = [1 - mine.rollout_s / other.rollout_s for other in (fixed, turns)]
+        print_row(
+            [str(seed), f"{mine.rollout_s:.0f}", f"{fixed.rollout_s:.0f} ({fixed.regime})", f"{turns.rollout_s:.0f}",
+             *(f"{win:+.1%}" for win in wins), f"{mine.idle:.1%}"],
+            widths,
+        )  # fmt: skip
+        rows.append({"seed": seed, "below_static": wins[0], "below_colocated": wins[1], **facts(mine)})
+    for key in ("below_static", "below_colocated"):
+        values = [row[key] for row in rows]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        print(f"{key.replace('_', ' ')}: mean {statistics.mean(values):.1%}, deviation {spread:.1%} over the seeds")
+    return rows
+
+
+# ---- where it does not pay, and speed -------------------------------------------------------------------------------
+
+
+def where_not(args: argparse.Namespace) -> list[Row]:
+    cases = {
+        "no tail, cheap judge": scenario("no-tail", *args.overrides),
+        "swaps of 45 s, short rollouts": scenario("slow-swap-64", "steps=12", "lengths.end=1024", *args.overrides),
+        "swaps of 45 s, drift-64": scenario("slow-swap-64", "steps=24", *args.overrides),
+        "swaps of 1 s, drift-64": scenario("slow-swap-64", "steps=24", "swap_s=1", *args.overrides),
+        "few slots, large judge": scenario(
+            "stationary-64", "slots=16", "prompts=64", *judged_by("72B"), *args.overrides
+        ),
+    }
+    rows = []
+    widths = [32, 11, 20, 12, 16, 17, 8]
+    print_row(["case", "dynamic s", "best static s", "colocated s", "below static", "below colocated", "moves"], widths)
+    for name, case in cases.items():
+        mine, fixed, turns = simulate(case, "dynamic"), best_static(case), simulate(case, "colocated")
+        wins = [1 - mine.rollout_s / other.rollout_s for other in (fixed, turns)]
+        print_row(
+            [name, f"{mine.rollout_s:.0f}", f"{fixed.rollout_s:.0f} ({fixed.regime})", f"{turns.rollout_s:.0f}",
+             *(f"{win:+.1%}" for win in wins), f"{facts(mine)['moves']:.0f}"],
+            widths,
+        )  # fmt: skip
+        rows.append({"case": name, "below_static": wins[0], "below_colocated": wins[1], **facts(mine)})
+    return rows
+
+
+def speed(args: argparse.Namespace) -> list[Row]:
+    case = scenario("drift-512", f"steps={args.steps}", "prompts=256", *args.overrides)
+    began, wall = time.process_time(), time.perf_counter()
+    run = simulate(case, "dynamic")
+    seconds, wall = time.process_time() - began, time.perf_counter() - wall
+    groups = sum(step["drawn"] for step in run.steps)
+    print(f"{case.steps} steps of {case.slots} slots, {groups} groups of {case.samples}: {seconds:.0f} s of one core")
+    print(f"({wall:.0f} s by the clock on the wall; {seconds / case.steps * 1e3:.0f} ms a step)")
+    return [{"steps": case.steps, "slots": case.slots, "groups": groups, "cpu_s": seconds, "wall_s": wall}]
+
+
+TABLES: dict[str, tuple[Callable[[argparse.Namespace], list[Row]], int]] = {
+    "drift": (drift, 24),
+    "stationary": (stationary, 16),
+    "variable": (variable, 40),
+    "where-not": (where_not, 0),
+    "speed": (speed, 1000),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the scenario")
+    parser.add_argument("--slots", type=int, choices=(64, 512), default=64, help="of drift")
+    parser.add_argument("--judge", action="append", choices=JUDGES, help="of drift; default: all three")
+    parser.add_argument("--oracle", action="store_true", help="in drift, at dynamic's oversampling; slow")
+    parser.add_argument("--steps", type=int, help="default: 24, 16, 40 and 1000")
+    parser.add_argument("--seeds", type=int, help="of stationary (3) and variable (5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
+    args = parser.parse_intermixed_args()
+    table, steps = TABLES[args.table]
+    args.steps = args.steps or steps
+    args.seeds = args.seeds or (3 if args.table == "stationary" else 5)
+    rows = table(args)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Which role has which slots in the rollout phase. Pure.
+
+    slots   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15        a slot is one accelerator
+    blocks     0         1          2            3             the least that can change hands
+    split   policy    policy     policy        judge           tensor parallel 2 and 4: 2 engines or 1 judge a block
+
+A block is as wide as the widest role's replica, so that whichever role has it uses all of it. Every replica of every
+role has its place for good; the replicas of the roles that do not have a block sleep there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gcore.types import UserError
+
+POLICY = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Ground(slots=16, widths={"policy": 2, "judge": 4}): the slots, and how many of them a replica of a role takes"""
+
+    slots: int
+    widths: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths.values()) < 1:
+            raise UserError(f"every role needs at least one slot a replica, got {dict(self.widths)} (tensor_parallel)")
+        odd = {role: width for role, width in self.widths.items() if self.block % width}
+        if odd:
+            raise UserError(
+                f"replicas of {odd} slots do not fill a block of {self.block}: the widest role's tensor_parallel must "
+                "be a multiple of the others'"
+            )
+        if self.slots < self.block or self.slots % self.block:
+            raise UserError(
+                f"placement.slots={self.slots} is not a multiple of {self.block}, the widest role's tensor_parallel"
+            )
+
+    @property
+    def block(self) -> int:
+        return max(self.widths.values())
+
+    @property
+    def num_blocks(self) -> int:
+        return self.slots // self.block
+
+    @property
+    def roles(self) -> list[str]:
+        return list(self.widths)
+
+    def per_block(self, role: str) -> int:
+        return self.block // self.widths[role]
+
+    def replicas(self, role: str, block: int) -> range:
+        """The numbers of the role's replicas that live on a block."""
+        count = self.per_block(role)
+        return range(block * count, (block + 1) * count)
+
+    def slots_of(self, block: int) -> range:
+        return range(block * self.block, (block + 1) * self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Move(block=3, source="policy", target="judge", reason="judge 12.1 s behind"): one block changes hands"""
+
+    block: int
+    source: str
+    target: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Split(("policy", "policy", "judge")): who has each block"""
+
+    owners: tuple[str, ...]
+
+    def __getitem__(self, block: int) -> str:
+        return self.owners[block]
+
+    def blocks(self, role: str) -> list[int]:
+        return [block for block, owner in enumerate(self.owners) if owner == role]
+
+    def counts(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for owner in self.owners:
+            found[owner] = found.get(owner, 0) + 1
+        return found
+
+    def after(self, moves: Iterable[Move]) -> Split:
+        owners = list(self.owners)
+        for move in moves:
+            assert owners[move.block] == move.source != move.target, f"{move} does not fit {self}"
+            owners[move.block] = move.target
+        return Split(tuple(owners))
+
+    def check(self, ground: Ground) -> Split:
+        """Every slot has one role of the ground. Raises UserError where it does not."""
+        strange = sorted(set(self.owners) - set(ground.widths))
+        if strange or len(self.owners) != ground.num_blocks:
+            raise UserError(
+                f"a split over {len(self.owners)} blocks with roles {sorted(set(self.owners))}; expected "
+                f"{ground.num_blocks} blocks of {ground.roles}"
+            )
+        return self
+
+
+def split_by(ground: Ground, blocks: Mapping[str, int]) -> Split:
+    """So many blocks for each role, in the order given; all of them together must be the ground's."""
+    if sum(blocks.values()) != ground.num_blocks or min(blocks.values()) < 0:
+        raise UserError(f"{dict(blocks)} blocks do not make the {ground.num_blocks} there are")
+    return Split(tuple(role for role, count in blocks.items() for _ in range(count))).check(ground)
+
+
+def all_splits(ground: Ground) -> list[Split]:
+    """Every division of the blocks among two roles, with at least one for each; the policy's come first."""
+    first, second = ground.roles
+    return [
+        split_by(ground, {first: count, second: ground.num_blocks - count}) for count in range(1, ground.num_blocks)
+    ]
+
+
+def shares(ground: Ground, weights: Mapping[str, float], at_least: int = 1) -> Split:
+    """Blocks in proportion to the weights (largest remainders), at least so many each where there are enough."""
+    roles = ground.roles
+    floor = at_least if ground.num_blocks >= at_least * len(roles) else 0
+    free = ground.num_blocks - floor * len(roles)
+    if not (total := sum(weights[role] for role in roles)):
+        weights, total = dict.fromkeys(roles, 1.0), float(len(roles))
+    exact = {role: free * weights[role] / total for role in roles}
+    counts = {role: floor + int(exact[role]) for role in roles}
+    missing = ground.num_blocks - sum(counts.values())
+    by_remainder: Sequence[str] = sorted(roles, key=lambda role: int(exact[role]) - exact[role])
+    for role in by_remainder[:missing]:
+        counts[role] += 1
+    return split_by(ground, counts)

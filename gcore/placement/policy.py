@@ -1,0 +1,322 @@
+"""When blocks change hands. Pure: the same functions decide in the simulator, in the emulation and on GPUs.
+
+    View (what is known of each role now) + Split + Costs ──decide──> moves, each with its reason
+
+The rollout ends when enough groups are judged. When that is follows from the roles' paces (see pace.py): n replicas
+that share their requests evenly take
+
+    base * steps + per_sequence * tokens / n + prefill / n
+
+where `steps` are those of the longest request that must still end. Judges work on what has been generated: the last of
+a fraction s of the responses comes at some time t(s), and the rest of the judging lies behind it,
+
+    end = max over s of   t(s) + (1 - s) * judging / judges
+
+A move must bring the end nearer by more than it costs. Judges get no more blocks than they have work for *now*, and the
+more is still to come, the more work a block must have: a pass over a full batch hardly takes longer than over a small
+one, so blocks that judge too early waste what generation needs.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from gcore.placement.pace import Pace
+from gcore.placement.plan import POLICY, Ground, Move, Split, split_by
+
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one role has before it. Load(running=40, waiting=8, needed=30, age=120.0, lengths=(80, 200, 512), ...)"""
+
+    running: int = 0  # requests at replicas
+    waiting: int = 0  # requests at no replica yet
+    needed: float = 0.0  # requests that must still end before the rollout can, as far as can be told; some not made yet
+    age: float = 0.0  # tokens that the running ones have made, on average
+    lengths: Sequence[float] = (256.0,)  # of requests that ended lately: quantiles, in order
+    longest: Sequence[float] = ()  # the same of the longest of each group of siblings; default: as `lengths`
+    prompt: float = 0.0  # tokens to prefill of a request, on average
+    busy: float = 0.0  # share of its replicas' time with something to do, since the last look
+
+    @property
+    def mean(self) -> float:
+        return sum(self.lengths) / len(self.lengths)
+
+    @property
+    def at_hand(self) -> int:
+        return self.running + self.waiting
+
+    def steps_to(self, share: float) -> float:
+        """Decoding steps until so much of what is under way has ended, siblings together."""
+        if not self.at_hand:
+            return share * self.mean
+        rest = _above(self.longest or self.lengths, self.age)
+        if rest is None:  # older than anything seen: about as much again as the tail was long
+            return 0.25 * share * (self.longest or self.lengths)[-1]
+        return rest[min(len(rest) - 1, int(share * len(rest)))] - self.age
+
+    def tokens_in(self, steps: float) -> float:
+        """Tokens that a request under way makes in so many steps, on average."""
+        rest = _above(self.lengths, self.age)
+        if rest is None:
+            return steps / 2
+        return sum(min(length - self.age, steps) for length in rest) / len(rest)
+
+
+def _above(lengths: Sequence[float], age: float) -> Sequence[float] | None:
+    return lengths[bisect_right(lengths, age) :] or None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the controllers know in common when they decide."""
+
+    loads: Mapping[str, Load]
+    work: Mapping[int, float] = field(default_factory=dict)  # block -> requests of its owner that are there
+    moving: frozenset[int] = frozenset()  # blocks between two roles: they are nobody's
+    since_move_s: float = math.inf
+    stopping: bool = False  # the target is met: nothing more is worth a move
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What is known of devices. Costs(ground=..., paces={"policy": Pace(...), "judge": Pace(...)})"""
+
+    ground: Ground
+    paces: Mapping[str, Pace]
+    rpc_s: float = 0.005
+
+    def switch_s(self, move: Move) -> float:
+        """Sleep, wake, and for the policy the weights."""
+        pace = self.paces[move.target]
+        return self.paces[move.source].sleep_s + pace.wake_s + (pace.weights_s if move.target == POLICY else 0.0)
+
+
+Decide = Callable[[Split, View, Costs], list[Move]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """G-Core's policy: block by block to where the end comes nearest, while it pays."""
+
+    margin: float = 0.01  # of the time still to go, that moves must win beyond what they cost
+    least_s: float = 0.2  # and seconds: less than that lies between two looks
+    cool_down_s: float = 0.0  # least time between two decisions that move something
+    at_once: float = 0.5  # most of a role's blocks that one decision takes away
+    patience: float = 2.0  # judges' blocks wait for work at the start rather than move, up to so many times that move
+    fill: tuple[float, float] = (0.6, 0.9)  # least and most of its best throughput that a block must have work for
+    passes: float = 2.0  # of judging that the rest of generation must outlast, for judges to wait for fuller batches
+
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+        if view.stopping or view.since_move_s < self.cool_down_s:
+            return []
+        counts = dict.fromkeys(costs.ground.roles, 0) | split.counts()
+        free = {role: [b for b in split.blocks(role) if b not in view.moving] for role in counts}
+        for blocks in free.values():
+            blocks.sort(key=lambda b: view.work.get(b, 0.0), reverse=True)  # the emptiest goes first
+        budget = {role: max(1, int(len(blocks) * self.at_once)) for role, blocks in free.items()}
+        now = end = end_s(view, costs, counts)
+        moves: list[Move] = []
+        while (found := self._best(view, costs, counts, free, budget, end)) is not None:
+            end, donor, taker = found
+            counts[donor] -= 1
+            counts[taker] += 1
+            budget[donor] -= 1
+            moves.append(Move(free[donor].pop(), donor, taker))
+        if not moves:
+            return []
+        cost = sum(costs.switch_s(move) for move in moves) / costs.ground.num_blocks + _moved_s(
+            moves, view, costs, counts
+        )
+        if now < math.inf and now - end <= cost + max(self.least_s, self.margin * now):
+            return []
+        won = f"{now - end:.1f} s sooner, for {cost:.1f} s" if now < math.inf else "it had none"
+        return [Move(m.block, m.source, m.target, f"{m.target} needs it: {won}") for m in moves]
+
+    def begin(self, view: View, costs: Costs) -> Split:
+        """At the start all engines wake anyway, so the first division is free: the best one for what is expected.
+
+        Judges have nothing to do at first. Where a later move costs less than that wait, one block is enough for now.
+        """
+        ground = costs.ground
+        judges = [role for role in ground.roles if role != POLICY]
+        counts = {POLICY: ground.num_blocks - len(judges)} | dict.fromkeys(judges, 1)
+        if ground.num_blocks <= len(judges):
+            return Split((POLICY,) * ground.num_blocks)
+        replicas = ground.num_blocks * ground.per_block(POLICY)
+        wait_s = generated_s(view.loads[POLICY], costs.paces[POLICY], replicas, 0.1)
+        back_s = max((costs.switch_s(Move(0, POLICY, judge)) for judge in judges), default=0.0)
+        end = end_s(view, costs, counts)
+        while wait_s < self.patience * back_s and counts[POLICY] > 1:
+            trials = [counts | {POLICY: counts[POLICY] - 1, judge: counts[judge] + 1} for judge in judges]
+            best = min(trials, key=lambda trial: end_s(view, costs, trial))
+            if end_s(view, costs, best) >= end:
+                break
+            counts, end = best, end_s(view, costs, best)
+        return split_by(ground, counts)
+
+    def _best(
+        self,
+        view: View,
+        costs: Costs,
+        counts: Mapping[str, int],
+        free: Mapping[str, list[int]],
+        budget: Mapping[str, int],
+        end: float,
+    ) -> tuple[float, str, str] | None:
+        """The one move that brings the end nearest."""
+        best: tuple[float, str, str] | None = None
+        for taker in counts:
+            if not self._useful(taker, view, costs, counts):
+                continue
+            for donor in counts:
+                if donor == taker or not free[donor] or not budget[donor]:
+                    continue
+                trial = end_s(view, costs, {**counts, donor: counts[donor] - 1, taker: counts[taker] + 1})
+                if trial < (end if best is None else best[0]):
+                    best = trial, donor, taker
+        return best
+
+    def _useful(self, role: str, view: View, costs: Costs, counts: Mapping[str, int]) -> bool:
+        """Another block would have something to do at once."""
+        load = view.loads[role]
+        if not counts[role]:
+            return load.at_hand > 0
+        ground = costs.ground
+        need = useful_concurrency(load, costs.paces[role], self._fill(role, view, costs, counts))
+        fair = load.needed / (ground.num_blocks * ground.per_block(role))  # what each would have if all had this role
+        need = max(1.0, min(need, fair / 2)) * ground.per_block(role)
+        if role == POLICY:  # what runs elsewhere stays there
+            return load.waiting + max(0.0, load.needed - load.at_hand) >= need
+        return load.at_hand >= (counts[role] + 1) * need
+
+    def _fill(self, role: str, view: View, costs: Costs, counts: Mapping[str, int]) -> float:
+        """Who waits for more is judged in a fuller batch. So wait, while a pass is short against what still comes."""
+        least, most = self.fill
+        if role == POLICY:
+            return least
+        replicas = counts[POLICY] * costs.ground.per_block(POLICY)
+        to_come_s = generated_s(view.loads[POLICY], costs.paces[POLICY], replicas)
+        pass_s = costs.paces[role].base_s * view.loads[role].mean
+        return min(most, max(least, 1 - self.passes * pass_s / to_come_s)) if to_come_s > 0 else least
+
+
+def _moved_s(moves: Sequence[Move], view: View, costs: Costs, counts: Mapping[str, int]) -> float:
+    """What runs on the blocks goes on elsewhere: there it is read once more."""
+    total = 0.0
+    for move in moves:
+        load, pace = view.loads[move.source], costs.paces[move.source]
+        replicas = max(1, counts[move.source] * costs.ground.per_block(move.source))
+        total += view.work.get(move.block, 0.0) * (load.prompt + load.age) * pace.prefill_s_per_token / replicas
+    return total
+
+
+def useful_concurrency(load: Load, pace: Pace, fill: float) -> float:
+    """Requests at which a replica reaches `fill` of its best throughput. One is enough where prefill is the work."""
+    each = pace.per_sequence_s * load.mean + pace.prefill_s_per_token * load.prompt  # what only this request costs
+    need = fill / (1 - fill) * pace.base_s * load.mean / each if each else pace.max_concurrent
+    return min(max(1.0, need), pace.max_concurrent)
+
+
+def generated_s(load: Load, pace: Pace, replicas: int, share: float = 1.0) -> float:
+    """When this share of the responses that are needed has been generated."""
+    needed = share * load.needed
+    if needed <= 0:
+        return 0.0
+    if not replicas:
+        return math.inf
+    part = min(1.0, needed / load.at_hand) if load.at_hand else 0.0
+    steps = load.steps_to(part) if load.running else 0.0
+    tokens = load.running * load.tokens_in(steps)
+    if load.waiting:  # they have all their tokens before them
+        fresh = replace(load, age=0.0)
+        steps = max(steps, fresh.steps_to(part))
+        tokens += load.waiting * fresh.tokens_in(fresh.steps_to(part))
+    more = max(0.0, needed - load.at_hand)  # not drawn yet: they begin when others end
+    if more:
+        steps += load.mean
+        tokens += more * load.mean
+    steps = max(steps, tokens / (replicas * pace.max_concurrent))
+    prefill = (load.waiting + more) * load.prompt * pace.prefill_s_per_token
+    return pace.base_s * steps + (pace.per_sequence_s * tokens + prefill) / replicas
+
+
+def judged_s(load: Load, pace: Pace) -> float:
+    """Seconds of one replica, full, for all the verdicts that are needed."""
+    tokens = load.needed * load.mean
+    full = min(pace.max_concurrent, max(1.0, load.needed))
+    return tokens * (pace.base_s / full + pace.per_sequence_s) + load.needed * load.prompt * pace.prefill_s_per_token
+
+
+def end_s(view: View, costs: Costs, counts: Mapping[str, int]) -> float:
+    """Seconds to the end of the rollout, with so many blocks for each role."""
+    policy, pace = view.loads[POLICY], costs.paces[POLICY]
+    replicas = counts[POLICY] * costs.ground.per_block(POLICY)
+    times = [generated_s(policy, pace, replicas, share) for share in FRACTIONS]
+    end = times[-1]
+    for role in costs.ground.roles:
+        load = view.loads[role]
+        if role == POLICY or load.needed <= 0:
+            continue
+        judges = counts[role] * costs.ground.per_block(role)
+        if not judges:
+            return math.inf
+        work = judged_s(load, costs.paces[role]) / judges
+        future = work * max(0.0, load.needed - load.at_hand) / load.needed  # for what is not generated yet
+        alone = costs.paces[role].base_s * load.mean + costs.paces[role].prefill_s_per_token * load.prompt
+        last = max(t + (1 - share) * future for t, share in zip(times, FRACTIONS, strict=True)) + alone
+        end = max(end, work, last if future else alone)
+    return end
+
+
+# ---- baselines --------------------------------------------------------------------------------------------------
+
+
+def static(split: Split, view: View, costs: Costs) -> list[Move]:
+    """What was decided before the run stays."""
+    return []
+
+
+def colocated(split: Split, view: View, costs: Costs) -> list[Move]:
+    """Everybody has all the devices in turn: generation to its end, then judging to its end."""
+    now = split[0]
+    if view.moving or view.stopping or view.loads[now].at_hand:
+        return []
+    for role in costs.ground.roles:
+        if role != now and view.loads[role].at_hand:
+            return [Move(b, now, role, f"{now} is done, {role} has all") for b in split.blocks(now)]
+    return []
+
+
+def colocated_early(split: Split, view: View, costs: Costs) -> list[Move]:
+    """The same, but generation pauses as soon as enough responses are there to be judged; others keep their place."""
+    if split[0] == POLICY and not view.moving and not view.stopping and view.loads[POLICY].needed <= 0:
+        waiting = [role for role in costs.ground.roles if role != POLICY and view.loads[role].at_hand]
+        if waiting:
+            return [Move(b, POLICY, waiting[0], "enough responses are there") for b in split.blocks(POLICY)]
+    return colocated(split, view, costs)
+
+
+@dataclass(frozen=True, slots=True)
+class Utilisation:
+    """The paper's rule as far as it is told: slots go gradually from the least to the most utilised role."""
+
+    high: float = 0.9
+    low: float = 0.7
+    cool_down_s: float = 10.0
+
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+        if view.stopping or view.moving or view.since_move_s < self.cool_down_s:
+            return []
+        busy = {role: view.loads[role].busy for role in costs.ground.roles}
+        most, least = max(busy, key=lambda r: busy[r]), min(busy, key=lambda r: busy[r])
+        spare = split.blocks(least)
+        if busy[most] < self.high or busy[least] > self.low or len(spare) < 2:
+            return []
+        block = min(spare, key=lambda b: view.work.get(b, 0.0))
+        return [Move(block, least, most, f"{most} is {busy[most]:.0%} busy, {least} {busy[least]:.0%}")]

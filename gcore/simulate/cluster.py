@@ -1,0 +1,279 @@
+"""The rollout phase of a cluster, event by event: real routing and placement code, devices that only take time.
+
+    draw ──> policy replica (siblings together) ──> judges (each response by itself) ──> keep, or draw another
+                     ^                                     ^
+                     └──── blocks change hands ────────────┘        decide: gcore/placement/policy.py, at every look
+
+A rollout ends when enough groups are kept; what is under way then is aborted. Nothing is left over: every step starts
+from empty devices, so that a step can be run again under another policy, with the same draws.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gcore.placement.plan import POLICY, Move, Split
+from gcore.placement.policy import Decide, Load, View
+from gcore.simulate.device import Job
+from gcore.simulate.fleet import Call, Clock, Fleet, Group, Memory
+from gcore.simulate.scenario import Draw, Scenario, StepWork
+
+QUANTILES = 64
+LOOK = (0.25, 0.01)  # seconds between two looks: at least so many, and this share of the last rollout
+PRIOR = 0.25  # the last step's acceptance counts as much as so many times a step's groups (controller/collect.py)
+
+
+@dataclass(slots=True)
+class Rollout:
+    """What one simulated rollout phase came to."""
+
+    seconds: float = 0.0
+    owned_s: dict[str, float] = field(default_factory=dict)  # slot-seconds a role had
+    busy_s: dict[str, float] = field(default_factory=dict)  # slot-seconds in which it had a request there
+    switch_s: float = 0.0  # slot-seconds between two roles
+    idle: float = 0.0  # share of all slot-seconds in which a slot served nobody, moves included
+    moves: list[tuple[float, Move]] = field(default_factory=list)
+    segments: list[tuple[int, str, float, float, float]] = field(default_factory=list)  # block, role, from, to, busy
+    split: Split = field(default_factory=lambda: Split(()))
+    lengths: list[int] = field(default_factory=list)  # of the responses that are trained on
+    wasted_tokens: int = 0  # generated for groups that were dropped or aborted
+    drawn: int = 0
+    rate: float = 1.0
+    memory: Memory = field(default_factory=dict)  # lengths seen, for the next step
+
+
+class Simulation:
+    """One rollout phase. `long_first`: groups expected to be long are drawn first, so that none of them is last."""
+
+    def __init__(
+        self,
+        work: StepWork,
+        split: Split,
+        decide: Decide,
+        memory: Memory,
+        rate: float,
+        *,
+        expected_s: float = 0.0,
+        long_first: bool = True,
+    ) -> None:
+        scenario: Scenario = work.scenario
+        self.scenario, self.work, self.decide, self.rate, self.long_first = scenario, work, decide, rate, long_first
+        self.costs = scenario.costs(work.step)
+        self.ground = self.costs.ground
+        self.look_s = max(LOOK[0], LOOK[1] * expected_s)
+        self.clock = Clock()
+        response = sum(memory[POLICY]) / len(memory[POLICY])
+        repeats = {judge.name: judge.repeats for judge in scenario.judges}
+        self.fleets = {
+            role: Fleet(
+                role,
+                self.ground,
+                self.costs.paces[role],
+                memory,
+                self.clock,
+                self._stage_ended,
+                prompt=scenario.prompt_length / scenario.samples
+                if role == POLICY
+                else (scenario.prompt_length + response) / repeats[role],
+                repeats=repeats.get(role, 1),
+            )
+            for role in self.ground.roles
+        }
+        self.policy = self.fleets[POLICY]
+        self.judges = [self.fleets[judge.name] for judge in scenario.judges]
+        self.kept = self.dropped = self.head = self.running = self.judging = 0  # groups
+        self.result = Rollout()
+        self.split = split.check(self.ground)
+        self.moving: set[int] = set()
+        self._since = [0.0] * self.ground.num_blocks  # when the owner of a block got it
+        self._busy_then = [0.0] * self.ground.num_blocks  # its replicas' busy seconds then
+        self._busy_before: dict[str, float] = dict.fromkeys(self.fleets, 0.0)
+        self._last_move = -math.inf
+
+    def run(self) -> Rollout:
+        for block in range(self.ground.num_blocks):
+            self._open(block)
+        self._fill()
+        self.clock.at(self.look_s, self._look, None)
+        self.clock.run()
+        return self._finish()
+
+    # ---- groups ---------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """As controller/collect.py: as many as make up for what is missing, at the rate they are accepted."""
+        scenario = self.scenario
+        rate = max(self._rate_now(), 1 / scenario.max_oversampling)
+        goal = scenario.prompts * scenario.oversampling
+        missing = math.ceil((goal - self.kept) / rate - self.running - 1e-9)
+        if missing <= 0:
+            return
+        drawn = [(self.head + i, self.work[self.head + i]) for i in range(missing)]
+        self.head += missing
+        if self.long_first:
+            drawn.sort(key=lambda entry: -entry[1].hint)
+        for number, draw in drawn:
+            self._start(number, draw)
+
+    def _rate_now(self) -> float:
+        prior = PRIOR * self.scenario.prompts
+        return (prior * self.rate + self.kept) / (prior + self.kept + self.dropped)
+
+    def _start(self, number: int, draw: Draw) -> None:
+        self.running += 1
+        prompt = self.scenario.prompt_length
+        jobs = [Job(tokens, 0) for tokens in draw.tokens]
+        jobs[0].prompt = prompt  # siblings share the prefix: it is computed once
+        work = round(len(jobs) * (prompt + self.policy.mean))
+        self.policy.send(Call(Group(number, draw, len(jobs)), jobs, work, len(jobs)))
+
+    def _judge(self, group: Group) -> None:
+        draw: Draw = group.draw
+        group.left = sum(len(repeats) for judge in self.judges for repeats in draw.verdicts[judge.name])
+        prompt = self.scenario.prompt_length
+        for judge in self.judges:
+            for response, repeats in zip(draw.tokens, draw.verdicts[judge.name], strict=True):
+                read = prompt + response  # once; its other verdicts find it in the prefix cache
+                for i, tokens in enumerate(repeats):
+                    judge.send(Call(group, [Job(tokens, 0 if i else read)], round(read + judge.mean), 1))
+
+    def _stage_ended(self, fleet: Fleet, group: Group) -> None:
+        self.clock.at(self.clock.now + self.scenario.rpc_s, self._next_stage, (fleet, group))
+
+    def _next_stage(self, about: tuple[Fleet, Group]) -> None:
+        fleet, group = about
+        tokens: list[int] = group.draw.tokens
+        if fleet is self.policy:
+            fleet.seen_longest.append(max(tokens))
+            if self.judges:
+                self.judging += 1
+                self._judge(group)
+                return
+        else:
+            self.judging -= 1
+        self.running -= 1
+        if group.draw.good:
+            self.kept += 1
+            self.clock.over = self.kept >= self.scenario.prompts
+            self.result.lengths.extend(tokens)
+        else:
+            self.dropped += 1
+            self.result.wasted_tokens += sum(tokens)
+        self._fill()
+
+    # ---- placement ------------------------------------------------------------------------------------------------
+
+    def _look(self, _: None) -> None:
+        for move in self.decide(self.split, self.view(), self.costs):
+            self._move(move)
+        self.clock.at(self.clock.now + self.look_s, self._look, None)
+
+    def view(self) -> View:
+        """What the controllers could tell each other at this moment."""
+        groups = (self.scenario.prompts - self.kept) / max(self._rate_now(), 0.05)  # that must still be judged
+        generating, samples = self.running - self.judging, self.scenario.samples
+        missing = max(0.0, groups - self.judging)  # and of them, must still be generated
+        share = missing / max(1, generating)
+        responses = min(1.0, share) * self.policy.under_way + max(0.0, missing - generating) * samples
+        work: dict[int, float] = {}
+        loads = {}
+        for role, fleet in self.fleets.items():
+            needed = responses
+            if role != POLICY:
+                needed = min(1.0, groups / max(1, self.judging)) * fleet.under_way + missing * samples * fleet.repeats
+            loads[role] = self._load(fleet, needed, work)
+        since_s = self.clock.now - self._last_move
+        return View(loads, work, frozenset(self.moving), since_s, self.kept >= self.scenario.prompts)
+
+    def _load(self, fleet: Fleet, needed: float, work: dict[int, float]) -> Load:
+        running, waiting, made, busy_s, now = 0, fleet.queued, 0.0, 0.0, self.clock.now
+        blocks, devices = [b for b in self.split.blocks(fleet.name) if b not in self.moving], fleet.devices
+        for block in blocks:
+            there = 0
+            for index in fleet.places[block]:
+                device = devices[index]
+                tokens, seconds = device.seen_at(now)
+                made += tokens
+                busy_s += seconds
+                running += device.running
+                there += device.running + device.waiting
+            work[block] = there
+            waiting += there
+        waiting -= running
+        since, self._busy_before[fleet.name] = busy_s - self._busy_before[fleet.name], busy_s
+        busy = since / (len(blocks) * fleet.per_block * self.look_s) if blocks else 1.0
+        age = made / running if running else 0.0
+        return Load(running, waiting, needed, age, fleet.lengths, fleet.longest, fleet.prompt, min(1.0, busy))
+
+    def _move(self, move: Move) -> None:
+        """Drain by migration, sleep, wake; until then the block is nobody's."""
+        now = self.clock.now
+        self._close(move.block)
+        self.moving.add(move.block)
+        self._last_move = now
+        self.result.moves.append((now, move))
+        self.split = self.split.after([move])
+        for index in self.ground.replicas(move.source, move.block):
+            self.fleets[move.source].evict(index, self.scenario.prompt_length)
+        seconds = self.costs.switch_s(move)
+        self._segment(move.block, "switch", now, now + seconds, 0.0)
+        self.clock.at(now + seconds, self._arrived, move)
+
+    def _arrived(self, move: Move) -> None:
+        self.moving.discard(move.block)
+        self._open(move.block)
+        self.fleets[move.target].dispatch()
+
+    def _open(self, block: int) -> None:
+        fleet, now = self.fleets[self.split[block]], self.clock.now
+        self._since[block], self._busy_then[block] = now, 0.0
+        for index in fleet.places[block]:
+            device = fleet.devices[index]
+            device.at = max(device.at, now)
+            self._busy_then[block] += device.busy_s
+            fleet.router.open(index)
+        self._busy_before[fleet.name] += self._busy_then[block]
+
+    def _close(self, block: int) -> None:
+        role, now = self.split[block], self.clock.now
+        fleet, busy = self.fleets[role], 0.0
+        for index in fleet.places[block]:
+            fleet.sync(index)
+            fleet.router.close(index)
+            busy += fleet.devices[index].busy_s
+        self._busy_before[role] -= busy
+        busy, owned = (busy - self._busy_then[block]) / fleet.per_block, now - self._since[block]
+        for table, seconds in ((self.result.owned_s, owned), (self.result.busy_s, busy)):
+            table[role] = table.get(role, 0.0) + seconds * self.ground.block
+        self._segment(block, role, self._since[block], now, busy / owned if owned > 0 else 0.0)
+
+    def _segment(self, block: int, role: str, start: float, end: float, busy: float) -> None:
+        if end > start:
+            self.result.segments.append((block, role, start, end, busy))
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> Rollout:
+        result, now = self.result, self.clock.now
+        for block in range(self.ground.num_blocks):
+            if block not in self.moving:
+                self._close(block)
+        result.segments = [(b, role, start, min(end, now), busy) for b, role, start, end, busy in result.segments]
+        result.switch_s = self.ground.block * sum(e - s for _, role, s, e, _ in result.segments if role == "switch")
+        result.seconds, result.split, result.drawn, result.rate = now, self.split, self.head, self._rate_now()
+        result.idle = 1 - sum(result.busy_s.values()) / (now * self.ground.slots)
+        result.wasted_tokens += self.policy.wasted()
+        for role, fleet in self.fleets.items():
+            result.memory[role] = quantiles(fleet.seen) or fleet.lengths
+        result.memory[f"{POLICY}/longest"] = quantiles(self.policy.seen_longest) or self.policy.longest
+        return result
+
+
+def quantiles(lengths: list[int]) -> list[float]:
+    """At most so many values that stand for all, in order; the longest is among them."""
+    ordered = sorted(lengths)
+    if len(ordered) <= QUANTILES:
+        return [float(length) for length in ordered]
+    last = len(ordered) - 1
+    return [float(ordered[round(i * last / (QUANTILES - 1))]) for i in range(QUANTILES)]

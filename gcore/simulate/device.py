@@ -1,0 +1,148 @@
+"""One engine replica as the emulated engine and the simulator see it: what runs there, and when the next request ends.
+
+    add ──> waiting (by priority) ──room──> prefill: the device stands ──> decode, all at one pace ──> ended
+
+All running requests make a token a step, so one *token clock* serves them all: a request that began at 120 and makes 50
+tokens is done when the clock shows 170, however often the pace changed in between. Prefill comes first and is serial:
+the clock stands still meanwhile. An arrival, an end and an abort cost O(log n); between them nothing is done.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from gcore.placement.pace import Pace
+
+WAITING, RUNNING, ENDED = 0, 1, 2  # states of a job
+EARLY = 1e-9  # sums of floats end a little before what they add up to
+
+
+class Job:
+    """One request. Job(tokens=200, prompt=512, tag=...): makes 200 tokens after a prefill of 512"""
+
+    __slots__ = ("before", "began", "made", "priority", "prompt", "state", "tag", "tokens")
+
+    def __init__(self, tokens: int, prompt: int, tag: Any = None, priority: float = 0.0, before: int = 0) -> None:
+        self.tokens, self.prompt, self.tag, self.priority = tokens, prompt, tag, priority
+        self.before = before  # tokens it made elsewhere
+        self.began, self.made, self.state = 0.0, 0, WAITING
+
+
+class Device:
+    """Time is the caller's, in seconds, and only goes forward: `advance`, then look or change."""
+
+    __slots__ = (
+        "_base", "_began", "_cap", "_order", "_per", "_prefill", "_waiting", "at", "busy_s", "clock", "ending",
+        "prefilled", "running", "standing", "step_s", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, pace: Pace, at: float = 0.0) -> None:
+        self._base, self._per, self._cap = pace.base_s, pace.per_sequence_s, pace.max_concurrent
+        self._prefill = pace.prefill_s_per_token
+        self.at = self.standing = at  # standing: until then the device is in prefill
+        self.clock, self.step_s = 0.0, pace.base_s
+        self.running = self.waiting = self._order = 0
+        self.ending: list[tuple[float, int, Job]] = []  # heap on the token clock; the gone among them are passed over
+        self._waiting: list[tuple[float, int, Job]] = []
+        self._began = 0.0  # on the token clock: the sum over the running, had they made all their tokens here
+        self.busy_s = 0.0
+        self.prefilled = 0
+
+    def next_s(self) -> float:
+        """When the next request ends, if nothing else happens before."""
+        ending = self.ending
+        while ending and ending[0][2].state != RUNNING:
+            heapq.heappop(ending)
+        if not ending:
+            return math.inf
+        begin, rest = self.at if self.at > self.standing else self.standing, ending[0][0] - self.clock
+        return begin + rest * self.step_s if rest > 0.0 else begin
+
+    def seen_at(self, now: float) -> tuple[float, float]:
+        """Tokens that the running ones have made together, and seconds with something to do; nothing changes."""
+        if not self.running:
+            return 0.0, self.busy_s
+        decoding = now - (self.at if self.at > self.standing else self.standing)
+        clock = self.clock + decoding / self.step_s if decoding > 0.0 else self.clock
+        return self.running * clock - self._began, self.busy_s + now - self.at
+
+    def advance(self, to: float) -> list[Job]:
+        """Let time pass up to `to`, at most to next_s(); what ends by then."""
+        if self.running:
+            self.busy_s += to - self.at
+            decoding = to - (self.at if self.at > self.standing else self.standing)
+            if decoding > 0:
+                self.clock += decoding / self.step_s
+        self.at = to
+        ended: list[Job] = []
+        ending, due = self.ending, self.clock + EARLY * (1.0 + self.clock)
+        while ending and (ending[0][0] <= due or ending[0][2].state != RUNNING):
+            job = heapq.heappop(ending)[2]
+            if job.state == RUNNING:
+                job.state, job.made = ENDED, job.tokens
+                self._began -= job.began - job.before
+                ended.append(job)
+        if ended:
+            self._left(len(ended))
+        return ended
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if self.running < self._cap and not self.waiting:
+                self._begin(job)
+            else:
+                self._order += 1
+                heapq.heappush(self._waiting, (job.priority, self._order, job))
+                self.waiting += 1
+        self.step_s = self._base + self._per * self.running
+
+    def remove(self, job: Job) -> int:
+        """Abort. Returns how many tokens it made."""
+        if job.state == RUNNING:
+            job.made = self.progress(job)
+            job.state = ENDED
+            self._began -= job.began - job.before
+            self._left(1)
+        elif job.state == WAITING:
+            job.state = ENDED
+            self.waiting -= 1
+        return job.made
+
+    def progress(self, job: Job) -> int:
+        if job.state != RUNNING:
+            return job.made
+        return min(job.tokens, max(0, math.floor(self.clock - job.began + 1e-6)))
+
+    def jobs(self) -> list[Job]:
+        """All that is here, waiting or running."""
+        return [job for heap in (self.ending, self._waiting) for _, _, job in heap if job.state != ENDED]
+
+    def _left(self, count: int) -> None:
+        self.running -= count
+        if self.waiting:
+            self._admit()
+        self.step_s = self._base + self._per * self.running
+        if not self.running:  # nobody reads the clock: begin anew, floats are exact near 0
+            self.clock = self._began = 0.0
+            self.ending.clear()
+
+    def _admit(self) -> None:
+        waiting = self._waiting
+        while waiting and self.running < self._cap:
+            job = heapq.heappop(waiting)[2]
+            if job.state == WAITING:
+                self.waiting -= 1
+                self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        job.state, job.began = RUNNING, self.clock
+        self._began += self.clock - job.before
+        self.running += 1
+        self._order += 1
+        heapq.heappush(self.ending, (self.clock + job.tokens, self._order, job))
+        if job.prompt and self._prefill:
+            self.standing = (self.at if self.at > self.standing else self.standing) + self._prefill * job.prompt
+            self.prefilled += job.prompt

@@ -1,0 +1,235 @@
+"""A scenario: a cluster and the work of a training run on it, as YAML. See scenarios/.
+
+name: drift
+slots: 64
+gpu: h100
+policy: {model: 7B}
+judges: [{name: judge, model: 32B, tensor_parallel: 4, verdict: {start: 400}}]
+lengths: {start: 512, end: 8192, sigma: 0.7}
+acceptance: {start: 0.9, end: 0.3}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from gcore.config.base import Auto, Fraction, NonNegative, PositiveInt, Section
+from gcore.config.load import load_config
+from gcore.placement.pace import Pace
+from gcore.placement.plan import POLICY, Ground
+from gcore.placement.policy import Costs
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Drift(Section):
+    start: Positive
+    """At the first step."""
+    end: Positive | None = None
+    """At the last; default: as at the first. In between it grows by the same factor every step."""
+    jitter: NonNegative = 0.0
+    """Spread from step to step: standard deviation of the logarithm."""
+
+    def at(self, progress: float, noise: float) -> float:
+        end = self.start if self.end is None else self.end
+        return float(self.start * (end / self.start) ** progress * math.exp(self.jitter * noise))
+
+
+class Lengths(Drift):
+    sigma: NonNegative = 0.7
+    """Spread of the lengths in a step: standard deviation of the logarithm; `start` and `end` are means."""
+    shared: Fraction = 0.5
+    """How much of that variance is the prompt's: its siblings have it in common."""
+    longest: PositiveInt = 16384
+    """Responses are cut there."""
+
+
+class Speed(Section):
+    base_s: Positive
+    """Seconds of a decoding step before its first sequence."""
+    per_sequence_s: NonNegative = 0.0
+    """What each sequence adds."""
+    prefill_s_per_token: NonNegative = 0.0
+    """Seconds of a prompt token."""
+    max_concurrent: PositiveInt = 256
+    """Sequences at once."""
+    sleep_s: NonNegative = 0.1
+    """Giving the memory back."""
+    wake_s: NonNegative = 0.5
+    """Taking it again."""
+    weights_s: NonNegative = 0.2
+    """New weights from the trainer."""
+
+
+class Server(Section):
+    model: str = "7B"
+    """Size or folder of the model, as in `gcore plan`."""
+    tensor_parallel: PositiveInt = 1
+    """Slots of a replica."""
+    speed: Speed | None = None
+    """Seconds measured elsewhere, instead of estimates for `model` on `gpu`."""
+
+
+class SimulatedJudge(Server):
+    name: str = "judge"
+    """Name of the role."""
+    verdict: Lengths = Lengths(start=384, sigma=0.3, shared=0.0, longest=4096)
+    """Tokens of a verdict."""
+    repeats: PositiveInt = 1
+    """Verdicts for each response."""
+
+
+class Scenario(Section):
+    name: str
+    """Name in tables."""
+    slots: PositiveInt
+    """Accelerators."""
+    gpu: str = "h100"
+    """Which, as in `gcore plan`."""
+    steps: PositiveInt = 100
+    """Training steps."""
+    seed: int = 0
+    """Of lengths and acceptance."""
+    controllers: PositiveInt | Auto = "auto"
+    """Controllers; `auto`: one for 8 slots."""
+    prompts: PositiveInt = 128
+    """Groups a step trains on."""
+    samples: PositiveInt = 8
+    """Responses in a group."""
+    prompt_length: PositiveInt = 512
+    """Tokens of a prompt."""
+    policy: Server = Server()
+    """The model that is trained."""
+    judges: tuple[SimulatedJudge, ...] = (SimulatedJudge(model="32B", tensor_parallel=4),)
+    """Generative judges; each scores every response."""
+    lengths: Lengths = Lengths(start=1024)
+    """Tokens of a response."""
+    acceptance: Drift = Drift(start=1.0)
+    """Share of groups that dynamic sampling keeps."""
+    max_oversampling: Positive = 4.0
+    """As sampling.max_oversampling."""
+    oversampling: Annotated[float, Field(ge=1)] = 1.0
+    """How many times the missing groups are under way, beyond what the acceptance rate asks for."""
+    swap_s: NonNegative | None = None
+    """Seconds to put one engine to sleep and wake another in its place; default: estimated."""
+    rpc_s: NonNegative = 0.004
+    """From the end of a stage of a group to the start of the next: calls, and the controller's own work."""
+    update_s: Positive | None = None
+    """Seconds of preparation, training and weights; default: estimated from the step's tokens."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Scenario:
+        names = [POLICY, *(judge.name for judge in self.judges)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"roles need different names, got {names}")
+        return self
+
+    @property
+    def num_controllers(self) -> int:
+        return max(1, self.slots // 8) if self.controllers == "auto" else self.controllers
+
+    @property
+    def ground(self) -> Ground:
+        widths = {POLICY: self.policy.tensor_parallel} | {j.name: j.tensor_parallel for j in self.judges}
+        return Ground(self.slots, widths)
+
+    def costs(self, step: int) -> Costs:
+        """The paces of this step: contexts grow with the responses, and slow the decoding."""
+        progress = self.progress(step)
+        response = self.lengths.at(progress, 0.0)
+        paces = {POLICY: self._pace(self.policy, self.prompt_length + response / 2)}
+        for judge in self.judges:
+            paces[judge.name] = self._pace(judge, self.prompt_length + response + judge.verdict.at(progress, 0.0) / 2)
+        return Costs(self.ground, paces, self.rpc_s)
+
+    def update(self, step: int, lengths: Sequence[int]) -> float:
+        """Seconds of the update phase: logprobs, training, and the policy's weights."""
+        if self.update_s is not None:
+            return self.update_s
+        from gcore.simulate.costs import gpu_of, logprob_s, shape_of, training_s
+
+        shape, gpu = shape_of(self.policy.model), gpu_of(self.gpu)
+        tokens = sum(lengths) + len(lengths) * self.prompt_length
+        context = self.prompt_length + sum(n * n for n in lengths) / max(1, 2 * sum(lengths))
+        passes = logprob_s(shape, gpu, self.slots, tokens, context) + training_s(
+            shape, gpu, self.slots, tokens, context
+        )
+        pace = self.costs(step).paces[POLICY]
+        return passes + pace.sleep_s + pace.wake_s + pace.weights_s
+
+    def progress(self, step: int) -> float:
+        return (step - 1) / max(1, self.steps - 1)
+
+    def _pace(self, server: Server, context: float) -> Pace:
+        if server.speed is not None:
+            return Pace(**server.speed.model_dump())
+        from gcore.simulate.costs import serving
+
+        pace = serving(server.model, self.gpu, server.tensor_parallel, context, refilled=server is self.policy)
+        if self.swap_s is None:
+            return pace
+        return replace(pace, sleep_s=0.0, wake_s=self.swap_s, weights_s=0.0)
+
+
+def load_scenario(path: str | Path, overrides: list[str] | None = None) -> Scenario:
+    return load_config(path, overrides or [], into=Scenario)
+
+
+@dataclass(slots=True)
+class Draw:
+    """One group to be: Draw(tokens=[812, 640], verdicts={"judge": [[300], [280]]}, good=True, hint=700.0)"""
+
+    tokens: list[int]
+    verdicts: dict[str, list[list[int]]]
+    good: bool
+    hint: float  # how long it is expected to be
+
+
+@dataclass
+class StepWork:
+    """The draws of one step, made as they are asked for; the same ones however the step is run."""
+
+    scenario: Scenario
+    step: int
+    draws: list[Draw] = field(default_factory=list)
+    CHUNK = 64
+
+    def __post_init__(self) -> None:
+        self._rng = np.random.default_rng([self.scenario.seed, self.step])
+        progress, noise = self.scenario.progress(self.step), self._rng.standard_normal(3)
+        self.mean = self.scenario.lengths.at(progress, noise[0])
+        self.acceptance = min(1.0, self.scenario.acceptance.at(progress, noise[1]))
+        self.verdict_means = {j.name: j.verdict.at(progress, noise[2]) for j in self.scenario.judges}
+
+    def __getitem__(self, index: int) -> Draw:
+        while len(self.draws) <= index:
+            self.draws.extend(self._more())
+        return self.draws[index]
+
+    def _more(self) -> Iterator[Draw]:
+        scenario, shape = self.scenario, (self.CHUNK, self.scenario.samples)
+        tokens = self._lengths(scenario.lengths, self.mean, shape)
+        verdicts = {
+            judge.name: self._lengths(judge.verdict, self.verdict_means[judge.name], (*shape, judge.repeats)).tolist()
+            for judge in scenario.judges
+        }
+        good = self._rng.random(self.CHUNK) < self.acceptance
+        hints = tokens.mean(axis=1) * np.exp(0.3 * self._rng.standard_normal(self.CHUNK))
+        rows = zip(tokens.tolist(), good.tolist(), hints.tolist(), strict=True)
+        for i, (lengths, kept, hint) in enumerate(rows):
+            yield Draw(lengths, {name: found[i] for name, found in verdicts.items()}, kept, hint)
+
+    def _lengths(self, spec: Lengths, mean: float, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+        own = self._rng.standard_normal(shape)
+        common = self._rng.standard_normal((shape[0], *([1] * (len(shape) - 1))))
+        normal = math.sqrt(spec.shared) * common + math.sqrt(1 - spec.shared) * own
+        lengths = mean * np.exp(spec.sigma * normal - spec.sigma**2 / 2)
+        return np.clip(np.round(lengths), 1, spec.longest).astype(np.int64)

@@ -1,0 +1,111 @@
+"""Several placement policies side by side: which are run, how the best static split is found, and the table.
+
+scenario + names ──compare──> {"dynamic": Run, "colocated": Run, "best static": Run, ...} ──show──> terminal or pipe
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gcore.observe.values import duration
+from gcore.simulate.run import Run, regime_of, simulate
+from gcore.simulate.scenario import Scenario
+
+BEST_STATIC = "best-static"  # of all splits, chosen when all are known
+USUAL = ("dynamic", "colocated", BEST_STATIC)
+FEW, COARSE = 8, 6  # up to so many splits all are tried; of more, first so many spread over them
+TIMELINES = 8  # steps that are kept slot by slot
+COLUMNS = ("rollout", "run", "against dynamic", "idle", "switching", "moves", "wasted")
+
+Report = Callable[[str], None]
+
+
+def compare(scenario: Scenario, names: Sequence[str], report: Report = lambda _: None) -> dict[str, Run]:
+    """A run under each policy. Those with a timeline show some steps of the whole run."""
+    for name in names:
+        if name not in (BEST_STATIC, "oracle"):
+            regime_of(name, scenario)  # a wrong name is told before the first minute is spent
+    shown = spread(scenario.steps, TIMELINES)
+    return {
+        name: best_static(scenario, report=report)
+        if name == BEST_STATIC
+        else simulate(scenario, name, keep_timeline=shown, report=report)
+        for name in names
+    }
+
+
+def spread(steps: int, count: int) -> list[int]:
+    """So many steps from the first to the last: spread(100, 3) == [1, 51, 100]"""
+    count = min(count, steps)
+    return sorted({1 + round(i * (steps - 1) / max(1, count - 1)) for i in range(count)})
+
+
+def best_static(scenario: Scenario, near: int | None = None, report: Report = lambda _: None) -> Run:
+    """The static split with the shortest rollouts, in hindsight: all of few; of many first some, then between them.
+
+    `near`: the best one of a similar scenario, in blocks of the policy; then the search begins there.
+    """
+    most = scenario.ground.num_blocks - len(scenario.judges)
+    tried: dict[int, Run] = {}
+
+    def best(counts: Sequence[int]) -> int:
+        for count in counts:
+            if count not in tried and 1 <= count <= most:
+                tried[count] = simulate(scenario, f"static:{count}", report=report)
+        return min(tried, key=lambda count: tried[count].rollout_s)
+
+    if most <= FEW:
+        return tried[best(range(1, most + 1))]
+    if near is None:
+        stride = max(1, most // COARSE)
+        found = best(range(max(1, stride // 2), most + 1, stride))
+    else:
+        stride, found = max(1, most // (2 * COARSE)), near
+        while found != (found := best([found - stride, found, found + stride])):
+            pass
+    while stride > 1:
+        stride = (stride + 1) // 2
+        found = best([found - stride, found + stride])
+    return tried[found]
+
+
+def show(scenario: Scenario, runs: Mapping[str, Run], console: Console | None = None) -> None:
+    console = console or Console(highlight=False)
+    if not console.is_terminal:  # a pipe has no width of its own
+        console = Console(file=console.file, width=118, highlight=False)
+    console.print(render(scenario, runs))
+
+
+def render(scenario: Scenario, runs: Mapping[str, Run]) -> Table:
+    roles = " · ".join(f"{judge.name} {judge.model} x tp {judge.tensor_parallel}" for judge in scenario.judges)
+    title = f"{scenario.name}: {scenario.slots} x {scenario.gpu} · policy {scenario.policy.model} · {roles}"
+    steps = f"{scenario.steps} steps of {scenario.prompts} x {scenario.samples} responses"
+    table = Table(
+        title=f"{title}\n{steps}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("policy", no_wrap=True)
+    for column in COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    base = runs.get("dynamic")
+    for name, run in runs.items():
+        table.add_row(*row(name, run, base), style="bold" if run is base else None)
+    return table
+
+
+def row(name: str, run: Run, base: Run | None) -> list[str]:
+    numbers = run.summary()
+    against = "" if base is None or run is base else f"{run.rollout_s / base.rollout_s - 1:+.1%}"
+    return [
+        name if name == run.regime else f"{name} ({run.regime})",
+        duration(numbers["rollout_s"]),
+        duration(numbers["total_s"]),
+        against,
+        f"{numbers['idle']:.1%}",
+        f"{numbers['switching']:.1%}",
+        f"{numbers['moves']:.0f}",
+        f"{numbers['wasted']:.0%}",
+    ]

@@ -1,0 +1,289 @@
+"""The formulas by hand, and what Dynamic never does."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from gcore.placement.pace import Pace
+from gcore.placement.plan import POLICY, Ground, Move, Split, shares, split_by
+from gcore.placement.policy import (
+    Costs,
+    Dynamic,
+    Load,
+    Utilisation,
+    View,
+    colocated,
+    colocated_early,
+    end_s,
+    generated_s,
+    judged_s,
+    static,
+    useful_concurrency,
+)
+
+PACE = Pace(
+    base_s=0.01, per_sequence_s=0.001, prefill_s_per_token=0.0001, max_concurrent=10, sleep_s=1.0, wake_s=2.0,
+    weights_s=3.0,
+)  # fmt: skip
+JUDGE = "judge"
+
+
+def costs(blocks=8, widths=(1, 1), paces=None, roles=(POLICY, JUDGE)):
+    widths = dict(zip(roles, widths, strict=True))
+    ground = Ground(blocks * max(widths.values()), widths)
+    return Costs(ground, paces or dict.fromkeys(roles, PACE))
+
+
+def owners(split, moves):
+    return split.after(moves).counts()
+
+
+# ---- formulas -----------------------------------------------------------------------------------------------------
+
+
+def test_generated_of_what_runs():
+    """Four requests of 100, 200, 300, 400 tokens, just begun, on two replicas; all must end: 400 steps, 1000 tokens."""
+    load = Load(running=4, needed=4, lengths=(100, 200, 300, 400))
+    assert load.tokens_in(400) == 250
+    assert generated_s(load, PACE, 2) == pytest.approx(0.01 * 400 + 0.001 * 1000 / 2)
+    assert generated_s(load, PACE, 0) == math.inf
+    assert generated_s(replace(load, needed=0), PACE, 0) == 0.0
+
+
+def test_generated_of_a_share_and_with_age():
+    """At age 150 only those of 200, 300, 400 are left; half of what is needed has ended after the second of them."""
+    load = Load(running=6, needed=6, age=150, lengths=(100, 200, 300, 400))
+    steps = 300 - 150
+    tokens = 6 * (50 + 150 + 150) / 3
+    assert generated_s(load, PACE, 1, 0.5) == pytest.approx(0.01 * steps + 0.001 * tokens)
+    older = replace(load, age=900)
+    assert older.steps_to(1.0) == 100 and older.tokens_in(100) == 50, "older than anything seen"
+
+
+def test_siblings_end_with_their_longest():
+    load = Load(running=2, needed=2, lengths=(100, 200), longest=(200, 500))
+    assert load.steps_to(1.0) == 500
+
+
+def test_generated_of_what_is_not_drawn_yet():
+    """Ten more, of 100 tokens and a prompt of 50, after what runs."""
+    load = Load(running=2, needed=12, lengths=(100,), prompt=50)
+    assert generated_s(load, PACE, 1) == pytest.approx(
+        max(0.01 * (100 + 100), 0.01 * 1200 / 10) + 0.001 * (200 + 1000) + 10 * 50 * 0.0001
+    )
+
+
+def test_the_cap_makes_waves():
+    load = Load(running=100, needed=100, lengths=(100,))
+    assert generated_s(load, PACE, 2) == pytest.approx(0.01 * 100 * 100 / (2 * 10) + 0.001 * 10_000 / 2)
+
+
+def test_judged():
+    load = Load(needed=20, lengths=(50,), prompt=200)
+    assert judged_s(load, PACE) == pytest.approx(20 * 50 * (0.01 / 10 + 0.001) + 20 * 200 * 0.0001)
+    assert judged_s(replace(load, needed=4), PACE) == pytest.approx(4 * 50 * (0.01 / 4 + 0.001) + 4 * 200 * 0.0001)
+
+
+def test_useful_concurrency():
+    """Base 1 s a pass and 0.1 s a request: at b = 10 half of the time is work."""
+    load = Load(lengths=(100,))
+    assert useful_concurrency(load, PACE, 0.5) == pytest.approx(10)
+    assert useful_concurrency(load, PACE, 0.9) == 10, "no more than fit"
+    assert useful_concurrency(replace(load, prompt=1e6), PACE, 0.5) == 1.0, "prefill is the work"
+    assert useful_concurrency(load, replace(PACE, per_sequence_s=0.0), 0.5) == 10
+
+
+def test_end_is_the_later_of_generation_and_judging():
+    known = costs(blocks=2)
+    load = Load(running=10, needed=10, lengths=(100,))
+    view = View({POLICY: load, JUDGE: Load()})
+    assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(0.01 * 100 + 0.001 * 1000)
+    backlog = Load(running=30, needed=30, lengths=(1000,))
+    view = View({POLICY: load, JUDGE: backlog})
+    assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(judged_s(backlog, PACE))
+    assert end_s(view, known, {POLICY: 2, JUDGE: 0}) == math.inf
+
+
+def test_the_last_verdict_lies_behind_the_last_response():
+    """All responses come together at 2 s; of 0.4 s of judging three quarters count, then a verdict of 0.2 s alone."""
+    known = costs(blocks=2)
+    view = View({POLICY: Load(running=10, needed=10, lengths=(100,)), JUDGE: Load(needed=10, lengths=(20,))})
+    assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(2.0 + 0.75 * 0.4 + 0.2)
+
+
+# ---- Dynamic ------------------------------------------------------------------------------------------------------
+
+BACKLOG = View(
+    {
+        POLICY: Load(running=40, needed=30, lengths=(500, 1000, 2000)),
+        JUDGE: Load(running=10, waiting=3000, needed=3000, lengths=(400,)),
+    }
+)
+
+
+def test_a_backlog_draws_blocks_from_the_emptiest():
+    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    view = replace(BACKLOG, work={0: 9, 1: 0, 2: 9, 3: 1, 4: 9, 5: 9})
+    moves = Dynamic()(split, view, costs())
+    assert [(m.block, m.source, m.target) for m in moves] == [
+        (1, POLICY, JUDGE),
+        (3, POLICY, JUDGE),
+        (5, POLICY, JUDGE),
+    ]
+    assert "judge needs it" in moves[0].reason and "sooner" in moves[0].reason
+
+
+def test_at_most_so_many_at_once():
+    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    assert len(Dynamic(at_once=0.5)(split, BACKLOG, costs())) == 3
+    assert len(Dynamic(at_once=0.2)(split, BACKLOG, costs())) == 1
+
+
+@pytest.mark.parametrize("sleep_s", [0.0, 1e6])
+def test_no_move_that_does_not_pay(sleep_s):
+    slow = {role: replace(PACE, sleep_s=sleep_s) for role in (POLICY, JUDGE)}
+    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    assert bool(Dynamic()(split, BACKLOG, costs(paces=slow))) == (sleep_s == 0.0)
+
+
+def test_no_move_within_the_margin():
+    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    assert Dynamic(margin=0.99)(split, BACKLOG, costs()) == []
+
+
+def test_silent_when_told():
+    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    assert Dynamic()(split, replace(BACKLOG, stopping=True), costs()) == []
+    assert Dynamic(cool_down_s=5)(split, replace(BACKLOG, since_move_s=4.9), costs()) == []
+    assert Dynamic(cool_down_s=5)(split, replace(BACKLOG, since_move_s=5.0), costs()) != []
+    moving = frozenset(range(5))
+    assert [m.block for m in Dynamic()(split, replace(BACKLOG, moving=moving), costs())] == [5]
+
+
+def test_the_last_block_of_a_role_with_work_stays():
+    split = split_by(costs().ground, {POLICY: 1, JUDGE: 7})
+    assert Dynamic()(split, BACKLOG, costs()) == []
+    done = {**BACKLOG.loads, POLICY: Load()}
+    assert [m.source for m in Dynamic()(split, replace(BACKLOG, loads=done), costs())] == [POLICY]
+
+
+def test_a_role_without_a_block_gets_one_when_work_is_there():
+    split = Split((POLICY,) * 8)
+    assert {m.target for m in Dynamic()(split, BACKLOG, costs())} == {JUDGE}
+    none = {POLICY: BACKLOG.loads[POLICY], JUDGE: Load(needed=3000, lengths=(400,))}
+    assert Dynamic()(split, replace(BACKLOG, loads=none), costs()) == [], "nothing to judge yet"
+
+
+def test_who_waits_is_judged_in_a_fuller_batch():
+    """A hundred verdicts at hand: enough for more judges when generation ends soon, not while much is still to come."""
+    paces = {POLICY: PACE, JUDGE: replace(PACE, max_concurrent=200)}
+    judge = Load(running=60, needed=4000, lengths=(100,))
+    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    soon = View({POLICY: Load(running=40, needed=40, age=990, lengths=(1000,)), JUDGE: judge})
+    late = View({POLICY: Load(running=40, needed=40, lengths=(100_000,)), JUDGE: judge})
+    assert Dynamic()._fill(JUDGE, soon, costs(paces=paces), split.counts()) == 0.6
+    assert Dynamic()._fill(JUDGE, late, costs(paces=paces), split.counts()) == 0.9
+    assert Dynamic()(split, soon, costs(paces=paces)) != []
+    assert Dynamic()(split, late, costs(paces=paces)) == []
+
+
+def random_view(rng, roles, blocks):
+    def load():
+        lengths = sorted(rng.uniform(10, 3000) for _ in range(rng.randint(1, 20)))
+        return Load(
+            running=rng.choice([0, rng.randint(1, 500)]),
+            waiting=rng.choice([0, rng.randint(1, 500)]),
+            needed=rng.choice([0.0, rng.uniform(0, 2000)]),
+            age=rng.uniform(0, 3500),
+            lengths=lengths,
+            prompt=rng.choice([0.0, rng.uniform(1, 4000)]),
+            busy=rng.random(),
+        )
+
+    work = {b: rng.uniform(0, 50) for b in range(blocks) if rng.random() < 0.8}
+    moving = frozenset(b for b in range(blocks) if rng.random() < 0.1)
+    return View({role: load() for role in roles}, work, moving, rng.choice([0.0, math.inf]), rng.random() < 0.1)
+
+
+@pytest.mark.parametrize("roles", [(POLICY, JUDGE), (POLICY, JUDGE, "critic")])
+@pytest.mark.parametrize("decide", [Dynamic(), Utilisation(cool_down_s=0.0), colocated, colocated_early, static])
+def test_every_move_is_valid(decide, roles):
+    rng = random.Random(7)
+    for _ in range(300):
+        blocks = rng.randint(2, 12)
+        known = costs(blocks, tuple(rng.choice([1, 2, 4]) for _ in roles), roles=roles)
+        split = Split(tuple(rng.choice(roles) for _ in range(blocks)))
+        if decide in (colocated, colocated_early):
+            split = Split((split[0],) * blocks)
+        view = random_view(rng, roles, blocks)
+        moves = decide(split, view, known)
+        after = split.after(moves).check(known.ground)
+        assert len({m.block for m in moves}) == len(moves)
+        assert not {m.block for m in moves} & view.moving
+        assert not (view.stopping and moves)
+        if isinstance(decide, Dynamic):
+            for role, load in view.loads.items():
+                if load.needed > 0 and split.blocks(role):
+                    assert after.blocks(role), f"the last block of {role} was taken"
+
+
+def test_moves_stop_under_constant_load():
+    """The same view again and again: the split settles, and no block goes back."""
+    rng = random.Random(3)
+    for _ in range(100):
+        known = costs(rng.randint(2, 16))
+        split = shares(known.ground, {POLICY: rng.random(), JUDGE: rng.random()})
+        view = replace(random_view(rng, (POLICY, JUDGE), 0), since_move_s=math.inf, stopping=False)
+        seen = []
+        for _ in range(40):
+            moves = Dynamic()(split, view, known)
+            split = split.after(moves)
+            seen += [(m.source, m.target) for m in moves]
+            if not moves:
+                break
+        assert not moves and len(set(seen)) <= 1
+
+
+def test_begin():
+    """Where a move is quick against the wait for the first response one judge is enough, else the best split stands."""
+    view = View({POLICY: Load(waiting=100, needed=100, lengths=(1000,)), JUDGE: Load(needed=100, lengths=(1000,))})
+    cheap = {role: replace(PACE, sleep_s=0.0, wake_s=0.001) for role in (POLICY, JUDGE)}
+    assert Dynamic().begin(view, costs(paces=cheap)).counts() == {POLICY: 7, JUDGE: 1}
+    dear = {role: replace(PACE, wake_s=1000.0) for role in (POLICY, JUDGE)}
+    known = costs(paces=dear)
+    found = Dynamic().begin(view, known).counts()
+    ends = {n: end_s(view, known, {POLICY: n, JUDGE: 8 - n}) for n in range(1, 8)}
+    assert ends[found[POLICY]] == min(ends.values()) and found[POLICY] < 7
+    assert Dynamic().begin(view, costs(blocks=1)) == Split((POLICY,))
+
+
+# ---- baselines ----------------------------------------------------------------------------------------------------
+
+
+def test_colocated_takes_turns():
+    known, all_policy = costs(blocks=2), Split((POLICY, POLICY))
+    busy, idle = Load(running=1, needed=1), Load()
+    assert colocated(all_policy, View({POLICY: busy, JUDGE: busy}), known) == []
+    moves = colocated(all_policy, View({POLICY: idle, JUDGE: busy}), known)
+    assert owners(all_policy, moves) == {JUDGE: 2}
+    assert colocated(all_policy, View({POLICY: idle, JUDGE: busy}, moving=frozenset({1})), known) == []
+    enough = View({POLICY: Load(running=1), JUDGE: busy})
+    assert colocated(all_policy, enough, known) == []
+    assert owners(all_policy, colocated_early(all_policy, enough, known)) == {JUDGE: 2}
+
+
+def test_the_papers_rule_moves_one_block_from_the_least_to_the_most_utilised():
+    known, split = costs(blocks=4), Split((POLICY, POLICY, POLICY, JUDGE))
+    view = View({POLICY: Load(busy=0.5), JUDGE: Load(busy=0.95)}, work={0: 3, 1: 1, 2: 2})
+    moves = Utilisation()(split, view, known)
+    assert moves == [Move(1, POLICY, JUDGE, "judge is 95% busy, policy 50%")]
+    assert Utilisation()(split, replace(view, since_move_s=9.0), known) == []
+    assert Utilisation()(split, View({POLICY: Load(busy=0.8), JUDGE: Load(busy=0.95)}), known) == []
+    assert Utilisation()(Split((POLICY, JUDGE, JUDGE, JUDGE)), view, known) == [], "the last one stays"
+
+
+def test_a_move_costs_sleep_and_wake_and_the_policy_its_weights():
+    assert costs().switch_s(Move(0, POLICY, JUDGE)) == 3.0
+    assert costs().switch_s(Move(0, JUDGE, POLICY)) == 6.0

@@ -1,0 +1,318 @@
+"""A simulated rollout: by hand where it is tiny, and what must add up where it is not."""
+
+import itertools
+import json
+import random
+
+import pytest
+
+from gcore.cli import main
+from gcore.observe.page_data import read_source
+from gcore.placement.plan import POLICY, Move, Split, split_by
+from gcore.placement.policy import Dynamic, static
+from gcore.simulate import run as runs
+from gcore.simulate.cluster import Simulation, quantiles
+from gcore.simulate.run import NAMES, expectation, simulate
+from gcore.simulate.scenario import Drift, Lengths, Scenario, Server, SimulatedJudge, Speed, StepWork, load_scenario
+from gcore.simulate.table import best_static, compare, spread
+from gcore.types import UserError
+
+SPEED = Speed(
+    base_s=0.01, per_sequence_s=0.0005, prefill_s_per_token=0.0001, max_concurrent=12, sleep_s=0.1, wake_s=0.4
+)
+JUDGE = "judge"
+
+
+def scenario(**changes):
+    facts = {
+        "name": "small",
+        "slots": 8,
+        "steps": 3,
+        "prompts": 24,
+        "samples": 4,
+        "prompt_length": 50,
+        "policy": Server(speed=SPEED),
+        "judges": (
+            SimulatedJudge(
+                speed=SPEED, tensor_parallel=2, verdict=Lengths(start=60, sigma=0.3, shared=0.0, longest=99)
+            ),
+        ),
+        "lengths": Lengths(start=100, end=400, longest=2000),
+        "acceptance": Drift(start=0.8, end=0.5),
+        "oversampling": 1.2,
+        "update_s": 2.0,
+    }
+    return Scenario(**facts | changes)
+
+
+def rollout(case, split=None, decide=static, step=1, watch=None):
+    memory = runs._first_memory(case)
+    split = split or split_by(case.ground, {POLICY: 2, JUDGE: 2})
+    simulation = Simulation(StepWork(case, step), split, decide, memory, 0.8)
+    if watch:
+        watch(simulation)
+    return simulation, simulation.run()
+
+
+def test_tiny_case_by_hand():
+    """Two slots, groups of one response of 100 tokens, verdicts of 10. Two are asked for at a rate of 0.8: three.
+
+    policy: prompts of 3 x 50 x 0.1 ms, then 100 steps of 10 + 3 x 0.5 ms; 4 ms to the judge
+    judge: reads 3 x 150 x 0.1 ms, then 10 steps of 11.5 ms; 4 ms back
+    """
+    case = scenario(
+        slots=2,
+        prompts=2,
+        samples=1,
+        policy=Server(speed=SPEED),
+        judges=(SimulatedJudge(speed=SPEED, verdict=Lengths(start=10, sigma=0, shared=0.0, longest=99)),),
+        lengths=Lengths(start=100, sigma=0),
+        acceptance=Drift(start=1.0),
+        oversampling=1.0,
+    )
+    _, found = rollout(case, Split((POLICY, JUDGE)))
+    assert found.drawn == 3
+    generated, judged = 0.015 + 100 * 0.0115, 0.045 + 10 * 0.0115
+    assert found.seconds == pytest.approx(generated + judged + 2 * 0.004)
+    assert found.busy_s == {POLICY: pytest.approx(generated), JUDGE: pytest.approx(judged)}
+    assert found.owned_s == {POLICY: pytest.approx(found.seconds), JUDGE: pytest.approx(found.seconds)}
+    assert found.idle == pytest.approx(1 - (generated + judged) / (2 * found.seconds))
+    assert found.lengths == [100, 100] and found.moves == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("static:N", "oracle")])
+def test_what_must_add_up(name, seed):
+    case = scenario(seed=seed)
+    regime = runs.regime_of(name, case)
+    view = expectation(case, runs._first_memory(case), 0.8)
+    simulation, found = rollout(case, regime.begin(view, case.costs(1), None), regime.decide)
+    assert simulation.kept == case.prompts and len(found.lengths) == case.prompts * case.samples
+    assert found.drawn == simulation.kept + simulation.dropped + simulation.running
+    generating = simulation.running - simulation.judging
+    unfinished = {job.tag.group for device in simulation.policy.devices for job in device.jobs()}
+    unfinished |= {call.group for _, _, call in simulation.policy._queue}
+    assert len(unfinished) <= generating, "the others are on their way to the judge"
+    owned, busy = sum(found.owned_s.values()), sum(found.busy_s.values())
+    assert owned + found.switch_s == pytest.approx(found.seconds * case.slots)
+    assert busy <= owned + 1e-9 and found.idle == pytest.approx(1 - busy / (found.seconds * case.slots))
+    for block in range(case.ground.num_blocks):  # the segments of a block follow each other without a gap
+        pieces = sorted((start, end) for b, _, start, end, _ in found.segments if b == block)
+        assert pieces[0][0] == 0.0 and pieces[-1][1] == pytest.approx(found.seconds)
+        assert all(a[1] == pytest.approx(b[0]) for a, b in itertools.pairwise(pieces))
+    assert all(0.0 <= share <= 1.0 + 1e-9 for *_, share in found.segments)
+
+
+class Shuffle:
+    """Moves blocks at random, but leaves everyone one."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+
+    def __call__(self, split, view, costs):
+        block = self.rng.randrange(len(split.owners))
+        if block in view.moving or view.stopping or len(split.blocks(split[block])) < 2:
+            return []
+        return [Move(block, split[block], JUDGE if split[block] == POLICY else POLICY)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_moves_lose_no_request_and_no_token(seed):
+    """However blocks wander, every group that was drawn ends or is still there, with the lengths it was drawn with."""
+    case = scenario(seed=seed, prompts=40)
+    ended = {POLICY: [], JUDGE: []}
+
+    def watch(simulation):
+        for fleet in simulation.fleets.values():
+            then = fleet._ended
+
+            def ended_of(fleet, group, then=then):
+                ended[fleet.name].append(group.number)
+                then(fleet, group)
+
+            fleet._ended = ended_of
+
+    simulation, found = rollout(case, decide=Shuffle(seed), watch=watch)
+    assert len(found.moves) > 5
+    for role, fleet in simulation.fleets.items():
+        assert len(set(ended[role])) == len(ended[role]), "no group ends twice"
+        there = [job for device in fleet.devices for job in device.jobs()]
+        there += [job for _, _, call in fleet._queue for job in call.jobs]
+        assert len(there) == fleet.under_way
+        assert fleet.queued == sum(len(call.jobs) for _, _, call in fleet._queue)
+    drawn = sum(len(simulation.work[i].tokens) for i in range(simulation.head))
+    assert drawn == len(simulation.policy.seen) + simulation.policy.under_way
+    expected = [n for i in range(simulation.head) if i in set(ended[POLICY]) for n in simulation.work[i].tokens]
+    seen = sorted(simulation.policy.seen)
+    for tokens in expected:
+        seen.remove(tokens)
+    assert len(seen) <= simulation.policy.under_way + case.samples * len(ended[POLICY])
+
+
+def test_what_is_evicted_is_read_once_more():
+    case = scenario()
+
+    def once(split, view, costs):
+        return [] if view.since_move_s < 1e9 or not view.loads[POLICY].age > 5 else [Move(0, POLICY, JUDGE)]
+
+    still, moved = rollout(case)[0], rollout(case, decide=once)[0]
+    read = [sum(d.prefilled for d in s.policy.devices) / case.prompt_length for s in (still, moved)]
+    assert read[0] == int(read[0]) and read[1] > read[0], "a sibling that goes on elsewhere is read with its own tokens"
+
+
+def test_the_view_counts_what_is_there():
+    case, seen = scenario(), []
+
+    def look(split, view, costs):
+        fleet = simulation[0].policy
+        jobs = [(d, job) for d in fleet.devices for job in d.jobs() if job.state == 1]
+        for device in fleet.devices:
+            device.advance(min(simulation[0].clock.now, device.next_s()))
+        age = sum(d.clock - job.began + job.before for d, job in jobs if job.state == 1) / max(1, len(jobs))
+        seen.append((view.loads[POLICY].running, len(jobs), view.loads[POLICY].age, age))
+        assert view.loads[POLICY].at_hand == fleet.under_way
+        return []
+
+    simulation = []
+    rollout(case, decide=look, watch=simulation.append)
+    assert seen and all(a == b and c == pytest.approx(d, abs=1e-6) for a, b, c, d in seen)
+
+
+def test_same_seed_same_result():
+    first, second, other = (simulate(scenario(seed=seed)).as_json() for seed in (0, 0, 1))
+    assert first == second != other
+
+
+def test_draws_do_not_depend_on_the_policy():
+    one, two = StepWork(scenario(), 2), StepWork(scenario(), 2)
+    two[200]
+    assert [one[i] for i in (0, 5, 70)] == [two[i] for i in (0, 5, 70)]
+
+
+def test_drift_and_jitter():
+    drift = Drift(start=2.0, end=8.0, jitter=0.5)
+    assert drift.at(0.0, 0.0) == 2.0 and drift.at(0.5, 0.0) == pytest.approx(4.0) and drift.at(1.0, 0.0) == 8.0
+    assert drift.at(0.0, 2.0) == pytest.approx(2.0 * 2.718281828)
+    assert Drift(start=3.0).at(0.7, 1.0) == 3.0
+
+
+def test_quantiles_keep_the_longest():
+    assert quantiles([3, 1, 2]) == [1.0, 2.0, 3.0] and quantiles([]) == []
+    many = quantiles(list(range(1000)))
+    assert (len(many), many[0], many[-1]) == (64, 0.0, 999.0)
+
+
+def test_the_oracle_is_never_slower_in_its_first_step():
+    case = scenario(steps=1)
+    others = [simulate(case, name).rollout_s for name in ("dynamic", "static:1", "static:2", "static:3")]
+    assert simulate(case, "oracle").rollout_s == min(others) or simulate(case, "oracle").rollout_s < min(others)
+
+
+def test_best_static_of_few_and_of_many():
+    few = scenario(steps=1)
+    each = {n: simulate(few, f"static:{n}").rollout_s for n in (1, 2, 3)}
+    assert best_static(few).rollout_s == min(each.values())
+    many = scenario(steps=1, slots=32, judges=(SimulatedJudge(speed=SPEED),))
+    each = {n: simulate(many, f"static:{n}").rollout_s for n in range(1, 32)}
+    assert best_static(many).rollout_s <= sorted(each.values())[4]
+    assert best_static(many, near=3).rollout_s <= sorted(each.values())[4]
+
+
+def test_two_judges():
+    judges = tuple(SimulatedJudge(name=name, speed=SPEED) for name in ("fair", "strict"))
+    found = compare(scenario(judges=judges), ["dynamic", "static:4", "colocated", "paper"])
+    assert all(run.rollout_s > 0 and len(run.steps) == 3 for run in found.values())
+    with pytest.raises(UserError, match="from 1 to 6"):
+        simulate(scenario(judges=judges), "static:7")
+
+
+def test_no_judge():
+    found = simulate(scenario(judges=()), "dynamic")
+    assert found.summary()["moves"] == 0 and found.rollout_s > 0
+
+
+def test_spread():
+    assert spread(100, 3) == [1, 51, 100] and spread(2, 8) == [1, 2] and spread(1, 8) == [1]
+
+
+def test_names():
+    with pytest.raises(UserError, match=r"placement policy 'fastest'; expected one of dynamic"):
+        simulate(scenario(), "fastest")
+    assert simulate(scenario(), "dynamic").regime == "dynamic" and isinstance(
+        runs.regime_of("dynamic", scenario()).decide, Dynamic
+    )
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+TINY = """
+name: tiny
+slots: 8
+steps: 4
+prompts: 16
+samples: 4
+prompt_length: 50
+policy: {speed: {base_s: 0.01, per_sequence_s: 0.0005, prefill_s_per_token: 0.0001, max_concurrent: 12}}
+judges: [{tensor_parallel: 2, speed: {base_s: 0.01, per_sequence_s: 0.0005, prefill_s_per_token: 0.0001}}]
+lengths: {start: 100, end: 400, longest: 2000}
+acceptance: {start: 0.8}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+def test_command_prints_a_table_and_writes_what_the_report_reads(tiny, tmp_path, capsys):
+    file = tmp_path / "tiny.json"
+    assert main(["simulate", str(tiny), "steps=5", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "tiny: 8 x h100" in out and "5 steps of 16 x 4 responses" in out
+    names = [
+        line.split()[0] for line in out.splitlines() if line.startswith((" dynamic", " colocated", " best-static"))
+    ]
+    assert names == ["dynamic", "colocated", "best-static"]
+    data = json.loads(file.read_text())
+    assert data["policy"] == "dynamic" and set(data["compare"]) == {"dynamic", "colocated", "best-static"}
+    source = read_source(file)
+    assert (source.name, source.policy, len(source.rows), len(source.steps)) == ("tiny", "dynamic", 8, 5)
+    assert sorted(source.spans) == [1, 2, 3, 4, 5] and {s.role for s in source.segments} >= {POLICY, JUDGE, "trainer"}
+    assert {"rollout_s", "update_s", "idle", "busy/policy", "split/judge", "moves", "length"} <= set(source.steps[0])
+    split = source.steps[0]
+    assert split["split/policy"] + split["split/judge"] <= 8 + 1e-9
+    assert main(["report", str(file)]) == 0
+
+
+def test_command_with_named_policies(tiny, capsys):
+    assert main(["simulate", str(tiny), "--policy", "paper", "--policy", "static:2", "steps=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith((" paper", " static"))] == ["paper", "static:2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "fastest"], "placement policy 'fastest'"),
+        (["--policy", "static:9"], "static:N with N blocks for the policy, from 1 to 3"),
+        (["slots=9"], "placement.slots=9 is not a multiple of 2"),
+        (["slot=8"], "slots"),
+        (["judges.0.model=999T", "judges.0.speed=null"], "999T"),
+        (["--json", "/nowhere/at/all.json", "steps=1"], "cannot be written"),
+    ],
+)
+def test_command_says_what_is_wrong_in_a_line(tiny, capsys, arguments, words):
+    assert main(["simulate", str(tiny), *arguments]) == 2
+    err = capsys.readouterr().err.strip()
+    assert words in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["drift-64", "drift-512", "stationary-64", "variable-64", "slow-swap-64", "no-tail", "two-judges"]
+)
+def test_shipped_scenarios_load(name, request):
+    case = load_scenario(request.config.rootpath / "scenarios" / f"{name}.yaml")
+    assert case.name == name and case.ground.num_blocks >= 2
+    case.costs(1), case.costs(case.steps)
