@@ -40,9 +40,10 @@ sys.path.insert(0, str(ROOT))
 
 from workflow import ALPHABET, make_collector, make_config, make_source  # noqa: E402
 
+from gcore.placement.pace import Pace  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 from gcore.simulate import VirtualLoop  # noqa: E402
-from gcore.simulate.engine import EmulatedEngine, Timing, log_normal  # noqa: E402
+from gcore.simulate.engine import EmulatedEngine, log_normal  # noqa: E402
 
 WAYS = ("streaming", "staged, split", "staged, all")
 CONTROLLERS = 2
@@ -85,11 +86,8 @@ def make_engines(
     role: str, num: int, mean: float, sigma: float, args: argparse.Namespace
 ) -> tuple[list[Watched], Busy]:
     busy, median = Busy(), mean / math.exp(sigma**2 / 2)
-    timing = Timing(args.base_s, args.per_sequence_s, args.prefill_s_per_token)
-    engines = [
-        EmulatedEngine(timing, max_concurrent=args.slots, lengths=log_normal(median, sigma), tokens=DIGITS)
-        for _ in range(num)
-    ]
+    pace = Pace(args.base_s, args.per_sequence_s, args.prefill_s_per_token, args.slots, 0.0, 0.0, 0.0)
+    engines = [EmulatedEngine(pace, lengths=log_normal(median, sigma), tokens=DIGITS) for _ in range(num)]
     return [Watched(f"{role}-{i}", engine, busy) for i, engine in enumerate(engines)], busy
 
 
@@ -136,7 +134,7 @@ async def rollout(way: str, sigma: float, judge_tokens: float, seed: int, args: 
     policies, policy_busy = make_engines("engine", parts[0], args.policy_tokens, sigma, args)
     judges, judge_busy = make_engines("judge", parts[1], judge_tokens, sigma, args)
     tokenizer, hub, workflow = load_tokenizer(config.model), Hub(CONTROLLERS), make_workflow(way, args)
-    plan: Any = SimpleNamespace(reward_workers=0)
+    plan: Any = SimpleNamespace(reward_workers=0, controllers=CONTROLLERS)
     collectors = []
     for rank in range(CONTROLLERS):
         rewarder = build_rewarder(config, plan, Roles(judges={"judge": judges}), rank)

@@ -43,9 +43,10 @@ sys.path.insert(0, str(ROOT))
 from workflow import HERE, make_collector, make_config, make_source  # noqa: E402
 
 from gcore.generation.noise import noise_key  # noqa: E402
+from gcore.placement.pace import Pace  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 from gcore.simulate import VirtualLoop  # noqa: E402
-from gcore.simulate.engine import EmulatedEngine, Timing, log_normal  # noqa: E402
+from gcore.simulate.engine import EmulatedEngine, log_normal  # noqa: E402
 
 CONTROLLERS = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -115,10 +116,9 @@ class Team:
         self.strict, self.keeps = way == "strict", way == "free, keep"
         self.target = args.groups // CONTROLLERS if self.alone else args.groups
         median = args.tokens / math.exp(sigma**2 / 2)
-        timing = Timing(args.base_s, args.per_sequence_s)
+        pace = Pace(args.base_s, args.per_sequence_s, 0.0, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
         self.engines = [
-            EmulatedEngine(timing, max_concurrent=args.slots, lengths=log_normal(median, sigma), tokens=range(4, 14))
-            for _ in range(args.engines)
+            EmulatedEngine(pace, lengths=log_normal(median, sigma), tokens=range(4, 14)) for _ in range(args.engines)
         ]
         handles = [Timed(f"engine-{i}", engine, self.times) for i, engine in enumerate(self.engines)]
         sampling = {"prompts_per_step": self.target, "filter": "spread", **WAYS[way]}

@@ -118,11 +118,11 @@ def make_collector(
 
 
 def make_engine(args: argparse.Namespace) -> Any:
-    from gcore.simulate.engine import EmulatedEngine, Timing, log_normal
+    from gcore.placement.pace import Pace
+    from gcore.simulate.engine import EmulatedEngine, log_normal
 
     return EmulatedEngine(
-        Timing(args.step_s),
-        max_concurrent=10**9,  # all at once
+        Pace(args.step_s, 0.0, 0.0, max_concurrent=10**9, sleep_s=0.0, wake_s=0.0, weights_s=0.0),  # all at once
         lengths=log_normal(args.tokens, args.sigma),
         tokens=range(4, 4 + len(ALPHABET)),
     )

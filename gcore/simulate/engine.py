@@ -1,11 +1,11 @@
 """An engine whose device time is slept, not computed: real controllers meet it on any machine.
 
-    requests ──> waiting ──a slot is free──> prefill ──> decode, all at one pace ──> completions
-                                                            └── a step lasts longer the more requests run
+    requests ──> held while weights come or it sleeps ──> Device (device.py): queue, prefill, decoding ──> completions
 
-All running requests make a token a step, so one *token clock* serves them all: a request that began at 120 and makes 50
-tokens is done when the clock shows 170, however often the pace changed in between. An arrival, an end and an abort cost
-O(log n); between them nothing happens, and nothing is done.
+The device is the simulator's own, so both have one physics: prompts are read one after another and decoding stands
+meanwhile, all running requests make a token a step, and a step lasts longer the more of them run. A prompt that was
+read before, under the same weights, is not read again (siblings, repeated verdicts). Between two things that happen
+nothing is done.
 
 Time is that of the event loop. Under an ordinary one, `speed` emulated seconds pass in a second. Under a VirtualLoop
 (gcore.simulate) nobody waits: its time jumps to the next thing that happens.
@@ -15,53 +15,47 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import heapq
-import itertools
+import hashlib
 import math
+import zlib
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
+from gcore.config.base import EmulatedDevice, Model, Serving
+from gcore.placement.pace import Pace
 from gcore.protocols import Stats, Weights
+from gcore.simulate.device import RUNNING, Device, Job
 from gcore.types import Completion, Finish, Ints, Request, UserError
 
 Lengths = Callable[[Request], int]
 EARLY_S = 1e-6  # emulated: sums of floats end a little before what they add up to
 EARLY_TOKENS = 1e-6
+NORMAL = NormalDist()
+REMEMBERED = 4096  # prompts whose KV cache is still there; the oldest goes first
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of a device. Timing(base_s=0.01, per_sequence_s=0.0001): a decoding step of 100 requests takes 20 ms"""
+def log_normal(median: float, sigma: float, shared: float = 0.0) -> Lengths:
+    """Heavy-tailed lengths, at least 1: half of them at most `median`; the mean is median * exp(sigma ** 2 / 2).
 
-    base_s: float
-    per_sequence_s: float = 0.0
-    prefill_s_per_token: float = 0.0
-    weights_s: float = 0.0  # new weights, all parts together; decoding stands still
-    sleep_s: float = 0.0
-    wake_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if min(astuple(self)) < 0 or self.step_s(1) <= 0:
-            raise ValueError(f"{self}: expected no time below 0, and a decoding step that takes some")
-
-    def step_s(self, running: int) -> float:
-        """A token of each of the running requests; one in its prefill counts among them."""
-        return self.base_s + self.per_sequence_s * running
-
-
-def log_normal(median: float, sigma: float) -> Lengths:
-    """Heavy-tailed lengths, at least 1: half of them at most `median`; the mean is median * exp(sigma ** 2 / 2)."""
-    normal = NormalDist()
+    `shared` is the part of the variance that all responses to a prompt have in common. Where the turns of a sample end
+    follows from its key: one that goes on elsewhere, from the tokens it has, ends where it would have ended.
+    """
+    of_prompt, own = sigma * math.sqrt(shared), sigma * math.sqrt(1.0 - shared)
 
     def length(request: Request) -> int:
-        bits = _noise(~request.noise_key, request.position, 1)  # ~: another stream than that of the tokens
-        return max(1, round(median * math.exp(sigma * normal.inv_cdf((float(bits[0]) + 0.5) * 2.0**-64))))
+        common = 0.0
+        if of_prompt:
+            prompt = request.tokens_P[: len(request.tokens_P) - request.position]
+            common = of_prompt * _normal(zlib.crc32(prompt.tobytes()), 0)
+        end = 0
+        while end <= request.position:
+            end += max(1, round(median * math.exp(common + own * _normal(request.noise_key, end))))
+        return end - request.position
 
     return length
 
@@ -75,17 +69,15 @@ class _Call:
 
     ticket: str
     future: asyncio.Future[list[Completion]]
-    jobs: list[_Job] = field(default_factory=list)
+    asked: list[_Asked] = field(default_factory=list)
     left: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _Asked:
     call: _Call
     request: Request
-    length: int
-    admitted: bool = False
-    began: float | None = None  # on the token clock; None before and in the prefill
+    job: Job
     completion: Completion | None = None
 
 
@@ -98,53 +90,55 @@ class EmulatedEngine:
 
     def __init__(
         self,
-        timing: Timing,
+        pace: Pace,
         *,
-        max_concurrent: int,
+        max_length: int | None = None,  # of prompt and response together
         lengths: Lengths = LENGTHS,
         tokens: range = range(4, 1000),
         speed: float = 1.0,
     ) -> None:
-        self.timing, self.max_concurrent, self.speed = timing, max_concurrent, speed
+        if pace.step_s(1) <= 0 or speed <= 0:
+            raise ValueError(
+                f"{pace}, speed {speed}: expected a decoding step that takes some time, and a speed above 0"
+            )
+        self.pace, self.max_length, self.speed = pace, max_length, speed
         self.version = 0
         self._lengths, self._tokens = lengths, tokens
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._at = 0.0  # the loop's time up to which all has happened
-        self._device_s = 0.0  # emulated seconds the device was free to work; stands still while weights come
-        self._clock = 0.0  # token clock
-        self._order = itertools.count()
-        self._waiting: deque[_Job] = deque()  # in order of arrival; the aborted ones among them are passed over
-        self._prefilling: list[tuple[float, int, _Job]] = []  # heap: done at, in device seconds
-        self._decoding: list[tuple[float, int, _Job]] = []  # heap: done at, on the token clock
+        self._device = Device(pace)  # its time stands still while weights come, and in sleep
+        self._held: list[_Asked] = []  # came while it stood still
         self._calls: dict[str, dict[_Call, None]] = {}  # by ticket
-        self._num_running = self._num_waiting = self._num_loads = 0
+        self._num_loads = 0
         self._in_parts = self._asleep = self._bare = False  # more weights to come; memory given back; weights dropped
         self._changes: list[tuple[float, int]] = [(0.0, 0)]  # token clock, version from then on
-        self._generated, self._busy_s = 0, 0.0
+        self._read: dict[bytes, None] = {}  # digests of the prompts in the cache
+        self._generated, self._loading_s = 0, 0.0
 
     # ---- protocol -------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
-            _check(request)
+            _check(request, self.max_length)
         if not requests:
             return []
         loop = self._catch_up()
         call = _Call(ticket, loop.create_future(), left=len(requests))
-        call.jobs = [_Job(call, request, self._length(request)) for request in requests]
+        call.asked = [_Asked(call, request, self._job(request)) for request in requests]
+        for asked in call.asked:
+            asked.job.tag = asked
         self._calls.setdefault(ticket, {})[call] = None
-        self._waiting.extend(call.jobs)
-        self._num_waiting += len(call.jobs)
+        self._held += call.asked
         self._go_on()
         return await call.future
 
     async def abort(self, ticket: str) -> None:
         self._catch_up()
-        for call in list(self._calls.get(ticket, ())):
-            for job in call.jobs:
-                if job.completion is None:
-                    self._end(job, self._progress(job), "abort")
+        mine = [asked for call in self._calls.get(ticket, ()) for asked in call.asked if asked.completion is None]
+        for asked in sorted(mine, key=lambda asked: asked.job.state):  # first those that wait: none takes a free place
+            self._take_back(asked)
+        self._rest_if_idle()
         self._go_on()
 
     async def load_weights(self, version: int, weights: Weights, part: tuple[int, int] = (0, 1)) -> int:
@@ -152,11 +146,12 @@ class EmulatedEngine:
         self._num_loads += 1
         index, count = part
         try:
-            await self._pass(self.timing.weights_s / count)
+            await self._pass(self.pace.weights_s / count)
             self._in_parts = index + 1 < count
             if not self._in_parts:
                 self.version, self._bare = version, False
-                self._changes.append((self._clock, version))
+                self._changes.append((self._device.clock, version))
+                self._read.clear()
         finally:
             self._num_loads -= 1
             self._go_on()
@@ -164,28 +159,31 @@ class EmulatedEngine:
 
     async def sleep(self, level: int) -> Stats:
         self._catch_up()
-        if self._num_running or self._num_waiting:
-            raise RuntimeError(f"asked to sleep with {self._num_running + self._num_waiting} requests under way")
+        if under_way := self._device.running + self._device.waiting + len(self._held):
+            raise RuntimeError(f"asked to sleep with {under_way} requests under way")
         self._asleep, self._bare = True, self._bare or level > 1
-        await self._pass(self.timing.sleep_s)
-        return {"seconds": self.timing.sleep_s, "freed_gb": 0.0}
+        self._read.clear()
+        await self._pass(self.pace.sleep_s)
+        return {"seconds": self.pace.sleep_s, "freed_gb": 0.0}
 
     async def wake(self, *tags: str) -> Stats:
         self._catch_up()
-        await self._pass(self.timing.wake_s)
+        await self._pass(self.pace.wake_s)
         self._asleep = bool(tags) and "kv_cache" not in tags
         self._go_on()
-        return {"seconds": self.timing.wake_s, "taken_gb": 0.0}
+        return {"seconds": self.pace.wake_s, "taken_gb": 0.0}
 
     async def stats(self) -> Stats:
         """Seconds are emulated ones. Taking new weights counts as busy, sleep does not."""
         self._catch_up()
-        underway = sum(self._progress(job) for _, _, job in self._decoding if job.completion is None)
+        device = self._device
+        under_way = float(sum(device.progress(job) for job in device.jobs()))
         return {
-            "generated_tokens": float(self._generated + underway),
-            "busy_s": self._busy_s,
-            "running": float(self._num_running),
-            "waiting": float(self._num_waiting),
+            "generated_tokens": float(self._generated + under_way),
+            "busy_s": device.busy_s + self._loading_s,
+            "running": float(device.running),
+            "waiting": float(device.waiting + len(self._held)),
+            "running_tokens": under_way,
         }
 
     # ---- time -----------------------------------------------------------------------------------------------------
@@ -199,20 +197,31 @@ class EmulatedEngine:
         passed_s = (now - self._at) * self.speed
         self._at = now
         if self._stands_still:
-            self._busy_s += passed_s if self._num_loads or self._in_parts else 0.0
+            self._loading_s += passed_s if self._num_loads or self._in_parts else 0.0
             return loop
-        until = self._device_s + passed_s
-        while True:
-            due, heap = self._next()
-            if due > until + EARLY_S:
-                break
-            self._move(due)
-            self._happen(heap)
-        if until > self._device_s:
-            self._move(until)
+        device = self._device
+        until = device.at + passed_s
+        while (due := device.next_s()) <= until + EARLY_S:
+            self._advance(due)
+        if until > device.at:
+            self._answer(device.advance(until))
         else:  # what was due came a little early
-            self._at += (self._device_s - until) / self.speed
+            self._at += (device.at - until) / self.speed
         return loop
+
+    def _advance(self, due: float) -> None:
+        """To the moment in which the next request ends."""
+        ended = self._device.advance(due)
+        if not ended:  # the last bits of a float: its time has come all the same
+            self._device.clock = self._device.ending[0][0]
+            ended = self._device.advance(due)
+        self._answer(ended)
+
+    def _answer(self, ended: Sequence[Job]) -> None:
+        for job in ended:
+            enough = job.tokens == job.tag.request.params.max_tokens
+            self._end(job.tag, job.tokens, "length" if enough else "stop", job.began)
+        self._rest_if_idle()
 
     async def _pass(self, emulated_s: float) -> None:
         try:
@@ -226,49 +235,20 @@ class EmulatedEngine:
         return bool(self._num_loads) or self._in_parts or self._asleep or self._bare
 
     def _go_on(self) -> None:
-        if not self._stands_still:
-            self._admit()
-            self._arm()
-
-    def _next(self) -> tuple[float, list[tuple[float, int, _Job]]]:
-        """When, in device seconds, something happens next, and to the first of which heap."""
-        for heap in (self._prefilling, self._decoding):
-            while heap and heap[0][2].completion is not None:  # aborted
-                heapq.heappop(heap)
-        due, first = math.inf, self._prefilling
-        if self._prefilling:
-            due = max(self._prefilling[0][0], self._device_s)
-        if self._decoding:
-            left = max(0.0, self._decoding[0][0] - self._clock)
-            end = self._device_s + left * self.timing.step_s(self._num_running)
-            if end < due:
-                due, first = end, self._decoding
-        return due, first
-
-    def _move(self, device_s: float) -> None:
-        if self._num_running:
-            passed_s = device_s - self._device_s
-            self._clock += passed_s / self.timing.step_s(self._num_running)
-            self._busy_s += passed_s
-        self._device_s = device_s
-
-    def _happen(self, heap: list[tuple[float, int, _Job]]) -> None:
-        end, _, job = heapq.heappop(heap)
-        if heap is self._prefilling:
-            self._decode(job)
+        if self._stands_still:
             return
-        self._clock = end
-        enough = job.length == job.request.params.max_tokens
-        self._end(job, job.length, "length" if enough else "stop")
-        self._admit()
+        if self._held:
+            self._device.add(sorted((asked.job for asked in self._held), key=lambda job: job.priority))
+            self._held.clear()
+        self._arm()
 
     def _arm(self) -> None:
         """One timer, for what happens next. One that rings early does no harm, so it is left alone."""
         assert self._loop is not None
-        due, _ = self._next()
+        due = self._device.next_s()
         if due == math.inf:
             return
-        when = self._at + (due - self._device_s) / self.speed
+        when = self._at + (due - self._device.at) / self.speed
         if self._timer is not None:
             if self._timer.when() <= when:
                 return
@@ -282,46 +262,35 @@ class EmulatedEngine:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    def _length(self, request: Request) -> int:
-        most = request.params.max_tokens
-        return min(self._lengths(request), most) if request.params.stop_tokens else most
+    def _job(self, request: Request) -> Job:
+        most, prompt = request.params.max_tokens, _digest(request)
+        length = min(self._lengths(request), most) if request.params.stop_tokens else most
+        known = prompt in self._read
+        self._read[prompt] = None
+        if len(self._read) > REMEMBERED:
+            del self._read[next(iter(self._read))]
+        return Job(length, 0 if known else len(request.tokens_P), priority=request.priority)
 
-    def _admit(self) -> None:
-        while self._waiting and self._num_running < self.max_concurrent:
-            job = self._waiting.popleft()
-            if job.completion is not None:  # aborted
-                continue
-            job.admitted = True
-            self._num_waiting -= 1
-            self._num_running += 1
-            prefill_s = self.timing.prefill_s_per_token * len(job.request.tokens_P)
-            if prefill_s:
-                heapq.heappush(self._prefilling, (self._device_s + prefill_s, next(self._order), job))
-            else:
-                self._decode(job)
+    def _take_back(self, asked: _Asked) -> None:
+        job = asked.job
+        began = job.began if job.state == RUNNING else None
+        if began is None and job.prompt:
+            self._read.pop(_digest(asked.request), None)  # it never was
+        if asked in self._held:
+            self._held.remove(asked)
+        else:
+            self._device.remove(job)
+        self._end(asked, job.made, "abort", began)
 
-    def _decode(self, job: _Job) -> None:
-        job.began = self._clock
-        heapq.heappush(self._decoding, (self._clock + job.length, next(self._order), job))
-
-    def _progress(self, job: _Job) -> int:
-        if job.began is None:
-            return 0
-        return min(job.length, math.floor(self._clock - job.began + EARLY_TOKENS))
-
-    def _end(self, job: _Job, num: int, finish: Finish) -> None:
-        job.completion = Completion(
-            _tokens_of(job.request, num, finish, self._tokens),
+    def _end(self, asked: _Asked, num: int, finish: Finish, began: float | None) -> None:
+        asked.completion = Completion(
+            _tokens_of(asked.request, num, finish, self._tokens),
             np.full(num, -1.0, np.float32),
-            self._versions_of(job, num),
+            self._versions(began, num),
             finish,
         )
         self._generated += num
-        if job.admitted:
-            self._num_running -= 1
-        else:
-            self._num_waiting -= 1
-        call = job.call
+        call = asked.call
         call.left -= 1
         if not call.left:
             calls = self._calls[call.ticket]
@@ -329,14 +298,17 @@ class EmulatedEngine:
             if not calls:
                 del self._calls[call.ticket]
             if not call.future.done():  # its caller may have gone
-                call.future.set_result([job.completion for job in call.jobs if job.completion is not None])
-        if not self._num_running:  # nobody reads the clock: begin anew, floats are exact near 0
-            self._clock, self._changes = 0.0, [(0.0, self.version)]
-            self._decoding.clear()
-            self._prefilling.clear()
+                call.future.set_result([one.completion for one in call.asked if one.completion is not None])
 
-    def _versions_of(self, job: _Job, num: int) -> Ints:
-        began = self._clock if job.began is None else job.began
+    def _rest_if_idle(self) -> None:
+        """Nobody reads the token clock, and prompts that were aborted are not read to their end."""
+        if not self._device.running:
+            self._changes = [(self._device.clock, self.version)]
+            self._device.standing = self._device.at
+
+    def _versions(self, began: float | None, num: int) -> Ints:
+        if began is None:
+            return np.zeros(0, np.int32)
         first = bisect_right(self._changes, began, key=lambda change: change[0]) - 1
         versions = np.full(num, self._changes[first][1], np.int32)
         for clock, version in self._changes[first + 1 :]:
@@ -344,11 +316,29 @@ class EmulatedEngine:
         return versions
 
 
-def _check(request: Request) -> None:
+def engine_of(serving: Serving, device: EmulatedDevice, model: Model, max_length: int) -> EmulatedEngine:
+    """As configured. Needs neither network nor tokenizer nor torch: a hundred such processes fit a laptop."""
+    names = ("base_s", "per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s")
+    return EmulatedEngine(
+        Pace(max_concurrent=serving.max_concurrent, **{name: getattr(device, name) for name in names}),
+        max_length=max_length,
+        lengths=log_normal(device.mean_tokens / math.exp(device.sigma**2 / 2), device.sigma, device.shared),
+        tokens=range(4, 4 + len(model.build.alphabet)) if model.build else range(4, 1000),  # after the special ones
+        speed=device.speed,
+    )
+
+
+def _check(request: Request, max_length: int | None) -> None:
     if len(request.tokens_P) == 0:
         raise UserError("an engine request has an empty prompt; expected at least one token (chat templates add some)")
     if request.params.max_tokens < 1:
         raise UserError(f"an engine request asks for {request.params.max_tokens} tokens; expected at least 1")
+    total = len(request.tokens_P) + request.params.max_tokens
+    if max_length is not None and total > max_length:
+        raise UserError(
+            f"prompt of {len(request.tokens_P)} tokens + max_tokens {request.params.max_tokens} = {total} exceeds the "
+            f"engine's {max_length} (keys: data.max_prompt_length, generation.max_response_length)"
+        )
 
 
 def _tokens_of(request: Request, num: int, finish: Finish, tokens: range) -> Ints:
@@ -373,3 +363,12 @@ def _noise(key: int, start: int, num: int) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def _digest(request: Request) -> bytes:
+    return hashlib.blake2b(request.tokens_P.tobytes(), digest_size=8).digest()
+
+
+def _normal(key: int, place: int) -> float:
+    bits = _noise(~key, place, 1)  # ~: another stream than that of the tokens
+    return NORMAL.inv_cdf((float(bits[0]) + 0.5) * 2.0**-64)

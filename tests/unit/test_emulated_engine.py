@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import socket
 import subprocess
 import sys
@@ -16,26 +18,39 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.placement.pace import Pace
 from gcore.simulate import VirtualLoop
-from gcore.simulate.engine import EmulatedEngine, Timing, log_normal
+from gcore.simulate.engine import EmulatedEngine, log_normal
 from gcore.types import Completion, Request, SamplingParams, UserError
 
 ROOT = Path(__file__).parents[2]
 STOP = 2
+numbers = itertools.count()
 
 
-def ask(length: int, *, key: int = 0, prompt: int = 1, most: int = 1000, position: int = 0) -> Request:
-    """A request that makes `length` tokens: `by_key` below reads it from the key."""
+def ask(length: int, *, key: int = 0, prompt: int = 1, most: int = 1000, **more: Any) -> Request:
+    """A request that makes `length` tokens: `by_key` below reads it from the key. No two have the same prompt."""
     params = SamplingParams(most, stop_tokens=(STOP, 3))
-    return Request(np.ones(prompt, np.int32), params, key * 10_000 + length, position)
+    return Request(np.full(prompt, next(numbers), np.int32), params, key * 10_000 + length, **more)
 
 
 def by_key(request: Request) -> int:
     return request.noise_key % 10_000
 
 
+def pace_of(base_s: float, slots: int = 8, **timing: float) -> Pace:
+    rest = ("per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s")
+    return Pace(base_s, max_concurrent=slots, **{**dict.fromkeys(rest, 0.0), **timing})
+
+
 def make(base_s: float = 1.0, *, slots: int = 8, speed: float = 1.0, **timing: float) -> EmulatedEngine:
-    return EmulatedEngine(Timing(base_s, **timing), max_concurrent=slots, lengths=by_key, speed=speed)
+    return EmulatedEngine(pace_of(base_s, slots, **timing), lengths=by_key, speed=speed)
+
+
+def quiet(generated: int, busy_s: float, waiting: int = 0) -> dict[str, float]:
+    """Stats of an engine in which nothing runs."""
+    counts = {"generated_tokens": generated, "running_tokens": 0, "running": 0, "waiting": waiting}
+    return {**counts, "busy_s": busy_s}
 
 
 def run(main: Callable[[], Awaitable[Any]]) -> Any:
@@ -86,10 +101,55 @@ def test_an_arrival_within_a_step_slows_the_rest_of_it():
     assert ends(engine, (ask(4), 0.0), (ask(3), 3.0)) == pytest.approx([10.5, 11.5], abs=1e-9)
 
 
-def test_a_request_in_its_prefill_slows_the_others():
-    """A decodes from 1 on, at 2 s a token until B comes. B decodes from 9 on: one token beside A's last, one alone."""
+def test_a_prompt_being_read_stops_the_others():
+    """A makes one token until B comes at 3, and none until B is read at 9; then two beside B, and the last alone."""
     engine = make(1.0, per_sequence_s=1.0, prefill_s_per_token=1.0)
-    assert ends(engine, (ask(4, prompt=1), 0.0), (ask(2, prompt=6), 3.0)) == pytest.approx([12.0, 14.0], abs=1e-9)
+    assert ends(engine, (ask(4, prompt=1), 0.0), (ask(2, prompt=6), 3.0)) == pytest.approx([17.0, 15.0], abs=1e-9)
+
+
+def test_prompts_are_read_one_after_another():
+    engine = make(1.0, prefill_s_per_token=1.0)
+    assert ends(engine, (ask(1, prompt=4), 0.0), (ask(1, prompt=5), 1.0)) == pytest.approx([10.0, 10.0], abs=1e-9)
+
+
+def test_a_prompt_is_read_once_until_the_weights_change_or_it_sleeps():
+    async def main() -> None:
+        engine = make(1.0, prefill_s_per_token=1.0)
+        request = ask(1, prompt=10)
+        marks = []
+
+        async def lap(*requests: Request) -> None:
+            began = now()
+            await engine.generate(requests)
+            marks.append(now() - began)
+
+        await lap(request, request, request)
+        await lap(request)
+        await lap(request, ask(1, prompt=10))
+        await engine.load_weights(1, {})
+        await lap(request)
+        await engine.sleep(1)
+        await engine.wake()
+        await lap(request)
+        assert marks == pytest.approx([11.0, 1.0, 11.0, 11.0, 11.0], abs=1e-9)
+
+    run(main)
+
+
+def test_a_prompt_that_was_aborted_unread_is_read_the_next_time():
+    async def main() -> None:
+        engine = make(1.0, slots=1, prefill_s_per_token=1.0)
+        request = ask(1, prompt=10)
+        first = asyncio.ensure_future(engine.generate([ask(6)]))
+        waits = asyncio.ensure_future(engine.generate([request], "t"))
+        await asyncio.sleep(2.0)
+        await engine.abort("t")
+        await asyncio.gather(first, waits)
+        assert now() == 7.0
+        await engine.generate([request])
+        assert now() == pytest.approx(18.0, abs=1e-9)
+
+    run(main)
 
 
 def test_the_rest_waits_in_order_of_arrival():
@@ -126,29 +186,31 @@ def test_many_requests_at_changing_pace_end_where_the_plain_model_says():
     random = np.random.default_rng(0)
     arrivals = [Fraction(int(n), 100) for n in np.cumsum(random.integers(1, 40, 60))]
     lengths, prompts = random.integers(1, 12, 60).tolist(), random.integers(1, 30, 60).tolist()
-    timing = Timing(0.1, per_sequence_s=0.05, prefill_s_per_token=0.01)
-    engine = EmulatedEngine(timing, max_concurrent=5, lengths=by_key)
+    engine = make(0.1, slots=5, per_sequence_s=0.05, prefill_s_per_token=0.01)
     jobs = zip(lengths, prompts, arrivals, strict=True)
     found = ends(engine, *((ask(length, prompt=prompt), float(at)) for length, prompt, at in jobs))
 
     at, coming, queue = Fraction(0), list(range(60)), list[int]()
     prefill, decode, expected = dict[int, Fraction](), dict[int, Fraction](), dict[int, Fraction]()
     while len(expected) < 60:
-        step_s = Fraction(1, 10) + Fraction(1, 20) * (len(prefill) + len(decode))
+        step_s = Fraction(1, 10) + Fraction(1, 20) * len(decode)
         nexts = [arrivals[coming[0]] - at] if coming else []
-        passed = min([*nexts, *prefill.values(), *(tokens * step_s for tokens in decode.values())])
+        if prefill:  # one after another, and nobody decodes
+            first = next(iter(prefill))
+            passed = min([*nexts, prefill[first]])
+            prefill[first] -= passed
+        else:
+            passed = min([*nexts, *(tokens * step_s for tokens in decode.values())])
+            decode = {number: tokens - passed / step_s for number, tokens in decode.items()}
         at += passed
-        decode = {number: tokens - passed / step_s for number, tokens in decode.items()}
-        prefill = {number: left - passed for number, left in prefill.items()}
         expected |= {number: at for number, tokens in decode.items() if not tokens}
         decode = {number: tokens for number, tokens in decode.items() if tokens}
-        decode |= {number: Fraction(lengths[number]) for number, left in prefill.items() if not left}
         prefill = {number: left for number, left in prefill.items() if left}
         while coming and arrivals[coming[0]] == at:
             queue.append(coming.pop(0))
-        while queue and len(prefill) + len(decode) < 5:
+        while queue and len(decode) < 5:
             number = queue.pop(0)
-            prefill[number] = Fraction(prompts[number], 100)
+            prefill[number], decode[number] = Fraction(prompts[number], 100), Fraction(lengths[number])
     assert found == pytest.approx([float(expected[number]) for number in range(60)], abs=1e-9)
     assert expected[59] - arrivals[59] > 10  # the queue was long
 
@@ -193,7 +255,9 @@ def test_abort_answers_at_once_with_what_there_is_and_frees_the_slot():
     run(main)
 
 
-def test_abort_of_what_waits_or_prefills_has_no_tokens_and_others_go_on():
+def test_abort_of_what_waits_or_is_being_read_has_no_tokens_and_others_go_on():
+    """A prompt that was taken up is read to its end, and those behind it wait for that."""
+
     async def main() -> None:
         engine = make(1.0, slots=2, prefill_s_per_token=1.0)
         tasks = [
@@ -207,7 +271,7 @@ def test_abort_of_what_waits_or_prefills_has_no_tokens_and_others_go_on():
         await engine.abort("prefills")
         await engine.abort("nobody")
         found = await asyncio.gather(*tasks)
-        assert [round(end, 6) for end, _ in found] == [11.0, 4.0, 4.0, 9.0]
+        assert [round(end, 6) for end, _ in found] == [63.0, 4.0, 4.0, 56.0]
         assert [c.finish for _, c in found] == ["stop", "abort", "abort", "stop"]
         assert [len(c.tokens_S) for _, c in found] == [10, 0, 0, 3]
         await engine.abort("runs")  # long done
@@ -267,9 +331,65 @@ def test_the_end_of_what_was_aborted_does_not_come():
         prefills = asyncio.ensure_future(engine.generate([ask(6, prompt=5)], "prefills"))
         await asyncio.sleep(2.0)
         await engine.abort("prefills")
-        assert (await task)[0] == 21.0
-        assert len((await decodes)[0].tokens_S) == 2 and len((await prefills)[0].tokens_S) == 0
-        assert await engine.stats() == {"generated_tokens": 22, "busy_s": 21.0, "running": 0, "waiting": 0}
+        assert (await task)[0] == 27.0  # one token by 3, the others from 8 on
+        assert len((await decodes)[0].tokens_S) == 1 and len((await prefills)[0].tokens_S) == 0
+        assert await engine.stats() == quiet(21, 27.0)
+
+    run(main)
+
+
+def test_all_aborted_the_device_is_free_at_once():
+    """Of prompts that nobody waits for any more, none is read."""
+
+    async def main() -> None:
+        engine = make(1.0, slots=2, prefill_s_per_token=1.0)
+        requests = [ask(5, prompt=20) for _ in range(4)]
+        task = asyncio.ensure_future(engine.generate(requests, "t"))
+        await asyncio.sleep(3.0)
+        await engine.abort("t")
+        assert [c.finish for c in await task] == ["abort"] * 4
+        await engine.generate([ask(2, prompt=1)])
+        assert now() == pytest.approx(6.0, abs=1e-9)
+        assert (await engine.stats())["busy_s"] == pytest.approx(6.0, abs=1e-9)
+
+    run(main)
+
+
+def test_what_waits_does_not_begin_when_its_call_is_aborted():
+    """The second of "t" waits for a place; the abort of the first must not have its prompt read."""
+
+    async def main() -> None:
+        engine = make(1.0, slots=2, prefill_s_per_token=1.0)
+        task = asyncio.ensure_future(engine.generate([ask(10, prompt=1)]))
+        other = asyncio.ensure_future(engine.generate([ask(30, prompt=1), ask(30, prompt=50)], "t"))
+        await asyncio.sleep(4.0)
+        await engine.abort("t")
+        assert [len(c.tokens_S) for c in await other] == [2, 0]
+        await task
+        assert now() == pytest.approx(12.0, abs=1e-9)
+
+    run(main)
+
+
+def test_lower_priorities_go_first_also_of_what_came_while_it_stood_still():
+    async def main() -> None:
+        engine = make(1.0, slots=1, weights_s=5.0)
+        load = asyncio.ensure_future(engine.load_weights(1, {}))
+        await asyncio.sleep(1.0)
+        order = list[int]()
+
+        async def one(priority: int) -> None:
+            await engine.generate([ask(1, priority=priority)], f"{priority}")
+            order.append(priority)
+
+        tasks = [asyncio.ensure_future(one(priority)) for priority in (7, 3, 9, 5)]
+        await asyncio.sleep(1.0)
+        assert (await engine.stats())["waiting"] == 4
+        await engine.abort("9")
+        await asyncio.gather(load, *tasks)
+        assert order == [9, 3, 5, 7]
+        assert now() == pytest.approx(8.0, abs=1e-9)
+        assert await engine.stats() == quiet(3, 8.0)
 
     run(main)
 
@@ -322,9 +442,9 @@ def test_decoding_stands_still_while_weights_come():
         await engine.load_weights(1, {})
         assert now() == 13.5
         end, completion = await task
-        assert (end, completion.versions_S.tolist()) == (pytest.approx(16.0, abs=1e-9), [0, 1, 1, 1])
-        assert (await late)[0] == pytest.approx(15.5, abs=1e-9)
-        assert (await engine.stats())["busy_s"] == pytest.approx(16.0, abs=1e-9)
+        assert (end, completion.versions_S.tolist()) == (pytest.approx(17.0, abs=1e-9), [0, 1, 1, 1])
+        assert (await late)[0] == pytest.approx(15.5, abs=1e-9)  # read until 14.5
+        assert (await engine.stats())["busy_s"] == pytest.approx(17.0, abs=1e-9)
 
     run(main)
 
@@ -367,7 +487,7 @@ def test_asleep_it_lets_requests_wait(level):
         assert now() == 2.0
         task = asyncio.ensure_future(timed(engine, ask(3)))
         await asyncio.sleep(5.0)
-        assert await engine.stats() == {"generated_tokens": 0, "busy_s": 0.0, "running": 0, "waiting": 1}
+        assert await engine.stats() == quiet(0, 0.0, waiting=1)
         await engine.wake("weights")
         if level == 2:  # they were dropped
             await engine.load_weights(1, {})
@@ -431,7 +551,7 @@ def test_a_second_turn_goes_on_in_the_noise_of_the_first():
 
 def test_how_a_response_ends():
     async def main() -> None:
-        engine = EmulatedEngine(Timing(1.0), max_concurrent=4, lengths=by_key, tokens=range(2, 6))
+        engine = EmulatedEngine(pace_of(1.0, 4), lengths=by_key, tokens=range(2, 6))
         stops, cut, exact = await engine.generate([ask(200), ask(200, most=50), ask(50, most=50)])
         assert (stops.finish, len(stops.tokens_S), stops.tokens_S[-1]) == ("stop", 200, STOP)
         assert set(stops.tokens_S[:-1].tolist()) == {4, 5}  # 2 and 3 would have ended it
@@ -457,6 +577,26 @@ def test_log_normal_lengths_have_their_median_and_spread():
     assert min(log_normal(1, 2.0)(request) for request in requests) == 1
 
 
+def test_a_sample_that_goes_on_elsewhere_ends_where_it_would_have_ended():
+    lengths = log_normal(median=50, sigma=1.0, shared=0.5)
+    for key in range(50):
+        whole = Request(np.array([5, key], np.int32), SamplingParams(10**6, stop_tokens=(STOP,)), key)
+        length = lengths(whole)
+        made = length // 2
+        begun = np.concatenate([whole.tokens_P, np.zeros(made, np.int32)])
+        assert lengths(dataclasses.replace(whole, tokens_P=begun, position=made)) == length - made
+        assert lengths(dataclasses.replace(whole, tokens_P=begun, position=length)) >= 1  # a turn of its own
+
+
+def test_siblings_share_a_part_of_their_spread():
+    lengths = log_normal(median=1000, sigma=1.0, shared=0.8)
+    params = SamplingParams(10**6)
+    logs = np.log([[lengths(Request(np.array([p]), params, 10 * p + s)) for s in range(8)] for p in range(600)])
+    assert logs.std() == pytest.approx(1.0, abs=0.06)
+    assert logs.mean(axis=1).var() == pytest.approx(0.8 + 0.2 / 8, abs=0.08)
+    assert np.median(logs) == pytest.approx(np.log(1000), abs=0.1)
+
+
 @pytest.mark.parametrize(("tokens", "most", "words"), [(0, 5, "empty prompt"), (3, 0, "asks for 0 tokens")])
 def test_requests_that_make_no_sense_are_refused(tokens, most, words):
     async def main() -> None:
@@ -474,7 +614,7 @@ def test_nothing_asked_nothing_answered():
 
 def test_a_device_that_takes_no_time_is_refused():
     with pytest.raises(ValueError, match="takes some"):
-        Timing(0.0)
+        make(0.0)
 
 
 # ---- counters
@@ -485,11 +625,11 @@ def test_stats_while_it_works():
         engine = make(1.0, slots=2)
         task = asyncio.ensure_future(engine.generate([ask(n) for n in (2, 10, 4)]))
         await asyncio.sleep(3.5)  # the first is done; 3 tokens of the second, 1 of the third
-        assert await engine.stats() == {"generated_tokens": 6, "busy_s": 3.5, "running": 2, "waiting": 0}
+        assert await engine.stats() == quiet(6, 3.5) | {"running": 2, "running_tokens": 4}
         await task
         await asyncio.sleep(100.0)  # idle
         await engine.generate([ask(1), ask(1), ask(1)])
-        assert await engine.stats() == {"generated_tokens": 19, "busy_s": 12.0, "running": 0, "waiting": 0}
+        assert await engine.stats() == quiet(19, 12.0)
 
     run(main)
 

@@ -1,0 +1,433 @@
+"""The simulator against a real run whose devices are emulated: the same scenario, the same split, side by side.
+
+    python bench/emulation.py --json emulation.json            the five of bench/emulation.yaml, 8 to 64 slots
+    python bench/emulation.py my_scenario.yaml --policy-slots 12
+
+- *emulation*: a real run under Ray. Controllers, pools, RPC, judges, dynamic sampling (free mode), layout, trainer and
+  checkpoints are the code of any run; engines and trainer sleep instead of computing (engine: emulated,
+  training.backend: emulated), `--speed` emulated seconds a second. Every replica is a process of its own.
+- *simulator*: gcore/simulate, as `gcore simulate` runs it: draws of its own, from the same distributions; 100 steps.
+- *same draws*: the simulator, fed with the very lengths, verdicts and acceptances of the emulation, prompt by prompt,
+  and drawing them as controllers do: each its own share, first the prompts that were aborted in the step before.
+
+The split is static: `--policy-slots`, or what the simulator finds best. Reported: seconds of the rollout phase, mean
+over the steps (emulation: `timing_s/rollout` x speed), and the share of slot-seconds of the rollout phases in which a
+slot had no request (emulation: from the engines' own `busy_s`). Lengths do not drift here: a step is like another.
+
+Scenarios need one judge, and explicit `speed:` sections for it and for the policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gcore.config.tree import Config  # noqa: E402
+from gcore.generation.noise import noise_key  # noqa: E402
+from gcore.generation.routing import Router  # noqa: E402
+from gcore.placement import policy as rules  # noqa: E402
+from gcore.placement.plan import POLICY, Split, all_splits, split_by  # noqa: E402
+from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
+from gcore.simulate.engine import Lengths, log_normal  # noqa: E402
+from gcore.simulate.fleet import Fleet, Group  # noqa: E402
+from gcore.simulate.run import _first_memory, simulate  # noqa: E402
+from gcore.simulate.scenario import Draw, Scenario, load_scenario  # noqa: E402
+from gcore.types import Request, SamplingParams  # noqa: E402
+
+SCENARIOS = Path(__file__).with_suffix(".yaml")
+DIGITS = "0123456789"
+FIRST = 4  # token of the digit 0, after the special ones
+BOS = 1
+OWN_STEPS = 100  # of the simulator by itself: steps differ much, and its own cost nothing
+
+
+# ---- what both sides work on -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Load:
+    """The prompts of a run: what each would say, how it would be judged, and whether it is worth training on."""
+
+    scenario: Scenario
+    rows: int
+    digits: np.ndarray = field(init=False)
+    good: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        scenario, rng = self.scenario, np.random.default_rng(self.scenario.seed + 1)
+        self.digits = rng.integers(0, 10, (self.rows, scenario.prompt_length - 1))
+        self.good = rng.random(self.rows) < scenario.acceptance.start
+        judge = scenario.judges[0]
+        self.lengths = _of(scenario.lengths)
+        self.verdicts = _of(judge.verdict)
+
+    def write(self, file: Path) -> None:
+        with file.open("w") as out:
+            for digits, good in zip(self.digits, self.good, strict=True):
+                out.write(json.dumps({"prompt": "".join(map(str, digits)), "answer": "0", "good": bool(good)}) + "\n")
+
+    def draw(self, cursor: int) -> Draw:
+        """As the controllers and engines will have it: see controller/workflow.py and rewarding/judge.py."""
+        scenario, row = self.scenario, cursor % self.rows
+        judge, seed = scenario.judges[0], scenario.seed
+        prompt = np.array([BOS, *(FIRST + self.digits[row])], np.int32)
+        tokens = [self._tokens(prompt, noise_key(seed, cursor, s)) for s in range(scenario.samples)]
+        verdicts = [
+            [
+                min(judge.verdict.longest, self.verdicts(_request(prompt, noise_key(seed, "judge", *key, repeat, 0))))
+                for repeat in range(judge.repeats)
+            ]
+            for key in ((judge.name, cursor, s) for s in range(scenario.samples))
+        ]
+        return Draw(tokens, {judge.name: verdicts}, bool(self.good[row]), float(np.mean(tokens)))
+
+    def _tokens(self, prompt: np.ndarray, key: int) -> int:
+        return min(self.scenario.lengths.longest, self.lengths(_request(prompt, key)))
+
+
+def _of(spec: Any) -> Lengths:
+    return log_normal(spec.start * float(np.exp(-(spec.sigma**2) / 2)), spec.sigma, spec.shared)
+
+
+def _request(prompt: np.ndarray, key: int) -> Request:
+    return Request(prompt, SamplingParams(1), key)
+
+
+def keep(group: Sequence[Any]) -> tuple[bool, str]:
+    """sampling.filter of the emulation: as the row of the dataset says."""
+    return bool(group[0].rollout.prompt.columns["good"]), "not_good"
+
+
+def verdict(text: str) -> float:
+    """Random digits are no verdict; any number will do."""
+    return 0.5
+
+
+# ---- the simulator ---------------------------------------------------------------------------------------------------
+
+
+class AsControllers(Simulation):
+    """What N controllers do and one queue does not: each fills up to its own share, and begins a step with what it had
+    to abort in the last; a replica is sent twice as many requests as it decodes at once (controller/collect.py,
+    generation/pool.py)."""
+
+    def __init__(self, *args: Any, places: list[Place], **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.places = places
+        for fleet in self.fleets.values():
+            fleet.router = Router(len(fleet.devices), limit=2 * fleet.pace.max_concurrent)
+            for i in range(len(fleet.devices)):
+                fleet.router.close(i)
+
+    def _fill(self) -> None:
+        scenario = self.scenario
+        rate = max(self._rate_now(), 1 / scenario.max_oversampling)
+        share = (scenario.prompts * scenario.oversampling - self.kept) / len(self.places)
+        for place in self.places:
+            while len(place.running) < share / rate - 1e-9:
+                cursor = place.draw()
+                self.head += 1
+                self._start(cursor, self.work[cursor])
+
+    def _next_stage(self, about: tuple[Fleet, Group]) -> None:
+        fleet, group = about
+        if fleet is not self.policy:
+            self.places[group.number % len(self.places)].running.discard(group.number)
+        super()._next_stage(about)
+
+
+@dataclass
+class Place:
+    """Where one of `size` controllers stands among the prompts."""
+
+    head: int
+    size: int
+    first: deque[int] = field(default_factory=deque)
+    running: set[int] = field(default_factory=set)
+
+    def draw(self) -> int:
+        if self.first:
+            cursor = self.first.popleft()
+        else:
+            cursor, self.head = self.head, self.head + self.size
+        self.running.add(cursor)
+        return cursor
+
+    def abort(self) -> None:
+        self.first.extend(sorted(self.running))
+        self.running.clear()
+
+
+@dataclass
+class SameWork:
+    """Stands in for StepWork: draws by the prompt's number in the run."""
+
+    scenario: Scenario
+    step: int
+    load: Load
+
+    def __getitem__(self, cursor: int) -> Draw:
+        return self.load.draw(cursor)
+
+
+def simulate_same(scenario: Scenario, load: Load, split: Split, steps: int) -> list[Rollout]:
+    memory, rate, found, size = _first_memory(scenario), 1.0, list[Rollout](), scenario.num_controllers
+    places = [Place(rank, size) for rank in range(size)]
+    for step in range(1, steps + 1):
+        work: Any = SameWork(scenario, step, load)
+        one = AsControllers(work, split, rules.static, memory, rate, long_first=False, places=places)
+        found.append(one.run())
+        for place in places:
+            place.abort()
+        memory, rate = {**memory, **found[-1].memory}, found[-1].rate
+    return found
+
+
+def best_split(scenario: Scenario) -> Split:
+    few = scenario.model_copy(update={"steps": 4})
+    ground = scenario.ground
+    return min(all_splits(ground), key=lambda split: simulate(few, f"static:{len(split.blocks(POLICY))}").rollout_s)
+
+
+# ---- the emulation ---------------------------------------------------------------------------------------------------
+
+
+def config_of(scenario: Scenario, split: Split, data: Path, folder: Path, steps: int, speed: float) -> Config:
+    judge, ground = scenario.judges[0], scenario.ground
+    here = Path(__file__).resolve()
+    longest = scenario.prompt_length + scenario.lengths.longest
+    build = {"alphabet": DIGITS, "max_length": longest + judge.verdict.longest}
+    counts = {role: len(split.blocks(role)) * ground.per_block(role) for role in ground.roles}
+    return Config.model_validate(
+        {
+            "run": {"name": "emulation", "dir": str(folder), "steps": steps, "seed": scenario.seed},
+            "model": {"build": build},
+            "data": {
+                "train": {"path": str(data)},
+                "shuffle": False,
+                "max_prompt_length": scenario.prompt_length,
+            },
+            "controllers": scenario.num_controllers,
+            "generation": {
+                "engine": "emulated",
+                "max_response_length": scenario.lengths.longest,
+                **_device(scenario.policy.speed, scenario.lengths, speed),
+            },
+            "rewards": {
+                "judges": [
+                    {
+                        "name": judge.name,
+                        "model": {"build": build},
+                        "engine": "emulated",
+                        "replicas": counts[judge.name],
+                        "repeats": judge.repeats,
+                        "template": "{{ prompt }}{{ response }}",
+                        "verdict": f"{here}:verdict",
+                        "max_prompt_length": longest,
+                        "max_response_length": judge.verdict.longest,
+                        **_device(judge.speed, judge.verdict, speed),
+                    }
+                ]
+            },
+            "sampling": {
+                "prompts_per_step": scenario.prompts,
+                "samples_per_prompt": scenario.samples,
+                "filter": f"{here}:keep",
+                "deterministic": False,
+                "oversampling": scenario.oversampling,
+                "max_oversampling": scenario.max_oversampling,
+            },
+            "training": {
+                "backend": "emulated",
+                "emulated": {"seconds_per_token": 1e-6, "speed": speed},
+                "max_tokens_per_gpu": max(16384, longest),
+            },
+            "placement": {
+                "policy": {"replicas": counts[POLICY]},
+                "trainer": {"ranks": min(2, scenario.num_controllers)},
+            },
+            "checkpoint": {"every": 0},
+            "observe": {"progress": "none", "trace": False, "tensorboard": False},
+        }
+    )
+
+
+def _device(speed: Any, lengths: Any, clock: float) -> dict[str, Any]:
+    names = ("base_s", "per_sequence_s", "prefill_s_per_token")
+    device = {name: getattr(speed, name) for name in names}
+    device |= {"mean_tokens": lengths.start, "sigma": lengths.sigma, "shared": lengths.shared, "speed": clock}
+    return {"max_concurrent": speed.max_concurrent, "emulated": device}
+
+
+def run_emulation(config: Config) -> dict[str, Any]:
+    return asyncio.run(emulate(config))
+
+
+async def emulate(config: Config) -> dict[str, Any]:
+    """A whole run, and what its engines counted. Weights take no time here, so they are busy in rollouts alone."""
+    import psutil
+
+    from gcore.controller import supervise
+    from gcore.controller.build import build_runtime
+    from gcore.controller.plan import make_plan, see_machine
+    from gcore.observe.metrics import read_rows
+
+    plan = make_plan(config, see_machine())
+    supervise.open_folder(config)
+    started = time.monotonic()
+    runtime: Any = build_runtime(config, plan)
+    try:
+        groups: dict[str, Sequence[Any]] = {}
+        start = runtime.start_group
+
+        async def remember(kind: str, *args: Any) -> Any:
+            groups[kind] = await start(kind, *args)
+            return groups[kind]
+
+        runtime.start_group = remember
+        controllers = await supervise._start(runtime, config, plan, "train")
+        ready_s = time.monotonic() - started
+        pids = runtime.processes()
+        await asyncio.gather(*(controller.call("run") for controller in controllers))
+        memory = {name: psutil.Process(pid).memory_full_info().uss / 2**20 for name, pid in pids.items()}
+        busy = {
+            kind: [(await handle.call("stats"))["busy_s"] for handle in handles]
+            for kind, handles in groups.items()
+            if kind.startswith(("engine", "judge"))
+        }
+    finally:
+        runtime.stop()
+    rows = [row for row in read_rows(config.run.folder) if "samples_digest" in row]
+    return {"rows": rows, "busy_s": busy, "ready_s": ready_s, "memory_mb": memory}
+
+
+# ---- side by side ----------------------------------------------------------------------------------------------------
+
+
+def compare(scenario: Scenario, policy_slots: int | None, steps: int, speed: float | None) -> dict[str, Any]:
+    def report(text: str) -> None:
+        print(f"{scenario.name}: {text}", file=sys.stderr, flush=True)
+
+    scenario, ground = scenario.model_copy(update={"steps": steps}), scenario.ground
+    speed = speed or (4.0 if ground.slots <= 32 else 2.0)
+    if policy_slots is None:
+        split = best_split(scenario)
+    else:
+        blocks = policy_slots // ground.block
+        split = split_by(ground, {POLICY: blocks, scenario.judges[0].name: ground.num_blocks - blocks})
+    needed = steps * scenario.prompts / scenario.acceptance.start
+    load = Load(scenario, min(4096, int(1.5 * needed) + 64))
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "prompts.jsonl"
+        load.write(data)
+        config = config_of(scenario, split, data, Path(folder), steps, speed)
+        report(f"{len(split.blocks(POLICY)) * ground.block} of {ground.slots} slots for the policy")
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as own:  # one Ray to a process
+            real = own.submit(run_emulation, config).result()
+        report(f"{len(real['memory_mb'])} processes were ready in {real['ready_s']:.0f} s")
+    emulated_s = [row["timing_s/rollout"] * speed for row in real["rows"]]
+    busy_s = sum(ground.widths[POLICY] * seconds for seconds in real["busy_s"]["engine"])
+    for judge in scenario.judges:
+        busy_s += sum(ground.widths[judge.name] * seconds for seconds in real["busy_s"][f"judge-{judge.name}"])
+    own = simulate(scenario.model_copy(update={"steps": OWN_STEPS}), f"static:{len(split.blocks(POLICY))}")
+    same = simulate_same(scenario, load, split, steps)
+    same_s = [rollout.seconds for rollout in same]
+    sizes: dict[str, list[float]] = {}
+    for name, size in real["memory_mb"].items():
+        sizes.setdefault(name.rpartition("-")[0], []).append(size)
+    return {
+        "name": scenario.name,
+        "slots": ground.slots,
+        "policy_slots": len(split.blocks(POLICY)) * ground.block,
+        "controllers": scenario.num_controllers,
+        "steps": steps,
+        "speed": speed,
+        "emulation_s": statistics.mean(emulated_s),
+        "simulator_s": own.rollout_s / OWN_STEPS,
+        "same_s": statistics.mean(same_s),
+        "emulation_idle": 1 - busy_s / (ground.slots * sum(emulated_s)),
+        "simulator_idle": own.idle,
+        "same_idle": sum(r.idle * r.seconds for r in same) / sum(same_s),
+        "ready_s": real["ready_s"],
+        "processes": len(real["memory_mb"]),
+        "memory_gb": sum(real["memory_mb"].values()) / 1024,
+        "memory_mb": {kind: statistics.mean(found) for kind, found in sizes.items()},
+        "steps_s": {"emulation": emulated_s, "same": same_s, "simulator": [r["rollout_s"] for r in own.steps]},
+    }
+
+
+def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    print(f"rollout phase, mean of {args.steps} steps, emulated seconds; idle share of the slots")
+    columns = (
+        "emulation",
+        "simulator",
+        "",
+        "same draws",
+        "",
+        "idle",
+        "simulator",
+        "same draws",
+        "processes",
+        "ready s",
+    )
+    head = f"{'scenario':14}{'slots':>6}{'policy':>7}" + "".join(f"{name:>11}" for name in (*columns, "GB"))
+    print(head + "\n" + "-" * len(head))
+    for row in results:
+        cells = [f"{row['emulation_s']:.1f}"]
+        for name in ("simulator", "same"):
+            cells += [f"{row[f'{name}_s']:.1f}", f"{row[f'{name}_s'] / row['emulation_s'] - 1:+.1%}"]
+        cells += [f"{row[f'{name}_idle']:.1%}" for name in ("emulation", "simulator", "same")]
+        cells += [str(row["processes"]), f"{row['ready_s']:.0f}", f"{row['memory_gb']:.1f}"]
+        print(f"{row['name']:14}{row['slots']:6}{row['policy_slots']:7}" + "".join(f"{cell:>11}" for cell in cells))
+
+
+def built_in() -> list[Scenario]:
+    return [Scenario.model_validate(document) for document in yaml.safe_load_all(SCENARIOS.read_text())]
+
+
+def main() -> None:
+    args = parse()
+    scenarios = [load_scenario(path) for path in args.scenarios] or built_in()
+    scenarios = [scenario for scenario in scenarios if args.only in scenario.name]
+    results = []
+    for scenario in scenarios:
+        if len(scenario.judges) != 1 or None in (scenario.policy.speed, scenario.judges[0].speed):
+            sys.exit(f"{scenario.name}: expected one judge, and `speed:` sections for policy and judge")
+        results.append(compare(scenario, args.policy_slots, args.steps, args.speed))
+        show(results[-1:], args)
+    show(results, args)
+    if args.json:
+        Path(args.json).write_text(json.dumps({"settings": vars(args), "results": results}, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("scenarios", nargs="*", help="YAML files; default: bench/emulation.yaml")
+    parser.add_argument("--json", help="write the numbers there")
+    parser.add_argument("--only", default="", help="scenarios whose name contains this")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--speed", type=float, help="emulated seconds a second; default: 4, and 2 beyond 32 slots")
+    parser.add_argument("--policy-slots", type=int, help="of the static split; default: the simulator's best")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

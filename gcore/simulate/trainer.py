@@ -1,0 +1,115 @@
+"""A trainer rank that learns nothing and takes its time: real controllers lay out, push, update and save as ever.
+
+    push ──> samples by key ──update: every key of the batch must be there──> slept: seconds_per_token x its tokens
+
+What it offers as weights is one number, the count of its updates: enough for versions, checkpoints and their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gcore.config.base import EmulatedTraining
+from gcore.config.tree import Config
+from gcore.protocols import Stats, Weights
+from gcore.types import Sample, TrainBatch, UserError
+
+FILE = "emulated_trainer.json"
+Key = tuple[int, int]
+
+
+class EmulatedTrainer:
+    """Implements protocols.Trainer, without torch. EmulatedTrainer(seconds_per_token=1e-4, hidden_size=4096)"""
+
+    def __init__(
+        self, seconds_per_token: float, *, hidden_size: int = 128, lr: float = 0.0, rank: int = 0, speed: float = 1.0
+    ) -> None:
+        self.seconds_per_token, self.hidden_size, self.lr = seconds_per_token, hidden_size, lr
+        self.rank, self.speed = rank, speed
+        self.updates = 0
+        self.busy_s = 0.0  # emulated
+        self._samples: dict[Key, Sample] = {}
+
+    async def info(self) -> Stats:
+        """One parameter: what a checkpoint holds, and so what the disk must have room for."""
+        return {"num_parameters": 1.0, "hidden_size": float(self.hidden_size)}
+
+    async def begin(self) -> None:
+        self.updates = 0
+
+    async def push(self, source: int, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            assert sample.key not in self._samples, f"sample {sample.key} pushed twice (now by controller {source})"
+            self._samples[sample.key] = sample
+
+    async def prepare(self, batch: TrainBatch) -> None:
+        """A forward pass: a third of what an update takes."""
+        await self._work(self._of(_keys(batch)), 1 / 3)
+
+    async def update(self, batch: TrainBatch) -> Stats:
+        samples = self._of(_keys(batch))
+        await self._work(samples, 1.0)
+        self._samples.clear()
+        updates = len(batch.mini_batches)
+        self.updates += updates
+        nothing = ("loss", "pg_loss", "entropy", "clipped", "approx_kl", "logprob_diff", "importance_capped")
+        actions = float(sum(int(sample.mask_S.sum()) for sample in samples))
+        return {
+            **dict.fromkeys(nothing, 0.0),
+            **{"importance": actions, "actions": actions, "tokens": float(_tokens(samples))},
+            **{"grad_norm": 0.0, "lr": self.lr * updates, "updates": float(updates), "skipped": 0.0},
+        }
+
+    async def weight_parts(self) -> tuple[int, bool]:
+        return 1, False
+
+    async def weights(self, part: int) -> Weights:
+        return {"emulated.updates": np.array([self.updates])} if self.rank == 0 else {}
+
+    async def save(self, folder: str) -> None:
+        if self.rank == 0:
+            (Path(folder) / FILE).write_text(json.dumps({"updates": self.updates}))
+
+    async def load(self, folder: str) -> None:
+        file = Path(folder) / FILE
+        if not file.is_file():
+            raise UserError(f"{folder} holds no {FILE}: expected a checkpoint made with training.backend=emulated")
+        self.updates = json.loads(file.read_text())["updates"]
+        self._samples.clear()
+
+    def _of(self, keys: Iterable[Key]) -> list[Sample]:
+        """The samples of a batch, each pushed before, or the layout and the hand-over disagree."""
+        wanted = list(keys)
+        missing = [key for key in wanted if key not in self._samples]
+        assert not missing, f"trainer-{self.rank} was never given {missing[:3]} of its {len(wanted)} samples"
+        assert len(set(wanted)) == len(wanted), f"trainer-{self.rank} would train on a sample twice"
+        return [self._samples[key] for key in wanted]
+
+    async def _work(self, samples: Sequence[Sample], share: float) -> None:
+        seconds = share * self.seconds_per_token * _tokens(samples)
+        self.busy_s += seconds
+        await asyncio.sleep(seconds / self.speed)
+
+
+def trainer_of(config: Config, section: EmulatedTraining, rank: int) -> EmulatedTrainer:
+    model = config.model
+    if model.build is not None:
+        width = model.build.hidden_size
+    else:
+        width = json.loads((Path(str(model.path)) / "config.json").read_text()).get("hidden_size", 4096)
+    return EmulatedTrainer(
+        section.seconds_per_token, hidden_size=width, lr=config.training.lr, rank=rank, speed=section.speed
+    )
+
+
+def _keys(batch: TrainBatch) -> Iterable[Key]:
+    return (key for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row)
+
+
+def _tokens(samples: Sequence[Sample]) -> int:
+    return sum(len(sample.tokens_T) for sample in samples)

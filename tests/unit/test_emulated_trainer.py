@@ -1,0 +1,195 @@
+"""The emulated trainer in virtual time, and the sections of the configuration that ask for emulation."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from gcore.config.tree import Config
+from gcore.preparation.balance import lay_out
+from gcore.preparation.samples import meta_of
+from gcore.preparation.workload import CostModel
+from gcore.simulate import VirtualLoop
+from gcore.simulate.trainer import EmulatedTrainer
+from gcore.types import Sample, TrainBatch, UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def sample(prompt: int, length: int, sibling: int = 0) -> Sample:
+    """`length` tokens, two of them the prompt's."""
+    steps, numbers = length - 2, np.zeros(length - 2, np.float32)
+    return Sample(prompt, sibling, np.zeros(length, np.int32), np.ones(steps, np.bool_), numbers, numbers)
+
+
+def laid_out(samples: list[Sample], ranks: int, mini_batches: int = 1) -> list[TrainBatch]:
+    return lay_out(
+        [meta_of(s) for s in samples],
+        step=1,
+        num_ranks=ranks,
+        cost=CostModel(crossover=768.0),
+        objective="policy",
+        mini_batches=mini_batches,
+        max_tokens=64,
+    )
+
+
+def run(main: Callable[[], Awaitable[Any]]) -> Any:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(asyncio.wait_for(main(), 1e6))
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_it_takes_a_third_of_its_time_to_prepare_and_the_whole_to_update():
+    async def main() -> None:
+        trainer = EmulatedTrainer(0.03, speed=2.0, lr=0.5)
+        samples = [sample(n, 10 + n) for n in range(5)]  # 60 tokens
+        (batch,) = laid_out(samples, 1, mini_batches=2)
+        await trainer.push(0, samples[:3])
+        await trainer.push(1, samples[3:])
+        await trainer.prepare(batch)
+        assert now() == pytest.approx(0.3)  # 60 x 0.03 / 3, at twice the speed
+        stats = await trainer.update(batch)
+        assert now() == pytest.approx(1.2)
+        assert trainer.busy_s == pytest.approx(2.4)
+        assert {name: stats[name] for name in ("actions", "importance", "tokens", "updates", "lr", "skipped")} == {
+            "actions": 50.0,
+            "importance": 50.0,
+            "tokens": 60.0,
+            "updates": 2.0,
+            "lr": 1.0,
+            "skipped": 0.0,
+        }
+        await trainer.push(0, samples)  # all were taken
+
+    run(main)
+
+
+def test_ranks_share_the_tokens():
+    async def main() -> list[float]:
+        samples = [sample(n, 12) for n in range(8)]
+        batches, took = laid_out(samples, 2), []
+        for rank, batch in enumerate(batches):
+            trainer, began = EmulatedTrainer(0.01, rank=rank), now()
+            keys = {
+                key for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row
+            }
+            await trainer.push(0, [s for s in samples if s.key in keys])
+            await trainer.update(batch)
+            took.append(now() - began)
+        return took
+
+    assert run(main) == pytest.approx([0.48, 0.48])
+
+
+def test_a_layout_that_asks_for_what_was_not_pushed_is_found():
+    async def main() -> None:
+        trainer, samples = EmulatedTrainer(0.0), [sample(1, 5), sample(2, 5)]
+        (batch,) = laid_out(samples, 1)
+        await trainer.push(0, samples[:1])
+        with pytest.raises(AssertionError, match=r"was never given \[\(2, 0\)\] of its 2"):
+            await trainer.update(batch)
+        with pytest.raises(AssertionError, match="pushed twice"):
+            await trainer.push(0, samples)
+
+    run(main)
+
+
+def test_weights_are_rank_0s_and_a_checkpoint_brings_the_updates_back(tmp_path):
+    async def main() -> None:
+        ranks = [EmulatedTrainer(0.0, rank=rank) for rank in range(2)]
+        batches = laid_out([sample(1, 5), sample(2, 5)], 2)
+        for n, (trainer, batch) in enumerate(zip(ranks, batches, strict=True)):
+            await trainer.begin()
+            for key in [
+                key for mini in batch.mini_batches for micro in mini.micro_batches for r in micro.rows for key in r
+            ]:
+                await trainer.push(n, [sample(key[0], 5)])
+            await trainer.update(batch)
+            await trainer.save(str(tmp_path))
+        assert [p.name for p in tmp_path.iterdir()] == ["emulated_trainer.json"]
+        assert await ranks[0].weight_parts() == (1, False)
+        assert {name: value.tolist() for name, value in (await ranks[0].weights(0)).items()} == {
+            "emulated.updates": [1]
+        }
+        assert await ranks[1].weights(0) == {}
+        others = [EmulatedTrainer(0.0, rank=rank) for rank in range(3)]
+        for trainer in others:
+            await trainer.load(str(tmp_path))
+        assert [trainer.updates for trainer in others] == [1, 1, 1]
+        with pytest.raises(UserError, match=r"training\.backend=emulated"):
+            await ranks[0].load(str(tmp_path / "elsewhere"))
+        assert await ranks[0].info() == {"num_parameters": 1.0, "hidden_size": 128.0}
+
+    run(main)
+
+
+# ---- configuration
+
+
+def recipe(**top: Any) -> dict[str, Any]:
+    return {
+        "model": {"build": {}},
+        "data": {"train": {"task": "arithmetic"}, "max_prompt_length": 32},
+        "generation": {"engine": "emulated", "emulated": {}, "max_response_length": 32},
+        "rewards": {"functions": [{"name": "exact", "path": "gcore.rewarding.rules:exact_answer"}]},
+        "training": {"backend": "emulated", "emulated": {}},
+        **top,
+    }
+
+
+def test_a_recipe_may_emulate_everything_or_the_engines_alone():
+    assert Config.model_validate(recipe()).generation.emulated is not None
+    assert Config.model_validate(recipe(training={})).training.backend == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("top", "words"),
+    [
+        (
+            {"generation": {"engine": "emulated", "max_response_length": 32}},
+            "engine=emulated, section `emulated` is missing",
+        ),
+        ({"generation": {"emulated": {}, "max_response_length": 32}}, "engine=embedded, section `emulated` is there"),
+        ({"training": {"backend": "emulated"}}, "section `training.emulated` is missing"),
+        ({"training": {"emulated": {}}}, "training.backend=fsdp, section `training.emulated` is there"),
+        ({"generation": {"max_response_length": 32}}, "has no weights to give, got generation.engine=embedded"),
+        (
+            {"training": {"backend": "emulated", "emulated": {"speed": 3.0}}},
+            r"one clock, got emulated.speed \[1.0, 3.0\]",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(top, words):
+    with pytest.raises(ValidationError, match=words):
+        Config.model_validate(recipe(**top))
+
+
+def test_emulated_roles_are_built_without_torch():
+    """A hundred of their processes must fit a laptop."""
+    code = f"""
+import sys
+from gcore.config.tree import Config
+from gcore.controller.build import build_engine, build_judge, build_trainer
+from gcore.protocols import Rendezvous
+config = Config.model_validate({recipe()!r} | {{"rewards": {{"judges": [{{"name": "judge", "model": {{"build": {{}}}},
+    "template": "{{{{ response }}}}", "engine": "emulated", "emulated": {{"mean_tokens": 7, "sigma": 0}}}}]}}}})
+here = Rendezvous(1, 2, None)
+engine, judge = build_engine(config, None, here), build_judge(config, None, "judge", here)
+trainer = build_trainer(config, None, here)
+print(engine.max_length, judge.pace.max_concurrent, trainer.rank, trainer.hidden_size)
+print([m for m in ("torch", "ray", "transformers") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout.split("\n")[:2], done.returncode) == (["64 256 1 128", "[]"], 0), done.stderr
