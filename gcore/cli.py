@@ -1,4 +1,7 @@
-"""The command line: `gcore train | eval | sft | train-rm | export | doctor`. Exit code 2: the user's to mend."""
+"""The command line: `gcore train | eval | sft | train-rm | plan | simulate | export | report | doctor`.
+
+Exit code 2: your turn.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,22 @@ from gcore import __version__
 from gcore.types import UserError
 
 OVERRIDES = "key=value pairs that replace keys of the recipe, for example training.lr=1e-5 controllers=4"
+
+PLAN_OPTIONS: tuple[tuple[str, int | float | None, str], ...] = (
+    ("prompts", 256, "prompts a step trains on"),
+    ("samples", 16, "responses to each"),
+    ("prompt-length", 512, "tokens of a prompt"),
+    ("response-length", 2048, "tokens of a response, on average"),
+    ("max-response-length", None, "where responses are cut; default: four times the mean"),
+    ("sigma", 0.8, "spread of response lengths (log-normal)"),
+    ("acceptance", 1.0, "share of groups that dynamic sampling keeps"),
+    ("verdict-length", 512, "tokens of a judge's verdict, on average"),
+    ("repeats", 1, "verdicts a response and judge"),
+    ("logprob-passes", 0, "of the trainer: one for old logprobs (several mini-batches), one for a reference"),
+    ("max-tokens-per-gpu", 16384, "tokens of a micro-batch in training"),
+    ("policy-tp", None, "tensor parallel of the policy, 1, 2, 4 or 8; default: chosen"),
+    ("judge-tp", None, "tensor parallel of the judges; default: chosen"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +101,39 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("source", help="runs/NAME (its last checkpoint) or runs/NAME/step_N")
     export.add_argument("folder", help="where to write")
+    report = add(
+        "report",
+        _report,
+        "One HTML page about a run, a simulation or several: who had the devices, and what came of it.",
+    )
+    report.add_argument(
+        "sources", nargs="+", metavar="RUN|SIMULATION.json", help="runs/NAME, or a file of `gcore simulate`"
+    )
+    report.add_argument("-o", "--output", metavar="FILE.html", help="where to write; else beside the run or simulation")
+    plan = add("plan", _plan, "Before renting GPUs: does it fit, how long is a step, which placement wins.")
+    plan.add_argument("--model", required=True, help="the policy: a size (32B, 30B-A3B) or a folder with config.json")
+    plan.add_argument("--judge", action="append", default=[], help="a generative judge, likewise; may be given again")
+    plan.add_argument("--gpus", type=int, required=True, help="how many")
+    plan.add_argument("--gpu", default="h100", help="which: h100, h200, h20, a100, b200; default %(default)s")
+    for name, default, text in PLAN_OPTIONS:
+        shown = text if default is None else f"{text}; default %(default)s"
+        plan.add_argument(f"--{name}", type=float if isinstance(default, float) else int, default=default, help=shown)
+    plan.add_argument("--swap-s", type=float, help="seconds to put one engine in another's place; default: estimated")
+    plan.add_argument("--price", type=float, help="dollars an hour and GPU; default: a round assumption")
+    plan.add_argument("--mode", action="append", help="colocated, static, dynamic or disaggregated; default: all")
+    plan.add_argument("--json", metavar="FILE", help="write the whole answer there as well")
+    simulate = add("simulate", _simulate, "A training run on a cluster, event by event, under several placements.")
+    simulate.add_argument("scenario", help="YAML file, see scenarios/")
+    simulate.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the scenario, slots=128 steps=50")
+    simulate.add_argument(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help="dynamic, colocated, colocated-early, static:N (blocks of the policy), best-static, proportional, "
+        "paper or oracle; may be given again; default: dynamic, colocated, best-static",
+    )
+    simulate.add_argument("--oracle", action="store_true", help="and the best way of many, step by step; slow")
+    simulate.add_argument("--json", metavar="FILE", help="write the first policy's run there, for `gcore report FILE`")
     add("doctor", _doctor, "What is installed, which backends are usable, and how to get the rest.")
     return parser
 
@@ -156,6 +208,62 @@ def _export(args: argparse.Namespace) -> int:
 
     difference = export(Path(args.source), Path(args.folder))
     print(f"wrote {args.folder}; reloaded, logits differ by at most {difference:.1e}")
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from gcore.observe.page import page_path, write_page
+
+    sources = [Path(source) for source in args.sources]
+    print(f"wrote {write_page(sources, Path(args.output) if args.output else page_path(sources))}")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import json
+
+    from gcore.simulate.costs import gpu_of, shape_of
+    from gcore.simulate.plan_table import show
+    from gcore.simulate.planner import plan
+    from gcore.simulate.question import Constraints, Workload, modes_of
+
+    asked = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in PLAN_OPTIONS}
+    limits = {name: asked.pop(name) for name in ("policy_tp", "judge_tp", "max_tokens_per_gpu")}
+    answer = plan(
+        shape_of(args.model),
+        [shape_of(judge, "--judge") for judge in args.judge],
+        args.gpus,
+        gpu_of(args.gpu),
+        Workload(**{name: value for name, value in asked.items() if value is not None}),
+        Constraints(**limits, modes=modes_of(args.mode), swap_s=args.swap_s, price=args.price),
+    )
+    show(answer)
+    if args.json:
+        try:
+            Path(args.json).write_text(json.dumps(answer.as_json(), indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"--json {args.json}: cannot be written ({error.strerror})") from error
+    return 0 if answer.best else 1
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from gcore.simulate.scenario import load_scenario
+    from gcore.simulate.table import USUAL, compare, show
+
+    scenario = load_scenario(args.scenario, args.overrides)
+    names = [*(args.policy or USUAL), *(["oracle"] if args.oracle else [])]
+    progress = (lambda line: print(f"\r{line}\033[K", end="", file=sys.stderr)) if sys.stderr.isatty() else None
+    runs = compare(scenario, list(dict.fromkeys(names)), *([progress] if progress else []))
+    if progress:
+        progress("")
+    show(scenario, runs)
+    if args.json:
+        first, *_ = runs.values()
+        try:
+            first.write(Path(args.json), runs)
+        except OSError as error:
+            raise UserError(f"--json {args.json}: cannot be written ({error.strerror})") from error
+        print(f"wrote {args.json}; `gcore report {args.json}` draws it")
     return 0
 
 

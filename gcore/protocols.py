@@ -45,7 +45,10 @@ class Engine(Protocol):
         """Take it again, all or by tags: "weights", "kv_cache". Returns `seconds` and `taken_gb`."""
         ...
 
-    async def stats(self) -> Stats: ...
+    async def stats(self) -> Stats:
+        """`running` and `waiting` requests, `running_tokens` made by those that run; since the start: seconds with
+        something to do, `busy_s`, and `generated_tokens`."""
+        ...
 
 
 class Rewarder(Protocol):

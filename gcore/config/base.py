@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -67,22 +68,86 @@ class Model(Section):
         return self
 
 
+class EmulatedDevice(Section):
+    base_s: Annotated[float, Field(gt=0)] = 0.02
+    """Seconds of a decoding step before its first sequence."""
+    per_sequence_s: NonNegative = 0.0
+    """What each running sequence adds to a step."""
+    prefill_s_per_token: NonNegative = 0.0
+    """Seconds of a prompt token; prompts are read one after another, and nothing is decoded meanwhile."""
+    sleep_s: NonNegative = 0.0
+    """Giving the memory back."""
+    wake_s: NonNegative = 0.0
+    """Taking it again."""
+    weights_s: NonNegative = 0.0
+    """New weights from the trainer."""
+    mean_tokens: Annotated[float, Field(ge=1)] = 256.0
+    """Mean length of a response, before it is cut; log-normal."""
+    sigma: NonNegative = 0.8
+    """Spread of the lengths: standard deviation of the logarithm."""
+    shared: Fraction = 0.0
+    """How much of that variance is the prompt's: its responses have it in common."""
+    speed: Annotated[float, Field(gt=0)] = 1.0
+    """Emulated seconds that pass in a second; everything emulated in a run has the same."""
+
+
+class EmulatedTraining(Section):
+    seconds_per_token: NonNegative = 1e-5
+    """Seconds of one rank for a token that it trains on, prompts included."""
+    speed: Annotated[float, Field(gt=0)] = 1.0
+    """Emulated seconds that pass in a second; everything emulated in a run has the same."""
+
+
 class Serving(Section):
     """How a language model is served, as policy or as judge."""
 
-    engine: Literal["embedded", "vllm"] = "embedded"
-    """`embedded`: transformers models in G-Core's own batched engine; `vllm`: vLLM, which must be installed."""
+    engine: Literal["embedded", "vllm", "sglang", "emulated"] = "embedded"
+    """`embedded`: transformers models in G-Core's own batched engine; `vllm`, `sglang`: vLLM or SGLang, which must be
+    installed, see docs/engines.md; `emulated`: random tokens from a device whose time is slept, see
+    docs/placement.md."""
+    emulated: EmulatedDevice | None = None
+    """`emulated`: how fast that device is, and how much it says."""
     max_concurrent: PositiveInt = 256
     """Sequences a replica decodes at once; more wait in its queue."""
+    min_step_s: NonNegative = 0.0
+    """Embedded: a decoding step takes at least so many seconds: a slower device, emulated."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it runs; `auto`: as `training.device`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of its weights; `auto`: float32 on CPU, bfloat16 on GPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """vLLM: share of the GPU's memory for weights and KV cache."""
+    """vLLM, SGLang: share of the GPU's memory for weights and KV cache."""
     tensor_parallel: PositiveInt = 1
-    """vLLM: GPUs of one replica."""
+    """vLLM, SGLang: GPUs of one replica."""
     eager: bool = False
-    """vLLM: neither compile nor capture CUDA graphs: starts sooner, decodes slower."""
+    """vLLM, SGLang: neither compile nor capture CUDA graphs: starts sooner, decodes slower."""
     seeds: bool | Auto = "auto"
-    """vLLM: give every request a seed of its own, so that samples repeat; costs speed on GPUs. `auto`: on CPU."""
+    """vLLM, SGLang: give every request a seed of its own, so that samples repeat; costs speed on GPUs. `auto`: on
+    CPU."""
+
+    @model_validator(mode="after")
+    def _device(self) -> Self:
+        if (self.engine == "emulated") != (self.emulated is not None):
+            raise ValueError(
+                f"engine={self.engine}, section `emulated` is {'there' if self.emulated else 'missing'}: "
+                "engine=emulated needs it, and no other engine has it"
+            )
+        return self
+
+
+def check_emulated(backend: str, training: EmulatedTraining | None, policy: Serving, judges: Sequence[Serving]) -> None:
+    """What is emulated fits together, or ValueError."""
+    if (backend == "emulated") != (training is not None):
+        raise ValueError(
+            f"training.backend={backend}, section `training.emulated` is {'there' if training else 'missing'}: "
+            "backend=emulated needs it, and no other backend has it"
+        )
+    if training is not None and policy.engine != "emulated":
+        raise ValueError(
+            f"training.backend=emulated has no weights to give, got generation.engine={policy.engine}; expected "
+            "generation.engine=emulated"
+        )
+    sections = (training, policy.emulated, *(judge.emulated for judge in judges))
+    speeds = sorted({section.speed for section in sections if section is not None})
+    if len(speeds) > 1:
+        raise ValueError(f"everything emulated in a run shares one clock, got emulated.speed {speeds}; expected one")

@@ -13,7 +13,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gcore.config.base import Auto, Count, Fraction, NonNegative, PositiveInt, Section, Serving
+from gcore.config.base import (
+    Auto,
+    Count,
+    EmulatedTraining,
+    Fraction,
+    NonNegative,
+    PositiveInt,
+    Seconds,
+    Section,
+    Serving,
+    check_emulated,
+)
 from gcore.config.base import BuildModel as BuildModel
 from gcore.config.base import Model as Model
 from gcore.config.rewards import HttpReward as HttpReward
@@ -136,6 +147,9 @@ class Sampling(Section):
     """Dynamic sampling draws at most so many times `prompts_per_step` prompts a step."""
     on_exhausted: Literal["train", "stop"] = "train"
     """When that many were drawn and groups are still missing: train on what there is, or end the run."""
+    oversampling: Annotated[float, Field(ge=1)] = 1.0
+    """Dynamic sampling: start so many times the groups that are missing, beyond what the acceptance rate asks for. The
+    step does not wait for the slowest, and what is too much is aborted."""
     max_oversampling: Annotated[float, Field(ge=1)] = 4.0
     """How many times the missing groups may be started at once; how many are follows from the share accepted lately."""
     surplus: Literal["abort", "keep"] = "abort"
@@ -190,8 +204,10 @@ class WarmStart(Section):
 
 
 class Training(Section):
-    backend: Literal["fsdp"] = "fsdp"
-    """`fsdp`: PyTorch FSDP2."""
+    backend: Literal["fsdp", "emulated"] = "fsdp"
+    """`fsdp`: PyTorch FSDP2; `emulated`: learns nothing, and sleeps as long as it would take."""
+    emulated: EmulatedTraining | None = None
+    """`emulated`: how fast it is."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -240,6 +256,21 @@ class TrainerPlacement(Section):
 
 
 class Placement(Section):
+    mode: Literal["shared", "static", "dynamic", "colocated"] = "shared"
+    """Who has which devices while samples are made. `shared`: every role has its own replicas, awake all the time.
+    The others divide `slots` among the policy and the judges, one role to a slot at a time. `static`: as `split` says;
+    `dynamic`: slots change hands while the run goes on, see docs/placement.md; `colocated`: all slots generate, then
+    all judge."""
+    slots: PositiveInt | Auto = "auto"
+    """Devices to divide; `auto`: the GPUs, or the CPU cores. A replica takes `tensor_parallel` of them, and every role
+    has a replica for every place, asleep where another role has the slot; `replicas` does not apply."""
+    split: dict[str, PositiveInt] = {}
+    """Slots of each role by its name, `policy` and the judges': `{policy: 3, judge: 1}`. `static` keeps them; default:
+    evenly."""
+    look_s: Seconds = 0.25
+    """Seconds between two looks at who has how much to do; at least a hundredth of the last rollout."""
+    move_timeout_s: Seconds = 120.0
+    """A move that takes longer is taken back."""
     policy: PolicyPlacement = PolicyPlacement()
     """The policy's engines."""
     trainer: TrainerPlacement = TrainerPlacement()
@@ -320,6 +351,10 @@ class Config(Section):
                 "runtime=local has one process and so one trainer rank; got "
                 f"placement.trainer.ranks={self.placement.trainer.ranks} (use runtime=ray)"
             )
+        if self.placement.mode != "shared":
+            self._can_place()
+        training = self.training
+        check_emulated(training.backend, training.emulated, self.generation, self.rewards.judges)
         longest = self.data.max_prompt_length + self.generation.max_response_length
         if longest > self.training.max_tokens_per_gpu:
             raise ValueError(
@@ -332,3 +367,19 @@ class Config(Section):
                 f"model.build.max_length={self.model.build.max_length}"
             )
         return self
+
+    def _can_place(self) -> None:
+        mode, roles = self.placement.mode, ["policy", *(judge.name for judge in self.rewards.engine_judges)]
+        if len(roles) < 2:
+            raise ValueError(
+                f"placement.mode={mode} divides slots between the policy and judges; rewards.judges has none"
+            )
+        if self.sampling.staleness:
+            raise ValueError(
+                f"placement.mode={mode} needs sampling.max_staleness=0 and sampling.surplus=abort: between steps the "
+                "devices are the trainer's"
+            )
+        if strange := sorted(set(self.placement.split) - set(roles)):
+            raise ValueError(f"placement.split names {strange}; expected {roles}")
+        if self.placement.split and set(self.placement.split) != set(roles):
+            raise ValueError(f"placement.split={self.placement.split} must name all of {roles}")

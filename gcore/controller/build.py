@@ -20,7 +20,7 @@ import numpy as np
 
 from gcore.config.tree import Config, Generation, Judge, Model
 from gcore.controller.plan import Plan
-from gcore.protocols import Group, Handle, Rendezvous, Runtime
+from gcore.protocols import Group, Handle, Rendezvous, Runtime, Trainer
 from gcore.types import Completion, Ints, Request, SamplingParams, Scored, UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from gcore.rewarding.rewarder import Blend
     from gcore.rewarding.scalar import ScalarModel
     from gcore.rewarding.source import Source
-    from gcore.training.fsdp import FsdpTrainer
     from gcore.training.state import Way
 
 
@@ -56,9 +55,10 @@ def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
     return _serve(config, plan, name, rendezvous, config.model, generation, longest)
 
 
-def build_judge(config: Config, plan: Plan, index: int, rendezvous: Rendezvous) -> Engine:
-    """A replica of the judge rewards.judges[index]: an engine that never takes new weights."""
-    judge = config.rewards.judges[index]
+def build_judge(config: Config, plan: Plan, judge_name: str, rendezvous: Rendezvous) -> Engine:
+    """A replica of the judge of this name: an engine that never takes new weights."""
+    judge = next(judge for judge in config.rewards.judges if judge.name == judge_name)
+    assert judge.model is not None
     longest = judge.max_prompt_length + judge.max_response_length
     name = f"judge-{judge.name}-{rendezvous.rank}"
     return _serve(config, plan, name, rendezvous, judge.model, judge, longest)
@@ -73,6 +73,10 @@ def _serve(
     serving: Generation | Judge,
     max_length: int,
 ) -> Engine:
+    if serving.emulated is not None:
+        from gcore.simulate.engine import engine_of
+
+        return engine_of(serving, serving.emulated, model, max_length)
     quiet()
     from gcore.models import load_model, pick_device, pick_dtype
     from gcore.observe.trace import Tracer
@@ -80,8 +84,8 @@ def _serve(
 
     device = pick_device(_device(config, serving.device), rendezvous.rank)
     dtype, tracer = pick_dtype(serving.dtype, device), Tracer(trace_folder(config), name)
-    if serving.engine == "vllm":
-        return _vllm(config, plan, model, serving, max_length, str(dtype).removeprefix("torch."), device, tracer)
+    if serving.engine in ("vllm", "sglang"):
+        return _library(config, plan, model, serving, max_length, str(dtype).removeprefix("torch."), device, tracer)
     from gcore.generation.embedded import EmbeddedEngine
 
     network = load_model(model, load_tokenizer(model), config.run.seed, dtype, device)
@@ -90,11 +94,12 @@ def _serve(
         max_concurrent=serving.max_concurrent,
         max_length=max_length,
         threads=plan.engine_threads,
+        min_step_s=serving.min_step_s,
         tracer=tracer,
     )
 
 
-def _vllm(
+def _library(
     config: Config,
     plan: Plan,
     model: Model,
@@ -104,31 +109,38 @@ def _vllm(
     device: torch.device,
     tracer: Tracer,
 ) -> Engine:
-    from gcore.generation.vllm import VllmEngine
-    from gcore.generation.vllm_core import VllmOptions
     from gcore.models import save_built
     from gcore.prompts.tokenizer import load_tokenizer
 
-    options = VllmOptions(
-        max_concurrent=serving.max_concurrent,
-        max_length=max_length,
-        dtype=dtype,
-        memory_fraction=serving.gpu_memory_utilization,
-        threads=plan.engine_threads,
-        tensor_parallel=serving.tensor_parallel,
-        eager=serving.eager,
-        sleep=bool(sleep_level(config)) and serving is config.generation,
-        seeds=serving.seeds if serving.seeds != "auto" else device.type == "cpu",
-        seed=config.run.seed % 2**31,
-    )
+    options: dict[str, Any] = {
+        "max_concurrent": serving.max_concurrent,
+        "max_length": max_length,
+        "dtype": dtype,
+        "memory_fraction": serving.gpu_memory_utilization,
+        "threads": plan.engine_threads,
+        "tensor_parallel": serving.tensor_parallel,
+        "eager": serving.eager,
+        "sleep": bool(sleep_level(config)) and (serving is config.generation or plan.ground is not None),
+        "seeds": serving.seeds if serving.seeds != "auto" else device.type == "cpu",
+        "seed": config.run.seed % 2**31,
+    }
     folder = Path(model.path) if model.path is not None else save_built(model, load_tokenizer(model), config.run.seed)
-    return VllmEngine(folder, options, tracer)
+    if serving.engine == "sglang":
+        from gcore.generation.sglang import SglangEngine
+        from gcore.generation.sglang_core import SglangOptions
+
+        ends = config.runtime == "ray"  # there, a process that dies is noticed and brought back
+        return SglangEngine(folder, SglangOptions(**options, device=device.type, dies_with_scheduler=ends), tracer)
+    from gcore.generation.vllm import VllmEngine
+    from gcore.generation.vllm_core import VllmOptions
+
+    return VllmEngine(folder, VllmOptions(**options), tracer)
 
 
 def sleep_level(config: Config) -> int:
     """How deep the policy's engines sleep while the trainer works."""
     level = config.generation.sleep
-    if config.generation.engine != "vllm" or config.sampling.staleness:
+    if config.generation.engine not in ("vllm", "sglang", "emulated") or config.sampling.staleness:
         return 0
     if level != "auto":
         return level
@@ -156,7 +168,11 @@ def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous)
     )
 
 
-def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> FsdpTrainer:
+def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer:
+    if config.training.emulated is not None:
+        from gcore.simulate.trainer import trainer_of
+
+        return trainer_of(config, config.training.emulated, rendezvous.rank)
     quiet()
     import torch
 
@@ -231,6 +247,7 @@ def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rende
         load_filter(config.sampling.filter),
         sleep_level(config),
         Tracer(trace_folder(config), f"controller-{rendezvous.rank}"),
+        plan.ground,
     )
 
 
@@ -260,9 +277,17 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> B
         functions = enumerate(rewards.functions)
         sources += [FunctionSource(f, rewards.attempts, f"rewards.functions.{i}") for i, f in functions]
     scorers = {spec.name: ScorerPool(roles.scorers.get(spec.name, ()), rank) for spec in rewards.models}
-    judges = {spec.name: EnginePool(roles.judges.get(spec.name, ()), rank) for spec in rewards.judges}
+    judges = {
+        spec.name: EnginePool.for_controller(
+            roles.judges.get(spec.name, ()), rank, plan.controllers, spec.max_concurrent
+        )
+        for spec in rewards.judges
+        if spec.url is None
+    }
+    for name, pool in judges.items():
+        pool.role = name
     sources += [_scalar_source(config, i, scorers[spec.name]) for i, spec in enumerate(rewards.models)]
-    sources += [_judge_source(config, i, judges[spec.name]) for i, spec in enumerate(rewards.judges)]
+    sources += [_judge_source(config, i, judges.get(spec.name)) for i, spec in enumerate(rewards.judges)]
     sources += [HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)]
     return Blend(sources, pools=[*scorers.values(), *judges.values()])
 
@@ -275,18 +300,29 @@ def _scalar_source(config: Config, index: int, pool: ScorerPool) -> Source:
     return ScalarSource(spec, load_tokenizer(spec.model), pool.score, config.rewards.attempts)
 
 
-def _judge_source(config: Config, index: int, pool: EnginePool) -> Source:
+def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source:
+    """`pool`: its replicas, of which a judge behind a URL has none."""
     from gcore.generation.noise import noise_key
     from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
     from gcore.rewarding.judge import JudgeSource
+    from gcore.rewarding.voice import EngineVoice, RemoteVoice
 
-    spec = config.rewards.judges[index]
-    tokenizer = load_tokenizer(spec.model)
+    spec, place = config.rewards.judges[index], f"rewards.judges.{index}"
+
+    def noise(key: tuple[object, ...]) -> int:
+        return noise_key(config.run.seed, "judge", *key)
+
+    if spec.model is None or pool is None:
+        return JudgeSource(spec, RemoteVoice(spec, noise, place), place)
 
     async def ask(tokens_P: Ints, params: SamplingParams, key: tuple[object, ...]) -> Completion:
-        return (await pool.generate([Request(tokens_P, params, noise_key(config.run.seed, "judge", *key))]))[0]
+        _, prompt, *_ = key  # a prompt's number, or a word where a workflow asks: see JudgeSource
+        priority, near = (prompt, key[:2]) if isinstance(prompt, int) else (0, None)
+        return (await pool.generate([Request(tokens_P, params, noise(key))], priority, near))[0]
 
-    return JudgeSource(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, f"rewards.judges.{index}")
+    tokenizer = load_tokenizer(spec.model)
+    voice = EngineVoice(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place)
+    return JudgeSource(spec, voice, place)
 
 
 def load_workflow(path: str) -> Workflow:

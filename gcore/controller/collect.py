@@ -26,7 +26,7 @@ from gcore.protocols import Group
 from gcore.types import Prompt, RewardError, Scored, UserError
 
 TICK_S = (0.01, 0.05)  # least and most time between two ticks
-EMA = 0.7  # how much of the old acceptance rate stays
+PRIOR = 0.25  # the last step's acceptance rate counts as much as so many times a step's groups
 Filter = Callable[[list[Scored]], tuple[bool, str]]
 
 
@@ -253,12 +253,17 @@ class Collector:
     def close(self) -> None:
         self._cancel()
 
+    def progress(self) -> tuple[float, int, int, int, float]:
+        """For placement: this controller's share of the target, groups kept, decided on, under way; acceptance rate."""
+        return self.board.target / self._size, len(self.ready), len(self._rewards), len(self._running), self._rate_now()
+
     # ---- prompts --------------------------------------------------------------------------------------------------
 
     def _aim(self, horizon: int) -> None:
         """This controller's share of what is missing until `horizon` groups are there, over all controllers."""
         told = len(self.ready) - len(self._kept)  # the board knows of these; the others count towards what is missing
-        self._share = told + max(0, horizon - len(self.board.kept)) / self._size
+        extra = (self._sampling.oversampling - 1) * self._sampling.prompts_per_step if horizon else 0.0
+        self._share = told + max(0.0, horizon + extra - len(self.board.kept)) / self._size
         self._fill()
 
     def _fill(self) -> None:
@@ -277,9 +282,9 @@ class Collector:
         return len(self.ready) + len(self._running) * rate < self._share
 
     def _rate_now(self) -> float:
-        """Share of groups that pass, with what this step has seen so far."""
-        share = self.board.accepted_share()
-        return self.rate if share is None else EMA * self.rate + (1 - EMA) * share
+        """Share of groups that pass: the last step's, and more and more what this step has seen."""
+        prior, board = PRIOR * self.board.target, self.board
+        return (prior * self.rate + board.seen) / (prior + board.seen + len(board.dropped))
 
     def _draw(self) -> int:
         if self._first:

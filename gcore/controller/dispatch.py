@@ -7,7 +7,7 @@ holds them to the rank that trains on them. Rank r is driven by controller r mod
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from gcore.config.tree import Config
@@ -91,12 +91,15 @@ class Dispatcher:
         self._asleep = True
         await self._group.all_gather("engines at rest", None)
 
-    async def sync_weights(self, version: int) -> None:
-        """Controller 0 sets it going; the weights themselves pass through no controller."""
+    async def sync_weights(self, version: int, engines: Mapping[int, Handle] | None = None) -> None:
+        """Controller 0 sets it going; the weights themselves pass through no controller. Default: to all engines."""
         if self._group.rank == 0:
             if self._asleep:
                 self._measure("wake_weights", await self._on_engines("wake", "weights"))
-            await transfer(self._trainers, self._engines.alive(), version)
+            living = self._engines.alive()
+            await transfer(
+                self._trainers, {i: e for i, e in living.items() if engines is None or i in engines}, version
+            )
             if self._asleep:
                 self._measure("wake_cache", await self._on_engines("wake", "kv_cache"))
         self._asleep = False

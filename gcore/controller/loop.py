@@ -20,6 +20,7 @@ from gcore.controller.collect import Collected, Filter
 from gcore.controller.session import Session
 from gcore.controller.workflow import Workflow
 from gcore.observe.trace import Tracer
+from gcore.placement.plan import Ground
 from gcore.preparation.samples import make_samples
 from gcore.protocols import Group, Handle, Rewarder
 from gcore.types import SampleMeta, TrainBatch
@@ -40,15 +41,17 @@ class Controller:
         keep: Filter,
         sleep_level: int,
         tracer: Tracer,
+        ground: Ground | None = None,
     ) -> None:
         self.config, self.group = config, group
         roles = engines, trainers, tokenizer, rewarder, workflow
-        self.session = Session(config, group, *roles, keep, sleep_level, tracer)
+        self.session = Session(config, group, *roles, keep, sleep_level, tracer, ground)
+        replicas = self.session.replicas
         self.status, self.bury, self.restore, self.admit = (
             self.session.status,
-            self.session.bury,
-            self.session.restore,
-            self.session.admit,
+            replicas.bury,
+            replicas.restore,
+            replicas.admit,
         )
 
     async def run(self) -> None:
@@ -58,7 +61,7 @@ class Controller:
             step = session.step + 1
             with session.timed("step"):
                 collected = await self.rollout(step)
-                async with session.trainers_in_use:
+                async with session.replicas.trainers_in_use:
                     metas, batches = await self.preparation(step, collected)
                     stats = await self.training(step, batches)
                     await self.weights(step)
@@ -75,8 +78,9 @@ class Controller:
 
     async def rollout(self, step: int) -> Collected:
         with self.session.timed("rollout", step):
-            collected = await self.session.collector.step(step)
-            await self.session.dispatcher.rest()
+            async with self.session.placing(step):
+                collected = await self.session.collector.step(step)
+            await self.session.rest(step)
             return collected
 
     async def preparation(self, step: int, collected: Collected) -> tuple[list[SampleMeta], list[TrainBatch]]:

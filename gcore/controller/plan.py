@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from gcore.config.tree import Config
+from gcore.placement.plan import POLICY, Ground, Split, shares, split_by
 from gcore.types import UserError
 
 MAX_AUTO = 4  # processes of a role on CPU: beyond that, threads do as well and memory is better spent
@@ -30,8 +31,9 @@ class Plan:
     object_store_mb: int
     gpus: int
     reward_workers: int  # of each controller
-    judges: dict[str, int] = field(default_factory=dict)  # name -> engine replicas
+    judges: dict[str, int] = field(default_factory=dict)  # name -> engine replicas; those behind a URL have none
     scorers: dict[str, int] = field(default_factory=dict)  # name -> replicas of the scalar model
+    ground: Ground | None = None  # what placement.mode divides; None: shared
 
     @property
     def gpu_share(self) -> float:
@@ -58,7 +60,13 @@ class Plan:
             + "".join(f", {count} x scorer {name}" for name, count in self.scorers.items())
             + (f", {self.reward_workers} reward worker(s) a controller" if self.reward_workers else "")
             + (" - all in one process (runtime=local)" if config.runtime == "local" else ""),
+            *(f"judge        {j.name} at {j.url.partition('?')[0]}" for j in config.rewards.judges if j.url),
             f"devices      {f'{self.gpus} GPU(s), engine and trainer rank i share GPU i' if self.gpus else 'CPU'}",
+            *(
+                [f"placement    {config.placement.mode}: {self.ground.slots} slots in {self.ground.num_blocks} places"]
+                if self.ground
+                else []
+            ),
             f"files        {config.run.folder}",
         ]
 
@@ -88,6 +96,11 @@ def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
     if ranks % shard:
         raise UserError(f"placement.trainer.shard={shard} must divide the number of ranks, {ranks}")
     controllers = config.controllers if config.controllers != "auto" else ranks
+    judges = {judge.name: judge.replicas for judge in config.rewards.engine_judges}
+    ground = _ground(config, gpus or machine.cores)
+    if ground is not None:  # every role has a replica for every place
+        engines, *counts = (ground.num_blocks * ground.per_block(role) for role in ground.roles)
+        judges = dict(zip(judges, counts, strict=True))
     return Plan(
         controllers=controllers,
         engines=engines,
@@ -100,9 +113,42 @@ def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
         else 256 + 2 * model_mb,
         gpus=min(gpus, max(ranks, engines)),
         reward_workers=_reward_workers(config, machine, controllers),
-        judges={judge.name: judge.replicas for judge in config.rewards.judges},
+        judges=judges,
         scorers={model.name: model.replicas for model in config.rewards.models},
+        ground=ground,
     )
+
+
+def _ground(config: Config, devices: int) -> Ground | None:
+    placement = config.placement
+    if placement.mode == "shared":
+        return None
+    widths = {POLICY: config.generation.tensor_parallel}
+    widths |= {judge.name: judge.tensor_parallel for judge in config.rewards.engine_judges}
+    ground = Ground(devices if placement.slots == "auto" else placement.slots, widths)
+    first_split(config, ground)
+    return ground
+
+
+def first_split(config: Config, ground: Ground) -> Split:
+    """placement.split, given in slots; evenly where nothing is given. `colocated` begins with the policy."""
+    given = config.placement.split
+    if config.placement.mode == "colocated" or ground.num_blocks < len(ground.roles):
+        if config.placement.mode != "colocated":
+            raise UserError(
+                f"placement.slots={ground.slots} are {ground.num_blocks} place(s) for {len(ground.roles)} roles; use "
+                "placement.mode=colocated, or more slots"
+            )
+        return Split((POLICY,) * ground.num_blocks)
+    if not given:
+        return shares(ground, dict.fromkeys(ground.roles, 1.0))
+    odd = {role: slots for role, slots in given.items() if slots % ground.block}
+    if odd or sum(given.values()) != ground.slots:
+        raise UserError(
+            f"placement.split={given}: expected multiples of {ground.block}, the widest tensor_parallel, that add up "
+            f"to placement.slots={ground.slots}"
+        )
+    return split_by(ground, {role: given[role] // ground.block for role in ground.roles})
 
 
 def _reward_workers(config: Config, machine: Machine, controllers: int) -> int:

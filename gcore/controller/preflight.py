@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import shutil
 from pathlib import Path
@@ -13,6 +14,8 @@ from gcore.observe.trackers import check_trackers
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
+from gcore.rewarding.judge import JudgeSource
+from gcore.rewarding.rewarder import Blend
 from gcore.types import UserError
 
 
@@ -23,8 +26,10 @@ def preflight(config: Config, plan: Plan) -> None:
     if config.runtime == "ray" and importlib.util.find_spec("ray") is None:
         raise UserError("runtime=ray: Ray is not installed; `pip install ray`, or use runtime=local")
     for key, serving in (("generation", config.generation), *(("rewards.judges", j) for j in config.rewards.judges)):
-        if serving.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise UserError(f"{key}.engine=vllm: vLLM is not installed (see docs/engines.md), or use engine=embedded")
+        if serving.engine in ("vllm", "sglang") and importlib.util.find_spec(serving.engine) is None:
+            name = {"vllm": "vLLM", "sglang": "SGLang"}[serving.engine]
+            said = f"{key}.engine={serving.engine}: {name} is not installed (see docs/engines.md)"
+            raise UserError(f"{said}, or use engine=embedded")
     tokenizer = load_tokenizer(config.model)
     _model_folder(config)
     load_workflow(config.workflow)
@@ -40,7 +45,18 @@ def preflight(config: Config, plan: Plan) -> None:
         rewarder.check(prompt.columns)
         if split == "train" and config.training.warm_start is not None:
             templater.demonstration(rows[0])
+    if any(judge.url is not None for judge in config.rewards.judges):
+        asyncio.run(_reach(rewarder))
     rewarder.close()
+
+
+async def _reach(rewarder: Blend) -> None:
+    """Judges behind a URL are there, or the run does not start."""
+    judges = [source for source in rewarder.sources.values() if isinstance(source, JudgeSource)]
+    try:
+        await asyncio.gather(*(judge.reach() for judge in judges))
+    finally:
+        rewarder.close()
 
 
 def _disk(config: Config) -> None:

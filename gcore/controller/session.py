@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,18 +18,20 @@ from gcore.config.tree import Config, Dataset
 from gcore.controller import record
 from gcore.controller.collect import Collected, Collector, Filter, answer_all, merge_places
 from gcore.controller.dispatch import Dispatcher
+from gcore.controller.placement import Placement
 from gcore.controller.record import exact
+from gcore.controller.replicas import Replicas
 from gcore.controller.workflow import Studio, Workflow
-from gcore.generation.pool import EnginePool, Pool
+from gcore.generation.pool import EnginePool
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.progress import Status
 from gcore.observe.trace import Tracer
+from gcore.placement.plan import POLICY, Ground
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import PromptSource, Templater, measure
 from gcore.prompts.tokenizer import stop_tokens
 from gcore.protocols import Group, Handle, Rewarder
 from gcore.types import Sample, SampleMeta, UserError
-from gcore.weights.transfer import transfer
 
 
 class Session:
@@ -47,12 +49,13 @@ class Session:
         keep: Filter,
         sleep_level: int,
         tracer: Tracer,
+        ground: Ground | None = None,
     ) -> None:
         self.config, self.group, self.workflow, self.tracer = config, group, workflow, tracer
         self.folder: Path = config.run.folder
         self.step = 0
-        self.pool = pool = EnginePool(engines, first=group.rank)
-        self.trainers_in_use = asyncio.Lock()
+        most = config.generation.max_concurrent
+        self.pool = pool = EnginePool.for_controller(engines, group.rank, group.size, most)
         stops = stop_tokens(config.model, tokenizer)
         self.studio = Studio(config, pool, rewarder, tokenizer, stops)
         self.greedy = Studio(config, pool, rewarder, tokenizer, stops, greedy=True)
@@ -65,12 +68,20 @@ class Session:
         self._times: dict[str, float] = {}
         self._stage, self._detail = "starting", ""
         self._state_bytes = 0
+        self._health: asyncio.Task[None] | None = None
+        self.replicas = Replicas(pool, rewarder.pools, trainers, lambda: self.collector.version, self.note)
+        self.placement: Placement | None = None
+        if ground is not None and trainers:  # an evaluation has all replicas awake
+            pools = {POLICY: pool} | {p.role: p for p in rewarder.pools if p.role in ground.widths}
+            self.placement = Placement(config, ground, pools, group, sleep_level, self.replicas.load, self.note)
+            self.replicas.placement = self.placement
 
     # ---- opening and closing --------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Everything before the first step: prompts measured, checkpoint or warm start, weights to the engines."""
         self._stage = "loading data"
+        self._health = asyncio.create_task(self.replicas.watch())
         self.source = await self._load(self.config.data.train, "train", self.config.data.shuffle)
         self.collector.source = self.source
         self.held_out = None
@@ -99,6 +110,8 @@ class Session:
         if self.group.rank == 0 and self._writer is not None:
             self._writer.close()
         self._stage = "done"
+        if self._health is not None:
+            self._health.cancel()
         self.collector.close()
         self.studio.rewarder.close()
         self.tracer.flush()
@@ -215,7 +228,8 @@ class Session:
         with self.timed("eval", self.step):
             size, rank = self.group.size, self.group.rank
             prompts = [self.held_out.at(i) for i in range(len(self.held_out)) if i % size == rank]
-            collected = await answer_all(self.workflow, self.greedy, prompts, self.report)
+            async with self.placing(self.step, len(prompts)):
+                collected = await answer_all(self.workflow, self.greedy, prompts, self.report)
             name = self.config.rewards.accuracy_name
             scored = [s for group in collected.groups for s in group]
             judged = [s.parts[name] for s in scored if name in s.parts]
@@ -260,8 +274,29 @@ class Session:
     # ---- metrics and status ---------------------------------------------------------------------------------------
 
     async def sync_weights(self, version: int) -> None:
-        await self.dispatcher.sync_weights(version)
+        if self.placement is None:
+            await self.dispatcher.sync_weights(version)
+        else:
+            owners = await self.placement.begin(self.collector.rate)
+            await self.dispatcher.sync_weights(version, owners)
         self.collector.version = version
+
+    async def rest(self, step: int) -> None:
+        """The rollout is over: engines give their memory to the trainer. They wake for the new weights."""
+        if self.placement is None:
+            await self.dispatcher.rest()
+        else:
+            await self.placement.rest(step)
+
+    @contextlib.asynccontextmanager
+    async def placing(self, step: int, num_prompts: int | None = None) -> AsyncIterator[None]:
+        """While samples are made, slots may change hands. `num_prompts`: of an evaluation, which draws no others."""
+        if self.placement is None:
+            yield
+            return
+        progress = self.collector.progress if num_prompts is None else _all_of(num_prompts)
+        async with self.placement.during(progress, step):
+            yield
 
     async def check_failures(self, step: int, metas: Sequence[SampleMeta], collected: Collected) -> None:
         """Rewards that could not be had: counted, and too many of them end the run. All hear the causes."""
@@ -303,6 +338,7 @@ class Session:
             **record.rollout_row(gathered, metas),
             **record.actor_row(ranks),
             **self.dispatcher.slept,
+            **(self.placement.row() if self.placement is not None else {}),
             "perf/tokens_per_s": tokens / times["step"],
             "controller/bytes_in": max(part["tokens"] * 8 for part in gathered),
             "controller/bytes_out": max(part["bytes_out"] for part in gathered),
@@ -311,28 +347,6 @@ class Session:
         self._times.clear()
         self._write(row)
         self.tracer.flush()
-
-    # ---- replicas that died ---------------------------------------------------------------------------------------
-
-    async def bury(self, name: str) -> None:
-        for pool in self._pools:
-            pool.bury(name)
-
-    async def restore(self, name: str) -> bool:
-        """Controller 0: bring a policy engine that came back up to date, between two uses of the trainers."""
-        for i, engine in enumerate(self.pool.replicas):
-            if engine.name == name and self.trainers:
-                async with self.trainers_in_use:
-                    return name in await transfer(self.trainers, {i: engine}, self.collector.version)
-        return True
-
-    async def admit(self, name: str) -> None:
-        for pool in self._pools:
-            pool.admit(name)
-
-    @property
-    def _pools(self) -> list[Pool]:
-        return [self.pool, *self.studio.rewarder.pools]
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows = [*self._rows[-50:], row]
@@ -361,3 +375,8 @@ class Session:
         notes, self._notes = self._notes, []
         status = Status(f"controller-{self.group.rank}", self._stage, self._detail, self.step)
         return status, rows if self.group.rank == 0 else [], notes
+
+
+def _all_of(num_prompts: int) -> Callable[[], tuple[float, int, int, int, float]]:
+    """The progress of an evaluation as placement sees it: everything is under way until it is over."""
+    return lambda: (float(num_prompts), 0, 0, num_prompts, 1.0)

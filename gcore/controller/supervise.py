@@ -31,6 +31,7 @@ from gcore.controller.build import (
 from gcore.controller.plan import Plan, make_plan, see_machine
 from gcore.controller.preflight import model_megabytes, preflight
 from gcore.observe.metrics import read_rows
+from gcore.observe.page import write_report
 from gcore.observe.progress import Progress
 from gcore.observe.report import plot_reward
 from gcore.observe.trace import merge_traces
@@ -55,7 +56,7 @@ def run(config: Config, mode: Mode = "train") -> Any:
         return asyncio.run(_run(config, plan, mode))
     finally:
         if mode == "train":
-            for picture in (merge_traces, plot_reward):
+            for picture in (merge_traces, plot_reward, write_report):
                 try:
                     picture(config.run.folder)
                 except Exception as error:  # never instead of the run's own error
@@ -118,11 +119,11 @@ async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> Se
     async def group(kind: str, factory: Callable[..., Any], args: tuple[Any, ...], count: int) -> Sequence[Handle]:
         return await runtime.start_group(kind, factory, [args] * count)
 
-    judges, scorers = enumerate(plan.judges.items()), enumerate(plan.scorers.items())
+    judges, scorers = plan.judges.items(), enumerate(plan.scorers.items())
     engines, trainers, *others = await asyncio.gather(
         group("engine", build_engine, (config, plan), plan.engines),
         group("trainer", build_trainer, (config, plan), plan.trainers if mode == "train" else 0),
-        *(group(f"judge-{name}", build_judge, (config, plan, i), count) for i, (name, count) in judges),
+        *(group(f"judge-{name}", build_judge, (config, plan, name), count) for name, count in judges),
         *(group(f"scorer-{name}", build_scorer, (config, plan, i), count) for i, (name, count) in scorers),
     )
     num = len(plan.judges)

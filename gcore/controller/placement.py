@@ -1,0 +1,158 @@
+"""Placement in a run: the rule of placement.mode over the pools of policy and judges, its metrics and its record.
+
+begin ──> who has which slots ──during (moves)──> rest        record: placement.jsonl, drawn by `gcore report`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gcore.config.tree import Config
+from gcore.controller.plan import first_split
+from gcore.placement import policy
+from gcore.placement.monitor import Monitor
+from gcore.placement.plan import POLICY, Ground, Move, Split
+from gcore.placement.policy import Costs, Dynamic, View
+from gcore.placement.switch import Load, Placer, Pool, Progress, Rule
+from gcore.protocols import Group, Handle
+
+
+@dataclass(frozen=True)
+class Kept:
+    """placement.mode: static."""
+
+    split: Split
+
+    def begin(self, view: View, costs: Costs, last: Split) -> Split:
+        return self.split
+
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+        return []
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """placement.mode: colocated."""
+
+    def begin(self, view: View, costs: Costs, last: Split) -> Split:
+        return Split((POLICY,) * costs.ground.num_blocks)
+
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+        return policy.colocated(split, view, costs)
+
+
+@dataclass(frozen=True)
+class Moving:
+    """placement.mode: dynamic."""
+
+    rule: Dynamic = field(default_factory=Dynamic)
+
+    def begin(self, view: View, costs: Costs, last: Split) -> Split:
+        return self.rule.begin(view, costs)
+
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+        return self.rule(split, view, costs)
+
+
+class Placement:
+    """One on every controller. Controller 0 writes the record."""
+
+    def __init__(
+        self,
+        config: Config,
+        ground: Ground,
+        pools: Mapping[str, Pool],
+        group: Group,
+        sleep_level: int,
+        load: Load,
+        note: Callable[[str], None],
+    ) -> None:
+        self._config, self._rank, self._sleeps = config, group.rank, sleep_level > 0
+        self._started = time.monotonic()
+        self._ended: tuple[int, float] | None = None  # the last rollout: step, when
+        split = first_split(config, ground)
+        rules: dict[str, Rule] = {"static": Kept(split), "colocated": InTurn(), "dynamic": Moving()}
+        serving = {POLICY: config.generation} | {judge.name: judge for judge in config.rewards.engine_judges}
+        self._placer = Placer(
+            ground,
+            rules[config.placement.mode],
+            split,
+            pools,
+            group,
+            Monitor(ground, {role: spec.max_concurrent for role, spec in serving.items()}),
+            load,
+            levels=dict.fromkeys(serving, 1) | {POLICY: max(1, sleep_level)},  # judges keep their weights
+            look_s=config.placement.look_s,
+            timeout_s=config.placement.move_timeout_s,
+            note=note,
+        )
+
+    async def begin(self, rate: float) -> dict[int, Handle]:
+        """The split of the next rollout is in place. Returns the policy's engines, which need weights."""
+        if self._ended is not None and self._rank == 0:  # since then the slots were the trainer's
+            step, start = self._ended
+            piece = {"kind": "timeline", "step": step, "role": "trainer", "start": start, "end": time.monotonic()}
+            piece |= self._since_start(piece, "start", "end")
+            self._write([{**piece, "slot": slot} for slot in range(self._placer.ground.slots)])
+        self._ended = None
+        sampling = self._config.sampling
+        await self._placer.begin(sampling.prompts_per_step, rate, sampling.samples_per_prompt)
+        return self._placer.owners(POLICY)
+
+    async def rest(self, step: int) -> None:
+        self._ended = step, time.monotonic()
+        if self._sleeps:
+            await self._placer.rest()
+
+    @contextlib.asynccontextmanager
+    async def during(self, progress: Progress, step: int) -> AsyncIterator[None]:
+        async with self._placer.during(progress, step):
+            yield
+        if self._rank == 0:
+            self._record(step)
+
+    def buried(self, name: str) -> None:
+        self._placer.buried(name)
+
+    async def arrived(self, name: str) -> None:
+        await self._placer.arrived(name)
+
+    def returning(self, name: str) -> contextlib.AbstractAsyncContextManager[bool | None]:
+        return self._placer.returning(name)
+
+    def admitted(self, name: str) -> None:
+        self._placer.admitted(name)
+
+    def row(self) -> dict[str, float]:
+        """Metrics of the last rollout."""
+        tally, slots = self._placer.tally, self._placer.ground.slots
+        total = max(1e-9, tally.seconds * slots)
+        row = {
+            "placement/idle": 1 - sum(tally.busy_s.values()) / total,
+            "placement/moves": float(len(tally.moves)),
+            "placement/switch_s": sum(move["seconds"] for move in tally.moves),
+        }
+        for role, owned in tally.owned_s.items():
+            row[f"placement/busy/{role}"] = tally.busy_s[role] / owned if owned else 0.0
+            row[f"placement/split/{role}"] = owned / max(1e-9, tally.seconds)
+        return row
+
+    def _record(self, step: int) -> None:
+        tally, lines = self._placer.tally, list[dict[str, Any]]()
+        for piece in tally.timeline:
+            lines.append({"kind": "timeline", **piece, **self._since_start(piece, "start", "end")})
+        for move in tally.moves:
+            lines.append({"kind": "move", **move, **self._since_start(move, "at_s")})
+        self._write(lines)
+
+    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        with (self._config.run.folder / "placement.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def _since_start(self, entry: Mapping[str, Any], *keys: str) -> dict[str, float]:
+        return {key: round(entry[key] - self._started, 4) for key in keys}

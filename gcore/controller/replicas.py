@@ -1,0 +1,89 @@
+"""The replicas a controller asks, while some of them die and come back.
+
+died ──bury (all controllers)──> started again ──restore (controller 0: current weights)──> admit (all) ──> asked
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from gcore.controller.placement import Placement
+from gcore.generation.pool import EnginePool, Pool
+from gcore.protocols import Handle, RoleDied
+from gcore.weights.transfer import transfer
+
+CHECK_S = 30.0  # between two looks at the replicas' health
+ANSWER_S = 20.0  # a replica that is silent for longer is sent nothing until it answers
+
+
+class Replicas:
+    """`version` tells which weights are current. Whoever uses the trainers holds `trainers_in_use`."""
+
+    def __init__(
+        self,
+        policy: EnginePool,
+        others: Sequence[Pool],
+        trainers: Sequence[Handle],
+        version: Callable[[], int],
+        note: Callable[[str], None],
+    ) -> None:
+        self._policy, self._pools, self._trainers = policy, [policy, *others], trainers
+        self._version, self._note = version, note
+        self.placement: Placement | None = None
+        self.trainers_in_use = asyncio.Lock()
+
+    async def bury(self, name: str) -> None:
+        for pool in self._pools:
+            pool.bury(name)
+        if self.placement is not None:
+            self.placement.buried(name)
+
+    async def restore(self, name: str) -> bool:
+        """Controller 0: bring a policy engine that came back up to date, between two uses of the trainers. Where slots
+        change hands, that of its own is waited for; a replica that does not have its slots sleeps."""
+        if self.placement is None:
+            return await self._renew(name)
+        while True:
+            await self.placement.arrived(name)
+            try:
+                async with self.trainers_in_use, self.placement.returning(name) as serves:
+                    if serves is not None:
+                        return not serves or await self._renew(name, locked=True)
+            except RoleDied:
+                return False
+
+    async def _renew(self, name: str, locked: bool = False) -> bool:
+        for i, engine in enumerate(self._policy.replicas):
+            if engine.name == name and self._trainers:
+                served = self._transfer({i: engine}) if locked else self._transfer_alone({i: engine})
+                return name in await served
+        return True
+
+    async def admit(self, name: str) -> None:
+        for pool in self._pools:
+            pool.admit(name)
+        if self.placement is not None:
+            self.placement.admitted(name)
+
+    async def load(self, engines: Mapping[int, Handle]) -> None:
+        """Controller 0: current weights into policy engines that wake in the middle of a rollout."""
+        served = await self._transfer_alone(engines)
+        if missing := [engine.name for engine in engines.values() if engine.name not in served]:
+            raise RoleDied(missing[0], "it took no weights")
+
+    async def watch(self) -> None:
+        """Beside the run, and nobody waits for it."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            for changed in await asyncio.gather(*(pool.check(ANSWER_S) for pool in self._pools)):
+                for name, answers in changed.items():
+                    silent = f"has not answered for {ANSWER_S:.0f} s; it is sent nothing new until it does"
+                    self._note(f"{name} {'answers again' if answers else silent}")
+
+    async def _transfer_alone(self, engines: Mapping[int, Handle]) -> list[str]:
+        async with self.trainers_in_use:
+            return await self._transfer(engines)
+
+    async def _transfer(self, engines: Mapping[int, Handle]) -> list[str]:
+        return await transfer(self._trainers, engines, self._version())

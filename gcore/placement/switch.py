@@ -1,0 +1,377 @@
+"""A controller's part in placement: look, decide with the others, and carry moves out.
+
+    look ──> Report ──all_gather──> View ──policy──> moves              the same on every controller, at every look
+    move ──> drain (everyone, its own requests) ──> sleep, wake, weights (controller 0) ──> reopen (everyone)
+
+A block is nobody's while it moves. A move that fails or takes too long is taken back: the block stays with its owner.
+Requests are never lost: what a drained replica had goes on elsewhere (generation/pool.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from gcore.placement.monitor import Counters, Monitor, Report, RoleReport
+from gcore.placement.plan import POLICY, Ground, Move, Split
+from gcore.placement.policy import Costs, View
+from gcore.placement.tally import Tally
+from gcore.protocols import Group, Handle, RoleDied, RoleError
+
+ANSWER_S = 2.0  # a replica that does not tell its counters sooner is left out of a look
+LOOKS = 0.01  # time between two looks, as a share of the last rollout
+RETRY_S = 5.0  # a block whose move was taken back is left alone for so long
+
+
+class Pool(Protocol):
+    """What is asked of a role's pool of replicas (generation/pool.py)."""
+
+    replicas: Sequence[Handle]
+
+    async def drain(self, name: str) -> None: ...
+    def reopen(self, name: str) -> None: ...
+    def report(self) -> Mapping[str, Any]:
+        """requests, waiting, calls, ended, longest: fields of RoleReport"""
+        ...
+
+
+class Rule(Protocol):
+    """How to place: see policy.py."""
+
+    def begin(self, view: View, costs: Costs, last: Split) -> Split: ...
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]: ...
+
+
+Progress = Callable[[], tuple[float, int, int, int, float]]  # target, kept, decided, under way, rate: Report's
+Load = Callable[[Mapping[int, Handle]], Awaitable[object]]  # current weights into these policy engines
+
+
+@dataclass
+class _Moving:
+    move: Move
+    since: float
+    draining: bool = True
+    task: asyncio.Task[None] | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Placer:
+    """One on every controller. All of them call the same methods in the same order."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        rule: Rule,
+        split: Split,
+        pools: Mapping[str, Pool],
+        group: Group,
+        monitor: Monitor,
+        load: Load,
+        *,
+        levels: Mapping[str, int],  # how deep the replicas of a role sleep when they do not have their block
+        look_s: float,
+        timeout_s: float,
+        note: Callable[[str], None],
+    ) -> None:
+        self.ground, self.split, self.monitor = ground, split.check(ground), monitor
+        self._rule, self._pools, self._load, self._levels, self._note = rule, pools, load, levels, note
+        self._line, self._rank, self._size = group.line(), group.rank, group.size
+        self._look_s, self._timeout_s = look_s, timeout_s
+        self._moving: dict[int, _Moving] = {}
+        self._drained: set[int] = set()
+        self._arrived: set[int] = set()
+        self._failed: dict[int, str] = {}
+        self._last_move = -1e9
+        self._rollout_s = 0.0
+        keys = [(role, i) for role, pool in pools.items() for i in range(len(pool.replicas))]
+        self._awake: dict[tuple[str, int], bool | None] = dict.fromkeys(keys, True)  # role, replica; None: not known
+        self._orders = {key: asyncio.Lock() for key in keys}  # one at a time puts a replica to sleep, wakes or mends it
+        self._alone: dict[int, float] = {}  # blocks that are left alone, until when
+        self._changed = asyncio.Event()
+        self.tally = Tally(ground, self.split, monitor.latest, 0, 0.0)
+
+    # ---- between rollouts -----------------------------------------------------------------------------------------
+
+    async def begin(self, groups: int, rate: float, samples: int) -> None:
+        """Choose the split of the next rollout. Nothing is under way, so owners may change at no cost but waking."""
+        view = self.monitor.expected(groups, rate, samples)
+        self.split = self._rule.begin(view, self.monitor.costs, self.split).check(self.ground)
+        if self._rank == 0:
+            await self._settle()
+        await self._line.all_gather("engines in place", None)
+        for role, pool in self._pools.items():
+            own = self.owners(role)
+            for i, replica in enumerate(pool.replicas):
+                if i in own:
+                    pool.reopen(replica.name)
+                else:
+                    await pool.drain(replica.name)
+
+    def owners(self, role: str) -> dict[int, Handle]:
+        """The replicas of a role that have their block."""
+        numbers = [i for b in self.split.blocks(role) for i in self.ground.replicas(role, b)]
+        return {i: self._pools[role].replicas[i] for i in numbers}
+
+    async def rest(self) -> None:
+        """Controller 0: everyone sleeps, the devices are the trainer's."""
+        if self._rank == 0:
+            await self._each(self._sleep, {key for key, awake in self._awake.items() if awake is not False})
+
+    async def _settle(self) -> None:
+        """Whoever does not own its block sleeps, whoever does wakes; the policy's weights come from the caller."""
+        wanted = {(role, i) for role in self._pools for i in self.owners(role)}
+        await self._each(self._sleep, {key for key, awake in self._awake.items() if awake is not False} - wanted)
+        await self._each(self._wake, {key for key in wanted if self._awake[key] is not True})
+
+    async def _sleep(self, role: str, replicas: Mapping[int, Handle]) -> None:
+        for handle in replicas.values():
+            while (stats := await handle.call("stats")) and stats["running"] + stats["waiting"]:
+                await asyncio.sleep(0.005)  # requests that were aborted are being cleared away
+        await self._order(role, replicas, "sleep")
+
+    async def _wake(self, role: str, replicas: Mapping[int, Handle]) -> None:
+        await self._order(role, replicas, "wake")
+
+    async def _serve(self, role: str, replicas: Mapping[int, Handle]) -> None:
+        """Wake, and take the current weights where they change."""
+        await self._wake(role, replicas)
+        if role == POLICY:
+            for i in replicas:
+                self._awake[role, i] = None
+            await self._load(replicas)
+            for i in replicas:
+                self._awake[role, i] = True
+
+    async def _order(self, role: str, replicas: Mapping[int, Handle], method: str) -> None:
+        """All of them to the end, whatever becomes of one."""
+
+        async def one(i: int) -> None:
+            async with self._orders[role, i]:
+                await self._tell(role, i, method)
+
+        for error in await asyncio.gather(*map(one, replicas), return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _tell(self, role: str, i: int, method: str) -> None:
+        self._awake[role, i] = None
+        try:
+            if self._levels[role]:
+                args = [self._levels[role]] if method == "sleep" else []
+                await self._pools[role].replicas[i].call(method, *args)
+            self._awake[role, i] = method == "wake"
+        except RoleDied:
+            self._awake[role, i] = True  # as it will be built again
+            raise
+
+    async def _each(self, act: Callable[[str, dict[int, Handle]], Awaitable[None]], who: set[tuple[str, int]]) -> None:
+        """Replica by replica: one that died is started again by the supervisor, and nothing else waits for it."""
+
+        async def one(role: str, i: int) -> None:
+            with contextlib.suppress(RoleDied):
+                await act(role, {i: self._pools[role].replicas[i]})
+
+        await asyncio.gather(*(one(role, i) for role, i in sorted(who)))
+
+    # ---- during a rollout -----------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def during(self, progress: Progress, step: int) -> AsyncIterator[None]:
+        """Looks go on while the block runs, and end when it has ended on every controller and no move is under way."""
+        done = asyncio.Event()
+        self.tally = Tally(self.ground, self.split, self.monitor.latest, step, _now())
+        try:
+            async with asyncio.TaskGroup() as tasks:  # without looks the block might wait for a move for ever
+                tasks.create_task(self._looks(progress, done, step))
+                yield
+                done.set()
+                self._changed.set()
+        except BaseExceptionGroup as errors:
+            for moving in self._moving.values():
+                if moving.task is not None:
+                    moving.task.cancel()
+            raise errors.exceptions[0] from None
+        self.tally.close(_now())
+        self._rollout_s = self.tally.seconds
+        self.monitor.ended_rollout()
+
+    async def _looks(self, progress: Progress, done: asyncio.Event, step: int) -> None:
+        while True:
+            wait_s = max(self._look_s, LOOKS * self._rollout_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+            self._changed.clear()
+            report = await self._report(progress, done.is_set())
+            parts: list[Report] = await self._line.all_gather(f"placement at step {step}", report)
+            now = parts[0].at_s
+            moving = {block: m.move for block, m in self._moving.items()}
+            view = self.monitor.add(parts, self.split, moving, now - self._last_move)
+            self._go_on(parts, now)
+            if all(part.done for part in parts):
+                if not self._moving:
+                    return
+                continue
+            self._alone = {block: until for block, until in self._alone.items() if now < until}
+            view = replace(view, moving=view.moving | self._alone.keys())
+            for move in self._rule(self.split, view, self.monitor.costs):
+                if move.block not in self._moving and move.block not in self._alone:
+                    self._start(move, now)
+
+    async def _report(self, progress: Progress, done: bool) -> Report:
+        roles = {}
+        for role, pool in self._pools.items():
+            mine = {i: handle for i, handle in self.owners(role).items() if i % self._size == self._rank}
+            counters = await asyncio.gather(*(_counters(handle) for handle in mine.values()))
+            found = {i: c for i, c in zip(mine, counters, strict=True) if c is not None}
+            roles[role] = RoleReport(**pool.report(), replicas=found)
+        failed = {block: self._moving[block].move.source for block in self._failed}
+        stuck = {(role, i) for block, role in failed.items() for i in self.ground.replicas(role, block)}
+        return Report(
+            _now(), *progress(), roles, frozenset(self._drained), frozenset(self._arrived), dict(self._failed),
+            frozenset(key for key in stuck if self._awake[key] is not True), done,
+        )  # fmt: skip
+
+    def _start(self, move: Move, now: float) -> None:
+        self.tally.began(move, now)
+        self._moving[move.block] = _Moving(move, now)
+        self._last_move = now
+        self.split = self.split.after([move])
+        pool = self._pools[move.source]
+        names = [pool.replicas[i].name for i in self.ground.replicas(move.source, move.block)]
+        self._moving[move.block].task = asyncio.ensure_future(self._drain(move, names))
+
+    async def _drain(self, move: Move, names: Sequence[str]) -> None:
+        await asyncio.gather(*(self._pools[move.source].drain(name) for name in names))
+        self._drained.add(move.block)
+        self._changed.set()
+
+    def _go_on(self, parts: Sequence[Report], now: float) -> None:
+        """Every controller sees the same reports, and so takes every move one step further at the same look."""
+        for block, moving in list(self._moving.items()):
+            late = now - moving.since > self._timeout_s
+            if moving.draining and all(block in part.drained for part in parts):
+                moving.draining = False
+                if self._rank == 0:
+                    moving.task = asyncio.ensure_future(self._change(moving.move))
+            elif moving.draining and late:
+                self._end(moving, now, f"not drained after {self._timeout_s:g} s")
+            elif block in parts[0].arrived:
+                self._end(moving, now, None)
+            elif block in parts[0].failed:
+                self._end(moving, now, parts[0].failed[block], parts[0].stuck)
+
+    def _end(self, moving: _Moving, now: float, failure: str | None, stuck: Collection[tuple[str, int]] = ()) -> None:
+        move = moving.move
+        del self._moving[move.block]
+        moving.over.set()
+        for marks in (self._drained, self._arrived):
+            marks.discard(move.block)
+        self._failed.pop(move.block, None)
+        if failure is not None:
+            if moving.task is not None:
+                moving.task.cancel()
+            self.split = self.split.after([Move(move.block, move.target, move.source)])
+            self._alone[move.block] = now + RETRY_S
+            self._note(f"block {move.block} stays with {move.source}: {failure}")
+        else:
+            self.monitor.moved(move.target, now - moving.since)
+        owner = self.split[move.block]
+        for i in self.ground.replicas(owner, move.block):
+            if (owner, i) not in stuck:  # those are woken again for the next rollout, or die and return
+                self._pools[owner].reopen(self._pools[owner].replicas[i].name)
+        self.tally.ended(move, moving.since, now, failure)
+
+    async def _change(self, move: Move) -> None:
+        """Controller 0: sleep, wake, weights."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._sleep(move.source, self._of(move.source, move.block))
+                await self._serve(move.target, self._of(move.target, move.block))
+            self._arrived.add(move.block)
+        except Exception as error:  # else nobody would hear of it, and all would wait for the move
+            await self._take_back(move)
+            self._failed[move.block] = str(error) or f"took longer than {self._timeout_s:g} s"
+        self._changed.set()
+
+    async def _take_back(self, move: Move) -> None:
+        """The other way round, replica by replica and as far as it goes: who is dead is mended when it returns."""
+
+        async def one(act: Callable[[str, dict[int, Handle]], Awaitable[None]], role: str, i: int) -> None:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(self._timeout_s):
+                    await act(role, {i: self._pools[role].replicas[i]})
+
+        for act, role, as_it_was in ((self._sleep, move.target, False), (self._serve, move.source, True)):
+            numbers = self.ground.replicas(role, move.block)
+            await asyncio.gather(*(one(act, role, i) for i in numbers if self._awake[role, i] is not as_it_was))
+
+    def _of(self, role: str, block: int) -> dict[int, Handle]:
+        return {i: self._pools[role].replicas[i] for i in self.ground.replicas(role, block)}
+
+    # ---- replicas that die ----------------------------------------------------------------------------------------
+
+    def buried(self, name: str) -> None:
+        """A replica died. It will be back, awake as it is built."""
+        if (found := self._find(name)) is not None:
+            self._awake[found] = True
+
+    async def arrived(self, name: str) -> None:
+        """Wait while the block of a replica moves."""
+        if (found := self._find(name)) is not None:
+            while (moving := self._moving.get(self._block(*found))) is not None:
+                await moving.over.wait()
+
+    @contextlib.asynccontextmanager
+    async def returning(self, name: str) -> AsyncIterator[bool | None]:
+        """Controller 0: a replica that died is back. Does it serve, and so need current weights? Where it does not have
+        its block, it goes to sleep. None: the block moves just now, see `arrived`. Until this ends, nobody else tells
+        the replica to sleep. Raises RoleDied when it does not do as it is told."""
+        if (found := self._find(name)) is None:
+            yield True
+            return
+        role, i = found
+        async with self._orders[found]:
+            if (block := self._block(role, i)) in self._moving:
+                yield None
+                return
+            serves, awake = self.split[block] == role, self._awake[found]
+            if awake is None or (awake and not serves):
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._tell(role, i, "wake" if serves else "sleep")
+                except TimeoutError:
+                    raise RoleDied(name, "it neither sleeps nor wakes") from None
+            yield serves and self._awake[found] is True  # after a rollout it may sleep on its own block, as all do
+
+    def admitted(self, name: str) -> None:
+        """A replica is asked again, if it has its block."""
+        if (found := self._find(name)) is not None:
+            role, block = found[0], self._block(*found)
+            if self.split[block] == role and block not in self._moving:
+                self._pools[role].reopen(name)
+
+    def _find(self, name: str) -> tuple[str, int] | None:
+        pools = self._pools.items()
+        found = ((role, i) for role, pool in pools for i, replica in enumerate(pool.replicas) if replica.name == name)
+        return next(found, None)
+
+    def _block(self, role: str, i: int) -> int:
+        return i // self.ground.per_block(role)
+
+
+async def _counters(handle: Handle) -> Counters | None:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            stats = await handle.call("stats")
+    except (RoleDied, RoleError, TimeoutError):
+        return None
+    names = ("running", "waiting", "busy_s", "generated_tokens", "running_tokens")
+    return Counters(*(stats[name] for name in names))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,99 @@
+"""Slots change hands and replicas die, and no sample is lost, doubled or changed: they do not show who had what."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.helpers import RECIPE, steps, train
+from tests.faults.test_revive import BUILD, PROMPTS, Held
+
+STEPS = 4
+JUDGE = {
+    "name": "critic",
+    "model": {"build": BUILD},
+    "template": "{{ prompt }}{{ response }}?",
+    "verdict": r"^\D*(\d?)",  # an untrained judge may say anything, also nothing
+    "values": {"": 0, **{f"{digit}": digit / 9 for digit in range(10)}},
+    "repeats": 4,
+    "max_prompt_length": 24,
+    "max_response_length": 4,
+    "max_concurrent": 8,
+}
+
+
+def overrides(mode: str, step_s: float) -> list[str]:
+    """A judge whose verdicts weigh enough for one of them, lost or changed, to change what is sampled next. It has
+    four questions for each response, so that it needs most of the slots once these are there."""
+    rewards = {**RECIPE["rewards"], "judges": [{**JUDGE, "min_step_s": step_s}]}
+    return [
+        f"rewards={json.dumps(rewards)}",
+        f"run.steps={STEPS}",
+        f"placement.mode={mode}",
+        *(["placement.slots=4"] if mode != "shared" else []),
+        "generation.max_concurrent=8",
+        f"generation.min_step_s={step_s}",
+    ]
+
+
+def same(found: list[dict[str, Any]], calm: list[dict[str, Any]]) -> None:
+    for name in ("samples_digest", "reward/mean", "reward/critic"):
+        assert [row[name] for row in found] == [row[name] for row in calm], name
+    assert all(row["sampling/drawn"] == row["sampling/trained"] == PROMPTS for row in found)
+    assert all(row["reward/errors"] == 0 for row in found)
+    assert all(row["rollout/logprob_diff_mean"] < 1e-5 for row in found)  # never with stale weights
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory) -> list[dict[str, Any]]:
+    """Every role has its own replicas, awake all the time."""
+    return steps(train(tmp_path_factory.mktemp("calm"), "calm", "runtime=local", *overrides("shared", 0.0)))
+
+
+@pytest.mark.parametrize("mode", ["static", "colocated", "dynamic"])
+def test_placement_changes_no_sample(tmp_path, calm, mode):
+    found = steps(train(tmp_path, mode, "runtime=local", "controllers=1", *overrides(mode, 0.05)))
+    same(found, calm)
+    moves = [row["placement/moves"] for row in found]
+    assert (sum(moves) == 0) is (mode == "static") and (mode != "colocated" or min(moves) >= 4)
+    for row in found:
+        assert row["placement/split/policy"] + row["placement/split/critic"] <= 4 + 1e-6
+
+
+class Patient(Held):
+    """Eight replicas take their time to start on a busy machine."""
+
+    def wait_for(self, words: str) -> None:
+        self._wait(lambda line: words in line)
+
+    def wait_for_steps(self) -> None:
+        self._wait(lambda line: line.startswith("step ") and "reward" in line and "eval" not in line)
+        super().wait_for_steps()
+
+    def _wait(self, found: Callable[[str], bool]) -> None:
+        deadline = time.monotonic() + 200
+        while not any(map(found, self.lines)):
+            assert self.process.poll() is None and time.monotonic() < deadline, "".join(self.lines)
+            time.sleep(0.05)
+
+
+def test_kill_a_judge_and_an_engine_while_slots_change_hands(tmp_path, calm):
+    """Of the blocks at the two ends, which the two roles have when a rollout begins."""
+    with Patient(tmp_path, 3, *overrides("dynamic", 0.1)) as running:
+        running.wait_for_steps()
+        for role in ("judge-critic-3", "engine-0"):
+            running.find(role).send_signal(signal.SIGKILL)
+        for role in ("judge-critic-3", "engine-0"):
+            running.wait_for(f"{role} died")
+            running.wait_for(f"{role} is back")
+        running.go.touch()
+        found = running.steps()
+        same(found, calm)
+        assert sum(row["placement/moves"] for row in found) > 0
+        pieces = [json.loads(line) for line in (running.run / "placement.jsonl").read_text().splitlines()]
+        assert {piece["slot"] for piece in pieces if piece["kind"] == "timeline"} == {0, 1, 2, 3}
