@@ -4,7 +4,8 @@
 
 SGLang 0.5.23 was read and run, on a CPU. Traps that this file knows of:
 - Opened, it changes the process around it: logging, event loops, how processes start, the environment, SIGQUIT.
-  Closed, it kills every child of the process, whoever's they are; a child that fails kills the process.
+  Closed, it kills every child of the process, whoever's they are, and leaves sockets that keep the process from
+  ending; a child that fails kills the process.
 - Its CPU kernels are not on PyPI. Without them it half believes in a GPU: rotary embeddings look for vLLM's.
 - It stops at the model's end of sequence, or ignores stop tokens altogether.
 - It seeds requests only in its deterministic mode, which needs its GPU kernels, and top-p counts of the whole
@@ -74,6 +75,8 @@ class Server:
     def close(self) -> None:
         atexit.unregister(self.front.shutdown)
         self.front.shutdown()
+        for socket in (self.manager.send_to_scheduler, self.front.send_to_rpc):
+            socket.context.destroy(linger=0)  # else it waits for good, at some later time, for somebody to read them
         self._failure.unlink(missing_ok=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import itertools
 import logging
 import multiprocessing
 import os
@@ -148,6 +149,20 @@ def test_the_models_own_end_of_sequence_is_a_token_like_others(networks):
         assert (found.tokens_S.tolist(), found.finish) == (expected, "length")
 
 
+def test_aborting_one_spares_those_whose_numbers_begin_alike(networks):
+    engine = sglang(networks["qwen3"])
+    engine._arrivals = itertools.count(1)
+
+    async def give_up() -> list[Completion]:
+        calls = [asyncio.ensure_future(engine.generate([ask(prompt(4), 50, key=i)], f"{i}")) for i in range(1, 15)]
+        await until_generated(engine, 40)
+        await engine.abort("1")
+        return [found for call in calls for found in await call]
+
+    found = asyncio.run(asyncio.wait_for(give_up(), 60))
+    assert [c.finish for c in found] == ["abort"] + ["length"] * 13
+
+
 # --- weights
 
 
@@ -257,6 +272,8 @@ def test_the_process_around_it_stays_as_it_was(networks):
     assert started
     doomed(networks["qwen3"]).close()
     assert engine._thread.is_alive() is False
+    sockets = (engine._server.manager.send_to_scheduler, engine._server.front.send_to_rpc)
+    assert [socket.context.closed for socket in sockets] == [True, True]  # they would keep the process from ending
     assert [child.is_running() and "scheduler" in child.name() for child in started] == [False] * len(started)
     assert other.poll() is None
     other.kill()
