@@ -71,10 +71,6 @@ class Board:
             self._frontier = kept[self.target - 1] if enough else last
         return self._frontier
 
-    def accepted_share(self) -> float | None:
-        decided = self.seen + len(self.dropped)
-        return self.seen / decided if decided else None
-
     def _prefix(self) -> list[int] | None:
         found: list[int] = []
         for cursor in range(self._base, self._base + self._window):

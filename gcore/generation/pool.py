@@ -272,9 +272,10 @@ class EnginePool(Pool):
 
     def report(self) -> dict[str, Any]:
         """For placement: what this controller has here, and the lengths that ended since it was asked last."""
+        seen = self.observe()
         found = {
-            "requests": sum(self._router.counts),
-            "waiting": sum(need.count for _, _, need, granted in self._waiting if not granted.done()),
+            "requests": sum(replica.requests for replica in seen.replicas),
+            "waiting": seen.waiting,
             "calls": self._num_calls,
             "ended": tuple(self._ended),
             "longest": tuple(self._longest),

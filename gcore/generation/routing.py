@@ -46,26 +46,15 @@ class Router:
         guest_limit: int | None = None,
         margin: int = AFFINITY_TOKENS,
     ) -> None:
-        self.loads: list[int] = []  # work outstanding, by replica; to be read
-        self.counts: list[int] = []  # requests outstanding
+        self.loads = [0] * num_replicas  # work outstanding, by replica; to be read
+        self.counts = [0] * num_replicas  # requests outstanding
         self._margin = margin
         self._own, self._others = _Tier(self, limit), _Tier(self, limit if guest_limit is None else guest_limit)
         self._tiers: list[_Tier] = []  # by replica
         self._memory: OrderedDict[Hashable, int] = OrderedDict()  # key -> replica
         for i in range(num_replicas):
-            self._join(i, (i - first) % num_replicas, own is None or i in own)
-
-    def add(self, i: int, own: bool = True) -> None:
-        """One more replica, of the next number. It stands behind the others when loads are equal."""
-        self._join(i, i, own)
-
-    def _join(self, i: int, place: int, own: bool) -> None:
-        if i != len(self.loads):
-            raise ValueError(f"replica {i} came as number {len(self.loads)}; they are counted without gaps")
-        self.loads.append(0)
-        self.counts.append(0)
-        self._tiers.append(self._own if own else self._others)
-        self._tiers[i].join(i, place)
+            self._tiers.append(self._own if own is None or i in own else self._others)
+            self._tiers[i].join(i, (i - first) % num_replicas)
 
     def open(self, i: int) -> None:
         self._tiers[i].put(i)

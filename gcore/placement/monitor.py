@@ -154,8 +154,8 @@ class Monitor:
         return View(loads)
 
     def _seen(self, role: str) -> tuple[list[float], list[float]]:
-        lengths = _quantiles(self._lengths[role]) or [128.0]
-        return lengths, _quantiles(self._longest[role]) or lengths
+        lengths = quantiles(self._lengths[role]) or [128.0]
+        return lengths, quantiles(self._longest[role]) or lengths
 
     def _learn(self, role: str, parts: Sequence[Report]) -> None:
         for memory, found in (
@@ -244,7 +244,8 @@ class Monitor:
         self._count_per_group(0)
 
 
-def _quantiles(lengths: Sequence[int]) -> list[float]:
+def quantiles(lengths: Sequence[int]) -> list[float]:
+    """At most so many values that stand for all, in order; the longest is among them."""
     ordered = sorted(lengths)
     if len(ordered) <= QUANTILES:
         return [float(length) for length in ordered]

@@ -89,7 +89,6 @@ class Costs:
 
     ground: Ground
     paces: Mapping[str, Pace]
-    rpc_s: float = 0.005
 
     def switch_s(self, move: Move) -> float:
         """Sleep, wake, and for the policy the weights."""

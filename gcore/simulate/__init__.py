@@ -1,7 +1,10 @@
 """Clusters that are not there: devices whose time passes and nothing is computed, and time that nobody waits for.
 
-engine.py    an engine that sleeps where others compute
-VirtualLoop  an event loop in which sleeping takes no time
+costs, shapes, planner ...       seconds and bytes of models on GPUs, by formulas: `gcore plan`
+scenario, cluster, fleet, run    whole runs, event by event: `gcore simulate`
+device                           one replica's time; the simulated cluster and the emulated engine share it
+engine, trainer                  roles of real runs that sleep where others compute
+VirtualLoop                      an event loop in which sleeping takes no time
 """
 
 from __future__ import annotations

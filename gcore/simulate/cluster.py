@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from gcore.placement.monitor import quantiles
 from gcore.placement.plan import POLICY, Move, Split
 from gcore.placement.policy import Decide, Load, View
 from gcore.simulate.device import Job
 from gcore.simulate.fleet import Call, Clock, Fleet, Group, Memory
 from gcore.simulate.scenario import Draw, Scenario, StepWork
 
-QUANTILES = 64
 LOOK = (0.25, 0.01)  # seconds between two looks: at least so many, and this share of the last rollout
 PRIOR = 0.25  # the last step's acceptance counts as much as so many times a step's groups (controller/collect.py)
 
@@ -268,12 +268,3 @@ class Simulation:
             result.memory[role] = quantiles(fleet.seen) or fleet.lengths
         result.memory[f"{POLICY}/longest"] = quantiles(self.policy.seen_longest) or self.policy.longest
         return result
-
-
-def quantiles(lengths: list[int]) -> list[float]:
-    """At most so many values that stand for all, in order; the longest is among them."""
-    ordered = sorted(lengths)
-    if len(ordered) <= QUANTILES:
-        return [float(length) for length in ordered]
-    last = len(ordered) - 1
-    return [float(ordered[round(i * last / (QUANTILES - 1))]) for i in range(QUANTILES)]

@@ -148,7 +148,7 @@ class Scenario(Section):
         paces = {POLICY: self._pace(self.policy, self.prompt_length + response / 2)}
         for judge in self.judges:
             paces[judge.name] = self._pace(judge, self.prompt_length + response + judge.verdict.at(progress, 0.0) / 2)
-        return Costs(self.ground, paces, self.rpc_s)
+        return Costs(self.ground, paces)
 
     def update(self, step: int, lengths: Sequence[int]) -> float:
         """Seconds of the update phase: logprobs, training, and the policy's weights."""

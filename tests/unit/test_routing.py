@@ -124,18 +124,6 @@ def test_the_keys_that_were_not_asked_for_are_forgotten(monkeypatch):
     assert [send(router, 10, key=key) for key in "ab"] == [0, 3] and len(router._memory) == 2
 
 
-def test_replicas_join():
-    router = Router(2, first=1)
-    router.add(2)
-    router.add(3, own=False)
-    assert [send(router) for _ in range(4)] == [1, 0, 2, 1]
-    for i in range(3):
-        router.close(i)
-    assert send(router) == 3
-    with pytest.raises(ValueError, match="replica 7 came as number 4"):
-        router.add(7)
-
-
 def test_own_replicas():
     assert [sorted(own_replicas(rank, 3, 7) or ()) for rank in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
     assert [own_replicas(rank, 3, 3) for rank in range(3)] == [{0}, {1}, {2}]
