@@ -66,7 +66,7 @@ class Holder:
         self.parts = parts_of(self.network, torch.bfloat16)
         self.lent: dict[int, Any] = {}
 
-    async def weight_parts(self) -> tuple[int, bool]:
+    async def weight_parts(self, takers: list[str], fresh: bool = False) -> tuple[int, bool]:
         return len(self.parts), True
 
     async def weights(self, part: int) -> dict[str, Any]:
@@ -150,7 +150,7 @@ async def measure(size: str, folder: Path, count: int, tokens: int, fraction: fl
     from gcore.types import Request, SamplingParams
     from gcore.weights.transfer import transfer
 
-    runtime = RayRuntime(1024, int(gpu), 0.45)
+    runtime = RayRuntime(1024, (1,) * int(gpu), lambda kind, rank: (0, 0.45))
     try:
         started = time.perf_counter()
         engines = await runtime.start_group("engine", make_engine, [(str(folder), count, fraction)])

@@ -143,12 +143,15 @@ def _train(args: argparse.Namespace) -> int:
 
     config = load_config(args.recipe, args.overrides)
     if args.dry_run:
+        from gcore.controller.auto import settle
         from gcore.controller.plan import make_plan, see_machine
         from gcore.controller.preflight import model_megabytes, preflight
 
-        plan = make_plan(config, see_machine(), model_megabytes(config))
+        machine = see_machine()
+        config, why = settle(config, machine)
+        plan = make_plan(config, machine, model_megabytes(config))
         preflight(config, plan)
-        print("\n".join(plan.lines(config)))
+        print("\n".join([*plan.lines(config), *([f"             {why}"] if why else [])]))
         return 0
     return _run_and_report(config)
 
@@ -204,9 +207,11 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from gcore.controller.export import export
+    from gcore.controller.export import adapter_folder, export
 
     difference = export(Path(args.source), Path(args.folder))
+    if (adapters := adapter_folder(Path(args.folder))).is_dir():
+        print(f"wrote {adapters}: the adapters alone, for PEFT")
     print(f"wrote {args.folder}; reloaded, logits differ by at most {difference:.1e}")
     return 0
 

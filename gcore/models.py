@@ -9,20 +9,74 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from gcore.config.tree import BuildModel, Model
+from gcore.config.tree import BuildModel, Lora, Model, PolicyModel
 from gcore.types import Ints, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # an adapter's factors: the layer's name and this, as in PEFT
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Low-rank additions to some matrices of a network: Adapters(("model.layers.0.mlp.up_proj",), rank=16, alpha=32)"""
+
+    layers: tuple[str, ...]
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def shapes(self, whole: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Of the factors, where `whole` are those of the network's weights."""
+        found: dict[str, tuple[int, ...]] = {}
+        for layer in self.layers:
+            width_out, width_in = whole[f"{layer}.weight"]
+            found |= {layer + LORA_A: (self.rank, width_in), layer + LORA_B: (width_out, self.rank)}
+        return found
+
+    def merge(self, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The matrix that does what base and adapter do together. In float32."""
+        return torch.addmm(base.float(), b.float(), a.float(), alpha=self.scale)
+
+
+def adapters_of(network: Any, lora: Lora) -> Adapters:
+    """Where model.lora puts adapters in this network."""
+    decoder = network.get_decoder()
+    body = next(name for name, module in network.named_modules() if module is decoder)
+    linear = [name for name, module in decoder.layers.named_modules() if isinstance(module, torch.nn.Linear)]
+    there = sorted({name.rpartition(".")[2] for name in linear})
+    if strange := [t for t in lora.targets if not any(f".{name}".endswith(f".{t}") for name in linear)]:
+        raise UserError(f"model.lora.targets: no linear layer is called {', '.join(strange)}; expected some of {there}")
+    wanted = tuple(f".{target}" for target in lora.targets or there)
+    layers = tuple(f"{body}.layers.{name}" for name in linear if f".{name}".endswith(wanted))
+    if not layers:
+        raise UserError(f"model.lora: a model of type {network.config.model_type} has no linear layers to adapt")
+    return Adapters(layers, lora.rank, lora.alpha)
+
+
+def adapters_in(folder: Path, model: PolicyModel) -> Adapters | None:
+    """The same of the network in a folder, which is not loaded."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if model.lora is None:
+        return None
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, **options)
+    with torch.device("meta"):
+        return adapters_of(AutoModelForCausalLM.from_config(config, **options), model.lora)
 
 
 def pick_device(name: str, index: int = 0) -> torch.device:

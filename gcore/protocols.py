@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from gcore.types import Completion, Message, Prompt, Request, Rollout, Sample, Scored, TrainBatch
 
-Weights = Mapping[str, Any]  # name -> array; names as in the Hugging Face checkpoint
+Weights = Mapping[str, Any]  # name -> array; names as in the Hugging Face checkpoint, or as PEFT's where adapters come
 Stats = dict[str, float]
 
 
@@ -98,9 +98,10 @@ class Trainer(Protocol):
         """One optimizer step a mini-batch. Returns sums over this rank's samples."""
         ...
 
-    async def weight_parts(self) -> tuple[int, bool]:
-        """In how many parts the weights are handed over, so that nobody holds a second copy of all of them; and
-        whether every rank offers them (to the engines on its GPU), or rank 0 alone."""
+    async def weight_parts(self, takers: Sequence[str], fresh: bool = False) -> tuple[int, bool]:
+        """In how many parts the weights are handed over to these engines, so that nobody holds a second copy of all of
+        them; and whether every rank offers them (to the engines on its GPU), or rank 0 alone. `fresh`: some of the
+        engines are not the processes they were."""
         ...
 
     async def weights(self, part: int) -> Weights:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+Pixels = npt.NDArray[np.uint8]  # an image: height x width x 3, red, green, blue
 Message = dict[str, Any]
 Finish = Literal["stop", "length", "abort"]
 
@@ -62,6 +63,7 @@ class Request:
     noise_key: int  # 64 bits from (seed, prompt id, sibling): see generation/noise.py
     position: int = 0  # steps this sample took before this request (multi-turn), so that noise never repeats
     priority: int = 0  # lower goes first where requests wait; of equals, who came first. Changes no result
+    images: tuple[Pixels, ...] = ()  # in the order of their placeholder tokens in tokens_P, one for each
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Weights on their way between processes: as arrays in host memory, or as handles to memory of a GPU, under a seal."""
+"""Weights on their way between processes, under a seal: as arrays in host memory, as handles to memory of a GPU, or
+over a line of their own (line.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from gcore.line import Sender, receive
+
 SEAL = "#checksum"  # among the names of sealed weights
+LINE = "#line"  # alone with the seal: what came is a note, and the weights take a line
 
 
 def to_wire(tensor: torch.Tensor) -> np.ndarray:
@@ -36,9 +40,17 @@ def seal(tensors: Mapping[str, torch.Tensor], wrap: Callable[[torch.Tensor], Any
     return {**{name: wrap(tensor) for name, tensor in tensors.items()}, SEAL: checksum(tensors)}
 
 
+def announce(tensors: Mapping[str, torch.Tensor], sender: Sender) -> dict[str, Any]:
+    """Tensors that take a line: they are on their way, and this says which."""
+    return {LINE: sender.send(tensors), SEAL: checksum(tensors)}
+
+
 def unseal(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors again. Raises ValueError when they are not what was sealed."""
-    tensors = {name: from_wire(value) for name, value in weights.items() if name != SEAL}
+    if LINE in weights:
+        tensors = receive(weights[LINE])
+    else:
+        tensors = {name: from_wire(value) for name, value in weights.items() if name != SEAL}
     if SEAL in weights and checksum(tensors) != weights[SEAL]:
         raise ValueError(f"weights were damaged on their way ({len(tensors)} tensors, the first is {min(tensors)})")
     return tensors

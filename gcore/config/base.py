@@ -68,6 +68,22 @@ class Model(Section):
         return self
 
 
+class Lora(Section):
+    rank: PositiveInt = 16
+    """Width of the two factors that are trained beside each target matrix."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Their product counts `alpha / rank` times."""
+    targets: list[str] = []
+    """Linear layers of the decoder by the end of their names, such as `[q_proj, v_proj]`. Default: all of attention
+    and MLP."""
+
+
+class PolicyModel(Model):
+    lora: Lora | None = None
+    """Train low-rank adapters and leave the weights as they are; only the adapters travel to the engines and into
+    checkpoints, see docs/engines.md. `{}` takes the defaults. Default: train all weights."""
+
+
 class EmulatedDevice(Section):
     base_s: Annotated[float, Field(gt=0)] = 0.02
     """Seconds of a decoding step before its first sequence."""
@@ -133,6 +149,17 @@ class Serving(Section):
                 "engine=emulated needs it, and no other engine has it"
             )
         return self
+
+
+def check_lora(lora: Lora | None, backend: str, sleep: int | Auto) -> None:
+    """Adapters fit the rest, or ValueError."""
+    if lora is not None and backend == "emulated":
+        raise ValueError("model.lora: training.backend=emulated trains nothing; take one of the two away")
+    if lora is not None and sleep == 2:
+        raise ValueError(
+            "generation.sleep=2 drops the engines' weights, and with model.lora the trainer sends adapters alone; "
+            "expected 0, 1 or auto"
+        )
 
 
 def check_emulated(backend: str, training: EmulatedTraining | None, policy: Serving, judges: Sequence[Serving]) -> None:

@@ -24,9 +24,12 @@ from gcore.config.base import (
     Section,
     Serving,
     check_emulated,
+    check_lora,
 )
 from gcore.config.base import BuildModel as BuildModel
+from gcore.config.base import Lora as Lora
 from gcore.config.base import Model as Model
+from gcore.config.base import PolicyModel as PolicyModel
 from gcore.config.rewards import HttpReward as HttpReward
 from gcore.config.rewards import Judge as Judge
 from gcore.config.rewards import RewardFunction as RewardFunction
@@ -131,7 +134,7 @@ class Generation(Serving):
     """Sample among the k likeliest tokens; 0 is off."""
     sleep: Literal["auto", 0, 1, 2] = "auto"
     """vLLM: what engines give back while the trainer works. 0: nothing; 1: all, weights go to host memory; 2: all.
-    `auto`: 2 on GPUs, 0 on CPU and where generation goes on meanwhile."""
+    `auto`: 2 on GPUs (1 with `model.lora`), 0 on CPU and where generation goes on meanwhile."""
 
 
 class Sampling(Section):
@@ -256,11 +259,12 @@ class TrainerPlacement(Section):
 
 
 class Placement(Section):
-    mode: Literal["shared", "static", "dynamic", "colocated"] = "shared"
-    """Who has which devices while samples are made. `shared`: every role has its own replicas, awake all the time.
+    mode: Literal["shared", "static", "dynamic", "colocated", "disaggregated", "auto"] = "shared"
+    """Who has which devices while samples are made. `shared`: every role has its own replicas, awake all the time,
+    and GPU i has the i-th of each. `disaggregated`: the same, and every replica and trainer rank has GPUs of its own.
     The others divide `slots` among the policy and the judges, one role to a slot at a time. `static`: as `split` says;
     `dynamic`: slots change hands while the run goes on, see docs/placement.md; `colocated`: all slots generate, then
-    all judge."""
+    all judge. `auto`: what the planner finds fastest on these GPUs; `shared` on a CPU and without judges."""
     slots: PositiveInt | Auto = "auto"
     """Devices to divide; `auto`: the GPUs, or the CPU cores. A replica takes `tensor_parallel` of them, and every role
     has a replica for every place, asleep where another role has the slot; `replicas` does not apply."""
@@ -271,6 +275,10 @@ class Placement(Section):
     """Seconds between two looks at who has how much to do; at least a hundredth of the last rollout."""
     move_timeout_s: Seconds = 120.0
     """A move that takes longer is taken back."""
+    weights: Literal["auto", "host", "broadcast"] = "auto"
+    """How the trainer's weights reach engines in other processes. `host`: through shared memory of the machine;
+    `broadcast`: from GPU to GPU by NCCL (by gloo on a CPU). `auto`: as handles on the GPU they share, `broadcast`
+    where `disaggregated` gives them GPUs of their own, `host` on a CPU."""
     policy: PolicyPlacement = PolicyPlacement()
     """The policy's engines."""
     trainer: TrainerPlacement = TrainerPlacement()
@@ -306,7 +314,7 @@ class Observe(Section):
 class Config(Section):
     run: Run = Run()
     """Name, folder, seed and length of the run."""
-    model: Model
+    model: PolicyModel
     """The policy."""
     data: Data
     """Prompts."""
@@ -351,10 +359,11 @@ class Config(Section):
                 "runtime=local has one process and so one trainer rank; got "
                 f"placement.trainer.ranks={self.placement.trainer.ranks} (use runtime=ray)"
             )
-        if self.placement.mode != "shared":
+        if self.placement.mode in ("static", "dynamic", "colocated"):
             self._can_place()
         training = self.training
         check_emulated(training.backend, training.emulated, self.generation, self.rewards.judges)
+        check_lora(self.model.lora, training.backend, self.generation.sleep)
         longest = self.data.max_prompt_length + self.generation.max_response_length
         if longest > self.training.max_tokens_per_gpu:
             raise ValueError(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gcore.controller.loop import Controller
     from gcore.controller.workflow import Workflow
     from gcore.generation.pool import EnginePool, ScorerPool
+    from gcore.line import Sender
     from gcore.observe.trace import Tracer
     from gcore.protocols import Engine
     from gcore.rewarding.rewarder import Blend
@@ -45,7 +46,7 @@ def build_runtime(config: Config, plan: Plan) -> Runtime:
         return LocalRuntime()
     from gcore.runtime.ray import RayRuntime
 
-    return RayRuntime(plan.object_store_mb, plan.gpus, plan.gpu_share)
+    return RayRuntime(plan.object_store_mb, plan.seats.bundles, plan.seats.of)
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
@@ -78,7 +79,7 @@ def _serve(
 
         return engine_of(serving, serving.emulated, model, max_length)
     quiet()
-    from gcore.models import load_model, pick_device, pick_dtype
+    from gcore.models import adapters_of, load_model, pick_device, pick_dtype
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
 
@@ -89,12 +90,14 @@ def _serve(
     from gcore.generation.embedded import EmbeddedEngine
 
     network = load_model(model, load_tokenizer(model), config.run.seed, dtype, device)
+    lora = config.model.lora if model is config.model else None
     return EmbeddedEngine(
         network,
         max_concurrent=serving.max_concurrent,
         max_length=max_length,
         threads=plan.engine_threads,
         min_step_s=serving.min_step_s,
+        adapters=adapters_of(network, lora) if lora else None,
         tracer=tracer,
     )
 
@@ -109,7 +112,7 @@ def _library(
     device: torch.device,
     tracer: Tracer,
 ) -> Engine:
-    from gcore.models import save_built
+    from gcore.models import adapters_in, save_built
     from gcore.prompts.tokenizer import load_tokenizer
 
     options: dict[str, Any] = {
@@ -125,6 +128,8 @@ def _library(
         "seed": config.run.seed % 2**31,
     }
     folder = Path(model.path) if model.path is not None else save_built(model, load_tokenizer(model), config.run.seed)
+    if model is config.model:
+        options["adapters"] = adapters_in(folder, config.model)
     if serving.engine == "sglang":
         from gcore.generation.sglang import SglangEngine
         from gcore.generation.sglang_core import SglangOptions
@@ -142,12 +147,14 @@ def sleep_level(config: Config) -> int:
     level = config.generation.sleep
     if config.generation.engine not in ("vllm", "sglang", "emulated") or config.sampling.staleness:
         return 0
+    if config.placement.mode == "disaggregated":  # nobody wants their memory
+        return 0
     if level != "auto":
         return level
     from gcore.controller.plan import see_machine
 
     on_gpu = see_machine().gpus > 0 and _device(config, config.generation.device) != "cpu"
-    return 2 if on_gpu else 0
+    return (1 if config.model.lora else 2) if on_gpu else 0  # adapters add to weights that are there
 
 
 def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous) -> ScalarModel:
@@ -191,6 +198,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     def make_network() -> Any:
         return load_model(config.model, tokenizer, config.run.seed, torch.float32, device)
 
+    way = _way(config, device, rendezvous)
     return FsdpTrainer(
         config,
         make_network,
@@ -201,17 +209,33 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
         Tracer(trace_folder(config), f"trainer-{rendezvous.rank}"),
         serve=(
             pick_dtype(config.generation.dtype, pick_device(_device(config, config.generation.device))),
-            _way(config, device, rendezvous),
+            way,
         ),
+        sender=_sender(config, device, rendezvous) if way == "line" else None,
     )
 
 
+def _sender(config: Config, device: torch.device, rendezvous: Rendezvous) -> Sender | None:
+    """Rank 0 gives what the ranks gather to the engines, where both have GPUs from one to the other."""
+    from gcore.line import Sender
+    from gcore.models import pick_device
+
+    if rendezvous.rank or rendezvous.address is None:
+        return None
+    there = pick_device(_device(config, config.generation.device))
+    return Sender(device if there.type == device.type else pick_device("cpu"), rendezvous.address.rpartition(":")[0])
+
+
 def _way(config: Config, device: torch.device, rendezvous: Rendezvous) -> Way:
-    """How engines take the weights: rank i and engine i share GPU i (see controller/plan.py)."""
+    """How engines take the weights: by handles where rank i and engine i share GPU i (see controller/seats.py)."""
     if rendezvous.address is None:
         return "process"
+    if config.placement.weights != "auto":
+        return "line" if config.placement.weights == "broadcast" else "host"
     on_gpu = device.type == "cuda" and _device(config, config.generation.device) != "cpu"
-    return "gpu" if on_gpu else "host"
+    if not on_gpu:
+        return "host"
+    return "line" if config.placement.mode == "disaggregated" else "gpu"
 
 
 def _device(config: Config, asked: str) -> str:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from gcore.config.tree import Config
+from gcore.controller.seats import Seats, apart, together
 from gcore.placement.plan import POLICY, Ground, Split, shares, split_by
 from gcore.types import UserError
 
@@ -33,14 +34,8 @@ class Plan:
     reward_workers: int  # of each controller
     judges: dict[str, int] = field(default_factory=dict)  # name -> engine replicas; those behind a URL have none
     scorers: dict[str, int] = field(default_factory=dict)  # name -> replicas of the scalar model
-    ground: Ground | None = None  # what placement.mode divides; None: shared
-
-    @property
-    def gpu_share(self) -> float:
-        """Of the GPU that roles of the same number share, for the scheduler: all must fit."""
-        counts = (self.engines, self.trainers, *self.judges.values(), *self.scorers.values())
-        roles = sum(-(-count // self.gpus) for count in counts) if self.gpus else 1
-        return round(0.95 / roles, 4)
+    ground: Ground | None = None  # what placement.mode divides; None: every role keeps what it has
+    seats: Seats = field(default_factory=Seats)  # who sits on which GPU
 
     def lines(self, config: Config) -> list[str]:
         """What `--dry-run` prints: derived sizes and the processes."""
@@ -61,7 +56,7 @@ class Plan:
             + (f", {self.reward_workers} reward worker(s) a controller" if self.reward_workers else "")
             + (" - all in one process (runtime=local)" if config.runtime == "local" else ""),
             *(f"judge        {j.name} at {j.url.partition('?')[0]}" for j in config.rewards.judges if j.url),
-            f"devices      {f'{self.gpus} GPU(s), engine and trainer rank i share GPU i' if self.gpus else 'CPU'}",
+            f"devices      {self._devices() if self.gpus else 'CPU'}",
             *(
                 [f"placement    {config.placement.mode}: {self.ground.slots} slots in {self.ground.num_blocks} places"]
                 if self.ground
@@ -69,6 +64,15 @@ class Plan:
             ),
             f"files        {config.run.folder}",
         ]
+
+    def _devices(self) -> str:
+        if not self.seats.first:
+            return f"{self.gpus} GPU(s), engine and trainer rank i share GPU i"
+        ends = [*list(self.seats.first.values())[1:], len(self.seats.bundles)]
+        spans = zip(self.seats.first.items(), ends, strict=True)
+        return f"{self.gpus} GPU(s): " + ", ".join(
+            f"{kind} {sum(self.seats.bundles[first:end])}" for (kind, first), end in spans
+        )
 
 
 def see_machine() -> Machine:
@@ -89,18 +93,26 @@ def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
     if config.runtime == "local":
         gpus = min(gpus, 1)
     policy, trainer = config.placement.policy, config.placement.trainer
-    auto = 1 if config.runtime == "local" else gpus or min(machine.cores, MAX_AUTO)
-    ranks = trainer.ranks if trainer.ranks != "auto" else auto
-    engines = policy.replicas if policy.replicas != "auto" else auto
+    scorers = {model.name: model.replicas for model in config.rewards.models}
+    judges = {judge.name: judge.replicas for judge in config.rewards.engine_judges}
+    is_apart = config.placement.mode == "disaggregated" and gpus > 0
+    if is_apart:
+        auto_ranks, auto_engines = _shares_of_gpus(config, gpus)
+    else:
+        auto_ranks = auto_engines = 1 if config.runtime == "local" else gpus or min(machine.cores, MAX_AUTO)
+    ranks = trainer.ranks if trainer.ranks != "auto" else auto_ranks
+    engines = policy.replicas if policy.replicas != "auto" else auto_engines
     shard = trainer.shard if trainer.shard != "auto" else (ranks if gpus else 1)
     if ranks % shard:
         raise UserError(f"placement.trainer.shard={shard} must divide the number of ranks, {ranks}")
     controllers = config.controllers if config.controllers != "auto" else ranks
-    judges = {judge.name: judge.replicas for judge in config.rewards.engine_judges}
     ground = _ground(config, gpus or machine.cores)
     if ground is not None:  # every role has a replica for every place
-        engines, *counts = (ground.num_blocks * ground.per_block(role) for role in ground.roles)
-        judges = dict(zip(judges, counts, strict=True))
+        engines, *places = (ground.num_blocks * ground.per_block(role) for role in ground.roles)
+        judges = dict(zip(judges, places, strict=True))
+    counts = {"engine": engines, **{f"judge-{name}": count for name, count in judges.items()}}
+    counts |= {**{f"scorer-{name}": count for name, count in scorers.items()}, "trainer": ranks}
+    used = gpus if is_apart else min(gpus, max(ranks, engines))
     return Plan(
         controllers=controllers,
         engines=engines,
@@ -111,17 +123,33 @@ def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
         object_store_mb=config.placement.object_store_mb
         if config.placement.object_store_mb != "auto"
         else 256 + 2 * model_mb,
-        gpus=min(gpus, max(ranks, engines)),
+        gpus=used,
         reward_workers=_reward_workers(config, machine, controllers),
         judges=judges,
-        scorers={model.name: model.replicas for model in config.rewards.models},
+        scorers=scorers,
         ground=ground,
+        seats=apart(gpus, counts, _widths(config)) if is_apart else together(used, counts),
     )
+
+
+def _shares_of_gpus(config: Config, gpus: int) -> tuple[int, int]:
+    """Disaggregated: trainer ranks and policy engines where nothing is said. The trainer gets half of what judges and
+    scorers leave."""
+    widths, rewards, given = _widths(config), config.rewards, config.placement
+    left = gpus - sum(model.replicas for model in rewards.models)
+    left -= sum(judge.replicas * judge.tensor_parallel for judge in rewards.engine_judges)
+    ranks = given.trainer.ranks if given.trainer.ranks != "auto" else max(1, left // 2)
+    return ranks, max(1, (left - ranks) // widths["engine"])
+
+
+def _widths(config: Config) -> dict[str, int]:
+    judges = {f"judge-{judge.name}": judge.tensor_parallel for judge in config.rewards.engine_judges}
+    return {"engine": config.generation.tensor_parallel, **judges}
 
 
 def _ground(config: Config, devices: int) -> Ground | None:
     placement = config.placement
-    if placement.mode == "shared":
+    if placement.mode in ("shared", "disaggregated"):
         return None
     widths = {POLICY: config.generation.tensor_parallel}
     widths |= {judge.name: judge.tensor_parallel for judge in config.rewards.engine_judges}

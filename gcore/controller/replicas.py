@@ -56,8 +56,10 @@ class Replicas:
     async def _renew(self, name: str, locked: bool = False) -> bool:
         for i, engine in enumerate(self._policy.replicas):
             if engine.name == name and self._trainers:
-                served = self._transfer({i: engine}) if locked else self._transfer_alone({i: engine})
-                return name in await served
+                if locked:
+                    return name in await self._transfer({i: engine}, fresh=True)
+                async with self.trainers_in_use:
+                    return name in await self._transfer({i: engine}, fresh=True)
         return True
 
     async def admit(self, name: str) -> None:
@@ -68,7 +70,8 @@ class Replicas:
 
     async def load(self, engines: Mapping[int, Handle]) -> None:
         """Controller 0: current weights into policy engines that wake in the middle of a rollout."""
-        served = await self._transfer_alone(engines)
+        async with self.trainers_in_use:
+            served = await self._transfer(engines)
         if missing := [engine.name for engine in engines.values() if engine.name not in served]:
             raise RoleDied(missing[0], "it took no weights")
 
@@ -81,9 +84,5 @@ class Replicas:
                     silent = f"has not answered for {ANSWER_S:.0f} s; it is sent nothing new until it does"
                     self._note(f"{name} {'answers again' if answers else silent}")
 
-    async def _transfer_alone(self, engines: Mapping[int, Handle]) -> list[str]:
-        async with self.trainers_in_use:
-            return await self._transfer(engines)
-
-    async def _transfer(self, engines: Mapping[int, Handle]) -> list[str]:
-        return await transfer(self._trainers, engines, self._version())
+    async def _transfer(self, engines: Mapping[int, Handle], fresh: bool = False) -> list[str]:
+        return await transfer(self._trainers, engines, self._version(), fresh)

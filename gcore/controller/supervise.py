@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from gcore.checkpoint import store
 from gcore.config import Config, dump_config
+from gcore.controller.auto import settle
 from gcore.controller.build import (
     Roles,
     build_controller,
@@ -46,14 +47,16 @@ MAX_REVIVALS = 3  # of one replica, in one run
 
 def run(config: Config, mode: Mode = "train") -> Any:
     """The whole run, from nothing to files on disk. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
-    plan = make_plan(config, see_machine(), model_megabytes(config))
+    machine = see_machine()
+    config, why = settle(config, machine)
+    plan = make_plan(config, machine, model_megabytes(config))
     preflight(config, plan)
     if mode == "eval":
         config = config.model_copy(update={"observe": config.observe.model_copy(update={"trace": False})})
     if mode == "train":
         open_folder(config)
     try:
-        return asyncio.run(_run(config, plan, mode))
+        return asyncio.run(_run(config, plan, mode, why))
     finally:
         if mode == "train":
             for picture in (merge_traces, plot_reward, write_report):
@@ -77,7 +80,7 @@ def open_folder(config: Config) -> Path:
     return folder
 
 
-async def _run(config: Config, plan: Plan, mode: Mode) -> Any:
+async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _interrupt)
     warm = config.training.warm_start
     history = read_rows(config.run.folder) if config.run.resume != "never" else []
@@ -90,6 +93,8 @@ async def _run(config: Config, plan: Plan, mode: Mode) -> Any:
     ) as progress:
         runtime: Runtime | None = None
         try:
+            if note:
+                progress.note(note)
             progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
             started = time.monotonic()
             runtime = build_runtime(config, plan)
@@ -110,7 +115,8 @@ async def _run(config: Config, plan: Plan, mode: Mode) -> Any:
 
 
 def _interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+    """Not by way of SIGINT: a run in the background ignores that one."""
+    raise KeyboardInterrupt
 
 
 async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> Sequence[Handle]:

@@ -30,13 +30,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from gcore.generation.arriving import Arriving, Base
 from gcore.generation.cache import RowCache
+from gcore.generation.common import check
 from gcore.generation.decoder import FusedDecoder
 from gcore.generation.futures import fail, finish, finish_all, post
 from gcore.generation.sampling import Rows, sample
+from gcore.models import Adapters
 from gcore.observe.trace import Tracer
-from gcore.types import Completion, Finish, Request, UserError
-from gcore.wire import unseal
+from gcore.types import Completion, Finish, Request
 
 ROW_BLOCK = 8
 KEY_BLOCK = 32
@@ -72,6 +74,7 @@ class EmbeddedEngine:
         max_length: int,
         threads: int = 1,
         min_step_s: float = 0.0,
+        adapters: Adapters | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._model, self._threads, self._tracer = model, threads, tracer or Tracer(None, "engine")
@@ -87,7 +90,6 @@ class EmbeddedEngine:
         self._rows = Rows(len(self._lengths))
         self._fused = FusedDecoder(model, max_length) if FusedDecoder.supports(model) else None
         self._orders: deque[tuple[Callable[[], Any], asyncio.Future[Any], asyncio.AbstractEventLoop]] = deque()
-        self._loaded: set[str] | None = None  # names of the next version that have come; None: weights are whole
         self._aborted: set[str] = set()
         self._wake = threading.Condition()
         self._closed = self._asleep = False
@@ -95,15 +97,27 @@ class EmbeddedEngine:
         self.version = 0
         self._generated, self._busy_s = 0, 0.0
         self._parameters = dict(model.named_parameters())
+        embedding: Any = model.get_input_embeddings()
+        self._vocabulary = len(embedding.weight)
+        self._arriving = self._expect(adapters)
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
         self._thread.start()
+
+    def _expect(self, adapters: Adapters | None) -> Arriving:
+        """With adapters, only their factors come: what they add to is kept as it is now."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        if adapters is None:
+            return Arriving(shapes)
+        names = [f"{layer}.weight" for layer in adapters.layers]
+        kept = {name: self._parameters[name].detach().to("cpu", copy=True) for name in names}
+        return Arriving(shapes, Base(adapters, kept, self._device, self._model.dtype))
 
     # ---- protocol -------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         loop = asyncio.get_running_loop()
         for request in requests:
-            self._check(request)
+            check(request, self._max_length, self._vocabulary)
         jobs = [_Job(request, loop.create_future(), loop, ticket) for request in requests]
         with self._wake:
             self._check_running()
@@ -163,20 +177,6 @@ class EmbeddedEngine:
         if self._failure or self._closed:
             raise RuntimeError("the engine has stopped") from self._failure
 
-    def _check(self, request: Request) -> None:
-        total = len(request.tokens_P) + request.params.max_tokens
-        if len(request.tokens_P) == 0:
-            raise UserError(
-                "an engine request has an empty prompt; expected at least one token (chat templates add some)"
-            )
-        if request.params.max_tokens < 1:
-            raise UserError(f"an engine request asks for {request.params.max_tokens} tokens; expected at least 1")
-        if total > self._max_length:
-            raise UserError(
-                f"prompt of {len(request.tokens_P)} tokens + max_tokens {request.params.max_tokens} = {total} exceeds "
-                f"the engine's {self._max_length} (keys: data.max_prompt_length, generation.max_response_length)"
-            )
-
     # ---- the decoding thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -224,7 +224,7 @@ class EmbeddedEngine:
             raise RuntimeError("the engine was closed")
 
     def _can_decode(self) -> bool:
-        return bool(self._waiting or self._jobs) and self._loaded is None and not self._asleep
+        return bool(self._waiting or self._jobs) and not (self._arriving or self._asleep)
 
     def _in_line(self) -> list[_Job]:
         return [job for _, _, job in self._waiting]
@@ -238,30 +238,13 @@ class EmbeddedEngine:
         return {"seconds": time.perf_counter() - started, "freed_gb": freed / 2**30}
 
     def _load(self, version: int, weights: Mapping[str, Any], part: tuple[int, int]) -> int:
-        """A part is taken whole or not at all; what is decoded always comes from whole weights."""
-        index, count = part
-        with self._tracer.span("load weights", part=index):
-            tensors = unseal(weights)
-            before = set[str]() if index == 0 else self._loaded
-            if before is None:
-                raise ValueError(f"weights of version {version}: part {index} of {count} came without those before it")
-            known = tensors.keys() & self._parameters.keys()
-            missing = self._parameters.keys() - known - before
-            if index + 1 == count and missing:
-                raise ValueError(f"weights of version {version} lack {sorted(missing)[:3]} ({len(missing)} names)")
-            for name in known:
-                if tensors[name].shape != self._parameters[name].shape:
-                    raise ValueError(
-                        f"weights of version {version}: {name} has shape {tuple(tensors[name].shape)}, "
-                        f"expected {tuple(self._parameters[name].shape)}"
-                    )
-            for name in known:
-                self._parameters[name].copy_(tensors[name])
-            if index + 1 < count:
-                self._loaded = before | known
-                return self.version
-            self._loaded, self.version = None, version
-        return version
+        with self._arriving.part(version, weights, part) as loads, self._tracer.span("load weights", part=part[0]):
+            for tensors, _ in loads:
+                for name, tensor in tensors.items():
+                    self._parameters[name].copy_(tensor)
+        if not self._arriving:
+            self.version = version
+        return self.version
 
     def _drop_aborted(self) -> None:
         with self._wake:

@@ -29,14 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from gcore.generation.arriving import Arriving, base_of, shapes_of
+from gcore.generation.common import GIB, MEMORY, check, free_gpu
 from gcore.generation.futures import fail, finish
-from gcore.generation.sglang_core import GIB, Server, SglangOptions, open_server
-from gcore.generation.vllm_core import check, fitting, free_gpu, shapes_of
+from gcore.generation.sglang_core import Server, SglangOptions, open_server
 from gcore.observe.trace import Tracer
 from gcore.types import Completion, Finish, Request, UserError
-from gcore.wire import unseal
 
-MEMORY = ("weights", "kv_cache")  # what sleeps, by SGLang's names
 WATCH_S = 0.5
 
 
@@ -56,16 +55,6 @@ class _Job:
         return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
 
 
-@dataclass(slots=True)
-class _Arriving:
-    """Weights of which not all parts are there. Nothing is decoded meanwhile."""
-
-    version: int
-    count: int
-    next: int = 0
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-
 class SglangEngine:
     """Implements protocols.Engine."""
 
@@ -80,7 +69,7 @@ class SglangEngine:
         self._gate = threading.Lock()  # who passes it before the engine ends gets an answer
         self._generated, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self.version, self._loads = 0, [0]  # the version of each load: SGLang is told their index
-        self._arriving: _Arriving | None = None
+        self._arriving: Arriving
         self._session = False  # weights can be written; generation is paused
         self._asleep: set[str] = set()
         self._hollow = False  # woken from a sleep that dropped the weights: they must come before anything is decoded
@@ -98,7 +87,7 @@ class SglangEngine:
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
-            check(request, self._options.max_length, self._server.vocabulary, can_truncate=True)
+            check(request, self._options.max_length, self._server.vocabulary)
         found: list[Completion] = await self._ask(lambda: self._generate(requests, ticket))
         return found
 
@@ -180,7 +169,7 @@ class SglangEngine:
     async def _live(self, opened: threading.Event) -> None:
         self._server = open_server(self._folder, self._options)
         self._frees = self._options.sleep and self._options.device != "cpu"
-        self._shapes = shapes_of(self._folder, self._server.manager.model_config.hf_text_config)
+        self._arriving = self._expect()
         self._server.manager.auto_create_handle_loop()
         opened.set()
         while not self._ending.is_set():
@@ -191,6 +180,11 @@ class SglangEngine:
             except TimeoutError:
                 self._tracer.flush()
         raise RuntimeError("the engine was closed")
+
+    def _expect(self) -> Arriving:
+        config, options = self._server.manager.model_config, self._options
+        shapes = shapes_of(self._folder, config.hf_text_config)
+        return Arriving(shapes, base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False))
 
     def _end(self, error: BaseException) -> None:
         """Everybody who waits is told, then SGLang goes."""
@@ -305,27 +299,16 @@ class SglangEngine:
             await asyncio.wait(tasks)
 
     async def _load(self, version: int, weights: Mapping[str, Any], part: tuple[int, int]) -> int:
-        (index, count), arriving = part, self._arriving
         if "weights" in self._asleep:
             raise RuntimeError(f"weights of version {version} for an engine that sleeps; wake 'weights' first")
-        if index == 0:
-            arriving = _Arriving(version, count)
-        elif arriving is None or (version, count, index) != (arriving.version, arriving.count, arriving.next):
-            due = f"part {arriving.next} of {arriving.count} of version {arriving.version}" if arriving else "part 0"
-            raise ValueError(f"got part {index} of {count} of the weights of version {version}, expected {due}")
-        last = index + 1 == count
-        tensors = fitting(version, unseal(weights), self._shapes, arriving.shapes.keys() if last else None)
-        with self._tracer.span("load weights", part=index):
-            self._arriving = arriving
+        with self._arriving.part(version, weights, part) as loads, self._tracer.span("load weights", part=part[0]):
             await self._open_session()
-            await self._write(tensors, str(len(self._loads)) if last else None)
-            arriving.next += 1
-            arriving.shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            if last:
-                self._shapes = self._shapes or arriving.shapes
-                self._loads.append(version)
-                self.version, self._arriving, self._hollow = version, None, False
-                await self._close_session()
+            for tensors, last in loads:
+                await self._write(tensors, str(len(self._loads)) if last else None)
+        if not self._arriving:
+            self._loads.append(version)
+            self.version, self._hollow = version, False
+            await self._close_session()
         return self.version
 
     async def _open_session(self) -> None:
@@ -362,6 +345,10 @@ class SglangEngine:
             raise RuntimeError(f"asked to sleep with {busy} requests under way")
         if self._arriving or self._asleep:
             raise RuntimeError("asked to sleep " + ("while weights arrive" if self._arriving else "when half awake"))
+        if level == 2 and self._frees and self._options.adapters is not None:
+            raise UserError(
+                "generation.sleep=2 drops the weights, of which adapters (model.lora) bring a part alone; use 1"
+            )
         before, started = free_gpu(), time.perf_counter()
         with self._tracer.span("sleep", level=level):
             self._asleep, self._hollow = set(MEMORY), level == 2 and self._frees

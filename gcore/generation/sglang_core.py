@@ -31,10 +31,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from gcore.generation.common import GIB
 from gcore.generation.sampling import Rows, sample
+from gcore.models import Adapters
 from gcore.types import UserError
 
-GIB = 2**30
 SPARE = 8  # SGLang keeps a few tokens of the context to itself
 
 
@@ -55,6 +56,7 @@ class SglangOptions:
     seeds: bool = True  # noise that belongs to the sample; on GPUs it costs speed
     seed: int = 0
     dies_with_scheduler: bool = False  # so does this process, that whoever watches it brings both back
+    adapters: Adapters | None = None  # their factors are all the weights that come
 
 
 class Server:

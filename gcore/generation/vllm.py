@@ -22,34 +22,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from gcore.generation.arriving import Arriving, base_of, shapes_of
+from gcore.generation.common import GIB, MEMORY, check, free_gpu
 from gcore.generation.futures import fail, finish, finish_all, post
 from gcore.generation.noise import noise_key
 from gcore.generation.vllm_core import (
-    GIB,
     VllmOptions,
-    check,
-    fitting,
-    free_gpu,
     is_cpu,
     keep_logprobs_untruncated,
     load_in_place,
     open_core,
     reload_packed,
-    shapes_of,
     shut_core,
+    with_images,
 )
 from gcore.observe.trace import Tracer
 from gcore.types import Completion, Finish, Request, UserError
-from gcore.wire import unseal
 
-MEMORY = ("weights", "kv_cache")  # what sleeps, by vLLM's names
 ENDINGS: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -75,17 +71,6 @@ class _Job:
         return Completion(*arrays, finish)
 
 
-@dataclass(slots=True)
-class _Arriving:
-    """Weights of which not all parts are there. Nothing is decoded meanwhile."""
-
-    version: int
-    count: int
-    next: int = 0
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    kept: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-
-
 class VllmEngine:
     """Implements protocols.Engine."""
 
@@ -100,7 +85,7 @@ class VllmEngine:
         self._closed = False
         self._count, self._generated, self._busy_s = 0, 0, 0.0
         self.version, self._loads = 0, 0
-        self._arriving: _Arriving | None = None
+        self._arriving: Arriving
         self._asleep: set[str] = set()
         self._hollow = False  # woken from a sleep that dropped the weights: they must come before anything is decoded
         self._core: Any = None
@@ -116,7 +101,12 @@ class VllmEngine:
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         loop = asyncio.get_running_loop()
         for request in requests:
-            check(request, self._options.max_length, self._vocabulary, self._can_truncate)
+            check(request, self._options.max_length, self._vocabulary, self._sees)
+            if (request.params.top_k or request.params.top_p < 1) and not self._can_truncate:
+                raise UserError(
+                    "this version of vLLM has a sampler that gives no logprobs of the untruncated policy; "
+                    "set generation.top_p to 1 and generation.top_k to 0"
+                )
         jobs = [_Job(request, loop.create_future(), loop, ticket, next(self._arrivals)) for request in requests]
         with self._wake:
             self._check_running()
@@ -182,8 +172,9 @@ class VllmEngine:
                 self._core = open_core(self._folder, self._options)
                 self._can_truncate = all(self._core.collective_rpc(keep_logprobs_untruncated))
                 self._vocabulary = self._core.model_config.get_vocab_size()
+                self._sees = bool(getattr(self._core.model_config, "is_multimodal_model", False))
                 self._frees = self._options.sleep and not is_cpu()
-                self._shapes = shapes_of(self._folder, self._core.model_config.hf_text_config)
+                self._arriving = self._expect()
             opened.set()
             while True:
                 with self._wake:
@@ -205,6 +196,13 @@ class VllmEngine:
                 self._shut()  # a call of its own: the failure remembers what this one names
             finally:
                 opened.set()
+
+    def _expect(self) -> Arriving:
+        config, whole = self._core.model_config, is_cpu()  # packing wants all weights
+        shapes, device = shapes_of(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
+        return Arriving(
+            shapes, base_of(self._folder, shapes, self._options.adapters, device, config.dtype, whole), whole
+        )
 
     def _shut(self) -> None:
         with _ONE_AT_A_TIME:
@@ -241,8 +239,10 @@ class VllmEngine:
         for job in new:
             try:
                 self._add(job)
-            except ValueError as error:  # sampling parameters that vLLM does not take
+            except ValueError as error:  # sampling parameters or images that vLLM does not take
                 post(job.loop, fail, job.future, UserError(f"vLLM refuses an engine request: {error}"))
+                if job.request.images:  # vLLM believes that its core has them
+                    self._core.reset_mm_cache()
 
     def _add(self, job: _Job) -> None:
         from vllm import SamplingParams
@@ -264,9 +264,10 @@ class VllmEngine:
         job.name = f"{self._count}"
         prompt = {"prompt_token_ids": request.tokens_P.tolist(), "cache_salt": f"{self._loads}"}
         rest = {"supported_tasks": self._core.get_supported_tasks(), "priority": request.priority}
-        self._core.engine_core.add_request(
-            self._core.input_processor.process_inputs(job.name, prompt, sampling, **rest)
-        )
+        process = self._core.input_processor.process_inputs
+        if request.images:
+            process = partial(with_images, process, request, self._options.max_length)
+        self._core.engine_core.add_request(process(job.name, prompt, sampling, **rest))
         self._jobs[job.name] = job
 
     def _step(self) -> None:
@@ -322,31 +323,17 @@ class VllmEngine:
             post(job.loop, finish, job.future, job.completion("abort"))
 
     def _load(self, version: int, weights: Mapping[str, Any], part: tuple[int, int]) -> int:
-        (index, count), arriving = part, self._arriving
         if "weights" in self._asleep:
             raise RuntimeError(f"weights of version {version} for an engine that sleeps; wake 'weights' first")
-        if index == 0:
-            arriving = _Arriving(version, count)
-        elif arriving is None or (version, count, index) != (arriving.version, arriving.count, arriving.next):
-            due = f"part {arriving.next} of {arriving.count} of version {arriving.version}" if arriving else "part 0"
-            raise ValueError(f"got part {index} of {count} of the weights of version {version}, expected {due}")
-        last = index + 1 == count
-        tensors = fitting(version, unseal(weights), self._shapes, arriving.shapes.keys() if last else None)
-        with self._tracer.span("load weights", part=index):
+        load = reload_packed if is_cpu() else load_in_place
+        with self._arriving.part(version, weights, part) as loads, self._tracer.span("load weights", part=part[0]):
             self._land()
-            self._arriving = arriving
-            if not is_cpu():
-                self._core.collective_rpc(load_in_place, args=(list(tensors.items()),))
-            elif last:
-                self._core.collective_rpc(reload_packed, args=([*arriving.kept, *tensors.items()],))
-            else:  # packing wants all of them; the caller may change what it gave
-                arriving.kept += [(name, tensor.clone()) for name, tensor in tensors.items()]
-            arriving.next += 1
-            arriving.shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if last:
-            self._shapes = self._shapes or arriving.shapes
-            self._arriving, self._hollow = None, False
-            self.version, self._loads = version, self._loads + 1
+            for tensors, _ in loads:
+                self._core.collective_rpc(load, args=(list(tensors.items()),))
+        if not self._arriving:
+            self._hollow, self.version, self._loads = False, version, self._loads + 1
+            if self._sees:  # what was made of images is of the weights before
+                self._core.engine_core.reset_encoder_cache()
             self._start_over()
         return self.version
 
@@ -366,6 +353,10 @@ class VllmEngine:
             raise RuntimeError(f"asked to sleep with {busy} requests under way")
         if self._arriving or self._asleep:
             raise RuntimeError("asked to sleep " + ("while weights arrive" if self._arriving else "when half awake"))
+        if level == 2 and self._frees and self._options.adapters is not None:
+            raise UserError(
+                "generation.sleep=2 drops the weights, of which adapters (model.lora) bring a part alone; use 1"
+            )
         before, started = free_gpu(), time.perf_counter()
         with self._tracer.span("sleep", level=level):
             self._land()

@@ -1,6 +1,7 @@
 """What the vLLM engine needs of vLLM itself: opening, closing, and reaching into its workers.
 
 vLLM 0.24 (CUDA) and 0.32 (CPU) were read; where they differ, this file asks what is there. Traps that it knows of:
+- What is made of images is kept twice: weights that come, and requests that are refused, leave only one half of it.
 - The CPU build packs weights at load. A tied output head keeps its old pack after a reload, experts their old kernel.
 - The CPU build cannot seed a prompt that is prefilled in pieces, and takes `torch.set_num_threads` away.
 - The environment is read once in a process: what differs between engines must be an argument.
@@ -11,11 +12,10 @@ vLLM 0.24 (CUDA) and 0.32 (CPU) were read; where they differ, this file asks wha
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
+from gcore.generation.common import GIB
+from gcore.models import Adapters
 from gcore.types import Request, UserError
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class VllmOptions:
     seeds: bool = True  # noise that belongs to the sample; on GPUs it costs speed
     seed: int = 0
     dummy: bool = False  # random weights: the folder has none
+    adapters: Adapters | None = None  # their factors are all the weights that come
 
 
 def open_core(folder: Path, options: VllmOptions) -> Any:
@@ -90,6 +91,8 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
     )
     with _threads_and_memory(options.threads) if is_cpu() else nullcontext():
         try:
+            if arguments.create_model_config().is_multimodal_model:  # it expands the places of images
+                arguments.skip_tokenizer_init = False
             return LLMEngine.from_engine_args(arguments)
         except (ValueError, OSError) as error:  # a folder, a length or a memory fraction that will not do
             raise UserError(f"vLLM cannot serve {folder}: {' '.join(str(error).split())}") from error
@@ -128,70 +131,31 @@ def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def free_gpu() -> float:
-    return float(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0.0
+def with_images(
+    process: Callable[..., Any],
+    request: Request,
+    max_length: int,
+    name: str,
+    prompt: dict[str, Any],
+    *args: Any,
+    **rest: Any,
+) -> Any:
+    """`process` of a prompt with the request's images. vLLM puts as many tokens in the place of each as the model
+    wants, and knows images, and the prefixes they are in, by their content."""
+    from PIL import Image
 
-
-def check(request: Request, max_length: int, vocabulary: int, can_truncate: bool) -> None:
-    """Complain of what cannot be served before vLLM sees it."""
-    params, total = request.params, len(request.tokens_P) + request.params.max_tokens
-    if len(request.tokens_P) == 0:
-        raise UserError("an engine request has an empty prompt; expected at least one token (chat templates add some)")
-    if request.tokens_P.min() < 0 or request.tokens_P.max() >= vocabulary:  # it would take the engine down
-        raise UserError(
-            f"an engine request has a token outside the vocabulary of {vocabulary}: tokens "
-            f"{request.tokens_P.min()} to {request.tokens_P.max()} (is this the model's own tokenizer?)"
-        )
-    if params.max_tokens < 1:
-        raise UserError(f"an engine request asks for {params.max_tokens} tokens; expected at least 1")
-    if total > max_length:
-        raise UserError(
-            f"prompt of {len(request.tokens_P)} tokens + max_tokens {params.max_tokens} = {total} exceeds the engine's "
+    images = {"image": [Image.fromarray(image) for image in request.images]}
+    try:
+        found = process(name, {**prompt, "multi_modal_data": images}, *args, **rest)
+    except Exception as error:  # each model's processor has its own; an image must not take the engine down
+        raise ValueError(f"{len(request.images)} images in {len(request.tokens_P)} tokens: {error}") from error
+    length, answer = len(found.prompt_token_ids), request.params.max_tokens
+    if length + answer > max_length:
+        raise ValueError(
+            f"prompt of {length} tokens with its images + max_tokens {answer} = {length + answer} exceeds the engine's "
             f"{max_length} (keys: data.max_prompt_length, generation.max_response_length)"
         )
-    if (params.top_k or params.top_p < 1) and not can_truncate:
-        raise UserError(
-            "this version of vLLM has a sampler that gives no logprobs of the untruncated policy; "
-            "set generation.top_p to 1 and generation.top_k to 0"
-        )
-
-
-def shapes_of(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
-    """The parameters of the checkpoint, each once; empty where it has no safetensors."""
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(files):
-        if (folder / file).exists():
-            with safe_open(folder / file, "np") as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    if getattr(config, "tie_word_embeddings", False):
-        shapes.pop("lm_head.weight", None)
-    return {name: shape for name, shape in shapes.items() if not name.endswith(".inv_freq")}
-
-
-def fitting(
-    version: int,
-    tensors: Mapping[str, torch.Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    before: Set[str] | None,
-) -> dict[str, torch.Tensor]:
-    """The tensors that `shapes` names, or a complaint before any of them is loaded. With `before`, which names came
-    in earlier parts, these are the last. Where there are no shapes, the first weights that come say what fits."""
-    if not shapes:
-        return dict(tensors)
-    known = {name: tensor for name, tensor in tensors.items() if name in shapes}
-    missing = sorted(shapes.keys() - known.keys() - before) if before is not None else []
-    if missing:
-        raise ValueError(f"weights of version {version} lack {missing[:3]} ({len(missing)} names)")
-    for name, tensor in known.items():
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(
-                f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}"
-            )
-    return known
+    return found
 
 
 # ---- in the worker, which is another process where a model is split over GPUs
@@ -209,9 +173,10 @@ def reload_packed(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None  # else the experts stay as they were
     worker.reload_weights(weights_iterator=iter(tensors))
-    head: Any = getattr(model, "lm_head", None)
-    if getattr(head, "weight", None) is getattr(getattr(model.model, "embed_tokens", None), "weight", ()):
-        head.quant_method.process_weights_after_loading(head)  # the pack of a tied head is nobody's business
+    owners = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if getattr(m, "weight", None) is not None]
+    for name, head in owners:  # models that see have it, and what it is tied to, deeper down than others
+        if name.endswith("lm_head") and any(m.weight is head.weight for other, m in owners if other != name):
+            head.quant_method.process_weights_after_loading(head)  # the pack of a tied head is nobody's business
 
 
 def keep_logprobs_untruncated(worker: Any) -> bool:

@@ -110,8 +110,14 @@ async def translate(name: str, ref: Any) -> Any:
 class RayRuntime:
     """Implements protocols.Runtime."""
 
-    def __init__(self, object_store_mb: int, gpus: int = 0, gpu_share: float = 0.0) -> None:
-        self._gpu_share = gpu_share
+    def __init__(
+        self,
+        object_store_mb: int,
+        bundles: Sequence[int] = (),
+        seat: Callable[[str, int], tuple[int, float]] | None = None,
+    ) -> None:
+        """`bundles`: GPUs to reserve, those of each bundle on one machine. `seat`: kind and rank -> bundle, GPUs."""
+        self._seat = seat
         self._strangers = {p.pid for p in _descendants()}  # children of this process that are not ours to end
         self._owns_cluster = not os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -136,17 +142,18 @@ class RayRuntime:
         self._seen: dict[int, psutil.Process] = {}
         self._guard = Guard() if self._owns_cluster else None
         self._look()
-        self._bundles = self._reserve(gpus)
+        self._bundles = self._reserve(bundles)
 
-    def _reserve(self, gpus: int) -> Any:
-        """One bundle a GPU: the trainer rank and the engine of that number share it."""
-        if not gpus:
+    def _reserve(self, bundles: Sequence[int]) -> Any:
+        if not bundles:
             return None
         from ray.util import placement_group
 
-        group = placement_group([{"GPU": 1, "CPU": 1}] * gpus)
+        group = placement_group([{"GPU": gpus, "CPU": 1} for gpus in bundles])
         if not group.wait(timeout_seconds=60):
-            raise UserError(f"the Ray cluster could not give {gpus} GPUs within 60 s (key: placement.trainer.ranks)")
+            raise UserError(
+                f"the Ray cluster could not give {sum(bundles)} GPUs within 60 s (key: placement.trainer.ranks)"
+            )
         return group
 
     async def start_group(
@@ -160,12 +167,12 @@ class RayRuntime:
         for rank, name in enumerate(names):
             restarts = 0 if kind in ("controller", "trainer") else -1  # Ray brings the process back, `revive` the role
             options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "max_restarts": restarts}
-            if self._bundles is not None and kind != "controller":
+            if self._bundles is not None and self._seat is not None and kind != "controller":
                 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-                bundle = rank % self._bundles.bundle_count
+                bundle, gpus = self._seat(kind, rank)
                 options |= {
-                    "num_gpus": self._gpu_share,
+                    "num_gpus": gpus,
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(self._bundles, bundle),
                 }
             self._actors[name] = ray.remote(Process).options(**options).remote(name)

@@ -333,6 +333,11 @@ def _check(request: Request, max_length: int | None) -> None:
         raise UserError("an engine request has an empty prompt; expected at least one token (chat templates add some)")
     if request.params.max_tokens < 1:
         raise UserError(f"an engine request asks for {request.params.max_tokens} tokens; expected at least 1")
+    if request.images:
+        raise UserError(
+            f"an engine request has {len(request.images)} images, expected none: the emulated engine serves text alone "
+            "(key: generation.engine=vllm)"
+        )
     total = len(request.tokens_P) + request.params.max_tokens
     if max_length is not None and total > max_length:
         raise UserError(

@@ -65,7 +65,7 @@ class EmulatedTrainer:
             **{"grad_norm": 0.0, "lr": self.lr * updates, "updates": float(updates), "skipped": 0.0},
         }
 
-    async def weight_parts(self) -> tuple[int, bool]:
+    async def weight_parts(self, takers: Sequence[str], fresh: bool = False) -> tuple[int, bool]:
         return 1, False
 
     async def weights(self, part: int) -> Weights:

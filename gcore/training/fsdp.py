@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,13 +26,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gcore.config.tree import Config
+from gcore.line import Sender
 from gcore.observe.trace import Tracer
-from gcore.training import losses, state
+from gcore.training import lora, losses, state
 from gcore.training.micro import Packed, to_tensors
 from gcore.training.policy import Policy
 from gcore.training.schedule import learning_rate
 from gcore.types import MiniBatch, Sample, TrainBatch, UserError
-from gcore.wire import OnGpu, seal, to_wire
+from gcore.wire import OnGpu, announce, seal, to_wire
 
 T = TypeVar("T")
 
@@ -49,17 +51,19 @@ class FsdpTrainer:
         shard: int,
         tracer: Tracer,
         serve: tuple[torch.dtype, state.Way] = (torch.float32, "host"),
+        sender: Sender | None = None,
     ) -> None:
-        """`serve`: precision of the engines' weights, and how they take them."""
+        """`serve`: precision of the engines' weights, and how they take them; `sender`: of rank 0, over a line."""
         self._config, self._device, self._tracer = config, device, tracer
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._make_network, self._dtype = make_network, dtype
-        self._serve = serve
+        self._serve, self._sender = serve, sender
         self._copies, self._sharded = self._world // shard, shard
         self._samples: dict[tuple[int, int], Sample] = {}
         self._old: dict[tuple[int, int], Tensor] = {}
         self._ref: dict[tuple[int, int], Tensor] = {}
         self._reference: Policy | None = None
+        self._reference_adapters: dict[str, Tensor] | None = None  # with model.lora, all that the reference is
         self.updates = 0  # optimizer steps since `begin`; drives the schedule
         self._bad_in_a_row = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -69,7 +73,11 @@ class FsdpTrainer:
         torch.set_num_threads(threads)
         shape = (self._copies, self._sharded)
         self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
-        self._policy = self._shard(self._make_network())
+        network, chosen = self._make_network(), self._config.model.lora
+        self._adapters = lora.adapt(network, chosen, self._config.run.seed, self._dtype) if chosen else None
+        if chosen:  # engines add them up in float32
+            self._serve = (torch.float32, self._serve[1])
+        self._policy = self._shard(network)
         self._optimizer = self._new_optimizer()
         self._parts = state.parts_of(self._policy.network, self._serve[0])
         self._lent: dict[int, dict[str, Tensor]] = {}  # parts that engines may still be reading from this GPU
@@ -92,7 +100,7 @@ class FsdpTrainer:
     def _new_optimizer(self) -> torch.optim.AdamW:
         training = self._config.training
         return torch.optim.AdamW(
-            self._policy.parameters(),
+            lora.learned(self._policy.network).values(),
             lr=training.lr,
             betas=training.betas,
             eps=training.eps,
@@ -107,7 +115,7 @@ class FsdpTrainer:
     async def info(self) -> dict[str, float]:
         network = self._policy.network
         return {
-            "num_parameters": float(sum(p.numel() for p in network.parameters())),
+            "num_parameters": float(sum(p.numel() for p in lora.learned(network).values())),
             "hidden_size": float(network.config.hidden_size),
         }
 
@@ -126,7 +134,9 @@ class FsdpTrainer:
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         return await self._in_thread(self._update, batch)
 
-    async def weight_parts(self) -> tuple[int, bool]:
+    async def weight_parts(self, takers: Sequence[str], fresh: bool = False) -> tuple[int, bool]:
+        if self._sender is not None:
+            self._sender.open(takers, fresh)
         return len(self._parts), self._serve[1] == "gpu"
 
     async def weights(self, part: int) -> dict[str, Any]:
@@ -143,7 +153,9 @@ class FsdpTrainer:
     def _begin(self) -> None:
         self._optimizer = self._new_optimizer()
         self.updates = self._bad_in_a_row = 0
-        if self._config.algorithm.kl_coef > 0:
+        if self._config.algorithm.kl_coef > 0 and self._adapters is not None:
+            self._reference_adapters = lora.remember(self._policy)
+        elif self._config.algorithm.kl_coef > 0:
             self._make_reference(state.gather_weights(self._policy.network, everywhere=True))
 
     def _make_reference(self, weights: Mapping[str, Any]) -> None:
@@ -159,18 +171,21 @@ class FsdpTrainer:
     @torch.no_grad()
     def _prepare(self, batch: TrainBatch) -> None:
         """Old logprobs matter only when the policy moves between the rollout and the last mini-batch of the step."""
-        wanted: list[tuple[Policy, dict[tuple[int, int], Tensor]]] = []
+        wanted: list[tuple[AbstractContextManager[Any], dict[tuple[int, int], Tensor]]] = []
         if len(batch.mini_batches) > 1 and batch.objective == "policy":
-            wanted.append((self._policy, self._old))
-        if self._reference is not None and batch.objective == "policy":
-            wanted.append((self._reference, self._ref))
+            wanted.append((nullcontext(self._policy), self._old))
+        if self._reference_adapters is not None and batch.objective == "policy":
+            wanted.append((lora.put_back(self._policy, self._reference_adapters), self._ref))
+        elif self._reference is not None and batch.objective == "policy":
+            wanted.append((nullcontext(self._reference), self._ref))
         if not wanted:
             return
+        micros = [micro for mini in batch.mini_batches for micro in mini.micro_batches]
         with self._tracer.span("logprobs", step=batch.step):
-            for mini in batch.mini_batches:
-                for micro in mini.micro_batches:
-                    packed = to_tensors(micro, self._samples, self._device)
-                    for policy, store in wanted:
+            for context, store in wanted:
+                with context as policy:
+                    for micro in micros:
+                        packed = to_tensors(micro, self._samples, self._device)
                         logprobs_S, _ = self._forward(policy, packed)
                         for i, key in enumerate(packed.keys):
                             store[key] = logprobs_S[packed.sample_S == i]
@@ -183,6 +198,8 @@ class FsdpTrainer:
             self._lent[part] = tensors
         if way == "process" or not tensors:
             return dict(tensors)
+        if self._sender is not None:
+            return announce(tensors, self._sender)
         return seal(tensors, OnGpu if way == "gpu" else to_wire)
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
@@ -301,16 +318,22 @@ class FsdpTrainer:
 
     def _save(self, folder: Path) -> None:
         with self._tracer.span("save"):
-            state.save(folder, self._policy.network, self._optimizer, self.updates)
+            state.save(folder, self._policy.network, self._optimizer, self.updates, self._adapters)
+            reference = self._reference_adapters
             if self._reference is not None:
-                state.save_weights(folder / "reference.safetensors", self._reference.network)
+                reference = lora.learned(self._reference.network)
+            if reference is not None:
+                state.save_weights(folder / "reference.safetensors", reference)
 
     def _load(self, folder: Path) -> None:
         self._bad_in_a_row = 0
-        self.updates = state.load(folder, self._policy.network, self._optimizer)
+        self.updates = state.load(folder, self._policy.network, self._optimizer, self._adapters)
         if self._config.algorithm.kl_coef > 0:
             if not (folder / "reference.safetensors").is_file():
                 raise UserError(
                     f"{folder} has no reference model: it was made with algorithm.kl_coef=0; resume with that"
                 )
-            self._make_reference(state.read_weights(folder / "reference.safetensors"))
+            if self._adapters is not None:
+                self._reference_adapters = state.read_like(folder / "reference.safetensors", self._policy.network)
+            else:
+                self._make_reference(state.read_weights(folder / "reference.safetensors"))

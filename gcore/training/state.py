@@ -1,10 +1,12 @@
 """Weights and optimizer state of a sharded network: gathered whole on rank 0, written as safetensors, read by any
 number of ranks. Every function here is called by all ranks together (gathering a shard is a collective).
+
+Where the network has adapters, they alone are handed over, written and read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from gcore.models import LORA_A, Adapters
+from gcore.training.lora import learned
+from gcore.types import UserError
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -25,8 +31,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def gather_weights(network: Any, everywhere: bool = False) -> dict[str, np.ndarray]:
     """Parameter name -> whole float32 array, on rank 0 (or everywhere). Copies: later updates do not show in it."""
+    return _gather(learned(network), everywhere)
+
+
+def _gather(parameters: Mapping[str, Tensor], everywhere: bool = False) -> dict[str, np.ndarray]:
     result: dict[str, np.ndarray] = {}
-    for name, parameter in network.named_parameters():
+    for name, parameter in parameters.items():
         whole = _whole(parameter.detach())
         if everywhere or dist.get_rank() == 0:
             result[name] = whole.to(device="cpu", dtype=torch.float32, copy=True).numpy()
@@ -34,14 +44,16 @@ def gather_weights(network: Any, everywhere: bool = False) -> dict[str, np.ndarr
 
 
 PART_BYTES = 2**30
-Way = Literal["process", "gpu", "host"]  # how engines take weights: the same process, the same GPU, or host memory
+Way = Literal[
+    "process", "gpu", "line", "host"
+]  # how engines take weights: the same process or GPU, a line, host memory
 
 
 def parts_of(network: Any, dtype: torch.dtype) -> list[list[str]]:
     """Names of the parameters, in parts of about PART_BYTES in the engines' precision."""
     parts: list[list[str]] = [[]]
     size = 0
-    for name, parameter in network.named_parameters():
+    for name, parameter in learned(network).items():
         if size > PART_BYTES:
             parts.append([])
             size = 0
@@ -52,7 +64,7 @@ def parts_of(network: Any, dtype: torch.dtype) -> list[list[str]]:
 
 def served_weights(network: Any, names: Sequence[str], dtype: torch.dtype, way: Way) -> dict[str, Tensor]:
     """These parameters, whole and in the engines' precision; on rank 0, or on every rank where each serves its GPU."""
-    parameters = dict(network.named_parameters())
+    parameters = learned(network)
     result: dict[str, Tensor] = {}
     for name in names:
         whole = _whole(parameters[name].detach()).to(dtype)
@@ -61,10 +73,11 @@ def served_weights(network: Any, names: Sequence[str], dtype: torch.dtype, way: 
     return result
 
 
-def save_weights(path: Path, network: Any) -> None:
-    weights = gather_weights(network)
+def save_weights(path: Path, parameters: Mapping[str, Tensor], adapters: Adapters | None = None) -> None:
+    weights = _gather(parameters)
     if dist.get_rank() == 0:
-        save_file({name: torch.from_numpy(value) for name, value in weights.items()}, path)
+        about = {"rank": str(adapters.rank), "alpha": str(adapters.alpha)} if adapters else None
+        save_file({name: torch.from_numpy(value) for name, value in weights.items()}, path, about)
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:
@@ -72,11 +85,19 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
 
 
-def save(folder: Path, network: Any, optimizer: torch.optim.Optimizer, updates: int) -> None:
+def read_like(path: Path, network: Any) -> dict[str, Tensor]:
+    """What save_weights wrote, sharded and placed as the network's parameters are."""
+    with safe_open(path, framework="pt") as file:
+        return {name: _like(file.get_tensor(name), parameter) for name, parameter in learned(network).items()}
+
+
+def save(
+    folder: Path, network: Any, optimizer: torch.optim.Optimizer, updates: int, adapters: Adapters | None = None
+) -> None:
     """model.safetensors and optimizer.safetensors, by rank 0."""
-    save_weights(folder / "model.safetensors", network)
+    save_weights(folder / "model.safetensors", learned(network), adapters)
     moments: dict[str, Tensor] = {"updates": torch.tensor(updates)}
-    for name, parameter in network.named_parameters():
+    for name, parameter in learned(network).items():
         entry = optimizer.state.get(parameter)
         if not entry:
             continue
@@ -88,16 +109,17 @@ def save(folder: Path, network: Any, optimizer: torch.optim.Optimizer, updates: 
     dist.barrier()
 
 
-def load(folder: Path, network: Any, optimizer: torch.optim.Optimizer) -> int:
+def load(folder: Path, network: Any, optimizer: torch.optim.Optimizer, adapters: Adapters | None = None) -> int:
     """Fill network and optimizer; returns the number of updates so far. Each rank keeps its shard of what it reads."""
     with (
         safe_open(folder / "model.safetensors", framework="pt") as weights,
         safe_open(folder / "optimizer.safetensors", framework="pt") as moments,
         torch.no_grad(),
     ):
+        _check(folder, weights, adapters)
         saved = set(moments.keys())
         optimizer.state.clear()
-        for name, parameter in network.named_parameters():
+        for name, parameter in learned(network).items():
             parameter.copy_(_like(weights.get_tensor(name), parameter))
             if f"{name}/step" in saved:
                 optimizer.state[parameter] = {
@@ -105,6 +127,25 @@ def load(folder: Path, network: Any, optimizer: torch.optim.Optimizer) -> int:
                     **{m: _like(moments.get_tensor(f"{name}/{m}"), parameter) for m in MOMENTS},
                 }
         return int(moments.get_tensor("updates"))
+
+
+def _check(folder: Path, weights: Any, adapters: Adapters | None) -> None:
+    """A checkpoint is of adapters or of all weights; adapters of another kind would be read as if they fitted."""
+    about = weights.metadata() or {}
+    layers = sorted(name.removesuffix(LORA_A) for name in weights.keys() if name.endswith(LORA_A))  # noqa: SIM118
+    if bool(layers) != (adapters is not None):
+        raise UserError(
+            f"{folder} holds adapters, and this run trains all weights; resume with the model.lora it was made with"
+            if layers
+            else f"{folder} holds all weights, and this run trains adapters; resume without model.lora, or export it "
+            "and start anew from there with model.path"
+        )
+    if adapters is None:
+        return
+    made = f"rank={about.get('rank')}, alpha={about.get('alpha')}, {len(layers)} layers"
+    now = f"rank={adapters.rank}, alpha={adapters.alpha}, {len(adapters.layers)} layers"
+    if made != now or layers != sorted(adapters.layers):
+        raise UserError(f"{folder} holds adapters of {made}; model.lora (rank, alpha, targets) now says {now}")
 
 
 def _like(whole: Tensor, parameter: Tensor) -> Tensor:

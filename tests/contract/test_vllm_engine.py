@@ -379,7 +379,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self.engine_core = self.input_processor = self.scheduler = self
-        self.model_config = SimpleNamespace(hf_text_config=None, get_vocab_size=lambda: 16)
+        self.model_config = SimpleNamespace(hf_text_config=None, dtype=None, get_vocab_size=lambda: 16)
         self.weight, self.paused, self.calls = 0.0, False, list[Any]()
         self.requests: dict[str, Any] = {}
         self.priorities: list[int] = []  # of the requests, as they came

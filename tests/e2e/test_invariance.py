@@ -32,7 +32,7 @@ def test_controllers_in_one_process(tmp_path, one, controllers):
     "overrides",
     [
         ("controllers=2", "placement.policy.replicas=1"),
-        ("controllers=4", "placement.policy.replicas=2"),
+        ("controllers=4", "placement.policy.replicas=2", "placement.weights=broadcast"),
         ("controllers=2", "placement.policy.replicas=1", "placement.trainer.ranks=2"),
         ("controllers=1", "placement.policy.replicas=1", "placement.trainer.ranks=2", "placement.trainer.shard=2"),
     ],

@@ -23,7 +23,9 @@ ENDS_WITHIN_S = 10
 class Running:
     """A training run in a process of its own, with its output collected as it comes."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, sigint: signal.Handlers = signal.SIG_DFL) -> None:
+        """`sigint`: what the process finds as its answer to SIGINT; shells let what they start in the background ignore
+        it."""
         command = [
             sys.executable,
             "-m",
@@ -34,7 +36,13 @@ class Running:
             *overrides,
         ]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), bufsize=1
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(),
+            bufsize=1,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
         )
         self.lines: list[str] = []
         self.family: dict[int, psutil.Process] = {}
@@ -85,8 +93,9 @@ def alive(process: psutil.Process) -> bool:
 
 
 @pytest.fixture
-def running(tmp_path):
-    run = Running(tmp_path, "controllers=2", "placement.policy.replicas=1")
+def running(tmp_path, request):
+    sigint = getattr(request, "param", signal.SIG_DFL)
+    run = Running(tmp_path, "controllers=2", "placement.policy.replicas=1", sigint=sigint)
     yield run
     for process in run.family.values():
         if alive(process):
@@ -116,7 +125,11 @@ def test_kill_the_driver(running):
     assert running.survivors(within_s=ENDS_WITHIN_S) == []
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("running", "sent"),
+    [(signal.SIG_DFL, signal.SIGINT), (signal.SIG_IGN, signal.SIGTERM)],  # the second: nohup gcore train ... &
+    indirect=["running"],
+)
 def test_interrupted(running, sent):
     running.wait_for_steps()
     running.process.send_signal(sent)

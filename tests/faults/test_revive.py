@@ -82,10 +82,12 @@ def undisturbed(tmp_path_factory):
     return [row["samples_digest"] for row in found]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [("1",), ("2", "placement.weights=broadcast")])
 def test_kill_an_engine(tmp_path, undisturbed, replicas):
-    """With one replica everybody waits for it; with two the other takes over. Both runs sample what a calm one does."""
-    with Held(tmp_path, 5, f"placement.policy.replicas={replicas}") as running:
+    """With one replica everybody waits for it; with two the other takes over, and both are on a new line to the trainer
+    when it is back. Both runs sample what a calm one does."""
+    num, *more = replicas
+    with Held(tmp_path, 5, f"placement.policy.replicas={num}", *more) as running:
         running.wait_for_steps()
         running.find("engine-0").send_signal(signal.SIGKILL)
         running.wait_for("engine-0 died")

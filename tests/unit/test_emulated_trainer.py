@@ -119,7 +119,7 @@ def test_weights_are_rank_0s_and_a_checkpoint_brings_the_updates_back(tmp_path):
             await trainer.update(batch)
             await trainer.save(str(tmp_path))
         assert [p.name for p in tmp_path.iterdir()] == ["emulated_trainer.json"]
-        assert await ranks[0].weight_parts() == (1, False)
+        assert await ranks[0].weight_parts(["engine-0"]) == (1, False)
         assert {name: value.tolist() for name, value in (await ranks[0].weights(0)).items()} == {
             "emulated.updates": [1]
         }

@@ -15,7 +15,7 @@ STAGES = (
     "placement",
 )
 ALSO = {"simulate": ("gcore.placement", "gcore.generation.routing")}  # what is simulated is the code of a run
-COMMON = ("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe", "gcore.models", "gcore.wire")
+COMMON = ("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe", "gcore.models", "gcore.wire", "gcore.line")
 PURE = (
     "gcore.types",
     "gcore.protocols",

@@ -1,0 +1,137 @@
+"""placement.mode: auto: the planner is asked before anything starts, and its answer is a configuration like any other.
+
+config, GPUs of this machine ──> gcore/simulate/planner.py ──> config with a mode, and why
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gcore.config.tree import Config, Model
+from gcore.controller.plan import Machine
+from gcore.simulate.costs import GPUS, Gpu
+from gcore.simulate.estimate import Mode
+from gcore.simulate.planner import Answer, plan
+from gcore.simulate.question import Constraints, Workload
+from gcore.simulate.shapes import Shape, shape_of
+from gcore.types import UserError
+
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+DIVIDED: tuple[Mode, ...] = ("dynamic", "static", "colocated")
+
+
+def settle(config: Config, machine: Machine, gpu_names: Sequence[str] | None = None) -> tuple[Config, str]:
+    """The configuration with a placement mode, and a sentence about it; both as they were where none is asked for."""
+    if config.placement.mode != "auto":
+        return config, ""
+    gpus = machine.gpus if config.training.device != "cpu" and config.runtime == "ray" else 0
+    judges = config.rewards.engine_judges
+    if not gpus or not judges or config.generation.engine == "emulated":
+        why = "no judge runs on an engine" if gpus else "there is no GPU to divide"
+        return _with(config, "shared"), f"placement.mode=auto: shared ({why})"
+    if config.sampling.staleness:
+        mode = "disaggregated" if gpus > len(judges) + len(config.rewards.models) + 1 else "shared"
+        return _with(config, mode), f"placement.mode=auto: {mode} (asynchronous rollout on {gpus} GPU(s))"
+    slots = gpus if config.placement.slots == "auto" else config.placement.slots
+    names = _gpus_here() if gpu_names is None else gpu_names
+    gpu = _known(names)
+    if gpu is None:
+        mode = "dynamic" if slots > len(judges) else "colocated"
+        seen = f"no data of {names[0]!r}" if names else "the GPUs have no name"
+        return _with(config, mode), f"placement.mode=auto: {mode} (the planner has {seen})"
+    return _planned(config, slots, gpu)
+
+
+def _planned(config: Config, slots: int, gpu: Gpu) -> tuple[Config, str]:
+    answer = _ask(config, slots, gpu)
+    best = answer.best
+    if best is None:
+        raise UserError(
+            f"placement.mode=auto: the planner finds no way on {slots} x {gpu.title}: {'; '.join(answer.problems)}"
+            + (f"; what would help: {', '.join(answer.changes)}" if answer.changes else "")
+            + " (name a placement.mode to try all the same)"
+        )
+    steps = ", ".join(f"{found.mode} {found.step_s:.1f} s" for found in answer.estimates)
+    said = f"placement.mode=auto: {best.mode} (planned steps on {slots} x {gpu.title}: {steps})"
+    split: dict[str, int] = {}
+    if best.mode == "static" and len(config.rewards.engine_judges) == 1:
+        judge = config.rewards.engine_judges[0].name
+        split = {"policy": best.split["policy"], judge: slots - best.split["policy"]}
+    return _with(config, best.mode, split=split), said
+
+
+def _ask(config: Config, slots: int, gpu: Gpu) -> Answer:
+    """Responses and verdicts are taken to be half as long as they may be: nobody has seen one yet."""
+    sampling, generation, judges = config.sampling, config.generation, config.rewards.engine_judges
+    widest = max(judges, key=lambda judge: judge.tensor_parallel)
+    workload = Workload(
+        prompts=sampling.prompts_per_step,
+        samples=sampling.samples_per_prompt,
+        prompt_length=max(1, config.data.max_prompt_length // 2),
+        response_length=max(1, generation.max_response_length // 2),
+        max_response_length=generation.max_response_length,
+        verdict_length=max(1, widest.max_response_length // 2),
+        repeats=max(judge.repeats for judge in judges),
+        logprob_passes=int(config.algorithm.mini_batches > 1) + int(config.algorithm.kl_coef > 0),
+    )
+    constraints = Constraints(
+        policy_tp=generation.tensor_parallel,
+        judge_tp=widest.tensor_parallel,
+        modes=DIVIDED,
+        max_tokens_per_gpu=config.training.max_tokens_per_gpu,
+    )
+    shapes = [_shape(judge.model, f"rewards.judges.{judge.name}.model") for judge in judges if judge.model]
+    return plan(_shape(config.model, "model.path"), shapes, slots, gpu, workload, constraints)
+
+
+def _shape(model: Model, key: str) -> Shape:
+    if model.path is not None:
+        return shape_of(model.path, key)
+    build = model.build
+    assert build is not None
+    return Shape(
+        key,
+        layers=build.layers,
+        hidden=build.hidden_size,
+        intermediate=build.intermediate_size,
+        heads=build.heads,
+        kv_heads=build.kv_heads,
+        head_dim=build.hidden_size // build.heads,
+        vocab=len(build.alphabet) + 4,
+        tied=True,
+    )
+
+
+def _with(config: Config, mode: str, **more: Any) -> Config:
+    """Checked as a whole: what a mode excludes is refused here as it is in a recipe."""
+    tree = config.model_dump(exclude_unset=True)
+    try:
+        return Config.model_validate({**tree, "placement": {**tree["placement"], "mode": mode, **more}})
+    except ValueError as error:
+        raise UserError(f"placement.mode=auto came to {mode}: {error}") from error
+
+
+def _known(names: Sequence[str]) -> Gpu | None:
+    """The planner's data for these GPUs; None where it has none, or they differ."""
+    if len(set(names)) != 1:
+        return None
+    words = names[0].lower().replace("-", " ").split()
+    return next((gpu for name, gpu in GPUS.items() if name in words), None)
+
+
+def _gpus_here() -> list[str]:
+    """Names of the GPUs, from the driver; torch is not imported for that."""
+    files = sorted(NVIDIA.glob("*/information")) if NVIDIA.is_dir() else []
+    lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
+    if lines:
+        return [line.partition(":")[2].strip() for line in lines]
+    try:
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in asked.stdout.splitlines() if line.strip()]

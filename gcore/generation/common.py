@@ -1,0 +1,45 @@
+"""What engines have in common beside weights: which requests can be served, and the memory that sleeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gcore.types import Request, UserError
+
+GIB = 2**30
+MEMORY = ("weights", "kv_cache")  # what sleeps, by the names that vLLM and SGLang have for it
+
+
+def free_gpu() -> float:
+    return float(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0.0
+
+
+def check(request: Request, max_length: int, vocabulary: int, sees: bool = False) -> None:
+    """Complain of what cannot be served before the library sees it. `sees`: images are welcome."""
+    params, total = request.params, len(request.tokens_P) + request.params.max_tokens
+    if len(request.tokens_P) == 0:
+        raise UserError("an engine request has an empty prompt; expected at least one token (chat templates add some)")
+    if request.tokens_P.min() < 0 or request.tokens_P.max() >= vocabulary:  # it would take the engine down
+        raise UserError(
+            f"an engine request has a token outside the vocabulary of {vocabulary}: tokens "
+            f"{request.tokens_P.min()} to {request.tokens_P.max()} (is this the model's own tokenizer?)"
+        )
+    if params.max_tokens < 1:
+        raise UserError(f"an engine request asks for {params.max_tokens} tokens; expected at least 1")
+    if total > max_length:
+        raise UserError(
+            f"prompt of {len(request.tokens_P)} tokens + max_tokens {params.max_tokens} = {total} exceeds the engine's "
+            f"{max_length} (keys: data.max_prompt_length, generation.max_response_length)"
+        )
+    if request.images and not sees:
+        raise UserError(
+            f"an engine request has {len(request.images)} images, expected none: this engine serves text alone "
+            "(keys: generation.engine=vllm, and model.path of a model that takes images)"
+        )
+    for image in request.images:
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+            raise UserError(
+                f"an engine request has an image of {image.dtype} and shape {image.shape}; "
+                "expected uint8, height x width x 3 (Request.images)"
+            )

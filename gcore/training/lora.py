@@ -1,0 +1,94 @@
+"""Low-rank adapters beside frozen weights (model.lora).
+
+    y = W x + b + alpha / rank * B (A x)        W and b stay as they are; A starts small and random, B at zero
+
+At the start nothing is added, so the policy is the model it was. What was added at some moment can be put back later:
+that is the reference of the KL, for which no second network is held.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from gcore.config.tree import Lora
+from gcore.models import LORA_A, LORA_B, Adapters, adapters_of
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer that learns an addition to its weight. Parameters keep their names; the new ones have PEFT's."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.scale = linear.in_features, linear.out_features, scale
+        self.weight, self.bias = linear.weight, linear.bias
+        device = linear.weight.device
+        self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=device)
+        self.lora_B = nn.Linear(rank, self.out_features, bias=False, device=device)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.lora_B(self.lora_A(x))
+        return super().forward(x) + added * self.scale
+
+
+def adapt(network: Any, lora: Lora, seed: int, dtype: torch.dtype) -> Adapters:
+    """Put adapters into the network. All else is frozen, and held in the precision it is computed in: no optimizer
+    needs more. The same seed makes the same adapters on every rank."""
+    adapters = adapters_of(network, lora)
+    for parameter in network.requires_grad_(False).parameters():
+        parameter.data = parameter.data.to(dtype)
+    for layer in adapters.layers:
+        parent, _, name = layer.rpartition(".")
+        adapted = LoraLinear(network.get_submodule(layer), adapters.rank, adapters.scale)
+        rng = np.random.default_rng([seed % 2**64, zlib.crc32(layer.encode())])
+        bound = adapted.in_features**-0.5  # as wide as a new linear layer's own
+        values = rng.uniform(-bound, bound, (adapters.rank, adapted.in_features)).astype(np.float32)
+        with torch.no_grad():
+            adapted.lora_A.weight.copy_(torch.from_numpy(values))
+        setattr(network.get_submodule(parent), name, adapted)
+    return adapters
+
+
+def learned(network: Any) -> dict[str, Tensor]:
+    """The parameters that training changes, by name: of adapters where there are some, else all."""
+    found = dict(network.named_parameters())
+    return {name: p for name, p in found.items() if name.endswith((LORA_A, LORA_B))} or found
+
+
+def remember(policy: nn.Module) -> dict[str, Tensor]:
+    """The adapters as they are now, each rank its shard."""
+    _settle(policy)
+    return {name: parameter.detach().clone() for name, parameter in learned(policy.network).items()}
+
+
+@contextmanager
+def put_back(policy: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """The policy with adapters of another time; after that, with its own again."""
+    own = remember(policy)
+    _write(policy, adapters)
+    try:
+        yield policy
+    finally:
+        _write(policy, own)
+
+
+@torch.no_grad()
+def _write(policy: nn.Module, adapters: Mapping[str, Tensor]) -> None:
+    _settle(policy)
+    for name, parameter in learned(policy.network).items():
+        parameter.copy_(adapters[name])
+
+
+def _settle(policy: nn.Module) -> None:
+    """FSDP keeps what it gathered for the last pass, which would go on being used whatever the shards say."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

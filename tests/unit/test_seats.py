@@ -1,0 +1,145 @@
+"""Who sits on which GPU, and placement.mode=auto: both before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from gcore.config import load_config
+from gcore.config.load import dump_config
+from gcore.controller.auto import settle
+from gcore.controller.build import sleep_level
+from gcore.controller.plan import Machine, make_plan
+from gcore.controller.seats import Seats, apart, together
+from gcore.types import UserError
+from tests.e2e.helpers import RECIPE
+
+EIGHT = Machine(cores=64, gpus=8)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A recipe with one judge of the policy's kind."""
+
+    def make(*overrides: str, judges: int = 1, **judge):
+        spec = {"model": {"build": RECIPE["model"]["build"]}, "template": "{{ response }}", **judge}
+        found = [{"name": f"critic{i}" if i else "critic", **spec} for i in range(judges)]
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**RECIPE, "runtime": "ray", "rewards": {**RECIPE["rewards"], "judges": found}}))
+        return load_config(path, list(overrides))
+
+    return make
+
+
+def test_together_replica_i_of_every_kind_is_on_gpu_i():
+    seats = together(2, {"engine": 2, "judge-critic": 1, "trainer": 2})
+    assert seats == Seats((1, 1), share=round(0.95 / 3, 4))
+    assert [seats.of("engine", rank) for rank in (0, 1, 2)] == [(0, 0.3167), (1, 0.3167), (0, 0.3167)]
+
+
+def test_more_replicas_than_gpus_take_smaller_shares():
+    assert together(2, {"engine": 4, "trainer": 2}).share == round(0.95 / 3, 4)  # two engines and a rank on each
+
+
+def test_apart_every_replica_has_its_own():
+    seats = apart(8, {"engine": 2, "judge-critic": 1, "trainer": 2}, {"engine": 1, "judge-critic": 4})
+    assert seats.bundles == (1, 1, 4, 1, 1)
+    places = [seats.of("engine", 1), seats.of("judge-critic", 0), seats.of("trainer", 0), seats.of("trainer", 1)]
+    assert places == [(1, 1.0), (2, 4.0), (3, 1.0), (4, 1.0)]
+
+
+def test_apart_refuses_what_does_not_fit():
+    with pytest.raises(UserError, match=r"engine 2 x 4, trainer 2 x 1 = 10 GPUs, got 8 .*placement\.trainer\.ranks"):
+        apart(8, {"engine": 2, "trainer": 2}, {"engine": 4})
+
+
+def test_disaggregated_shares_the_gpus_out(config):
+    auto = "placement.trainer.ranks=auto", "placement.policy.replicas=auto"
+    plan = make_plan(config("placement.mode=disaggregated", *auto, tensor_parallel=2, replicas=1), EIGHT)
+    assert (plan.engines, plan.judges, plan.trainers, plan.gpus) == (3, {"critic": 1}, 3, 8)
+    assert plan.seats.bundles == (1, 1, 1, 2, 1, 1, 1) and plan.ground is None
+    said = plan.lines(config())
+    assert "devices      8 GPU(s): engine 3, judge-critic 2, trainer 3" in said
+
+
+def test_disaggregated_keeps_what_is_given(config):
+    given = "placement.mode=disaggregated", "placement.trainer.ranks=4", "generation.tensor_parallel=2"
+    plan = make_plan(config(*given), EIGHT)
+    assert (plan.trainers, plan.engines) == (4, 1)  # one GPU is the judge's, three are left, an engine takes two
+    assert sum(plan.seats.bundles) == 7
+
+
+def test_disaggregated_on_a_cpu_is_shared(config):
+    shared = make_plan(config(), Machine(8, 0))
+    assert make_plan(config("placement.mode=disaggregated"), Machine(8, 0)) == shared
+
+
+def test_disaggregated_engines_stay_awake(config):
+    asked = "generation.engine=vllm", "generation.sleep=2"
+    assert sleep_level(config(*asked)) == 2
+    assert sleep_level(config(*asked, "placement.mode=disaggregated")) == 0
+
+
+# --- auto
+
+
+def auto(config, names=("NVIDIA H100 80GB HBM3",) * 8, machine=EIGHT):
+    return settle(config, machine, names)
+
+
+def test_another_mode_is_left_alone(config):
+    found = config("placement.mode=static")
+    assert auto(found) == (found, "")
+
+
+def test_auto_takes_what_the_planner_ranks_first(config):
+    asked = config("placement.mode=auto")
+    found, why = auto(asked)
+    assert found.placement.mode in ("dynamic", "static", "colocated")
+    steps = dict(part.rsplit(" ", 2)[:2] for part in why.partition("SXM5: ")[2].removesuffix(")").split(", "))
+    assert set(steps) == {"dynamic", "static", "colocated"}
+    assert float(steps[found.placement.mode]) == min(map(float, steps.values()))
+    assert make_plan(found, EIGHT).ground.slots == 8
+    again = yaml.safe_load(dump_config(found))
+    assert again["placement"]["mode"] == found.placement.mode  # what the run's folder says
+    assert found.model_copy(update={"placement": asked.placement}) == asked  # and nothing else has changed
+
+
+def test_auto_with_a_static_split_names_it(config, monkeypatch):
+    monkeypatch.setattr("gcore.controller.auto.DIVIDED", ("static",))
+    found, _ = auto(config("placement.mode=auto"))
+    assert found.placement.mode == "static" and sum(found.placement.split.values()) == 8
+    assert set(found.placement.split) == {"policy", "critic"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "names", "mode", "why"),
+    [
+        ((), Machine(8, 0), (), "shared", "no GPU"),
+        (("training.device=cpu",), EIGHT, (), "shared", "no GPU"),
+        (("sampling.max_staleness=1",), EIGHT, (), "disaggregated", "asynchronous"),
+        (("sampling.max_staleness=1",), Machine(8, 2), (), "shared", "asynchronous"),
+        ((), EIGHT, ("NVIDIA GeForce RTX 5090",) * 8, "dynamic", "no data of 'NVIDIA GeForce RTX 5090'"),
+        ((), Machine(8, 1), ("NVIDIA GeForce RTX 5090",), "colocated", "no data of"),
+        ((), EIGHT, ("NVIDIA H100", "NVIDIA A100"), "dynamic", "no data of"),
+        ((), EIGHT, (), "dynamic", "no name"),
+    ],
+)
+def test_auto_without_the_planner(config, overrides, machine, names, mode, why):
+    found, said = settle(config("placement.mode=auto", *overrides), machine, names)
+    assert found.placement.mode == mode and why in said and f"placement.mode=auto: {mode}" in said
+
+
+def test_auto_without_judges_is_shared(config):
+    found, said = auto(config("placement.mode=auto", judges=0))
+    assert found.placement.mode == "shared" and "no judge" in said
+
+
+def test_auto_refuses_what_cannot_fit(config, tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen2", "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 29568, '
+        '"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064}'
+    )
+    asked = config("placement.mode=auto", model={"path": str(tmp_path)})
+    with pytest.raises(UserError, match=r"placement\.mode=auto: the planner finds no way on 1 x .*what would help"):
+        settle(asked, Machine(8, 1), ("NVIDIA H100",))
