@@ -70,11 +70,16 @@ class Holder:
         return len(self.parts), True
 
     async def weights(self, part: int) -> dict[str, Any]:
-        from gcore.wire import OnGpu, seal, to_wire
+        from gcore.wire import OnGpu, in_host_memory, seal
 
         parameters = dict(self.network.named_parameters())
         tensors = {name: parameters[name].detach() for name in self.parts[part]}
-        return seal(tensors, OnGpu if self.device.type == "cuda" else to_wire)
+
+        def lend(flat: Any) -> OnGpu:
+            self.lent[part] = flat  # the engine reads it from here
+            return OnGpu(flat)
+
+        return seal(tensors, lend if self.device.type == "cuda" else in_host_memory)
 
     async def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
         import torch

@@ -1,6 +1,6 @@
 """Weights between processes on different devices: one broadcast a part, over a group made for these processes alone.
 
-    Sender (trainer rank 0) ──send: starts the broadcast──> Note ──RPC──> receive (engine): joins, takes, unpacks
+    Sender (trainer rank 0) ──send: starts the broadcast──> Note ──RPC──> receive (engine): joins, takes
 
 gloo on CPUs, NCCL between GPUs. The note is small and travels like any weights; the bytes take the line. Whoever gets a
 note for a line it is not on joins it first: ranks are handed out in the order of coming, since all takers are alike.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,17 +31,13 @@ class LineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What comes over which line. Note("10.0.0.1:4242", "line-3", size=5, tensors=(("embed", (16, 8), "bfloat16"),))"""
+    """What comes over which line. Note("10.0.0.1:4242", "line-3", size=5, num_bytes=1048576, device="cuda")"""
 
     address: str  # of the store where its members meet
     line: str
     size: int  # members, the sender included
-    tensors: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype
+    num_bytes: int
     device: str = "cpu"  # kind of device at both ends
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(_bytes(shape, dtype) for _, shape, dtype in self.tensors)
 
 
 class Sender:
@@ -69,16 +65,15 @@ class Sender:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
         self._line = self._pool.submit(_join, self._store, self._name, 0, len(takers) + 1, self._device)
 
-    def send(self, tensors: Mapping[str, torch.Tensor]) -> Note:
-        """Starts the broadcast, and returns what takers must know to join in. At most two parts are under way."""
-        here = {name: tensor.detach().to(self._device) for name, tensor in tensors.items()}
-        parts = tuple((name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in here.items())
+    def send(self, flat: torch.Tensor) -> Note:
+        """Starts the broadcast of these bytes, and returns what takers must know to join in. At most two are under
+        way; nobody may write to them before `wait`, or the send after the next."""
+        flat = flat.to(self._device)
         while len(self._under_way) > 1:
             wait([self._under_way.pop(0)[0]])  # whether it failed its takers will tell
-        flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in here.values()])
         self._under_way.append((self._pool.submit(self._broadcast, self._line, flat), flat))
         address = f"{self._host}:{self._store.port}"
-        return Note(address, self._name, len(self._takers) + 1, parts, self._device.type)
+        return Note(address, self._name, len(self._takers) + 1, len(flat), self._device.type)
 
     def wait(self) -> None:
         """Until everything is sent. Raises LineError."""
@@ -96,8 +91,8 @@ class Sender:
 _LINES: dict[str, Any] = {}  # of this process, by address and name: the last one
 
 
-def receive(note: Note) -> dict[str, torch.Tensor]:
-    """The tensors of the note. Blocks until they are here; raises LineError."""
+def receive(note: Note) -> torch.Tensor:
+    """The bytes of the note. Blocks until they are here; raises LineError."""
     cuda = note.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     key = f"{note.address}/{note.line}"
@@ -116,18 +111,7 @@ def receive(note: Note) -> dict[str, torch.Tensor]:
     except LineError:
         _LINES.clear()
         raise
-    return dict(_unpacked(note, flat))
-
-
-def _unpacked(note: Note, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    start = 0
-    for name, shape, dtype in note.tensors:
-        end = start + _bytes(shape, dtype)
-        piece = flat[start:end]
-        if start % _dtype(dtype).itemsize:  # a view must begin where such a number may
-            piece = piece.clone()
-        yield name, piece.view(_dtype(dtype)).view(shape)
-        start = end
+    return flat
 
 
 def _join(store: Any, name: str, rank: int, size: int, device: torch.device) -> Any:
@@ -171,15 +155,6 @@ def _run(line: Any, flat: torch.Tensor) -> None:
             torch.cuda.synchronize(flat.device)
     except Exception as error:
         raise LineError(f"weights stopped on their way ({error})") from error
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return int(torch.Size(shape).numel()) * _dtype(dtype).itemsize
 
 
 def _none() -> Future[Any]:

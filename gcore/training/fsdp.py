@@ -33,7 +33,7 @@ from gcore.training.micro import Packed, to_tensors
 from gcore.training.policy import Policy
 from gcore.training.schedule import learning_rate
 from gcore.types import MiniBatch, Sample, TrainBatch, UserError
-from gcore.wire import OnGpu, announce, seal, to_wire
+from gcore.wire import OnGpu, in_host_memory, seal
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class FsdpTrainer:
         self._policy = self._shard(network)
         self._optimizer = self._new_optimizer()
         self._parts = state.parts_of(self._policy.network, self._serve[0])
-        self._lent: dict[int, dict[str, Tensor]] = {}  # parts that engines may still be reading from this GPU
+        self._lent: dict[int, Tensor] = {}  # parts that engines may still be reading from this GPU
 
     def _shard(self, network: Any) -> Policy:
         policy = Policy(network).train()
@@ -193,14 +193,17 @@ class FsdpTrainer:
     def _weights(self, part: int) -> dict[str, Any]:
         dtype, way = self._serve
         tensors = state.served_weights(self._policy.network, self._parts[part], dtype, way)
-        if way == "gpu":
-            self._lent.pop(part - 2, None)  # the one before may still be on its way
-            self._lent[part] = tensors
         if way == "process" or not tensors:
             return dict(tensors)
+
+        def lend(flat: Tensor) -> OnGpu:
+            self._lent.pop(part - 2, None)  # the one before may still be on its way
+            self._lent[part] = flat
+            return OnGpu(flat)
+
         if self._sender is not None:
-            return announce(tensors, self._sender)
-        return seal(tensors, OnGpu if way == "gpu" else to_wire)
+            return seal(tensors, self._sender.send)
+        return seal(tensors, lend if way == "gpu" else in_host_memory)
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         self._lent.clear()

@@ -25,7 +25,7 @@ from gcore.training.policy import Policy
 from gcore.training.schedule import learning_rate
 from gcore.training.state import gather_weights
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch
-from gcore.wire import SEAL, from_wire, to_wire
+from gcore.wire import SEALED, in_host_memory, seal, unseal
 from tests.e2e.helpers import RECIPE
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def update(trainer: FsdpTrainer, samples, batch: TrainBatch) -> dict[str, float]
 
 
 def weights_of(trainer: FsdpTrainer) -> dict[str, np.ndarray]:
-    return {k: v for k, v in asyncio.run(trainer.weights(0)).items() if k != SEAL}
+    return {k: v.numpy() for k, v in unseal(asyncio.run(trainer.weights(0))).items()}
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
@@ -493,9 +493,28 @@ def test_schedule_counts_optimizer_steps():
         assert trainer._learning_rate(warm) == pytest.approx(rate, abs=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_arrive_as_they_were_sent(dtype):
-    sent = torch.randn(5, 3).to(dtype)
-    wire = to_wire(sent)
-    assert isinstance(wire, np.ndarray) and wire.nbytes == sent.numel() * sent.element_size()
-    assert torch.equal(from_wire(wire), sent) and from_wire(sent) is sent
+def test_weights_arrive_as_they_were_sent():
+    sent = {"a": torch.randn(5, 3), "odd": torch.randn(7).to(torch.bfloat16), "one": torch.tensor(2.5)}
+    sent["big"] = torch.randn(3, 2**17)  # several rows of the checksum
+    sealed = seal(sent, in_host_memory)
+    assert list(sealed) == [SEALED] and isinstance(sealed[SEALED].data, np.ndarray)
+    found = unseal(sealed)
+    assert list(found) == list(sent) and all(found[k].dtype == sent[k].dtype for k in sent)
+    assert all(torch.equal(found[k], sent[k]) for k in sent)
+    assert all(torch.equal(unseal(sent)[k], sent[k]) for k in sent)  # what was never sealed
+
+
+@pytest.mark.parametrize("where", [0, 4, 70, -9, 2**19 + 8])
+def test_weights_that_were_damaged_are_refused(where):
+    sealed = seal({"a": torch.randn(5, 3), "b": torch.randn(3, 2**17)}, in_host_memory)
+    sealed[SEALED].data[where] ^= 1
+    with pytest.raises(ValueError, match=r"weights were damaged on their way \(2 tensors, the first is a\)"):
+        unseal(sealed)
+
+
+def test_rows_that_change_places_are_noticed():
+    sealed = seal({"b": torch.arange(2**19, dtype=torch.float32)}, in_host_memory)
+    rows = sealed[SEALED].data.reshape(-1, 2**19)
+    rows[[0, 1]] = rows[[1, 0]]
+    with pytest.raises(ValueError, match="damaged"):
+        unseal(sealed)
