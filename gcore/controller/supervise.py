@@ -57,6 +57,8 @@ def run(config: Config, mode: Mode = "train") -> Any:
         open_folder(config)
     try:
         return asyncio.run(_run(config, plan, mode, why))
+    except asyncio.CancelledError:  # by SIGTERM
+        raise KeyboardInterrupt from None
     finally:
         if mode == "train":
             for picture in (merge_traces, plot_reward, write_report):
@@ -81,7 +83,7 @@ def open_folder(config: Config) -> Path:
 
 
 async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _interrupt)
+    _end_at_sigterm()
     warm = config.training.warm_start
     history = read_rows(config.run.folder) if config.run.resume != "never" else []
     with Progress(
@@ -98,6 +100,7 @@ async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
             progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
             started = time.monotonic()
             runtime = build_runtime(config, plan)
+            _end_at_sigterm()  # again: Ray has put an answer of its own there
             controllers = await _start(runtime, config, plan, mode)
             progress.note(
                 f"{plan.controllers} controller(s), {plan.engines} engine(s), "
@@ -114,9 +117,11 @@ async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
                 runtime.stop()
 
 
-def _interrupt() -> None:
-    """Not by way of SIGINT: a run in the background ignores that one."""
-    raise KeyboardInterrupt
+def _end_at_sigterm() -> None:
+    """As Ctrl-C does, but not by way of SIGINT: a run in the background ignores that one."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> Sequence[Handle]:
