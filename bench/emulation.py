@@ -7,8 +7,7 @@
   checkpoints are the code of any run; engines and trainer sleep instead of computing (engine: emulated,
   training.backend: emulated), `--speed` emulated seconds a second. Every replica is a process of its own.
 - *simulator*: gcore/simulate, as `gcore simulate` runs it: draws of its own, from the same distributions; 100 steps.
-- *same draws*: the simulator, fed with the very lengths, verdicts and acceptances of the emulation, prompt by prompt,
-  and drawing them as controllers do: each its own share, first the prompts that were aborted in the step before.
+- *same draws*: the simulator, fed with the very lengths, verdicts and acceptances of the emulation, prompt by prompt.
 
 The split is static: `--policy-slots`, or what the simulator finds best. Reported: seconds of the rollout phase, mean
 over the steps (emulation: `timing_s/rollout` x speed), and the share of slot-seconds of the rollout phases in which a
@@ -27,7 +26,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -42,13 +40,11 @@ sys.path.insert(0, str(ROOT))
 
 from gcore.config.tree import Config  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
-from gcore.generation.routing import Router  # noqa: E402
 from gcore.placement import policy as rules  # noqa: E402
 from gcore.placement.plan import POLICY, Split, all_splits, split_by  # noqa: E402
 from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
 from gcore.simulate.engine import Lengths, log_normal  # noqa: E402
-from gcore.simulate.fleet import Fleet, Group  # noqa: E402
-from gcore.simulate.run import _first_memory, simulate  # noqa: E402
+from gcore.simulate.run import first_state, simulate  # noqa: E402
 from gcore.simulate.scenario import Draw, Scenario, load_scenario  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
 
@@ -124,58 +120,6 @@ def verdict(text: str) -> float:
 # ---- the simulator ---------------------------------------------------------------------------------------------------
 
 
-class AsControllers(Simulation):
-    """What N controllers do and one queue does not: each fills up to its own share, and begins a step with what it had
-    to abort in the last; a replica is sent twice as many requests as it decodes at once (controller/collect.py,
-    generation/pool.py)."""
-
-    def __init__(self, *args: Any, places: list[Place], **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.places = places
-        for fleet in self.fleets.values():
-            fleet.router = Router(len(fleet.devices), limit=2 * fleet.pace.max_concurrent)
-            for i in range(len(fleet.devices)):
-                fleet.router.close(i)
-
-    def _fill(self) -> None:
-        scenario = self.scenario
-        rate = max(self._rate_now(), 1 / scenario.max_oversampling)
-        share = (scenario.prompts * scenario.oversampling - self.kept) / len(self.places)
-        for place in self.places:
-            while len(place.running) < share / rate - 1e-9:
-                cursor = place.draw()
-                self.head += 1
-                self._start(cursor, self.work[cursor])
-
-    def _next_stage(self, about: tuple[Fleet, Group]) -> None:
-        fleet, group = about
-        if fleet is not self.policy:
-            self.places[group.number % len(self.places)].running.discard(group.number)
-        super()._next_stage(about)
-
-
-@dataclass
-class Place:
-    """Where one of `size` controllers stands among the prompts."""
-
-    head: int
-    size: int
-    first: deque[int] = field(default_factory=deque)
-    running: set[int] = field(default_factory=set)
-
-    def draw(self) -> int:
-        if self.first:
-            cursor = self.first.popleft()
-        else:
-            cursor, self.head = self.head, self.head + self.size
-        self.running.add(cursor)
-        return cursor
-
-    def abort(self) -> None:
-        self.first.extend(sorted(self.running))
-        self.running.clear()
-
-
 @dataclass
 class SameWork:
     """Stands in for StepWork: draws by the prompt's number in the run."""
@@ -189,15 +133,11 @@ class SameWork:
 
 
 def simulate_same(scenario: Scenario, load: Load, split: Split, steps: int) -> list[Rollout]:
-    memory, rate, found, size = _first_memory(scenario), 1.0, list[Rollout](), scenario.num_controllers
-    places = [Place(rank, size) for rank in range(size)]
+    state, found = first_state(scenario), list[Rollout]()
     for step in range(1, steps + 1):
         work: Any = SameWork(scenario, step, load)
-        one = AsControllers(work, split, rules.static, memory, rate, long_first=False, places=places)
-        found.append(one.run())
-        for place in places:
-            place.abort()
-        memory, rate = {**memory, **found[-1].memory}, found[-1].rate
+        found.append(Simulation(work, split, rules.static, state).run())
+        state = found[-1].state
     return found
 
 
@@ -407,6 +347,8 @@ def main() -> None:
     args = parse()
     scenarios = [load_scenario(path) for path in args.scenarios] or built_in()
     scenarios = [scenario for scenario in scenarios if args.only in scenario.name]
+    if args.seed is not None:
+        scenarios = [scenario.model_copy(update={"seed": args.seed}) for scenario in scenarios]
     results = []
     for scenario in scenarios:
         if len(scenario.judges) != 1 or None in (scenario.policy.speed, scenario.judges[0].speed):
@@ -424,6 +366,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", help="write the numbers there")
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seed", type=int, help="of lengths, acceptance and the run; default: the scenario's")
     parser.add_argument("--speed", type=float, help="emulated seconds a second; default: 4, and 2 beyond 32 slots")
     parser.add_argument("--policy-slots", type=int, help="of the static split; default: the simulator's best")
     return parser.parse_args()

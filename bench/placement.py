@@ -4,7 +4,7 @@
     python bench/placement.py stationary                  # about three minutes
     python bench/placement.py variable                    # about three minutes
     python bench/placement.py where-not                   # about two minutes
-    python bench/placement.py speed                       # about two minutes: drift-512, 1,000 steps of 256 prompts
+    python bench/placement.py speed                       # about three minutes: drift-512, 1,000 steps of 256 prompts
 
 `drift`: each policy runs at its own best oversampling out of 1.0, 1.1, 1.25 and 1.5, chosen in hindsight; `best static`
 is the best split at the best oversampling. `--oracle` (slow) adds the best of many ways, step by step. `stationary`:

@@ -107,9 +107,12 @@ class Pool:
                     async with asyncio.timeout(RECALL_S):
                         await self._idle[i].wait()
 
-    def reopen(self, name: str) -> None:
-        for i in self._numbers(name):
-            self._open(i, "drained")
+    def reopen(self, *names: str) -> None:
+        """All of them, before anybody's turn comes: else the first would be sent all that waits."""
+        for name in names:
+            for i in self._numbers(name):
+                self._mark_open(i, "drained")
+        self._pump()
 
     async def check(self, timeout_s: float) -> dict[str, bool]:
         """Ask every replica for its stats. One that keeps silent is sent nothing new until it answers a later check;
@@ -142,10 +145,13 @@ class Pool:
         self._router.close(i)
 
     def _open(self, i: int, *why: Reason) -> None:
+        self._mark_open(i, *why)
+        self._pump()
+
+    def _mark_open(self, i: int, *why: Reason) -> None:
         self._closed[i] -= set(why)
         if not self._closed[i]:
             self._router.open(i)
-            self._pump()
 
     def _recall(self, i: int) -> None:
         """Have a replica give back what it has of ours, where it can; else it is waited for."""

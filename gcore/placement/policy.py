@@ -65,7 +65,9 @@ class Load:
         rest = _above(self.lengths, self.age)
         if rest is None:
             return steps / 2
-        return sum(min(length - self.age, steps) for length in rest) / len(rest)
+        end = self.age + steps
+        longer = len(rest) - bisect_right(rest, end)  # those run on; the others end by then
+        return (sum(rest[: len(rest) - longer]) + longer * end) / len(rest) - self.age
 
 
 def _above(lengths: Sequence[float], age: float) -> Sequence[float] | None:
@@ -107,7 +109,7 @@ class Dynamic:
     least_s: float = 0.2  # and seconds: less than that lies between two looks
     cool_down_s: float = 0.0  # least time between two decisions that move something
     at_once: float = 0.5  # most of a role's blocks that one decision takes away
-    patience: float = 2.0  # judges' blocks wait for work at the start rather than move, up to so many times that move
+    patience: float = 4.0  # judges' blocks wait for work at the start rather than move, up to so many times that move
     fill: tuple[float, float] = (0.6, 0.9)  # least and most of its best throughput that a block must have work for
     passes: float = 2.0  # of judging that the rest of generation must outlast, for judges to wait for fuller batches
 
@@ -138,9 +140,10 @@ class Dynamic:
         return [Move(m.block, m.source, m.target, f"{m.target} needs it: {won}") for m in moves]
 
     def begin(self, view: View, costs: Costs) -> Split:
-        """At the start all engines wake anyway, so the first division is free: the best one for what is expected.
+        """At the start all engines wake anyway, so the first division is free.
 
-        Judges have nothing to do at first. Where a later move costs less than that wait, one block is enough for now.
+        On the way from one block for each judge to the division that is best for what is expected: judges have nothing
+        to do at first, so the less a later move costs against that wait, the fewer they get for now.
         """
         ground = costs.ground
         judges = [role for role in ground.roles if role != POLICY]
@@ -150,14 +153,17 @@ class Dynamic:
         replicas = ground.num_blocks * ground.per_block(POLICY)
         wait_s = generated_s(view.loads[POLICY], costs.paces[POLICY], replicas, 0.1)
         back_s = max((costs.switch_s(Move(0, POLICY, judge)) for judge in judges), default=0.0)
-        end = end_s(view, costs, counts)
-        while wait_s < self.patience * back_s and counts[POLICY] > 1:
+        end, way = end_s(view, costs, counts), [counts]
+        while judges and counts[POLICY] > 1:
             trials = [counts | {POLICY: counts[POLICY] - 1, judge: counts[judge] + 1} for judge in judges]
-            best = min(trials, key=lambda trial: end_s(view, costs, trial))
-            if end_s(view, costs, best) >= end:
+            ends = [end_s(view, costs, trial) for trial in trials]
+            if min(ends) >= end:
                 break
-            counts, end = best, end_s(view, costs, best)
-        return split_by(ground, counts)
+            end = min(ends)
+            counts = trials[ends.index(end)]
+            way.append(counts)
+        part = min(1.0, self.patience * back_s / wait_s) if wait_s > 0 else 1.0
+        return split_by(ground, way[int(part * (len(way) - 1))])
 
     def _best(
         self,

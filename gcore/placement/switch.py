@@ -250,7 +250,9 @@ class Placer:
         self._changed.set()
 
     def _go_on(self, parts: Sequence[Report], now: float) -> None:
-        """Every controller sees the same reports, and so takes every move one step further at the same look."""
+        """Every controller sees the same reports, and so takes every move one step further at the same look. What arrives
+        together is opened together."""
+        back: dict[str, list[str]] = {}
         for block, moving in list(self._moving.items()):
             late = now - moving.since > self._timeout_s
             if moving.draining and all(block in part.drained for part in parts):
@@ -258,13 +260,23 @@ class Placer:
                 if self._rank == 0:
                     moving.task = asyncio.ensure_future(self._change(moving.move))
             elif moving.draining and late:
-                self._end(moving, now, f"not drained after {self._timeout_s:g} s")
+                self._end(moving, now, f"not drained after {self._timeout_s:g} s", (), back)
             elif block in parts[0].arrived:
-                self._end(moving, now, None)
+                self._end(moving, now, None, (), back)
             elif block in parts[0].failed:
-                self._end(moving, now, parts[0].failed[block], parts[0].stuck)
+                self._end(moving, now, parts[0].failed[block], parts[0].stuck, back)
+        for role, names in back.items():
+            self._pools[role].reopen(*names)
 
-    def _end(self, moving: _Moving, now: float, failure: str | None, stuck: Collection[tuple[str, int]] = ()) -> None:
+    def _end(
+        self,
+        moving: _Moving,
+        now: float,
+        failure: str | None,
+        stuck: Collection[tuple[str, int]],
+        back: dict[str, list[str]],
+    ) -> None:
+        """`back`: who is asked again, by role, for the caller to reopen."""
         move = moving.move
         del self._moving[move.block]
         moving.over.set()
@@ -282,7 +294,7 @@ class Placer:
         owner = self.split[move.block]
         for i in self.ground.replicas(owner, move.block):
             if (owner, i) not in stuck:  # those are woken again for the next rollout, or die and return
-                self._pools[owner].reopen(self._pools[owner].replicas[i].name)
+                back.setdefault(owner, []).append(self._pools[owner].replicas[i].name)
         self.tally.ended(move, moving.since, now, failure)
 
     async def _change(self, move: Move) -> None:

@@ -4,13 +4,16 @@
                      ^                                     ^
                      └──── blocks change hands ────────────┘        decide: gcore/placement/policy.py, at every look
 
-A rollout ends when enough groups are kept; what is under way then is aborted. Nothing is left over: every step starts
-from empty devices, so that a step can be run again under another policy, with the same draws.
+Prompts are drawn as controllers do (controller/collect.py): each has its share of them, and fills up to its share of
+what is missing. A rollout ends when enough groups are kept; what is under way then is aborted, and first in line in the
+next step. Devices start every step empty. A State goes from step to step and is never changed, so that a step can be
+run again under another policy, from the same state and with the same draws.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
 from gcore.placement.monitor import quantiles
@@ -20,13 +23,33 @@ from gcore.simulate.device import Job
 from gcore.simulate.fleet import Call, Clock, Fleet, Group, Memory
 from gcore.simulate.scenario import Draw, Scenario, StepWork
 
-LOOK = (0.25, 0.01)  # seconds between two looks: at least so many, and this share of the last rollout
+LOOK = (0.25, 0.015)  # seconds between two looks: at least so many, and this share of the last rollout
 PRIOR = 0.25  # the last step's acceptance counts as much as so many times a step's groups (controller/collect.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one controller stands among the prompts. Place(head=130, first=(2, 66)): two were aborted in the last"""
+
+    head: int  # its next prompt; it draws every N-th
+    first: tuple[int, ...] = ()  # prompts that come before that
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What goes from step to step. State((Place(8), Place(9)), {"policy": (80, 512), "judge": (300,)}, 0.7, 41.5)"""
+
+    places: tuple[Place, ...]  # by controller
+    memory: Memory  # lengths that were seen
+    rate: float = 1.0  # share of groups that were kept lately; controllers begin with this too
+    seconds: float = 0.0  # of the last rollout
 
 
 @dataclass(slots=True)
 class Rollout:
     """What one simulated rollout phase came to."""
+
+    state: State  # for the next step
 
     seconds: float = 0.0
     owned_s: dict[str, float] = field(default_factory=dict)  # slot-seconds a role had
@@ -38,30 +61,40 @@ class Rollout:
     split: Split = field(default_factory=lambda: Split(()))
     lengths: list[int] = field(default_factory=list)  # of the responses that are trained on
     wasted_tokens: int = 0  # generated for groups that were dropped or aborted
-    drawn: int = 0
-    rate: float = 1.0
-    memory: Memory = field(default_factory=dict)  # lengths seen, for the next step
+    drawn: int = 0  # groups that were started, those of the step before included
+
+
+class Controller:
+    """One controller's prompts: those first in line, those under way."""
+
+    def __init__(self, place: Place, size: int) -> None:
+        self._first, self._head, self._size = deque(place.first), place.head, size
+        self.running: set[int] = set()
+
+    def draw(self) -> int:
+        if self._first:
+            number = self._first.popleft()
+        else:
+            number, self._head = self._head, self._head + self._size
+        self.running.add(number)
+        return number
+
+    def place(self) -> Place:
+        """When the step ends: what is under way is aborted."""
+        return Place(self._head, (*self._first, *sorted(self.running)))
 
 
 class Simulation:
-    """One rollout phase. `long_first`: groups expected to be long are drawn first, so that none of them is last."""
+    """One rollout phase, from a state that it leaves as it is."""
 
-    def __init__(
-        self,
-        work: StepWork,
-        split: Split,
-        decide: Decide,
-        memory: Memory,
-        rate: float,
-        *,
-        expected_s: float = 0.0,
-        long_first: bool = True,
-    ) -> None:
+    def __init__(self, work: StepWork, split: Split, decide: Decide, state: State) -> None:
         scenario: Scenario = work.scenario
-        self.scenario, self.work, self.decide, self.rate, self.long_first = scenario, work, decide, rate, long_first
+        self.scenario, self.work, self.decide, self.state = scenario, work, decide, state
         self.costs = scenario.costs(work.step)
         self.ground = self.costs.ground
-        self.look_s = max(LOOK[0], LOOK[1] * expected_s)
+        self.look_s = max(LOOK[0], LOOK[1] * state.seconds)
+        self.controllers = [Controller(place, len(state.places)) for place in state.places]
+        memory = state.memory
         self.clock = Clock()
         response = sum(memory[POLICY]) / len(memory[POLICY])
         repeats = {judge.name: judge.repeats for judge in scenario.judges}
@@ -82,8 +115,8 @@ class Simulation:
         }
         self.policy = self.fleets[POLICY]
         self.judges = [self.fleets[judge.name] for judge in scenario.judges]
-        self.kept = self.dropped = self.head = self.running = self.judging = 0  # groups
-        self.result = Rollout()
+        self.kept = self.dropped = self.running = self.judging = 0  # groups
+        self.result = Rollout(state)
         self.split = split.check(self.ground)
         self.moving: set[int] = set()
         self._since = [0.0] * self.ground.num_blocks  # when the owner of a block got it
@@ -102,26 +135,24 @@ class Simulation:
     # ---- groups ---------------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """As controller/collect.py: as many as make up for what is missing, at the rate they are accepted."""
+        """Every controller: as many as make up for its share of what is missing, at the rate they are accepted."""
         scenario = self.scenario
         rate = max(self._rate_now(), 1 / scenario.max_oversampling)
-        goal = scenario.prompts * scenario.oversampling
-        missing = math.ceil((goal - self.kept) / rate - self.running - 1e-9)
-        if missing <= 0:
-            return
-        drawn = [(self.head + i, self.work[self.head + i]) for i in range(missing)]
-        self.head += missing
-        if self.long_first:
-            drawn.sort(key=lambda entry: -entry[1].hint)
-        for number, draw in drawn:
-            self._start(number, draw)
+        share = (scenario.prompts * scenario.oversampling - self.kept) / len(self.controllers)
+        wanted = math.ceil(share / rate - 1e-9)
+        few = [c for c in self.controllers if len(c.running) < wanted]
+        drawn = [controller.draw() for controller in few for _ in range(wanted - len(controller.running))]
+        drawn.sort(key=(lambda number: -self.work[number].hint) if scenario.long_first else None)
+        for number in drawn:
+            self._start(number, self.work[number])
 
     def _rate_now(self) -> float:
         prior = PRIOR * self.scenario.prompts
-        return (prior * self.rate + self.kept) / (prior + self.kept + self.dropped)
+        return (prior * self.state.rate + self.kept) / (prior + self.kept + self.dropped)
 
     def _start(self, number: int, draw: Draw) -> None:
         self.running += 1
+        self.result.drawn += 1
         prompt = self.scenario.prompt_length
         jobs = [Job(tokens, 0) for tokens in draw.tokens]
         jobs[0].prompt = prompt  # siblings share the prefix: it is computed once
@@ -153,6 +184,7 @@ class Simulation:
         else:
             self.judging -= 1
         self.running -= 1
+        self.controllers[group.number % len(self.controllers)].running.discard(group.number)
         if group.draw.good:
             self.kept += 1
             self.clock.over = self.kept >= self.scenario.prompts
@@ -223,7 +255,7 @@ class Simulation:
     def _arrived(self, move: Move) -> None:
         self.moving.discard(move.block)
         self._open(move.block)
-        self.fleets[move.target].dispatch()
+        self.clock.at(self.clock.now, Fleet.dispatch, self.fleets[move.target])  # others arrive now: all share the work
 
     def _open(self, block: int) -> None:
         fleet, now = self.fleets[self.split[block]], self.clock.now
@@ -261,10 +293,11 @@ class Simulation:
                 self._close(block)
         result.segments = [(b, role, start, min(end, now), busy) for b, role, start, end, busy in result.segments]
         result.switch_s = self.ground.block * sum(e - s for _, role, s, e, _ in result.segments if role == "switch")
-        result.seconds, result.split, result.drawn, result.rate = now, self.split, self.head, self._rate_now()
+        result.seconds, result.split = now, self.split
         result.idle = 1 - sum(result.busy_s.values()) / (now * self.ground.slots)
         result.wasted_tokens += self.policy.wasted()
-        for role, fleet in self.fleets.items():
-            result.memory[role] = quantiles(fleet.seen) or fleet.lengths
-        result.memory[f"{POLICY}/longest"] = quantiles(self.policy.seen_longest) or self.policy.longest
+        memory = {role: quantiles(fleet.seen) or fleet.lengths for role, fleet in self.fleets.items()}
+        memory[f"{POLICY}/longest"] = quantiles(self.policy.seen_longest) or self.policy.longest
+        places = tuple(controller.place() for controller in self.controllers)
+        result.state = State(places, memory, self._rate_now(), now)
         return result

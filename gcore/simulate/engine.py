@@ -105,7 +105,8 @@ class EmulatedEngine:
         self.version = 0
         self._lengths, self._tokens = lengths, tokens
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._rings = math.inf  # when it does; not every loop's timers tell
         self._at = 0.0  # the loop's time up to which all has happened
         self._device = Device(pace)  # its time stands still while weights come, and in sleep
         self._held: list[_Asked] = []  # came while it stood still
@@ -250,10 +251,10 @@ class EmulatedEngine:
             return
         when = self._at + (due - self._device.at) / self.speed
         if self._timer is not None:
-            if self._timer.when() <= when:
+            if self._rings <= when:
                 return
             self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._ring)
+        self._timer, self._rings = self._loop.call_at(when, self._ring), when
 
     def _ring(self) -> None:
         self._timer = None

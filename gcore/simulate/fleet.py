@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gcore.generation.routing import Router
 from gcore.placement.pace import Pace
 from gcore.placement.plan import Ground
-from gcore.placement.policy import Load, useful_concurrency
 from gcore.simulate.device import ENDED, Device, Job
 
-Memory = dict[str, Sequence[float]]  # lengths of requests that ended lately, by role: quantiles
+Memory = Mapping[str, Sequence[float]]  # lengths of requests that ended lately, by role: quantiles
 
-FULL = 0.95  # of its best throughput: a replica gets no more requests than it needs for that
+SENT = 2  # times as many requests as it decodes at once: so many are sent to a replica (generation/pool.py)
 
 
 class Group:
@@ -85,8 +84,7 @@ class Fleet:
         self.mean = sum(self.lengths) / len(self.lengths)
         count = ground.num_blocks * self.per_block
         self.devices = [Device(pace) for _ in range(count)]
-        full = useful_concurrency(Load(lengths=self.lengths, prompt=prompt), pace, FULL)
-        self.router = Router(count, limit=math.ceil(full))  # the rest waits here, for whoever is free first
+        self.router = Router(count, limit=SENT * pace.max_concurrent)  # the rest waits here, for whoever is free first
         for i in range(count):
             self.router.close(i)
         self.seen: list[int] = []  # lengths of requests that ended

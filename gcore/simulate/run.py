@@ -18,8 +18,7 @@ from typing import Any
 from gcore.placement import policy as rules
 from gcore.placement.plan import POLICY, Split, all_splits, shares, split_by
 from gcore.placement.policy import Costs, Decide, Dynamic, Load, Utilisation, View
-from gcore.simulate.cluster import Rollout, Simulation
-from gcore.simulate.fleet import Memory
+from gcore.simulate.cluster import Place, Rollout, Simulation, State
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError
 
@@ -160,20 +159,18 @@ def _few_collections() -> Iterator[None]:
 
 def _steps(scenario: Scenario, name: str, regimes: list[Regime], kept: set[int], report: Callable[[str], None]) -> Run:
     run, at = Run(scenario, name), 0.0
-    memory, rate, last = _first_memory(scenario), StepWork(scenario, 1).acceptance, None
+    state, last = first_state(scenario), None
     for step in range(1, scenario.steps + 1):
         work, costs = StepWork(scenario, step), scenario.costs(step)
-        view = expectation(scenario, memory, rate)
-        expected_s = last.seconds if last else 0.0
+        view = expectation(scenario, state)
         tried = []
         for regime in regimes:
-            begin = regime.begin(view, costs, last)
-            tried.append(Simulation(work, begin, regime.decide, memory, rate, expected_s=expected_s).run())
+            tried.append(Simulation(work, regime.begin(view, costs, last), regime.decide, state).run())
         rollout = min(tried, key=lambda r: r.seconds)
         update_s = scenario.update(step, rollout.lengths)
         _record(run, step, at, rollout, update_s, work, step in kept)
         at += rollout.seconds + update_s
-        memory, rate, last = {**memory, **rollout.memory}, rollout.rate, rollout
+        state, last = rollout.state, rollout
         report(f"{name}: step {step}/{scenario.steps}")
     return run
 
@@ -194,9 +191,9 @@ def _oracle(scenario: Scenario) -> list[Regime]:
     return ways
 
 
-def expectation(scenario: Scenario, memory: Memory, rate: float) -> View:
+def expectation(scenario: Scenario, state: State) -> View:
     """What is known before the first response: last step's lengths, and how many groups will be needed."""
-    needed = scenario.prompts / max(rate, 0.05) * scenario.samples
+    memory, needed = state.memory, scenario.prompts / max(state.rate, 0.05) * scenario.samples
     response = sum(memory[POLICY]) / len(memory[POLICY])
     loads = {
         POLICY: Load(
@@ -216,13 +213,13 @@ def expectation(scenario: Scenario, memory: Memory, rate: float) -> View:
     return View(loads)
 
 
-def _first_memory(scenario: Scenario) -> Memory:
-    """Before the first step: the scenario's own means, with a usual spread."""
+def first_state(scenario: Scenario) -> State:
+    """Before the first step: no prompt is drawn, and lengths are the scenario's own means, with a usual spread."""
     usual = (0.3, 0.5, 0.7, 0.9, 1.2, 2.4)
-    found: Memory = {POLICY: [scenario.lengths.start * f for f in usual]}
+    memory = {POLICY: [scenario.lengths.start * f for f in usual]}
     for judge in scenario.judges:
-        found[judge.name] = [judge.verdict.start * f for f in (0.7, 0.9, 1.0, 1.4)]
-    return found
+        memory[judge.name] = [judge.verdict.start * f for f in (0.7, 0.9, 1.0, 1.4)]
+    return State(tuple(Place(rank) for rank in range(scenario.num_controllers)), memory)
 
 
 def _record(run: Run, step: int, at: float, rollout: Rollout, update_s: float, work: StepWork, in_full: bool) -> None:

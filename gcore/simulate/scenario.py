@@ -12,8 +12,9 @@ acceptance: {start: 0.9, end: 0.3}
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -99,7 +100,7 @@ class Scenario(Section):
     seed: int = 0
     """Of lengths and acceptance."""
     controllers: PositiveInt | Auto = "auto"
-    """Controllers; `auto`: one for 8 slots."""
+    """Controllers, each with its share of the prompts; `auto`: one for 8 slots."""
     prompts: PositiveInt = 128
     """Groups a step trains on."""
     samples: PositiveInt = 8
@@ -118,6 +119,9 @@ class Scenario(Section):
     """As sampling.max_oversampling."""
     oversampling: Annotated[float, Field(ge=1)] = 1.0
     """How many times the missing groups are under way, beyond what the acceptance rate asks for."""
+    long_first: bool = False
+    """Of prompts drawn together, those expected to be long start first, by a hint that is off by a third or so. Runs
+    have no such hint: this asks what one would be worth."""
     swap_s: NonNegative | None = None
     """Seconds to put one engine to sleep and wake another in its place; default: estimated."""
     rpc_s: NonNegative = 0.004
@@ -195,41 +199,54 @@ class Draw:
 
 @dataclass
 class StepWork:
-    """The draws of one step, made as they are asked for; the same ones however the step is run."""
+    """What the prompts of the run would come to in one step, by their number; made as they are asked for.
+
+    A prompt is long or short, good or not, *compared with others*: that is its own, whatever the step. How long
+    responses are on the whole, and how many are accepted, is the step's. So what is aborted since it is long will be
+    long again.
+    """
 
     scenario: Scenario
     step: int
-    draws: list[Draw] = field(default_factory=list)
-    CHUNK = 64
 
     def __post_init__(self) -> None:
-        self._rng = np.random.default_rng([self.scenario.seed, self.step])
-        progress, noise = self.scenario.progress(self.step), self._rng.standard_normal(3)
-        self.mean = self.scenario.lengths.at(progress, noise[0])
-        self.acceptance = min(1.0, self.scenario.acceptance.at(progress, noise[1]))
-        self.verdict_means = {j.name: j.verdict.at(progress, noise[2]) for j in self.scenario.judges}
+        scenario = self.scenario
+        progress = scenario.progress(self.step)
+        jitter = np.random.default_rng([scenario.seed, 0, self.step]).standard_normal(3)
+        self.mean = scenario.lengths.at(progress, jitter[0])
+        self.acceptance = min(1.0, scenario.acceptance.at(progress, jitter[1]))
+        self.verdict_means = {j.name: j.verdict.at(progress, jitter[2]) for j in scenario.judges}
+        judged = [((scenario.samples, judge.repeats), judge.verdict.shared) for judge in scenario.judges]
+        self._shapes = (((scenario.samples,), scenario.lengths.shared), *judged)
 
-    def __getitem__(self, index: int) -> Draw:
-        while len(self.draws) <= index:
-            self.draws.extend(self._more())
-        return self.draws[index]
-
-    def _more(self) -> Iterator[Draw]:
-        scenario, shape = self.scenario, (self.CHUNK, self.scenario.samples)
-        tokens = self._lengths(scenario.lengths, self.mean, shape)
+    def __getitem__(self, number: int) -> Draw:
+        scenario, i = self.scenario, number % CHUNK
+        (own, *others), luck, guess = _noise(scenario.seed, number // CHUNK, self._shapes)
+        tokens = _lengths(scenario.lengths, self.mean, own[i].tolist())
         verdicts = {
-            judge.name: self._lengths(judge.verdict, self.verdict_means[judge.name], (*shape, judge.repeats)).tolist()
-            for judge in scenario.judges
+            judge.name: [_lengths(judge.verdict, self.verdict_means[judge.name], row) for row in normal[i].tolist()]
+            for judge, normal in zip(scenario.judges, others, strict=True)
         }
-        good = self._rng.random(self.CHUNK) < self.acceptance
-        hints = tokens.mean(axis=1) * np.exp(0.3 * self._rng.standard_normal(self.CHUNK))
-        rows = zip(tokens.tolist(), good.tolist(), hints.tolist(), strict=True)
-        for i, (lengths, kept, hint) in enumerate(rows):
-            yield Draw(lengths, {name: found[i] for name, found in verdicts.items()}, kept, hint)
+        hint = sum(tokens) / len(tokens) * math.exp(0.3 * guess[i])
+        return Draw(tokens, verdicts, luck[i] < self.acceptance, hint)
 
-    def _lengths(self, spec: Lengths, mean: float, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-        own = self._rng.standard_normal(shape)
-        common = self._rng.standard_normal((shape[0], *([1] * (len(shape) - 1))))
-        normal = math.sqrt(spec.shared) * common + math.sqrt(1 - spec.shared) * own
-        lengths = mean * np.exp(spec.sigma * normal - spec.sigma**2 / 2)
-        return np.clip(np.round(lengths), 1, spec.longest).astype(np.int64)
+
+def _lengths(spec: Lengths, mean: float, normal: list[float]) -> list[int]:
+    sigma, longest = spec.sigma, spec.longest
+    median = mean * math.exp(-(sigma**2) / 2)
+    return [min(longest, max(1, round(median * math.exp(sigma * n)))) for n in normal]
+
+
+_Shape = tuple[tuple[int, ...], float]  # of a prompt's numbers, and how much of their variance they have in common
+_Floats = npt.NDArray[np.float64]
+CHUNK = 32  # prompts that are made together
+
+
+@lru_cache(maxsize=2048)  # more than a step asks for; the next one asks for many of them again
+def _noise(seed: int, chunk: int, shapes: tuple[_Shape, ...]) -> tuple[list[_Floats], list[float], list[float]]:
+    """What is some prompts' own: normal deviates of their lengths, luck in being accepted, how far a hint is off."""
+    rng, normals = np.random.default_rng([seed, 1, chunk]), list[_Floats]()
+    for shape, shared in shapes:
+        own, common = rng.standard_normal((CHUNK, *shape)), rng.standard_normal((CHUNK, *([1] * len(shape))))
+        normals.append(math.sqrt(shared) * common + math.sqrt(1 - shared) * own)
+    return normals, rng.random(CHUNK).tolist(), rng.standard_normal(CHUNK).tolist()

@@ -257,6 +257,10 @@ def test_begin():
     ends = {n: end_s(view, known, {POLICY: n, JUDGE: 8 - n}) for n in range(1, 8)}
     assert ends[found[POLICY]] == min(ends.values()) and found[POLICY] < 7
     assert Dynamic().begin(view, costs(blocks=1)) == Split((POLICY,))
+    few = 8 - found[POLICY]
+    wait_s = generated_s(view.loads[POLICY], PACE, 8, 0.1)
+    half = {role: replace(PACE, sleep_s=0.0, wake_s=wait_s / 8) for role in (POLICY, JUDGE)}  # patience is 4
+    assert Dynamic().begin(view, costs(paces=half)).counts()[JUDGE] == 1 + (few - 1) // 2, "half of the way"
 
 
 # ---- baselines ----------------------------------------------------------------------------------------------------

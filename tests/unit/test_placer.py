@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import random
 from collections import Counter
@@ -177,7 +178,8 @@ class World:
         if moving is None:
             assert placer.split[block] == replica.role, f"{replica.name} is not the owner"
         else:  # the drain was ordered, and begins in this very moment
-            assert moving.move.source == replica.role and moving.since == asyncio.get_running_loop().time()
+            drain = inspect.getcoroutinestate(moving.task.get_coro())
+            assert moving.move.source == replica.role and drain == inspect.CORO_CREATED
         if not replica.gone.is_set():
             assert not replica.asleep, f"{replica.name} sleeps"
             assert replica.role == JUDGE or replica.engine.version == self.version, f"{replica.name} is not up to date"

@@ -3,17 +3,28 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from gcore.cli import main
 from gcore.observe.page_data import read_source
 from gcore.placement.plan import POLICY, Move, Split, split_by
-from gcore.placement.policy import Dynamic, static
+from gcore.placement.policy import Dynamic, colocated, static
 from gcore.simulate import run as runs
-from gcore.simulate.cluster import Simulation, quantiles
-from gcore.simulate.run import NAMES, expectation, simulate
-from gcore.simulate.scenario import Drift, Lengths, Scenario, Server, SimulatedJudge, Speed, StepWork, load_scenario
+from gcore.simulate.cluster import Place, Simulation, State, quantiles
+from gcore.simulate.run import NAMES, expectation, first_state, simulate
+from gcore.simulate.scenario import (
+    CHUNK,
+    Drift,
+    Lengths,
+    Scenario,
+    Server,
+    SimulatedJudge,
+    Speed,
+    StepWork,
+    load_scenario,
+)
 from gcore.simulate.table import best_static, compare, spread
 from gcore.types import UserError
 
@@ -45,10 +56,9 @@ def scenario(**changes):
     return Scenario(**facts | changes)
 
 
-def rollout(case, split=None, decide=static, step=1, watch=None):
-    memory = runs._first_memory(case)
+def rollout(case, split=None, decide=static, step=1, watch=None, state=None):
     split = split or split_by(case.ground, {POLICY: 2, JUDGE: 2})
-    simulation = Simulation(StepWork(case, step), split, decide, memory, 0.8)
+    simulation = Simulation(StepWork(case, step), split, decide, state or replace(first_state(case), rate=0.8))
     if watch:
         watch(simulation)
     return simulation, simulation.run()
@@ -85,7 +95,7 @@ def test_tiny_case_by_hand():
 def test_what_must_add_up(name, seed):
     case = scenario(seed=seed)
     regime = runs.regime_of(name, case)
-    view = expectation(case, runs._first_memory(case), 0.8)
+    view = expectation(case, first_state(case))
     simulation, found = rollout(case, regime.begin(view, case.costs(1), None), regime.decide)
     assert simulation.kept == case.prompts and len(found.lengths) == case.prompts * case.samples
     assert found.drawn == simulation.kept + simulation.dropped + simulation.running
@@ -140,9 +150,8 @@ def test_moves_lose_no_request_and_no_token(seed):
         there += [job for _, _, call in fleet._queue for job in call.jobs]
         assert len(there) == fleet.under_way
         assert fleet.queued == sum(len(call.jobs) for _, _, call in fleet._queue)
-    drawn = sum(len(simulation.work[i].tokens) for i in range(simulation.head))
-    assert drawn == len(simulation.policy.seen) + simulation.policy.under_way
-    expected = [n for i in range(simulation.head) if i in set(ended[POLICY]) for n in simulation.work[i].tokens]
+    assert case.samples * found.drawn == len(simulation.policy.seen) + simulation.policy.under_way
+    expected = [n for i in range(found.drawn) if i in set(ended[POLICY]) for n in simulation.work[i].tokens]
     seen = sorted(simulation.policy.seen)
     for tokens in expected:
         seen.remove(tokens)
@@ -166,9 +175,10 @@ def test_the_view_counts_what_is_there():
     def look(split, view, costs):
         fleet = simulation[0].policy
         jobs = [(d, job) for d in fleet.devices for job in d.jobs() if job.state == 1]
-        for device in fleet.devices:
-            device.advance(min(simulation[0].clock.now, device.next_s()))
-        age = sum(d.clock - job.began + job.before for d, job in jobs if job.state == 1) / max(1, len(jobs))
+        now = simulation[0].clock.now
+        clocks = [d.clock + max(0.0, now - max(d.at, d.standing)) / d.step_s for d, _ in jobs]
+        made = [clock - job.began + job.before for clock, (_, job) in zip(clocks, jobs, strict=True)]
+        age = sum(made) / max(1, len(jobs))
         seen.append((view.loads[POLICY].running, len(jobs), view.loads[POLICY].age, age))
         assert view.loads[POLICY].at_hand == fleet.under_way
         return []
@@ -184,9 +194,172 @@ def test_same_seed_same_result():
 
 
 def test_draws_do_not_depend_on_the_policy():
+    """Nor on the order in which they are asked for."""
     one, two = StepWork(scenario(), 2), StepWork(scenario(), 2)
     two[200]
     assert [one[i] for i in (0, 5, 70)] == [two[i] for i in (0, 5, 70)]
+    assert one[5].tokens != one[6].tokens and one[5].tokens != one[5 + CHUNK].tokens
+
+
+def test_a_prompt_is_as_long_among_the_others_in_every_step():
+    """Lengths grow from 100 to 400: a prompt of the first step is four times as long in the last, and stays good or
+    not while as many are accepted."""
+    case = scenario(acceptance=Drift(start=0.5))
+    first, last = StepWork(case, 1), StepWork(case, 3)
+    for number in (0, 7, 500):
+        assert last[number].tokens == pytest.approx([4 * n for n in first[number].tokens], abs=2.0)
+        assert last[number].verdicts == first[number].verdicts and last[number].good == first[number].good
+    assert len({first[number].good for number in range(40)}) == 2
+
+
+# ---- as controllers do ----------------------------------------------------------------------------------------------
+
+
+def drawn_by(simulation):
+    """Every prompt that is started, in order."""
+    order, start = [], simulation._start
+
+    def remember(number, draw):
+        order.append(number)
+        start(number, draw)
+
+    simulation._start = remember
+    return order
+
+
+def test_each_controller_fills_up_to_its_own_share():
+    """24 groups at a rate of 0.8 are 30; four controllers round up their 7.5 to 8, each of its own prompts."""
+    case = scenario(controllers=4, oversampling=1.0)
+    simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case, 0.8))
+    order = drawn_by(simulation)
+    simulation._fill()
+    assert order == list(range(32))
+    assert [sorted(c.running) for c in simulation.controllers] == [list(range(rank, 32, 4)) for rank in range(4)]
+    simulation.kept = 20  # rate: (6 * 0.8 + 20) / 26; four are missing, one a controller, and 1 / 0.954 makes two
+    for number in range(2, 32, 4):  # the third has none under way
+        simulation.controllers[2].running.discard(number)
+    del order[:]
+    simulation._fill()
+    assert order == [34, 38], "others have enough, and do not take over what it lacks"
+
+
+def state_of(case, rate=1.0, first=()):
+    places = first_state(case).places
+    if first:
+        places = tuple(Place(100 + p.head, own) for p, own in zip(places, first, strict=True))
+    return State(places, first_state(case).memory, rate)
+
+
+def test_what_was_aborted_is_first_in_line():
+    case = scenario(controllers=2, prompts=8, oversampling=1.0)
+    before = state_of(case, first=((40, 4), (7,)))
+    simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, before)
+    order = drawn_by(simulation)
+    simulation._fill()
+    assert order == [4, 7, 40, 100, 101, 102, 103, 105], "4 each; who has fewer old ones draws more new ones"
+    simulation.controllers[0].running.remove(4)
+    after = [controller.place() for controller in simulation.controllers]
+    assert after == [Place(104, (40, 100, 102)), Place(107, (7, 101, 103, 105))]
+
+
+def test_what_is_not_drawn_again_stays_first():
+    case = scenario(controllers=1, prompts=2, oversampling=1.0)
+    simulation = Simulation(
+        StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case, first=((9, 5, 6, 8),))
+    )
+    simulation._fill()
+    assert simulation.controllers[0].place() == Place(100, (6, 8, 5, 9)), "two were drawn: they are aborted at the end"
+
+
+def test_prompts_are_decided_on_once_or_carried_over():
+    """Over the steps of a run none is lost and none is decided on twice."""
+    case = scenario(steps=4, controllers=4, oversampling=1.5)
+    state, split, decided = first_state(case), split_by(case.ground, {POLICY: 2, JUDGE: 2}), []
+    for step in range(1, 5):
+        simulation = Simulation(StepWork(case, step), split, static, state)
+        order = drawn_by(simulation)
+        state = simulation.run().state
+        carried = {number for place in state.places for number in place.first}
+        decided += set(order) - carried
+        assert carried, "oversampling leaves some"
+    drawn = {
+        number for place, rank in zip(state.places, range(4), strict=True) for number in range(rank, place.head, 4)
+    }
+    assert len(decided) == len(set(decided)) and set(decided) | carried == drawn and not set(decided) & carried
+
+
+def test_a_run_begins_with_the_rate_of_a_new_controller():
+    case = scenario(controllers=2, acceptance=Drift(start=0.3))
+    assert first_state(case).rate == 1.0 and first_state(case).places == (Place(0), Place(1))
+    assert 0.3 < rollout(case, state=first_state(case))[1].state.rate < 1.0
+
+
+def test_a_step_is_tried_again_from_the_same_state():
+    """What the oracle does: a try leaves no trace in the state, or in the draws."""
+    case = scenario(controllers=2, oversampling=1.5)
+    state = rollout(case)[1].state
+    kept = (state.places, dict(state.memory), state.rate, state.seconds)
+    work, splits = StepWork(case, 2), [split_by(case.ground, {POLICY: n, JUDGE: 4 - n}) for n in (2, 1, 2)]
+    one, other, again = (Simulation(work, split, static, state).run() for split in splits)
+    assert (state.places, dict(state.memory), state.rate, state.seconds) == kept
+    assert one == again and one.seconds != other.seconds and one.state != state
+
+
+def test_the_oracle_tries_every_step_from_its_own_last():
+    """Its second step begins where its best first one ended."""
+    case, begun = scenario(steps=2, controllers=2), []
+    Simulation_of = runs.Simulation
+
+    class Watched(Simulation_of):
+        def __init__(self, work, split, decide, state):
+            super().__init__(work, split, decide, state)
+            begun.append((work.step, state, self.result))
+
+    runs.Simulation = Watched
+    try:
+        simulate(case, "oracle")
+    finally:
+        runs.Simulation = Simulation_of
+    first = [result for step, _, result in begun if step == 1]
+    second = [state for step, state, _ in begun if step == 2]
+    assert len(first) == len(second) > 2
+    assert all(state is min(first, key=lambda r: r.seconds).state for state in second)
+
+
+def test_blocks_that_arrive_together_share_the_work():
+    """32 verdicts wait when all four blocks turn to judging. Whoever was served first would take 24 of them."""
+    case = scenario(prompts=8, controllers=1, oversampling=1.0, lengths=Lengths(start=100, sigma=0))
+    counts, simulation = [], []
+
+    def look(split, view, costs):
+        counts.append(tuple(simulation[0].fleets[JUDGE].router.counts))
+        return colocated(split, view, costs)
+
+    rollout(case, Split((POLICY,) * 4), look, watch=simulation.append, state=first_state(case))
+    assert max(counts, key=sum) == (8, 8, 8, 8)
+
+
+def test_long_first_only_where_it_is_asked_for():
+    case = scenario(controllers=2)
+    assert not case.long_first
+    for asked in (False, True):
+        simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case))
+        simulation.scenario = case.model_copy(update={"long_first": asked})
+        order = drawn_by(simulation)
+        simulation._fill()
+        by_hint = sorted(order, key=lambda number: -simulation.work[number].hint)
+        assert order == (by_hint if asked else sorted(order)) and by_hint != sorted(order)
+
+
+def test_a_replica_is_sent_twice_what_it_decodes_at_once():
+    """12 at once: 24 are sent, six groups of four; the seventh waits."""
+    case = scenario(slots=4, controllers=1, prompts=7, oversampling=1.0)
+    simulation = Simulation(StepWork(case, 1), Split((POLICY, JUDGE)), static, state_of(case))
+    simulation._open(0)
+    simulation.policy.router.close(1)  # a block of two: one of them is enough here
+    simulation._fill()
+    device = simulation.policy.devices[0]
+    assert (device.running, device.waiting, simulation.policy.queued) == (12, 12, 4)
 
 
 def test_drift_and_jitter():
