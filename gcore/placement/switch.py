@@ -250,8 +250,8 @@ class Placer:
         self._changed.set()
 
     def _go_on(self, parts: Sequence[Report], now: float) -> None:
-        """Every controller sees the same reports, and so takes every move one step further at the same look. What arrives
-        together is opened together."""
+        """Every controller sees the same reports, and so takes every move one step further at the same look. Blocks
+        that arrive together are opened together."""
         back: dict[str, list[str]] = {}
         for block, moving in list(self._moving.items()):
             late = now - moving.since > self._timeout_s
