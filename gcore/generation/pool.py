@@ -114,6 +114,11 @@ class Pool:
                 self._mark_open(i, "drained")
         self._pump()
 
+    def limit(self, requests: int) -> None:
+        """A replica is sent no more than so many; what it has stays there."""
+        self._router.limit(requests)
+        self._pump()
+
     async def check(self, timeout_s: float) -> dict[str, bool]:
         """Ask every replica for its stats. One that keeps silent is sent nothing new until it answers a later check;
         what it has stays there. Returns those that changed: do they answer now?"""

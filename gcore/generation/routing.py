@@ -63,6 +63,11 @@ class Router:
         """It is sent nothing until it is opened; what it has stays outstanding."""
         self._tiers[i].take_out(i)
 
+    def limit(self, requests: int) -> None:
+        """From now on a replica gets no more than so many of ours; one of others no more than it got before either."""
+        for tier in (self._own, self._others):
+            tier.set_limit(requests)
+
     def is_open(self, i: int) -> bool:
         return i in self._tiers[i].open
 
@@ -108,7 +113,7 @@ class _Tier:
     """
 
     def __init__(self, router: Router, limit: int | None) -> None:
-        self._loads, self._counts, self._limit = router.loads, router.counts, limit
+        self._loads, self._counts, self._most, self._limit = router.loads, router.counts, limit, limit
         self.open: set[int] = set()
         self._places: dict[int, int] = {}  # replica -> its place among equals
         self._bounds: dict[int, int | None] = {}
@@ -129,6 +134,11 @@ class _Tier:
         self.open.discard(i)
         self._aside.discard(i)
         self._bounds[i] = None
+
+    def set_limit(self, requests: int) -> None:
+        self._limit = requests if self._most is None else min(self._most, requests)
+        for i in list(self._aside):
+            self.put(i)
 
     def lighter(self, i: int) -> None:
         """Its load fell: there is a new lower bound, unless the old one still holds."""

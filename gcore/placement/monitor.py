@@ -119,6 +119,10 @@ class Monitor:
             paces[role] = Pace(base_s, per_s, 0.0, self._most[role], 0.0, switch_s, 0.0)
         return Costs(self._ground, paces)
 
+    def knows(self, role: str) -> bool:
+        """Its pace was measured often enough to be no guess."""
+        return self._lines[role].n >= 8
+
     def moved(self, target: str, seconds: float) -> None:
         self.switch_s[target] = seconds
 

@@ -28,6 +28,7 @@ from gcore.placement.pace import Pace
 from gcore.placement.plan import POLICY, Ground, Move, Split, split_by
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+FULL = 0.95  # of its best throughput: enough for a replica of a judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +227,12 @@ def useful_concurrency(load: Load, pace: Pace, fill: float) -> float:
     each = pace.per_sequence_s * load.mean + pace.prefill_s_per_token * load.prompt  # what only this request costs
     need = fill / (1 - fill) * pace.base_s * load.mean / each if each else pace.max_concurrent
     return min(max(1.0, need), pace.max_concurrent)
+
+
+def room(load: Load, pace: Pace) -> int:
+    """Requests of a judge that a replica is sent at most: what it needs to work at its best, or nearly. The rest waits
+    for whoever is free first, and for blocks that are yet to come: what was sent stays where it is."""
+    return math.ceil(useful_concurrency(load, pace, FULL))
 
 
 def generated_s(load: Load, pace: Pace, replicas: int, share: float = 1.0) -> float:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from gcore.placement.monitor import Counters, Monitor, Report, RoleReport
 from gcore.placement.plan import POLICY, Ground, Move, Split
-from gcore.placement.policy import Costs, View
+from gcore.placement.policy import Costs, View, room
 from gcore.placement.tally import Tally
 from gcore.protocols import Group, Handle, RoleDied, RoleError
 
@@ -32,7 +32,8 @@ class Pool(Protocol):
     replicas: Sequence[Handle]
 
     async def drain(self, name: str) -> None: ...
-    def reopen(self, name: str) -> None: ...
+    def reopen(self, *names: str) -> None: ...
+    def limit(self, requests: int) -> None: ...
     def report(self) -> Mapping[str, Any]:
         """requests, waiting, calls, ended, longest: fields of RoleReport"""
         ...
@@ -210,6 +211,7 @@ class Placer:
             now = parts[0].at_s
             moving = {block: m.move for block, m in self._moving.items()}
             view = self.monitor.add(parts, self.split, moving, now - self._last_move)
+            self._make_room(view)
             self._go_on(parts, now)
             if all(part.done for part in parts):
                 if not self._moving:
@@ -220,6 +222,13 @@ class Placer:
             for move in self._rule(self.split, view, self.monitor.costs):
                 if move.block not in self._moving and move.block not in self._alone:
                     self._start(move, now)
+
+    def _make_room(self, view: View) -> None:
+        """Judges get what they can use. Where there are fewer replicas than controllers, all share each of them."""
+        for role, pool in self._pools.items():
+            if role != POLICY and self.monitor.knows(role):
+                sharing = self._size if len(pool.replicas) < self._size else 1
+                pool.limit(-(-room(view.loads[role], self.monitor.costs.paces[role]) // sharing))
 
     async def _report(self, progress: Progress, done: bool) -> Report:
         roles = {}

@@ -13,7 +13,8 @@ from typing import Any
 
 from gcore.generation.routing import Router
 from gcore.placement.pace import Pace
-from gcore.placement.plan import Ground
+from gcore.placement.plan import POLICY, Ground
+from gcore.placement.policy import Load, room
 from gcore.simulate.device import ENDED, Device, Job
 
 Memory = Mapping[str, Sequence[float]]  # lengths of requests that ended lately, by role: quantiles
@@ -84,7 +85,9 @@ class Fleet:
         self.mean = sum(self.lengths) / len(self.lengths)
         count = ground.num_blocks * self.per_block
         self.devices = [Device(pace) for _ in range(count)]
-        self.router = Router(count, limit=SENT * pace.max_concurrent)  # the rest waits here, for whoever is free first
+        load = Load(lengths=self.lengths, prompt=prompt)
+        limit = SENT * pace.max_concurrent if name == POLICY else room(load, pace)
+        self.router = Router(count, limit=limit)  # the rest waits here, for whoever is free first
         for i in range(count):
             self.router.close(i)
         self.seen: list[int] = []  # lengths of requests that ended

@@ -19,6 +19,7 @@ from gcore.placement.policy import (
     end_s,
     generated_s,
     judged_s,
+    room,
     static,
     useful_concurrency,
 )
@@ -84,6 +85,13 @@ def test_judged():
     load = Load(needed=20, lengths=(50,), prompt=200)
     assert judged_s(load, PACE) == pytest.approx(20 * 50 * (0.01 / 10 + 0.001) + 20 * 200 * 0.0001)
     assert judged_s(replace(load, needed=4), PACE) == pytest.approx(4 * 50 * (0.01 / 4 + 0.001) + 4 * 200 * 0.0001)
+
+
+def test_room_is_what_nearly_all_of_the_throughput_takes():
+    pace = replace(PACE, max_concurrent=10_000)
+    load = Load(lengths=(100.0,), prompt=50.0)
+    assert room(load, pace) == math.ceil(useful_concurrency(load, pace, 0.95)) > useful_concurrency(load, pace, 0.9)
+    assert room(load, replace(pace, max_concurrent=7)) == 7
 
 
 def test_useful_concurrency():

@@ -25,7 +25,7 @@ from gcore.placement import switch
 from gcore.placement.monitor import Monitor
 from gcore.placement.pace import Pace
 from gcore.placement.plan import POLICY, Ground, Move, Split
-from gcore.placement.policy import Costs, View
+from gcore.placement.policy import Costs, View, room
 from gcore.placement.switch import Placer
 from gcore.protocols import Rendezvous, RoleDied
 from gcore.runtime.local import Hub, LocalGroup
@@ -315,6 +315,20 @@ def test_a_block_changes_hands(size):
     assert world.placers[0].split == Split((POLICY, JUDGE, JUDGE, JUDGE))
     assert moves_of(world) == [(1, JUDGE, "as told")] and world.notes == []
     assert world.counts["sent judge-1"] > 0 and world.counts["sent judge-0"] == world.counts["sent engine-2"] == 0
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_judges_are_sent_what_they_can_use(size):
+    """As soon as their pace is known; three controllers share two judges' replicas each by a third."""
+    ground = Ground(2, {POLICY: 1, JUDGE: 1})
+    world = World(ground=ground, split=Split((POLICY, JUDGE)), size=size, groups=30, spread_s=8.0)
+    play(world)
+    for placer, pools in zip(world.placers, world.pools, strict=True):
+        assert placer.monitor.knows(JUDGE)
+        asked = pools[JUDGE]._router._own._limit
+        most = room(placer.monitor.expected(1, 1.0, 1).loads[JUDGE], placer.monitor.costs.paces[JUDGE])
+        assert asked == (most if size == 1 else -(-most // 3)) < 2 * SLOTS
+        assert pools[POLICY]._router._own._limit == 2 * SLOTS
 
 
 def test_an_engine_that_wakes_takes_weights_before_it_is_asked():

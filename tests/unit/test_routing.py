@@ -49,6 +49,22 @@ def test_beyond_the_limit_nobody_is_chosen():
     assert [send(router, count=3), send(router, count=2), send(router)] == [None, 1, None]
 
 
+def test_a_limit_that_changes():
+    router = Router(2, own={0}, limit=4, guest_limit=2)
+    router.limit(1)
+    assert [send(router) for _ in range(3)] == [0, 1, None]
+    router.limit(3)  # who was laid aside has room again
+    assert [send(router) for _ in range(4)] == [0, 0, 1, None]
+    router.limit(100)  # never more than at the start
+    assert [send(router) for _ in range(2)] == [0, None]
+    router.limit(2)
+    router.done(0, 1, 2)
+    assert send(router) is None  # it still has two
+    endless = Router(1)
+    endless.limit(1)
+    assert [send(endless), send(endless)] == [0, None]
+
+
 def test_the_least_loaded_with_room_is_chosen():
     router = Router(2, limit=4)
     router.sent(0, 1, 4)
