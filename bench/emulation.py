@@ -217,6 +217,21 @@ def _device(speed: Any, lengths: Any, clock: float) -> dict[str, Any]:
     return {"max_concurrent": speed.max_concurrent, "emulated": device}
 
 
+async def start_roles(runtime: Any, config: Config, plan: Any) -> tuple[Sequence[Any], dict[str, Sequence[Any]]]:
+    """The controllers of a run, and the replicas that serve them, by kind."""
+    from gcore.controller import supervise
+
+    groups: dict[str, Sequence[Any]] = {}
+    start = runtime.start_group
+
+    async def remember(kind: str, *args: Any) -> Any:
+        groups[kind] = await start(kind, *args)
+        return groups[kind]
+
+    runtime.start_group = remember
+    return await supervise._start(runtime, config, plan, "train"), groups
+
+
 def run_emulation(config: Config) -> dict[str, Any]:
     return asyncio.run(emulate(config))
 
@@ -235,15 +250,7 @@ async def emulate(config: Config) -> dict[str, Any]:
     started = time.monotonic()
     runtime: Any = build_runtime(config, plan)
     try:
-        groups: dict[str, Sequence[Any]] = {}
-        start = runtime.start_group
-
-        async def remember(kind: str, *args: Any) -> Any:
-            groups[kind] = await start(kind, *args)
-            return groups[kind]
-
-        runtime.start_group = remember
-        controllers = await supervise._start(runtime, config, plan, "train")
+        controllers, groups = await start_roles(runtime, config, plan)
         ready_s = time.monotonic() - started
         pids = runtime.processes()
         await asyncio.gather(*(controller.call("run") for controller in controllers))

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from emulation import start_roles  # beside this file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -141,15 +142,7 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
     supervise.open_folder(config)
     runtime: Any = build_runtime(config, plan)
     try:
-        groups: dict[str, Sequence[Any]] = {}
-        start = runtime.start_group
-
-        async def remember(kind: str, *args: Any) -> Any:
-            groups[kind] = await start(kind, *args)
-            return groups[kind]
-
-        runtime.start_group = remember
-        controllers = await supervise._start(runtime, config, plan, "train")
+        controllers, groups = await start_roles(runtime, config, plan)
         engine, judge, trainer = groups["engine"][0], groups[f"judge-{JUDGE}"][0], groups["trainer"]
         most = config.generation.max_concurrent
         await judge.call("sleep", 1)

@@ -67,19 +67,17 @@ class Sender:
 
     def send(self, flat: torch.Tensor) -> Note:
         """Starts the broadcast of these bytes, and returns what takers must know to join in. At most two are under
-        way; nobody may write to them before `wait`, or the send after the next."""
+        way, and nobody may write to them until `settle`."""
         flat = flat.to(self._device)
-        while len(self._under_way) > 1:
-            wait([self._under_way.pop(0)[0]])  # whether it failed its takers will tell
+        self.settle(but=1)
         self._under_way.append((self._pool.submit(self._broadcast, self._line, flat), flat))
         address = f"{self._host}:{self._store.port}"
         return Note(address, self._name, len(self._takers) + 1, len(flat), self._device.type)
 
-    def wait(self) -> None:
-        """Until everything is sent. Raises LineError."""
-        for sent, _ in self._under_way:
-            sent.result()
-        self._under_way = []
+    def settle(self, but: int = 0) -> None:
+        """Wait until all but the last so many are sent, and let go of their memory. What failed, its takers tell."""
+        while len(self._under_way) > but:
+            wait([self._under_way.pop(0)[0]])
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

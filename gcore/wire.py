@@ -81,7 +81,7 @@ def unseal(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def unpacked(table: Table, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """Views of the piece."""
     found: dict[str, torch.Tensor] = {}
-    for start, (name, shape, kind) in zip(_places(table), table, strict=False):
+    for start, (name, shape, kind) in zip(_places(table)[:-1], table, strict=True):
         dtype: torch.dtype = getattr(torch, kind)
         end = start + torch.Size(shape).numel() * dtype.itemsize
         found[name] = flat[start:end].view(dtype).view(shape)

@@ -30,7 +30,8 @@ def settle(config: Config, machine: Machine, gpu_names: Sequence[str] | None = N
     gpus = machine.gpus if config.training.device != "cpu" and config.runtime == "ray" else 0
     judges = config.rewards.engine_judges
     if not gpus or not judges or config.generation.engine == "emulated":
-        why = "no judge runs on an engine" if gpus else "there is no GPU to divide"
+        reason = "engines are emulated" if judges else "no judge runs on an engine"
+        why = reason if gpus else "there is no GPU to divide"
         return _with(config, "shared"), f"placement.mode=auto: shared ({why})"
     if config.sampling.staleness:
         mode = "disaggregated" if gpus > len(judges) + len(config.rewards.models) + 1 else "shared"

@@ -64,7 +64,7 @@ class Router:
         self._tiers[i].take_out(i)
 
     def limit(self, requests: int) -> None:
-        """From now on a replica gets no more than so many of ours; one of others no more than it got before either."""
+        """From now on a replica gets no more than so many of ours, and never more than it would have at the start."""
         for tier in (self._own, self._others):
             tier.set_limit(requests)
 

@@ -207,6 +207,8 @@ class FsdpTrainer:
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         self._lent.clear()
+        if self._sender is not None:
+            self._sender.settle()
         totals: dict[str, float] = {}
         with self._tracer.span("update", step=batch.step):
             for mini in batch.mini_batches:

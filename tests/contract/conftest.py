@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -13,3 +14,12 @@ def return_the_lent() -> Iterator[None]:
 
     while lent:
         lent.popitem()[1].close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Engines are compared bit by bit with transformers: on one thread, sums have one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

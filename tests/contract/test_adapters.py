@@ -71,14 +71,6 @@ if importlib.util.find_spec("sglang") is not None:
     OPEN["sglang"] = sglang
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def base() -> Any:
     return network_of(seed=1)

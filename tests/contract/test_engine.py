@@ -121,14 +121,6 @@ EVERYONE = {**ENGINES, "emulated": emulated}
 also_emulated = pytest.mark.parametrize("make", list(EVERYONE), indirect=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def networks() -> dict[str, Any]:
     odd = network_of("llama", hidden_size=60, intermediate_size=100, heads=3, kv_heads=1)  # no powers of 2

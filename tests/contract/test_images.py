@@ -34,14 +34,6 @@ SPACE = 16  # tokens of an image
 EDGE = 32  # of what the model sees of it, in pixels
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def seeing(seed: int) -> Any:
     """A model that sees, with distributions that are neither flat nor certain. Its head is tied, as in small ones."""
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
@@ -84,11 +83,8 @@ def doomed(network: Any, max_concurrent: int = 32) -> SglangEngine:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def return_what_was_lent() -> Iterator[None]:
     yield
-    torch.set_num_threads(threads)
     for engine in lent.values():
         engine.close()
     lent.clear()

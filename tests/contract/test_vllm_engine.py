@@ -41,14 +41,6 @@ LONG = 512  # of sequences here: prefixes are shared in blocks of 128 tokens
 BLOCK = 2 * 2 * 2 * 32 * 128 * 4  # bytes: keys and values, layers, heads, their size, tokens, float32
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def network() -> Any:
     return network_of(max_length=LONG)
