@@ -118,7 +118,7 @@ def config_of(args: argparse.Namespace, work: Work, data: Path, folder: Path) ->
                     }
                 ]
             },
-            "sampling": {"prompts_per_step": work.prompts, "samples_per_prompt": work.samples},
+            "sampling": {"prompts_per_step": work.prompts, "samples_per_prompt": work.samples, "deterministic": False},
             "training": {
                 "device": args.device,
                 "max_tokens_per_gpu": max(16384, longest),
@@ -140,9 +140,11 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
 
     plan = make_plan(config, see_machine())
     supervise.open_folder(config)
+    began = time.perf_counter()
     runtime: Any = build_runtime(config, plan)
     try:
         controllers, groups = await start_roles(runtime, config, plan)
+        print(f"{time.perf_counter() - began:.0f} s: all roles are there", file=sys.stderr)
         engine, judge, trainer = groups["engine"][0], groups[f"judge-{JUDGE}"][0], groups["trainer"]
         most = config.generation.max_concurrent
         await judge.call("sleep", 1)
@@ -153,6 +155,7 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
         speeds[JUDGE] = await speed_of(judge, most, work.prompt_length + int(work.mean))
         speeds[JUDGE] |= await turn_of(judge, 1)
         await engine.call("wake")
+        print(f"{time.perf_counter() - began:.0f} s: speeds are measured", file=sys.stderr)
         await asyncio.gather(*(controller.call("run") for controller in controllers))
     finally:
         runtime.stop()
@@ -304,6 +307,8 @@ def main() -> None:
     parser.add_argument("--verdict", type=int, default=256)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if min(args.longest, args.verdict) < 4 + STEPS_MEASURED:
+        parser.error(f"--longest and --verdict: at least {4 + STEPS_MEASURED}, as many as are decoded to measure speeds")
     work = Work(args.prompts, args.samples, 64, args.mean, 0.7, args.longest, args.verdict)
     with tempfile.TemporaryDirectory() as folder:
         data, rng = Path(folder) / "prompts.jsonl", np.random.default_rng(2)

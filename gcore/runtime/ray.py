@@ -26,6 +26,7 @@ from gcore.runtime.guard import Guard
 from gcore.types import UserError
 
 START_S = 300
+_TOKEN = secrets.token_hex(32)
 
 
 class Process:
@@ -122,8 +123,8 @@ class RayRuntime:
         self._owns_cluster = not os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        if self._owns_cluster:  # a token of this run's own, before Ray is imported and looks for one
-            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        if self._owns_cluster:  # a token of our own, before Ray is imported; a process keeps the first that it reads
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
         import ray
 
         own: dict[str, Any] = {
