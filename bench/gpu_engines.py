@@ -122,7 +122,7 @@ async def through_the_pool(engine: Any, count: int, tokens: int) -> float:
     from gcore.generation.pool import EnginePool
     from gcore.types import Request, SamplingParams
 
-    pool = EnginePool([engine], 0)
+    pool = EnginePool([engine])
     asked = [Request(np.array(p, np.int32), SamplingParams(tokens), i) for i, p in enumerate(prompts(count))]
     started = time.perf_counter()
     found = await asyncio.gather(*(pool.generate(asked[i : i + 8]) for i in range(0, count, 8)))
@@ -172,7 +172,7 @@ async def measure(size: str, folder: Path, count: int, tokens: int, fraction: fl
         row["pool_tok_s"] = max(rates)
         import numpy as np
 
-        pool = EnginePool(engines, 0)
+        pool = EnginePool(engines)
         asked = [Request(np.array(p, np.int32), SamplingParams(64), i) for i, p in enumerate(prompts(8))]
         differences = []
         for request, completion in zip(asked, await pool.generate(asked), strict=True):

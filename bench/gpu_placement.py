@@ -308,7 +308,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if min(args.longest, args.verdict) < 4 + STEPS_MEASURED:
-        parser.error(f"--longest and --verdict: at least {4 + STEPS_MEASURED}, as many as are decoded to measure speeds")
+        parser.error(
+            f"--longest and --verdict: at least {4 + STEPS_MEASURED}, as many as are decoded to measure speeds"
+        )
     work = Work(args.prompts, args.samples, 64, args.mean, 0.7, args.longest, args.verdict)
     with tempfile.TemporaryDirectory() as folder:
         data, rng = Path(folder) / "prompts.jsonl", np.random.default_rng(2)

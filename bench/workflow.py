@@ -107,7 +107,7 @@ def make_collector(
     from gcore.generation.pool import EnginePool
     from gcore.prompts.tokenizer import stop_tokens
 
-    pool = EnginePool(engines, first=group.rank)
+    pool = EnginePool(engines, (group.rank, group.size))
     studio = Studio(config, pool, rewarder, tokenizer, stop_tokens(config.model, tokenizer))
     collector = Collector(workflow, studio, group, config.sampling, keep, lambda _: None)
     collector.source = source

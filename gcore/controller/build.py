@@ -300,10 +300,12 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> B
     else:
         functions = enumerate(rewards.functions)
         sources += [FunctionSource(f, rewards.attempts, f"rewards.functions.{i}") for i, f in functions]
-    scorers = {spec.name: ScorerPool(roles.scorers.get(spec.name, ()), rank) for spec in rewards.models}
+    scorers = {
+        spec.name: ScorerPool(roles.scorers.get(spec.name, ()), (rank, plan.controllers)) for spec in rewards.models
+    }
     judges = {
         spec.name: EnginePool.for_controller(
-            roles.judges.get(spec.name, ()), rank, plan.controllers, spec.max_concurrent
+            roles.judges.get(spec.name, ()), rank, plan.controllers, spec.max_concurrent, roam=plan.ground is not None
         )
         for spec in rewards.judges
         if spec.url is None

@@ -55,7 +55,7 @@ class Session:
         self.folder: Path = config.run.folder
         self.step = 0
         most = config.generation.max_concurrent
-        self.pool = pool = EnginePool.for_controller(engines, group.rank, group.size, most)
+        self.pool = pool = EnginePool.for_controller(engines, group.rank, group.size, most, roam=ground is not None)
         stops = stop_tokens(config.model, tokenizer)
         self.studio = Studio(config, pool, rewarder, tokenizer, stops)
         self.greedy = Studio(config, pool, rewarder, tokenizer, stops, greedy=True)

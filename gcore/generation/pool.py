@@ -62,19 +62,19 @@ class _Need:
 
 
 class Pool:
-    """Replicas of any role. See Router for `first`, `own` and the limits."""
+    """Replicas of any role. See Router for `turn`, `own` and the limits."""
 
     def __init__(
         self,
         replicas: Sequence[Handle],
-        first: int = 0,
+        turn: tuple[int, int] = (0, 1),
         own: Collection[int] | None = None,
         limit: int | None = None,
         guest_limit: int | None = None,
     ) -> None:
         self.replicas = replicas
         self.role = ""  # whose replicas they are, where placement has a say
-        self._router = Router(len(replicas), first, own, limit, guest_limit)
+        self._router = Router(len(replicas), turn, own, limit, guest_limit)
         self._closed: list[set[Reason]] = [set() for _ in replicas]
         self._idle = [asyncio.Event() for _ in replicas]  # set when nothing of ours is there
         self._waiting: list[tuple[int, int, _Need, asyncio.Future[int]]] = []  # heap; the cancelled are passed over
@@ -225,12 +225,12 @@ class EnginePool(Pool):
     def __init__(
         self,
         engines: Sequence[Handle],
-        first: int = 0,
+        turn: tuple[int, int] = (0, 1),
         own: Collection[int] | None = None,
         limit: int | None = None,
         guest_limit: int | None = None,
     ) -> None:
-        super().__init__(engines, first, own, limit, guest_limit)
+        super().__init__(engines, turn, own, limit, guest_limit)
         self._name, self._numbering = uuid.uuid4().hex[:12], itertools.count()
         self._tickets: list[set[str]] = [set() for _ in engines]  # under way, by replica
         self._recalled: set[str] = set()  # those that were aborted by `drain`: they go on elsewhere
@@ -240,10 +240,18 @@ class EnginePool(Pool):
         self._longest: deque[int] = deque(maxlen=REMEMBERED)
 
     @classmethod
-    def for_controller(cls, engines: Sequence[Handle], rank: int, size: int, max_concurrent: int) -> EnginePool:
-        """Engines always have a queue, but most of the waiting is done here, where priorities and moves act on it."""
+    def for_controller(
+        cls, engines: Sequence[Handle], rank: int, size: int, max_concurrent: int, roam: bool = False
+    ) -> EnginePool:
+        """Engines always have a queue, but most of the waiting is done here, where priorities and moves act on it.
+
+        `roam`: replicas come and go (placement), and so belong to nobody: each controller has its part of every one.
+        """
+        limit = 2 * max_concurrent
+        if roam:
+            return cls(engines, (rank, size), limit=-(-limit // size))
         own = own_replicas(rank, size, len(engines))
-        return cls(engines, rank, own, limit=2 * max_concurrent, guest_limit=max(1, max_concurrent // 2))
+        return cls(engines, (rank, size), own, limit, guest_limit=max(1, max_concurrent // 2))
 
     async def generate(self, requests: Sequence[Request], priority: int = 0, key: Hashable = None) -> list[Completion]:
         """Completions in the order of the requests, which stay together while none is moved.

@@ -7,18 +7,20 @@ A call is a few requests that stay together (siblings share their prompt). From 
 1. A closed replica gets nothing, and one with `limit` requests of ours gets no more. A call that is larger than the
    limit goes to a replica that has none of ours.
 2. Own replicas come first. Those of other controllers are asked when no own one has room, and up to `guest_limit`.
-3. The least outstanding work wins; of equals the first from `first` on, so that controllers begin at different ones.
+3. The least outstanding work wins. Of equals, the one whose turn is ours: the replicas that are open stand in a circle,
+   and controller r of N begins r/N of the way around. N of them that know nothing of each other so send alike to all.
 4. A `key` that was seen before goes where it went then, while that is at most `margin` tokens of work above the least.
 
 The least loaded lies on top of a heap. Its entries are lower bounds: work that is sent changes no entry, and the top is
-put right when somebody looks. Replicas without room are laid aside until they have some.
+put right when somebody looks. Replicas without room are laid aside until they have some. When replicas open, places in
+the circle are given anew.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 
 AFFINITY_TOKENS = 4096  # work we rather queue behind than have a prefix computed again; a choice, not a measurement
 REMEMBERED = 16384  # keys; the one that was not asked for the longest goes first
@@ -34,34 +36,37 @@ def own_replicas(rank: int, num_controllers: int, num_replicas: int) -> frozense
 class Router:
     """What one controller has outstanding at every replica, and where its next call goes.
 
-    Router(num_replicas=4, first=1, own={1, 3}, limit=512, guest_limit=128)
+    Router(num_replicas=4, turn=(1, 2), own={1, 3}, limit=512, guest_limit=128)
     """
 
     def __init__(
         self,
         num_replicas: int,
-        first: int = 0,
+        turn: tuple[int, int] = (0, 1),
         own: Collection[int] | None = None,
         limit: int | None = None,
         guest_limit: int | None = None,
         margin: int = AFFINITY_TOKENS,
     ) -> None:
+        """`turn`: which of how many controllers this is. `own` None: all replicas are everybody's."""
         self.loads = [0] * num_replicas  # work outstanding, by replica; to be read
         self.counts = [0] * num_replicas  # requests outstanding
         self._margin = margin
-        self._own, self._others = _Tier(self, limit), _Tier(self, limit if guest_limit is None else guest_limit)
-        self._tiers: list[_Tier] = []  # by replica
+        self._own = _Tier(self, turn, limit)
+        self._others = _Tier(self, turn, limit if guest_limit is None else guest_limit)
+        ours = range(num_replicas) if own is None else own
+        self._tiers = [self._own if i in ours else self._others for i in range(num_replicas)]
         self._memory: OrderedDict[Hashable, int] = OrderedDict()  # key -> replica
-        for i in range(num_replicas):
-            self._tiers.append(self._own if own is None or i in own else self._others)
-            self._tiers[i].join(i, (i - first) % num_replicas)
+        self.open(*range(num_replicas))
 
-    def open(self, i: int) -> None:
-        self._tiers[i].put(i)
+    def open(self, *numbers: int) -> None:
+        for tier in (self._own, self._others):
+            tier.put([i for i in numbers if self._tiers[i] is tier])
 
-    def close(self, i: int) -> None:
-        """It is sent nothing until it is opened; what it has stays outstanding."""
-        self._tiers[i].take_out(i)
+    def close(self, *numbers: int) -> None:
+        """They are sent nothing until they are opened; what they have stays outstanding."""
+        for i in numbers:
+            self._tiers[i].take_out(i)
 
     def limit(self, requests: int) -> None:
         """From now on a replica gets no more than so many of ours, and never more than it would have at the start."""
@@ -112,23 +117,21 @@ class _Tier:
     the closed, and for those laid aside because a call did not fit.
     """
 
-    def __init__(self, router: Router, limit: int | None) -> None:
+    def __init__(self, router: Router, turn: tuple[int, int], limit: int | None) -> None:
         self._loads, self._counts, self._most, self._limit = router.loads, router.counts, limit, limit
+        self._turn = turn
         self.open: set[int] = set()
+        self._more = False  # some have opened since places were given
         self._places: dict[int, int] = {}  # replica -> its place among equals
         self._bounds: dict[int, int | None] = {}
         self._heap: list[tuple[int, int, int]] = []  # bound, place, replica
         self._aside: set[int] = set()
         self._aside_room = 0  # the most that any of them had left
 
-    def join(self, i: int, place: int) -> None:
-        self._places[i], self._bounds[i] = place, None
-        self.put(i)
-
-    def put(self, i: int) -> None:
-        self.open.add(i)
-        self._aside.discard(i)
-        self._push(i)
+    def put(self, numbers: Sequence[int]) -> None:
+        if numbers:
+            self.open.update(numbers)
+            self._more = True
 
     def take_out(self, i: int) -> None:
         self.open.discard(i)
@@ -137,17 +140,15 @@ class _Tier:
 
     def set_limit(self, requests: int) -> None:
         self._limit = requests if self._most is None else min(self._most, requests)
-        for i in list(self._aside):
-            self.put(i)
+        self._take_back()
 
     def lighter(self, i: int) -> None:
         """Its load fell: there is a new lower bound, unless the old one still holds."""
-        if i not in self.open:
+        if i not in self.open or self._more:
             return
         bound = self._bounds[i]
-        if bound is None:  # laid aside
-            self.put(i)
-        elif self._loads[i] < bound:
+        if bound is None or self._loads[i] < bound:
+            self._aside.discard(i)
             self._push(i)
 
     def has_room(self, i: int, count: int) -> bool:
@@ -156,9 +157,10 @@ class _Tier:
 
     def least(self, count: int) -> int | None:
         """The replica with the least work among the open ones that have room for so many requests."""
+        if self._more:
+            self._give_places()
         if self._aside and count <= self._aside_room:  # refused a larger call; this one may fit
-            for i in list(self._aside):
-                self.put(i)
+            self._take_back()
         heap, loads, bounds = self._heap, self._loads, self._bounds
         while heap:
             bound, place, i = heap[0]
@@ -174,6 +176,17 @@ class _Tier:
                 self._lay_aside(i)
         return None
 
+    def _give_places(self) -> None:
+        circle, (rank, size) = sorted(self.open), self._turn
+        start, loads = rank * len(circle) // size, self._loads
+        circle = circle[start:] + circle[:start]
+        self._places = {i: place for place, i in enumerate(circle)}
+        self._bounds |= {i: loads[i] for i in circle}
+        self._heap = [(loads[i], place, i) for place, i in enumerate(circle)]
+        heapq.heapify(self._heap)
+        self._aside.clear()
+        self._more = False
+
     def _lay_aside(self, i: int) -> None:
         assert self._limit is not None
         room = self._limit - self._counts[i]
@@ -181,10 +194,15 @@ class _Tier:
         self._aside.add(i)
         self._bounds[i] = None
 
+    def _take_back(self) -> None:
+        for i in self._aside:
+            self._push(i)
+        self._aside.clear()
+
     def _push(self, i: int) -> None:
         if len(self._heap) > 4 * len(self._places) + 64:  # mostly stale entries
-            live = ((bound, self._places[j], j) for j, bound in self._bounds.items() if bound is not None and j != i)
-            self._heap = list(live)
+            live = ((self._bounds[j], self._places[j], j) for j in self.open if j != i)
+            self._heap = [(bound, place, j) for bound, place, j in live if bound is not None]
             heapq.heapify(self._heap)
         self._bounds[i] = self._loads[i]
         heapq.heappush(self._heap, (self._loads[i], self._places[i], i))

@@ -224,11 +224,10 @@ class Placer:
                     self._start(move, now)
 
     def _make_room(self, view: View) -> None:
-        """Judges get what they can use. Where there are fewer replicas than controllers, all share each of them."""
+        """Judges get what they can use, in equal parts from all controllers."""
         for role, pool in self._pools.items():
             if role != POLICY and self.monitor.knows(role):
-                sharing = self._size if len(pool.replicas) < self._size else 1
-                pool.limit(-(-room(view.loads[role], self.monitor.costs.paces[role]) // sharing))
+                pool.limit(-(-room(view.loads[role], self.monitor.costs.paces[role]) // self._size))
 
     async def _report(self, progress: Progress, done: bool) -> Report:
         roles = {}

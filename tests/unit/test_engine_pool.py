@@ -44,7 +44,7 @@ async def settle() -> None:
 def test_work_goes_where_the_least_is_outstanding():
     async def main() -> None:
         replicas = [Replica("a"), Replica("b"), Replica("c")]
-        pool = EnginePool(replicas, first=1)
+        pool = EnginePool(replicas, (1, 2))
         calls = []
         for n in (3, 1, 1, 1):  # to b, c, a in turn; then c and a are equally loaded, and c comes before a
             calls.append(asyncio.ensure_future(pool.generate(requests(n))))
@@ -56,7 +56,7 @@ def test_work_goes_where_the_least_is_outstanding():
         await asyncio.gather(*calls)
         calls.append(asyncio.ensure_future(pool.generate(requests(1))))
         await calls[-1]
-        assert [len(r.calls) for r in replicas] == [1, 2, 2]  # all idle again: ties start at `first`
+        assert [len(r.calls) for r in replicas] == [1, 2, 2]  # all idle again: ties start at our turn
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -64,7 +64,7 @@ def test_work_goes_where_the_least_is_outstanding():
 def test_who_is_cancelled_takes_its_requests_back():
     async def main() -> None:
         replicas = [Replica("a"), Replica("b")]
-        pool = EnginePool(replicas, first=0)
+        pool = EnginePool(replicas)
         doomed, other = (asyncio.ensure_future(pool.generate(requests(n))) for n in (5, 1))
         await settle()
         doomed.cancel()
@@ -88,7 +88,7 @@ def test_tickets_of_different_pools_differ():
     async def main() -> set[str]:
         replica = Replica("a")
         replica.go.set()
-        pools = [EnginePool([replica], first=0) for _ in range(3)]  # of three controllers
+        pools = [EnginePool([replica]) for _ in range(3)]  # of three controllers
         for _ in range(3):
             await asyncio.gather(*(pool.generate(requests(1)) for pool in pools))
         return {ticket for _, _, ticket in replica.calls}

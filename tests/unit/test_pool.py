@@ -194,12 +194,17 @@ def test_limits_of_a_controller():
             begin(pool.generate(ask(key)))
         await settle()
         assert [r.requests for r in pool.observe().replicas] == [1, 6, 1, 6] and pool.observe().waiting == 16
-        assert replicas[1].keys[0] == [0] and replicas[3].keys[0] == [1]
+        assert replicas[3].keys[0] == [0] and replicas[1].keys[0] == [1]
         shared = EnginePool.for_controller(replicas[:1], rank=1, size=2, max_concurrent=1)
         for key in range(3):
             begin(shared.generate(ask(key)))
         await settle()
         assert shared.observe().replicas[0].requests == 2 and shared.observe().waiting == 1
+        roaming = EnginePool.for_controller(replicas, rank=1, size=4, max_concurrent=3, roam=True)
+        for key in range(30):
+            begin(roaming.generate(ask(key)))
+        await settle()
+        assert [r.requests for r in roaming.observe().replicas] == [2, 2, 2, 2]  # a fourth of six, rounded up
 
     run(main)
 

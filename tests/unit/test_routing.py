@@ -18,12 +18,26 @@ def send(router: Router, work: int = 1, count: int = 1, key: Hashable = None) ->
     return i
 
 
-def test_the_least_work_first_and_ties_from_first_on():
-    router = Router(3, first=1)
+def test_the_least_work_first_and_ties_from_our_turn_on():
+    router = Router(3, turn=(1, 3))
     assert [send(router, work) for work in (30, 10, 10, 10, 10)] == [1, 2, 0, 2, 0]
     assert router.loads == [20, 30, 20] and router.counts == [2, 1, 2]
     router.done(1, 30)
     assert send(router) == 1
+
+
+@pytest.mark.parametrize("opened", [range(12), (0, 1, 2, 7, 8, 9, 10, 11), (4, 5, 6)])
+def test_controllers_that_know_nothing_of_each_other_send_alike_to_all(opened):
+    """Whoever is open, and in however many pieces: of 24 calls each gets as many."""
+    routers = [Router(12, (rank, 4)) for rank in range(4)]
+    for router in routers:
+        router.close(*(i for i in range(12) if i not in opened))
+        if len(opened) < 12:
+            send(router, 0)  # places were given before these came
+            router.close(*opened)
+            router.open(*opened)
+    sent = [send(router) for router in routers for _ in range(6)]
+    assert {sent.count(i) for i in opened} == {24 // len(opened)}
 
 
 def test_closed_replicas_get_nothing():
@@ -81,8 +95,8 @@ def test_a_call_larger_than_the_limit_goes_to_an_empty_replica():
 
 
 def test_others_replicas_are_asked_when_no_own_one_has_room():
-    router = Router(4, first=1, own={1, 3}, limit=2, guest_limit=1)
-    assert [send(router, 10) for _ in range(7)] == [1, 3, 1, 3, 2, 0, None]
+    router = Router(4, turn=(1, 2), own={1, 3}, limit=2, guest_limit=1)
+    assert [send(router, 10) for _ in range(7)] == [3, 1, 3, 1, 2, 0, None]
     router.done(3, 10)
     router.done(2, 10)
     assert [send(router), send(router), send(router)] == [3, 2, None]  # though replica 2 has less
@@ -191,22 +205,41 @@ def test_a_choice_looks_at_few_of_many_replicas(monkeypatch):
 class Scan:
     """The rules as they are written, over all replicas."""
 
-    def __init__(self, n: int, first: int, own: set[int] | None, limit: int | None, guest: int | None, margin: int):
-        self.n, self.first, self.own = n, first, set(range(n)) if own is None else own
+    def __init__(
+        self, n: int, turn: tuple[int, int], own: set[int] | None, limit: int | None, guest: int | None, margin: int
+    ):
+        self.n, self.turn, self.own = n, turn, set(range(n)) if own is None else own
         self.limit, self.guest, self.margin = limit, limit if guest is None else guest, margin
         self.loads, self.counts, self.open = [0] * n, [0] * n, set(range(n))
         self.memory: dict[Hashable, int] = {}
+        self.places: dict[int, int] = {}
+        self.new = set(range(n))
+
+    def put(self, *numbers: int) -> None:
+        self.open |= set(numbers)
+        self.new |= set(numbers)
+
+    def give_places(self, tier: set[int]) -> None:
+        """When one of them is asked for the first time since some have opened."""
+        if tier & self.new:
+            circle = sorted(self.open & tier)
+            start = self.turn[0] * len(circle) // self.turn[1]
+            self.places |= {i: (k - start) % len(circle) for k, i in enumerate(circle)}
+            self.new -= tier
 
     def room(self, i: int, count: int) -> bool:
         limit = self.limit if i in self.own else self.guest
         return limit is None or self.counts[i] == 0 or self.counts[i] + count <= limit
 
     def choose(self, key: Hashable, count: int) -> int | None:
-        fit = [i for i in range(self.n) if i in self.open and self.room(i, count)]
-        fit = [i for i in fit if i in self.own] or fit
-        if not fit:
+        for tier in (self.own, set(range(self.n)) - self.own):
+            self.give_places(tier)
+            fit = [i for i in tier & self.open if self.room(i, count)]
+            if fit:
+                break
+        else:
             return None
-        best = min(fit, key=lambda i: (self.loads[i], (i - self.first) % self.n))
+        best = min(fit, key=lambda i: (self.loads[i], self.places[i]))
         if key is not None:
             known = self.memory.get(key, best)
             if known in fit and self.loads[known] <= self.loads[best] + self.margin:
@@ -222,7 +255,8 @@ def test_random_worlds_against_a_scan(seed):
     own = None if rng.random() < 0.3 else set(rng.sample(range(n), rng.randint(0, n)))
     limit = None if rng.random() < 0.3 else rng.randint(1, 12)
     guest = None if limit is None or rng.random() < 0.3 else rng.randint(1, limit)
-    rules = rng.randrange(n), own, limit, guest, rng.choice([0, 5, 50])
+    size = rng.randint(1, 5)
+    rules = (rng.randrange(size), size), own, limit, guest, rng.choice([0, 5, 50])
     router, scan = Router(n, *rules), Scan(n, *rules)
     out: list[tuple[int, int, int]] = []
     refused = chosen = 0
@@ -252,8 +286,8 @@ def test_random_worlds_against_a_scan(seed):
             router.close(i)
             scan.open.discard(i)
         else:
-            i = rng.randrange(n)
-            router.open(i)
-            scan.open.add(i)
+            numbers = rng.sample(range(n), min(n, rng.randint(1, 2)))
+            router.open(*numbers)
+            scan.put(*numbers)
         assert router.loads == scan.loads and router.counts == scan.counts
     assert chosen > 50 and (refused > 0 or limit is None)
