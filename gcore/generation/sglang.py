@@ -7,7 +7,7 @@ No more requests are admitted than SGLang runs at once; the others wait here, by
 
 Traps that this file knows of (more in sglang_core.py):
 - Weights change only in a session, while generation is paused. Requests under way are taken back, and their prefixes
-  are computed anew with the new weights. SGLang itself notes which token came from which load.
+  are computed anew with the new weights. SGLang itself notes which token, or chunk, came from which load.
 - Requests are aborted by the beginning of their names: all names have the same length.
 - The chunk of an aborted request may repeat its last token.
 """
@@ -270,8 +270,10 @@ class SglangEngine:
             about = chunk["meta_info"]
             fresh = about["completion_tokens"] - len(job.tokens)
             if fresh:
-                job.tokens += chunk["output_ids"][-fresh:]
-                job.logprobs += [logprob for logprob, *_ in about["output_token_logprobs"][-fresh:]]
+                here = {"version": about["weight_version"], "start": len(job.tokens), "end": len(job.tokens) + fresh}
+                job.spans.append(here)  # all that older versions of SGLang know
+                job.tokens += chunk["output_ids"][:fresh]
+                job.logprobs += [logprob for logprob, *_ in about["output_token_logprobs"][:fresh]]
                 self._generated += fresh
             job.spans = about.get("weight_versions") or job.spans
             reason = about["finish_reason"] and about["finish_reason"]["type"]
@@ -312,27 +314,34 @@ class SglangEngine:
         return self.version
 
     async def _open_session(self) -> None:
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, PauseGenerationReqInput
+        from sglang.srt.managers import io_struct
 
         if not self._session:
             self._session = True
-            await self._server.manager.pause_generation(PauseGenerationReqInput(mode="retract"))
-            _demand(await self._server.manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+            await self._server.manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
+            if self._server.has_sessions:
+                _demand(await self._server.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
 
     async def _close_session(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, EndWeightUpdateReqInput
+        from sglang.srt.managers import io_struct
 
-        _demand(await self._server.manager.end_weight_update(EndWeightUpdateReqInput(), None))
-        await self._server.manager.continue_generation(ContinueGenerationReqInput())
+        if self._server.has_sessions:
+            _demand(await self._server.manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
+        states = self._server.manager.rid_to_state
+        while any(states[name].out_list for name in self._jobs if name in states):
+            await asyncio.sleep(0)  # chunks that wait are joined, and those of two loads must not be
+        await self._server.manager.continue_generation(io_struct.ContinueGenerationReqInput())
         self._session = False
         self._admit()
 
     async def _write(self, tensors: Mapping[str, torch.Tensor], load: str | None) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
 
         own = [(name, tensor.detach().clone()) for name, tensor in tensors.items()]  # they are shared with the child
+        ranks = range(self._options.tensor_parallel)  # each opens its own
         order = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=self._server.front._serialize_tensors_per_rank(own, None),
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(own) for _ in ranks],
             flush_cache=load is not None,
             weight_version=load,
         )
@@ -370,8 +379,13 @@ class SglangEngine:
         from sglang.srt.managers import io_struct
 
         if tags and self._frees:
+            manager, release = self._server.manager, what == "release"
+            if release:  # answers are there a step before SGLang is idle, and it dies if it is not
+                await manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
             order = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=list(tags))
-            await getattr(self._server.manager, f"{what}_memory_occupation")(order, None)
+            await getattr(manager, f"{what}_memory_occupation")(order, None)
+            if release:
+                await manager.continue_generation(io_struct.ContinueGenerationReqInput())
 
 
 def _signed(key: int) -> int:

@@ -2,7 +2,7 @@
 
     role's process: SglangEngine ── SGLang's front (a queue, no tokenizer) ──ipc──> child: SGLang's scheduler, the model
 
-SGLang 0.5.23 was read and run, on a CPU. Traps that this file knows of:
+SGLang 0.5.15.post1 and 0.5.23 were read and run, on a CPU. Traps that this file knows of:
 - Opened, it changes the process around it: logging, event loops, how processes start, the environment, SIGQUIT.
   Closed, it kills every child of the process, whoever's they are, and leaves sockets that keep the process from
   ending; a child that fails kills the process.
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import importlib
+import inspect
 import json
 import logging
 import multiprocessing
@@ -64,6 +66,7 @@ class Server:
 
     def __init__(self, front: Any, processes: list[Any], failure: Path) -> None:
         self.front, self.manager, self.vocabulary = front, front.tokenizer_manager, 0
+        self.has_sessions = hasattr(self.manager, "begin_weight_update")  # for weights: newer versions want them
         self._processes, self._failure = processes, failure
 
     def died(self) -> str:
@@ -152,6 +155,8 @@ def _arguments(folder: Path, options: SglangOptions, config: dict[str, Any]) -> 
             "disable_overlap_schedule": True,
             "max_total_tokens": _cache_tokens(options, config),
         }
+    elif options.dtype == "float32" or not _has_flash_attention():
+        platform["attention_backend"] = "triton"  # else, on Hopper, it takes FlashAttention without a look
     return {
         "model_path": str(folder),
         "device": options.device,
@@ -169,6 +174,14 @@ def _arguments(folder: Path, options: SglangOptions, config: dict[str, Any]) -> 
         "log_level": "error",
         **platform,
     }
+
+
+def _has_flash_attention() -> bool:
+    try:
+        importlib.import_module("sgl_kernel.flash_attn")
+    except ImportError:
+        return False
+    return True
 
 
 def _cache_tokens(options: SglangOptions, config: dict[str, Any]) -> int:
@@ -246,17 +259,39 @@ class Child:
             base._is_cpu = True
             torch._dynamo.config.disable = True
             torch.set_num_threads(self.threads)
+        _flush_while_paused()
         _sample_as_embedded()
         if self.seeds:
             _seed_requests()
         scheduler.run_scheduler_process(*args, **options)
 
 
+def _flush_while_paused() -> None:
+    """Older versions die of new weights while requests wait, also of those that they took back themselves."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    flush: Any = Scheduler.flush_cache
+    if "ignore_waiting" in inspect.signature(Scheduler.is_fully_idle).parameters:
+        return
+
+    def flushed(self: Any, *args: Any, **options: Any) -> Any:
+        waiting = self.waiting_queue
+        if self._engine_paused:
+            self.waiting_queue = []
+        try:
+            return flush(self, *args, **options)
+        finally:
+            self.waiting_queue = waiting
+
+    Scheduler.flush_cache = flushed
+
+
 def _sample_as_embedded() -> None:
     """Tokens by the noise of their sample, and top-p of what top-k leaves: the embedded engine's own sampling."""
-    from sglang.srt.layers.sampler import Sampler
+    from sglang.srt.layers import sampler
 
-    draw = Sampler._sample_from_probs
+    draw = sampler.Sampler._sample_from_probs
+    masks = hasattr(sampler, "_SamplingMaskCapture")  # newer versions tell what was left to choose from, if asked
 
     def drawn(self: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, plain: bool) -> Any:
         if plain and info.sampling_seed is None:
@@ -269,9 +304,10 @@ def _sample_as_embedded() -> None:
         else:
             keys, before = info.sampling_seed.cpu().numpy().T
             rows.noise_key[:], rows.position[:] = keys.view(np.uint64), positions.cpu().numpy() + before
-        return torch.from_numpy(sample(torch.log(probs), rows)[0].astype(np.int32)).to(probs.device), None
+        tokens = torch.from_numpy(sample(torch.log(probs), rows)[0].astype(np.int32)).to(probs.device)
+        return (tokens, None) if masks else tokens
 
-    Sampler._sample_from_probs = drawn
+    sampler.Sampler._sample_from_probs = drawn
 
 
 def _seed_requests() -> None:
