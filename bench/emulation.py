@@ -1,6 +1,7 @@
 """The simulator against a real run whose devices are emulated: the same scenario, the same split, side by side.
 
     python bench/emulation.py --json emulation.json            the five of bench/emulation.yaml, 8 to 64 slots
+    python bench/emulation.py --mode dynamic                   the same, and blocks change hands
     python bench/emulation.py my_scenario.yaml --policy-slots 12
 
 - *emulation*: a real run under Ray. Controllers, pools, RPC, judges, dynamic sampling (free mode), layout, trainer and
@@ -9,9 +10,11 @@
 - *simulator*: gcore/simulate, as `gcore simulate` runs it: draws of its own, from the same distributions; 100 steps.
 - *same draws*: the simulator, fed with the very lengths, verdicts and acceptances of the emulation, prompt by prompt.
 
-The split is static: `--policy-slots`, or what the simulator finds best. Reported: seconds of the rollout phase, mean
-over the steps (emulation: `timing_s/rollout` x speed), and the share of slot-seconds of the rollout phases in which a
-slot had no request (emulation: from the engines' own `busy_s`). Lengths do not drift here: a step is like another.
+Both sides run under the same placement: a static split (`--policy-slots`, or what the simulator finds best), or the
+rule of `placement.mode: dynamic`, which in the emulation knows only what it has measured. Reported: seconds of the
+rollout phase, mean over the steps (emulation: `timing_s/rollout` x speed), and the share of slot-seconds of the rollout
+phases in which a slot had no request (emulation: from the engines' own `busy_s`). Lengths do not drift here: a step is
+like another.
 
 Scenarios need one judge, and explicit `speed:` sections for it and for the policy.
 """
@@ -40,11 +43,10 @@ sys.path.insert(0, str(ROOT))
 
 from gcore.config.tree import Config  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
-from gcore.placement import policy as rules  # noqa: E402
 from gcore.placement.plan import POLICY, Split, all_splits, split_by  # noqa: E402
 from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
 from gcore.simulate.engine import Lengths, log_normal  # noqa: E402
-from gcore.simulate.run import first_state, simulate  # noqa: E402
+from gcore.simulate.run import expectation, first_state, regime_of, simulate  # noqa: E402
 from gcore.simulate.scenario import Draw, Scenario, load_scenario  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
 
@@ -132,11 +134,12 @@ class SameWork:
         return self.load.draw(cursor)
 
 
-def simulate_same(scenario: Scenario, load: Load, split: Split, steps: int) -> list[Rollout]:
-    state, found = first_state(scenario), list[Rollout]()
+def simulate_same(scenario: Scenario, load: Load, policy: str, steps: int) -> list[Rollout]:
+    regime, state, found = regime_of(policy, scenario), first_state(scenario), list[Rollout]()
     for step in range(1, steps + 1):
         work: Any = SameWork(scenario, step, load)
-        found.append(Simulation(work, split, rules.static, state).run())
+        split = regime.begin(expectation(scenario, state), scenario.costs(step), found[-1] if found else None)
+        found.append(Simulation(work, split, regime.decide, state).run())
         state = found[-1].state
     return found
 
@@ -150,12 +153,13 @@ def best_split(scenario: Scenario) -> Split:
 # ---- the emulation ---------------------------------------------------------------------------------------------------
 
 
-def config_of(scenario: Scenario, split: Split, data: Path, folder: Path, steps: int, speed: float) -> Config:
+def config_of(scenario: Scenario, split: Split | None, data: Path, folder: Path, steps: int, speed: float) -> Config:
+    """`split` None: it is dynamic."""
     judge, ground = scenario.judges[0], scenario.ground
     here = Path(__file__).resolve()
     longest = scenario.prompt_length + scenario.lengths.longest
     build = {"alphabet": DIGITS, "max_length": longest + judge.verdict.longest}
-    counts = {role: len(split.blocks(role)) * ground.per_block(role) for role in ground.roles}
+    slots = {} if split is None else {role: len(split.blocks(role)) * ground.block for role in ground.roles}
     return Config.model_validate(
         {
             "run": {"name": "emulation", "dir": str(folder), "steps": steps, "seed": scenario.seed},
@@ -177,7 +181,7 @@ def config_of(scenario: Scenario, split: Split, data: Path, folder: Path, steps:
                         "name": judge.name,
                         "model": {"build": build},
                         "engine": "emulated",
-                        "replicas": counts[judge.name],
+                        "tensor_parallel": judge.tensor_parallel,
                         "repeats": judge.repeats,
                         "template": "{{ prompt }}{{ response }}",
                         "verdict": f"{here}:verdict",
@@ -201,7 +205,9 @@ def config_of(scenario: Scenario, split: Split, data: Path, folder: Path, steps:
                 "max_tokens_per_gpu": max(16384, longest),
             },
             "placement": {
-                "policy": {"replicas": counts[POLICY]},
+                "mode": "static" if slots else "dynamic",
+                "slots": ground.slots,
+                "split": slots,
                 "trainer": {"ranks": min(2, scenario.num_controllers)},
             },
             "checkpoint": {"every": 0},
@@ -211,7 +217,7 @@ def config_of(scenario: Scenario, split: Split, data: Path, folder: Path, steps:
 
 
 def _device(speed: Any, lengths: Any, clock: float) -> dict[str, Any]:
-    names = ("base_s", "per_sequence_s", "prefill_s_per_token")
+    names = ("base_s", "per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s")
     device = {name: getattr(speed, name) for name in names}
     device |= {"mean_tokens": lengths.start, "sigma": lengths.sigma, "shared": lengths.shared, "speed": clock}
     return {"max_concurrent": speed.max_concurrent, "emulated": device}
@@ -237,7 +243,7 @@ def run_emulation(config: Config) -> dict[str, Any]:
 
 
 async def emulate(config: Config) -> dict[str, Any]:
-    """A whole run, and what its engines counted. Weights take no time here, so they are busy in rollouts alone."""
+    """A whole run, and what its engines counted: they are busy in rollouts alone."""
     import psutil
 
     from gcore.controller import supervise
@@ -269,24 +275,27 @@ async def emulate(config: Config) -> dict[str, Any]:
 # ---- side by side ----------------------------------------------------------------------------------------------------
 
 
-def compare(scenario: Scenario, policy_slots: int | None, steps: int, speed: float | None) -> dict[str, Any]:
+def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int, speed: float | None) -> dict[str, Any]:
     def report(text: str) -> None:
         print(f"{scenario.name}: {text}", file=sys.stderr, flush=True)
 
     scenario, ground = scenario.model_copy(update={"steps": steps}), scenario.ground
     speed = speed or (4.0 if ground.slots <= 32 else 2.0)
-    if policy_slots is None:
+    split = None
+    if mode == "static" and policy_slots is None:
         split = best_split(scenario)
-    else:
+    elif mode == "static":
         blocks = policy_slots // ground.block
         split = split_by(ground, {POLICY: blocks, scenario.judges[0].name: ground.num_blocks - blocks})
+    policy_slots = 0 if split is None else len(split.blocks(POLICY)) * ground.block
+    policy = f"static:{policy_slots // ground.block}" if split else "dynamic"
     needed = steps * scenario.prompts / scenario.acceptance.start
     load = Load(scenario, min(4096, int(1.5 * needed) + 64))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "prompts.jsonl"
         load.write(data)
         config = config_of(scenario, split, data, Path(folder), steps, speed)
-        report(f"{len(split.blocks(POLICY)) * ground.block} of {ground.slots} slots for the policy")
+        report(f"{policy_slots} of {ground.slots} slots for the policy" if split else f"{ground.slots} slots, dynamic")
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as own:  # one Ray to a process
             real = own.submit(run_emulation, config).result()
         report(f"{len(real['memory_mb'])} processes were ready in {real['ready_s']:.0f} s")
@@ -294,8 +303,8 @@ def compare(scenario: Scenario, policy_slots: int | None, steps: int, speed: flo
     busy_s = sum(ground.widths[POLICY] * seconds for seconds in real["busy_s"]["engine"])
     for judge in scenario.judges:
         busy_s += sum(ground.widths[judge.name] * seconds for seconds in real["busy_s"][f"judge-{judge.name}"])
-    own = simulate(scenario.model_copy(update={"steps": OWN_STEPS}), f"static:{len(split.blocks(POLICY))}")
-    same = simulate_same(scenario, load, split, steps)
+    own = simulate(scenario.model_copy(update={"steps": OWN_STEPS}), policy)
+    same = simulate_same(scenario, load, policy, steps)
     same_s = [rollout.seconds for rollout in same]
     sizes: dict[str, list[float]] = {}
     for name, size in real["memory_mb"].items():
@@ -303,7 +312,11 @@ def compare(scenario: Scenario, policy_slots: int | None, steps: int, speed: flo
     return {
         "name": scenario.name,
         "slots": ground.slots,
-        "policy_slots": len(split.blocks(POLICY)) * ground.block,
+        "policy_slots": policy_slots,
+        "moves": {
+            "emulation": statistics.mean(row.get("placement/moves", 0) for row in real["rows"]),
+            "same": statistics.mean(len(rollout.moves) for rollout in same),
+        },
         "controllers": scenario.num_controllers,
         "steps": steps,
         "speed": speed,
@@ -360,7 +373,7 @@ def main() -> None:
     for scenario in scenarios:
         if len(scenario.judges) != 1 or None in (scenario.policy.speed, scenario.judges[0].speed):
             sys.exit(f"{scenario.name}: expected one judge, and `speed:` sections for policy and judge")
-        results.append(compare(scenario, args.policy_slots, args.steps, args.speed))
+        results.append(compare(scenario, args.mode, args.policy_slots, args.steps, args.speed))
         show(results[-1:], args)
     show(results, args)
     if args.json:
@@ -375,6 +388,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, help="of lengths, acceptance and the run; default: the scenario's")
     parser.add_argument("--speed", type=float, help="emulated seconds a second; default: 4, and 2 beyond 32 slots")
+    parser.add_argument("--mode", choices=("static", "dynamic"), default="static", help="placement.mode on both sides")
     parser.add_argument("--policy-slots", type=int, help="of the static split; default: the simulator's best")
     return parser.parse_args()
 

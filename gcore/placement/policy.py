@@ -117,25 +117,30 @@ class Dynamic:
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         if view.stopping or view.since_move_s < self.cool_down_s:
             return []
-        counts = dict.fromkeys(costs.ground.roles, 0) | split.counts()
-        free = {role: [b for b in split.blocks(role) if b not in view.moving] for role in counts}
-        for blocks in free.values():
-            blocks.sort(key=lambda b: view.work.get(b, 0.0), reverse=True)  # the emptiest goes first
-        budget = {role: max(1, int(len(blocks) * self.at_once)) for role, blocks in free.items()}
-        now = end = end_s(view, costs, counts)
-        moves: list[Move] = []
-        while (found := self._best(view, costs, counts, free, budget, end)) is not None:
+        counts = {role: split.owners.count(role) for role in costs.ground.roles}
+        free = dict(counts)
+        for block in view.moving:
+            free[split[block]] -= 1
+        budget = {role: min(count, max(1, int(count * self.at_once))) for role, count in free.items()}
+        outlook = Outlook(view, costs)
+        now = end = outlook.end_s(counts)
+        wanted: list[tuple[str, str]] = []  # from, to
+        while (found := self._best(outlook, counts, budget, end)) is not None:
             end, donor, taker = found
             counts[donor] -= 1
             counts[taker] += 1
             budget[donor] -= 1
-            moves.append(Move(free[donor].pop(), donor, taker))
-        if not moves:
+            wanted.append((donor, taker))
+        if not wanted:
             return []
-        cost = sum(costs.switch_s(move) for move in moves) / costs.ground.num_blocks + _moved_s(
-            moves, view, costs, counts
-        )
-        if now < math.inf and now - end <= cost + max(self.least_s, self.margin * now):
+        switch_s = {pair: costs.switch_s(Move(0, *pair)) for pair in set(wanted)}  # the same for every block
+        cost = sum(switch_s[pair] for pair in wanted) / costs.ground.num_blocks
+        least = max(self.least_s, self.margin * now)
+        if now < math.inf and now - end <= cost + least:  # whichever blocks go
+            return []
+        moves = _emptiest(split, view, wanted)
+        cost += _moved_s(moves, view, costs, counts)
+        if now < math.inf and now - end <= cost + least:
             return []
         won = f"{now - end:.1f} s sooner, for {cost:.1f} s" if now < math.inf else "it had none"
         return [Move(m.block, m.source, m.target, f"{m.target} needs it: {won}") for m in moves]
@@ -154,10 +159,11 @@ class Dynamic:
         replicas = ground.num_blocks * ground.per_block(POLICY)
         wait_s = generated_s(view.loads[POLICY], costs.paces[POLICY], replicas, 0.1)
         back_s = max((costs.switch_s(Move(0, POLICY, judge)) for judge in judges), default=0.0)
-        end, way = end_s(view, costs, counts), [counts]
+        outlook = Outlook(view, costs)
+        end, way = outlook.end_s(counts), [counts]
         while judges and counts[POLICY] > 1:
             trials = [counts | {POLICY: counts[POLICY] - 1, judge: counts[judge] + 1} for judge in judges]
-            ends = [end_s(view, costs, trial) for trial in trials]
+            ends = [outlook.end_s(trial) for trial in trials]
             if min(ends) >= end:
                 break
             end = min(ends)
@@ -168,48 +174,56 @@ class Dynamic:
 
     def _best(
         self,
-        view: View,
-        costs: Costs,
+        outlook: Outlook,
         counts: Mapping[str, int],
-        free: Mapping[str, list[int]],
         budget: Mapping[str, int],
         end: float,
     ) -> tuple[float, str, str] | None:
         """The one move that brings the end nearest."""
         best: tuple[float, str, str] | None = None
         for taker in counts:
-            if not self._useful(taker, view, costs, counts):
+            if not self._useful(taker, outlook, counts):
                 continue
             for donor in counts:
-                if donor == taker or not free[donor] or not budget[donor]:
+                if donor == taker or not budget[donor]:
                     continue
-                trial = end_s(view, costs, {**counts, donor: counts[donor] - 1, taker: counts[taker] + 1})
+                trial = outlook.end_s({**counts, donor: counts[donor] - 1, taker: counts[taker] + 1})
                 if trial < (end if best is None else best[0]):
                     best = trial, donor, taker
         return best
 
-    def _useful(self, role: str, view: View, costs: Costs, counts: Mapping[str, int]) -> bool:
+    def _useful(self, role: str, outlook: Outlook, counts: Mapping[str, int]) -> bool:
         """Another block would have something to do at once."""
-        load = view.loads[role]
+        load = outlook.view.loads[role]
         if not counts[role]:
             return load.at_hand > 0
-        ground = costs.ground
-        need = useful_concurrency(load, costs.paces[role], self._fill(role, view, costs, counts))
-        fair = load.needed / (ground.num_blocks * ground.per_block(role))  # what each would have if all had this role
-        need = max(1.0, min(need, fair / 2)) * ground.per_block(role)
+        ground, per_block = outlook.costs.ground, outlook.per_block[role]
         if role == POLICY:  # what runs elsewhere stays there
-            return load.waiting + max(0.0, load.needed - load.at_hand) >= need
-        return load.at_hand >= (counts[role] + 1) * need
+            there, blocks = load.waiting + max(0.0, load.needed - load.at_hand), 1
+        else:
+            there, blocks = load.at_hand, counts[role] + 1
+        if there < blocks * per_block:  # not one request for each replica
+            return False
+        need = useful_concurrency(load, outlook.costs.paces[role], self._fill(role, outlook, counts))
+        fair = load.needed / (ground.num_blocks * per_block)  # what each would have if all had this role
+        return there >= blocks * (max(1.0, min(need, fair / 2)) * per_block)
 
-    def _fill(self, role: str, view: View, costs: Costs, counts: Mapping[str, int]) -> float:
+    def _fill(self, role: str, outlook: Outlook, counts: Mapping[str, int]) -> float:
         """Who waits for more is judged in a fuller batch. So wait, while a pass is short against what still comes."""
         least, most = self.fill
         if role == POLICY:
             return least
-        replicas = counts[POLICY] * costs.ground.per_block(POLICY)
-        to_come_s = generated_s(view.loads[POLICY], costs.paces[POLICY], replicas)
-        pass_s = costs.paces[role].base_s * view.loads[role].mean
+        to_come_s = outlook.generated_s(counts)
+        pass_s = outlook.costs.paces[role].base_s * outlook.view.loads[role].mean
         return min(most, max(least, 1 - self.passes * pass_s / to_come_s)) if to_come_s > 0 else least
+
+
+def _emptiest(split: Split, view: View, wanted: Sequence[tuple[str, str]]) -> list[Move]:
+    """A block for each, that is not between two roles: those with the least work go first."""
+    free = {role: [b for b in split.blocks(role) if b not in view.moving] for role, _ in wanted}
+    for blocks in free.values():
+        blocks.sort(key=lambda b: view.work.get(b, 0.0), reverse=True)
+    return [Move(free[source].pop(), source, target) for source, target in wanted]
 
 
 def _moved_s(moves: Sequence[Move], view: View, costs: Costs, counts: Mapping[str, int]) -> float:
@@ -224,8 +238,9 @@ def _moved_s(moves: Sequence[Move], view: View, costs: Costs, counts: Mapping[st
 
 def useful_concurrency(load: Load, pace: Pace, fill: float) -> float:
     """Requests at which a replica reaches `fill` of its best throughput. One is enough where prefill is the work."""
-    each = pace.per_sequence_s * load.mean + pace.prefill_s_per_token * load.prompt  # what only this request costs
-    need = fill / (1 - fill) * pace.base_s * load.mean / each if each else pace.max_concurrent
+    mean = load.mean
+    each = pace.per_sequence_s * mean + pace.prefill_s_per_token * load.prompt  # what only this request costs
+    need = fill / (1 - fill) * pace.base_s * mean / each if each else pace.max_concurrent
     return min(max(1.0, need), pace.max_concurrent)
 
 
@@ -237,25 +252,43 @@ def room(load: Load, pace: Pace) -> int:
 
 def generated_s(load: Load, pace: Pace, replicas: int, share: float = 1.0) -> float:
     """When this share of the responses that are needed has been generated."""
+    return _takes_s(_to_make(load, _fresh(load), share), pace, replicas)
+
+
+def _fresh(load: Load) -> Load:
+    """As those see it that wait: they have all their tokens before them."""
+    return replace(load, age=0.0) if load.waiting else load
+
+
+def _to_make(load: Load, fresh: Load, share: float) -> tuple[float, float, float] | None:
+    """Decoding steps, tokens and prompt tokens up to there, whoever makes them; None: nothing is missing."""
     needed = share * load.needed
     if needed <= 0:
+        return None
+    at_hand = load.at_hand
+    part = min(1.0, needed / at_hand) if at_hand else 0.0
+    steps = load.steps_to(part) if load.running else 0.0
+    tokens = load.running * load.tokens_in(steps)
+    if load.waiting:
+        fresh_steps = fresh.steps_to(part)
+        steps = max(steps, fresh_steps)
+        tokens += load.waiting * fresh.tokens_in(fresh_steps)
+    more = max(0.0, needed - at_hand)  # not drawn yet: they begin when others end
+    if more:
+        mean = load.mean
+        steps += mean
+        tokens += more * mean
+    return steps, tokens, (load.waiting + more) * load.prompt
+
+
+def _takes_s(to_make: tuple[float, float, float] | None, pace: Pace, replicas: int) -> float:
+    if to_make is None:
         return 0.0
     if not replicas:
         return math.inf
-    part = min(1.0, needed / load.at_hand) if load.at_hand else 0.0
-    steps = load.steps_to(part) if load.running else 0.0
-    tokens = load.running * load.tokens_in(steps)
-    if load.waiting:  # they have all their tokens before them
-        fresh = replace(load, age=0.0)
-        steps = max(steps, fresh.steps_to(part))
-        tokens += load.waiting * fresh.tokens_in(fresh.steps_to(part))
-    more = max(0.0, needed - load.at_hand)  # not drawn yet: they begin when others end
-    if more:
-        steps += load.mean
-        tokens += more * load.mean
+    steps, tokens, prompts = to_make
     steps = max(steps, tokens / (replicas * pace.max_concurrent))
-    prefill = (load.waiting + more) * load.prompt * pace.prefill_s_per_token
-    return pace.base_s * steps + (pace.per_sequence_s * tokens + prefill) / replicas
+    return pace.base_s * steps + (pace.per_sequence_s * tokens + prompts * pace.prefill_s_per_token) / replicas
 
 
 def judged_s(load: Load, pace: Pace) -> float:
@@ -267,23 +300,47 @@ def judged_s(load: Load, pace: Pace) -> float:
 
 def end_s(view: View, costs: Costs, counts: Mapping[str, int]) -> float:
     """Seconds to the end of the rollout, with so many blocks for each role."""
-    policy, pace = view.loads[POLICY], costs.paces[POLICY]
-    replicas = counts[POLICY] * costs.ground.per_block(POLICY)
-    times = [generated_s(policy, pace, replicas, share) for share in FRACTIONS]
-    end = times[-1]
-    for role in costs.ground.roles:
-        load = view.loads[role]
-        if role == POLICY or load.needed <= 0:
-            continue
-        judges = counts[role] * costs.ground.per_block(role)
-        if not judges:
-            return math.inf
-        work = judged_s(load, costs.paces[role]) / judges
-        future = work * max(0.0, load.needed - load.at_hand) / load.needed  # for what is not generated yet
-        alone = costs.paces[role].base_s * load.mean + costs.paces[role].prefill_s_per_token * load.prompt
-        last = max(t + (1 - share) * future for t, share in zip(times, FRACTIONS, strict=True)) + alone
-        end = max(end, work, last if future else alone)
-    return end
+    return Outlook(view, costs).end_s(counts)
+
+
+class Outlook:
+    """A view, and what follows from it whoever has the blocks: many divisions are compared under one."""
+
+    def __init__(self, view: View, costs: Costs) -> None:
+        self.view, self.costs = view, costs
+        ground = costs.ground
+        self.per_block = {role: ground.per_block(role) for role in ground.roles}
+        policy = view.loads[POLICY]
+        fresh = _fresh(policy)
+        self._to_make = [_to_make(policy, fresh, share) for share in FRACTIONS]
+        # of those with work: replicas a block, seconds of one replica for all, verdicts to come, seconds of the last
+        self._judges: list[tuple[str, int, float, float, float]] = []
+        for role in ground.roles:
+            load, pace = view.loads[role], costs.paces[role]
+            if role == POLICY or load.needed <= 0:
+                continue
+            missing = max(0.0, load.needed - load.at_hand)  # not generated yet
+            alone = pace.base_s * load.mean + pace.prefill_s_per_token * load.prompt
+            self._judges.append((role, self.per_block[role], judged_s(load, pace), missing, alone))
+
+    def generated_s(self, counts: Mapping[str, int]) -> float:
+        """When all responses that are needed have been generated."""
+        return _takes_s(self._to_make[-1], self.costs.paces[POLICY], counts[POLICY] * self.per_block[POLICY])
+
+    def end_s(self, counts: Mapping[str, int]) -> float:
+        """Seconds to the end of the rollout, with so many blocks for each role."""
+        pace, replicas = self.costs.paces[POLICY], counts[POLICY] * self.per_block[POLICY]
+        times = [_takes_s(to_make, pace, replicas) for to_make in self._to_make]
+        end = times[-1]
+        for role, per_block, judged, missing, alone in self._judges:
+            judges = counts[role] * per_block
+            if not judges:
+                return math.inf
+            work = judged / judges
+            future = work * missing / self.view.loads[role].needed  # for what is not generated yet
+            last = max([t + (1 - share) * future for t, share in zip(times, FRACTIONS, strict=True)]) + alone
+            end = max(end, work, last if future else alone)
+        return end
 
 
 # ---- baselines --------------------------------------------------------------------------------------------------

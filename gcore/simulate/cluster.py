@@ -13,13 +13,14 @@ run again under another policy, from the same state and with the same draws.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
 from gcore.placement.monitor import quantiles
 from gcore.placement.plan import POLICY, Move, Split
 from gcore.placement.policy import Decide, Load, View
-from gcore.simulate.device import Job
+from gcore.simulate.device import Job, seen
 from gcore.simulate.fleet import Call, Clock, Fleet, Group, Memory
 from gcore.simulate.scenario import Draw, Scenario, StepWork
 
@@ -115,7 +116,9 @@ class Simulation:
         }
         self.policy = self.fleets[POLICY]
         self.judges = [self.fleets[judge.name] for judge in scenario.judges]
+        self._verdicts = sum(repeats.values())  # for a response
         self.kept = self.dropped = self.running = self.judging = 0  # groups
+        self._wanted = 0  # under way at each controller, when it was last filled up
         self.result = Rollout(state)
         self.split = split.check(self.ground)
         self.moving: set[int] = set()
@@ -130,17 +133,25 @@ class Simulation:
         self._fill()
         self.clock.at(self.look_s, self._look, None)
         self.clock.run()
-        return self._finish()
+        found = self._finish()
+        self._let_go()
+        return found
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
-    def _fill(self) -> None:
-        """Every controller: as many as make up for its share of what is missing, at the rate they are accepted."""
+    def _fill(self, fewer: Controller | None = None) -> None:
+        """Every controller: as many as make up for its share of what is missing, at the rate they are accepted.
+
+        `fewer`: only this one has fewer under way than after the last time, so the others are short only if more are
+        wanted now.
+        """
         scenario = self.scenario
         rate = max(self._rate_now(), 1 / scenario.max_oversampling)
         share = (scenario.prompts * scenario.oversampling - self.kept) / len(self.controllers)
         wanted = math.ceil(share / rate - 1e-9)
-        few = [c for c in self.controllers if len(c.running) < wanted]
+        asked = self.controllers if fewer is None or wanted > self._wanted else [fewer]
+        self._wanted = wanted
+        few = [c for c in asked if len(c.running) < wanted]
         drawn = [controller.draw() for controller in few for _ in range(wanted - len(controller.running))]
         drawn.sort(key=(lambda number: -self.work[number].hint) if scenario.long_first else None)
         for number in drawn:
@@ -157,17 +168,17 @@ class Simulation:
         jobs = [Job(tokens, 0) for tokens in draw.tokens]
         jobs[0].prompt = prompt  # siblings share the prefix: it is computed once
         work = round(len(jobs) * (prompt + self.policy.mean))
-        self.policy.send(Call(Group(number, draw, len(jobs)), jobs, work, len(jobs)))
+        self.policy.send(Call(Group(number, draw, len(jobs)), jobs, work, len(jobs), len(jobs)))
 
     def _judge(self, group: Group) -> None:
         draw: Draw = group.draw
-        group.left = sum(len(repeats) for judge in self.judges for repeats in draw.verdicts[judge.name])
+        group.left = self._verdicts * len(draw.tokens)
         prompt = self.scenario.prompt_length
         for judge in self.judges:
             for response, repeats in zip(draw.tokens, draw.verdicts[judge.name], strict=True):
                 read = prompt + response  # once; its other verdicts find it in the prefix cache
                 for i, tokens in enumerate(repeats):
-                    judge.send(Call(group, [Job(tokens, 0 if i else read)], round(read + judge.mean), 1))
+                    judge.send(Call(group, [Job(tokens, 0 if i else read)], round(read + judge.mean), 1, 1))
 
     def _stage_ended(self, fleet: Fleet, group: Group) -> None:
         self.clock.at(self.clock.now + self.scenario.rpc_s, self._next_stage, (fleet, group))
@@ -184,7 +195,8 @@ class Simulation:
         else:
             self.judging -= 1
         self.running -= 1
-        self.controllers[group.number % len(self.controllers)].running.discard(group.number)
+        controller = self.controllers[group.number % len(self.controllers)]
+        controller.running.discard(group.number)
         if group.draw.good:
             self.kept += 1
             self.clock.over = self.kept >= self.scenario.prompts
@@ -192,7 +204,7 @@ class Simulation:
         else:
             self.dropped += 1
             self.result.wasted_tokens += sum(tokens)
-        self._fill()
+        self._fill(controller)
 
     # ---- placement ------------------------------------------------------------------------------------------------
 
@@ -219,20 +231,10 @@ class Simulation:
         return View(loads, work, frozenset(self.moving), since_s, self.kept >= self.scenario.prompts)
 
     def _load(self, fleet: Fleet, needed: float, work: dict[int, float]) -> Load:
-        running, waiting, made, busy_s, now = 0, fleet.queued, 0.0, 0.0, self.clock.now
-        blocks, devices = [b for b in self.split.blocks(fleet.name) if b not in self.moving], fleet.devices
-        for block in blocks:
-            there = 0
-            for index in fleet.places[block]:
-                device = devices[index]
-                tokens, seconds = device.seen_at(now)
-                made += tokens
-                busy_s += seconds
-                running += device.running
-                there += device.running + device.waiting
-            work[block] = there
-            waiting += there
-        waiting -= running
+        blocks = fleet.blocks
+        there, running, made, busy_s = seen([fleet.places[block] for block in blocks], self.clock.now)
+        work.update(zip(blocks, there, strict=True))
+        waiting = fleet.queued + sum(there) - running
         since, self._busy_before[fleet.name] = busy_s - self._busy_before[fleet.name], busy_s
         busy = since / (len(blocks) * fleet.per_block * self.look_s) if blocks else 1.0
         age = made / running if running else 0.0
@@ -246,8 +248,9 @@ class Simulation:
         self._last_move = now
         self.result.moves.append((now, move))
         self.split = self.split.after([move])
-        for index in self.ground.replicas(move.source, move.block):
-            self.fleets[move.source].evict(index, self.scenario.prompt_length)
+        source = self.fleets[move.source]
+        for replica in source.places[move.block]:
+            source.evict(replica, self.scenario.prompt_length)
         seconds = self.costs.switch_s(move)
         self._segment(move.block, "switch", now, now + seconds, 0.0)
         self.clock.at(now + seconds, self._arrived, move)
@@ -260,20 +263,21 @@ class Simulation:
     def _open(self, block: int) -> None:
         fleet, now = self.fleets[self.split[block]], self.clock.now
         self._since[block], self._busy_then[block] = now, 0.0
-        for index in fleet.places[block]:
-            device = fleet.devices[index]
-            device.at = max(device.at, now)
-            self._busy_then[block] += device.busy_s
-            fleet.router.open(index)
+        insort(fleet.blocks, block)
+        for replica in fleet.places[block]:
+            replica.at = max(replica.at, now)
+            self._busy_then[block] += replica.busy_s
+            fleet.router.open(replica.index)
         self._busy_before[fleet.name] += self._busy_then[block]
 
     def _close(self, block: int) -> None:
         role, now = self.split[block], self.clock.now
         fleet, busy = self.fleets[role], 0.0
-        for index in fleet.places[block]:
-            fleet.sync(index)
-            fleet.router.close(index)
-            busy += fleet.devices[index].busy_s
+        fleet.blocks.remove(block)
+        for replica in fleet.places[block]:
+            fleet.sync(replica)
+            fleet.router.close(replica.index)
+            busy += replica.busy_s
         self._busy_before[role] -= busy
         busy, owned = (busy - self._busy_then[block]) / fleet.per_block, now - self._since[block]
         for table, seconds in ((self.result.owned_s, owned), (self.result.busy_s, busy)):
@@ -301,3 +305,13 @@ class Simulation:
         places = tuple(controller.place() for controller in self.controllers)
         result.state = State(places, memory, self._rate_now(), now)
         return result
+
+    def _let_go(self) -> None:
+        """Without circles of references all of it is gone with the last who looks at it, and no collector searches."""
+        self.clock.events.clear()
+        for fleet in self.fleets.values():
+            fleet.ended = _nobody_waits
+
+
+def _nobody_waits(fleet: Fleet, group: Group) -> None:
+    raise AssertionError("the rollout is over")

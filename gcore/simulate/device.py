@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from gcore.placement.pace import Pace
@@ -26,7 +27,8 @@ class Job:
     __slots__ = ("before", "began", "made", "priority", "prompt", "state", "tag", "tokens")
 
     def __init__(self, tokens: int, prompt: int, tag: Any = None, priority: float = 0.0, before: int = 0) -> None:
-        self.tokens, self.prompt, self.tag, self.priority = tokens, prompt, tag, priority
+        self.tokens, self.prompt = tokens, prompt
+        self.tag, self.priority = tag, priority
         self.before = before  # tokens it made elsewhere
         self.began, self.made, self.state = 0.0, 0, WAITING
 
@@ -54,32 +56,27 @@ class Device:
     def next_s(self) -> float:
         """When the next request ends, if nothing else happens before."""
         ending = self.ending
-        while ending and ending[0][2].state != RUNNING:
+        while ending:
+            end, _, job = ending[0]
+            if job.state == RUNNING:
+                at, standing, rest = self.at, self.standing, end - self.clock
+                begin = at if at > standing else standing
+                return begin + rest * self.step_s if rest > 0.0 else begin
             heapq.heappop(ending)
-        if not ending:
-            return math.inf
-        begin, rest = self.at if self.at > self.standing else self.standing, ending[0][0] - self.clock
-        return begin + rest * self.step_s if rest > 0.0 else begin
-
-    def seen_at(self, now: float) -> tuple[float, float]:
-        """Tokens that the running ones have made together, and seconds with something to do; nothing changes."""
-        if not self.running:
-            return 0.0, self.busy_s
-        decoding = now - (self.at if self.at > self.standing else self.standing)
-        clock = self.clock + decoding / self.step_s if decoding > 0.0 else self.clock
-        return self.running * clock - self._began, self.busy_s + now - self.at
+        return math.inf
 
     def advance(self, to: float) -> list[Job]:
         """Let time pass up to `to`, at most to next_s(); what ends by then."""
-        if self.running:
-            self.busy_s += to - self.at
-            decoding = to - (self.at if self.at > self.standing else self.standing)
-            if decoding > 0:
-                self.clock += decoding / self.step_s
-        self.at = to
+        at, standing, self.at = self.at, self.standing, to
+        if not self.running:
+            return []
+        self.busy_s += to - at
+        decoding, clock = to - (at if at > standing else standing), self.clock
+        if decoding > 0:
+            self.clock = clock = clock + decoding / self.step_s
         ended: list[Job] = []
-        ending, due = self.ending, self.clock + EARLY * (1.0 + self.clock)
-        while ending and (ending[0][0] <= due or ending[0][2].state != RUNNING):
+        ending, due = self.ending, clock + EARLY * (1.0 + clock)
+        while ending and ending[0][0] <= due:
             job = heapq.heappop(ending)[2]
             if job.state == RUNNING:
                 job.state, job.made = ENDED, job.tokens
@@ -90,10 +87,12 @@ class Device:
         return ended
 
     def add(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            if self.running < self._cap and not self.waiting:
-                self._begin(job)
-            else:
+        free = 0 if self.waiting else self._cap - self.running
+        if len(jobs) <= free:
+            self._begin(jobs)
+        else:
+            self._begin(jobs[:free])
+            for job in jobs[free:]:
                 self._order += 1
                 heapq.heappush(self._waiting, (job.priority, self._order, job))
                 self.waiting += 1
@@ -117,8 +116,9 @@ class Device:
         return min(job.tokens, max(0, math.floor(self.clock - job.began + 1e-6)))
 
     def jobs(self) -> list[Job]:
-        """All that is here, waiting or running."""
-        return [job for heap in (self.ending, self._waiting) for _, _, job in heap if job.state != ENDED]
+        """All that is here: the running, in the order in which they began, then the waiting in theirs."""
+        entries = sorted(self.ending, key=itemgetter(1)) + sorted(self._waiting)
+        return [job for _, _, job in entries if job.state != ENDED]
 
     def _left(self, count: int) -> None:
         self.running -= count
@@ -130,19 +130,44 @@ class Device:
             self.ending.clear()
 
     def _admit(self) -> None:
-        waiting = self._waiting
-        while waiting and self.running < self._cap:
+        waiting, free, admitted = self._waiting, self._cap - self.running, list[Job]()
+        while waiting and len(admitted) < free:
             job = heapq.heappop(waiting)[2]
             if job.state == WAITING:
-                self.waiting -= 1
-                self._begin(job)
+                admitted.append(job)
+        self.waiting -= len(admitted)
+        self._begin(admitted)
 
-    def _begin(self, job: Job) -> None:
-        job.state, job.began = RUNNING, self.clock
-        self._began += self.clock - job.before
-        self.running += 1
-        self._order += 1
-        heapq.heappush(self.ending, (self.clock + job.tokens, self._order, job))
-        if job.prompt and self._prefill:
-            self.standing = (self.at if self.at > self.standing else self.standing) + self._prefill * job.prompt
-            self.prefilled += job.prompt
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        clock, ending = self.clock, self.ending
+        self.running += len(jobs)
+        for job in jobs:
+            job.state, job.began = RUNNING, clock
+            self._began += clock - job.before
+            self._order += 1
+            heapq.heappush(ending, (clock + job.tokens, self._order, job))
+            if job.prompt and self._prefill:
+                self.standing = (self.at if self.at > self.standing else self.standing) + self._prefill * job.prompt
+                self.prefilled += job.prompt
+
+
+def seen(blocks: Iterable[Sequence[Device]], now: float) -> tuple[list[int], int, float, float]:
+    """What is there, as others see it: requests on each block; those that run, the tokens that these have made, and
+    seconds with something to do, on all blocks together. Nothing changes."""
+    there, running, made, busy_s = list[int](), 0, 0.0, 0.0
+    for block in blocks:
+        here = 0
+        for device in block:
+            if not (decoded := device.running):  # so nothing waits
+                busy_s += device.busy_s
+                continue
+            at, standing, clock = device.at, device.standing, device.clock
+            decoding = now - (at if at > standing else standing)
+            if decoding > 0.0:
+                clock += decoding / device.step_s
+            made += decoded * clock - device._began
+            busy_s += device.busy_s + now - at
+            running += decoded
+            here += decoded + device.waiting
+        there.append(here)
+    return there, running, made, busy_s

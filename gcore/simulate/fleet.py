@@ -15,7 +15,7 @@ from gcore.generation.routing import Router
 from gcore.placement.pace import Pace
 from gcore.placement.plan import POLICY, Ground
 from gcore.placement.policy import Load, room
-from gcore.simulate.device import ENDED, Device, Job
+from gcore.simulate.device import Device, Job
 
 Memory = Mapping[str, Sequence[float]]  # lengths of requests that ended lately, by role: quantiles
 
@@ -36,9 +36,21 @@ class Call:
     """What travels as one: the siblings of a group, or one response to a judge."""
 
     group: Group
-    jobs: list[Job]
+    jobs: Sequence[Job]  # until a replica has them: they know their call, and circles of references are slow garbage
     work: int  # tokens, as the router counts them
+    size: int  # jobs that were sent
     left: int
+
+
+class Replica(Device):
+    """A device of a fleet. The tags of its jobs are their calls."""
+
+    __slots__ = ("index", "rings")
+
+    def __init__(self, pace: Pace, index: int) -> None:
+        super().__init__(pace)
+        self.index = index
+        self.rings = math.inf  # when it is looked at next; events of other times are void
 
 
 class Clock:
@@ -48,18 +60,18 @@ class Clock:
         self.now = 0.0
         self.over = False
         self.order = 0
-        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self.events: list[tuple[float, int, Callable[[Any], None], Any]] = []
 
     def at(self, when: float, what: Callable[[Any], None], about: Any) -> None:
         self.order += 1
-        heapq.heappush(self._events, (when, self.order, what, about))
+        heapq.heappush(self.events, (when, self.order, what, about))
 
     def run(self) -> None:
         """Until something sets `over`."""
-        events = self._events
+        events, pop = self.events, heapq.heappop
         while not self.over:
             assert events, "nothing happens any more"
-            self.now, _, what, about = heapq.heappop(events)
+            self.now, _, what, about = pop(events)
             what(about)
 
 
@@ -80,62 +92,59 @@ class Fleet:
     ) -> None:
         self.name, self.pace, self.clock, self.prompt, self.repeats = name, pace, clock, prompt, repeats
         self.per_block = ground.per_block(name)
-        self.places = [ground.replicas(name, block) for block in range(ground.num_blocks)]
         self.lengths, self.longest = memory[name], memory.get(f"{name}/longest", ())
         self.mean = sum(self.lengths) / len(self.lengths)
         count = ground.num_blocks * self.per_block
-        self.devices = [Device(pace) for _ in range(count)]
+        self.devices = [Replica(pace, i) for i in range(count)]
+        self.places = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]  # by block
         load = Load(lengths=self.lengths, prompt=prompt)
         limit = SENT * pace.max_concurrent if name == POLICY else room(load, pace)
         self.router = Router(count, limit=limit)  # the rest waits here, for whoever is free first
         for i in range(count):
             self.router.close(i)
+        self.blocks: list[int] = []  # those it has, in order
         self.seen: list[int] = []  # lengths of requests that ended
         self.seen_longest: list[int] = []  # of groups
         self.under_way = 0  # requests, waiting or running
         self.queued = 0  # those of them that no replica has room for
-        self._ended = ended
+        self.ended = ended
         self._queue: list[tuple[int, int, Call]] = []
-        self._calls: list[dict[Call, None]] = [{} for _ in range(count)]
-        self._rings = [math.inf] * count  # when each device is looked at next; events of other times are void
 
     def send(self, call: Call) -> None:
-        self.under_way += len(call.jobs)
-        for job in call.jobs:
-            job.tag = call
+        self.under_way += call.size
         if self._queue or not self._place(call):
             self.clock.order += 1
-            self.queued += len(call.jobs)
+            self.queued += call.size
             heapq.heappush(self._queue, (call.group.number, self.clock.order, call))
 
     def dispatch(self) -> None:
         while self._queue and self._place(self._queue[0][2]):
-            self.queued -= len(heapq.heappop(self._queue)[2].jobs)
+            self.queued -= heapq.heappop(self._queue)[2].size
 
-    def sync(self, index: int) -> None:
+    def sync(self, replica: Replica) -> None:
         """Bring a device to the present; what ends at this very moment has ended."""
-        device = self.devices[index]
-        if device.at < self.clock.now:
-            for job in device.advance(self.clock.now):  # at most those that end now: the next look is not past
-                self._end(index, job)
+        now = self.clock.now
+        if replica.at < now:
+            for job in replica.advance(now):  # at most those that end now: the next look is not past
+                self._end(replica, job)
 
-    def evict(self, index: int, prompt_length: int) -> None:
+    def evict(self, replica: Replica, prompt_length: int) -> None:
         """What runs there goes on elsewhere, from the tokens it has; it is read once more for that."""
-        self.sync(index)
-        device, calls = self.devices[index], self._calls[index]
-        self._calls[index] = {}
-        self._rings[index] = math.inf
-        for call in calls:
-            self.router.done(index, call.work, len(call.jobs))
+        self.sync(replica)
+        replica.rings = math.inf
+        calls: dict[Call, list[Job]] = {}
+        for job in replica.jobs():
+            calls.setdefault(job.tag, []).append(job)
+        for call, jobs in calls.items():
+            self.router.done(replica.index, call.work, call.size)
             left = []
-            for job in call.jobs:
-                if job.state != ENDED:
-                    made = device.remove(job)
-                    read = (job.prompt or prompt_length) + made if made else job.prompt
-                    left.append(Job(job.tokens - made, read, before=job.before + made))
+            for job in jobs:
+                made = replica.remove(job)
+                read = (job.prompt or prompt_length) + made if made else job.prompt
+                left.append(Job(job.tokens - made, read, before=job.before + made))
             self.under_way -= len(left)
-            self.send(Call(call.group, left, call.work, len(left)))
-        device.standing = device.at
+            self.send(Call(call.group, left, call.work, len(left), len(left)))
+        replica.standing = replica.at
 
     def wasted(self) -> int:
         """Tokens of requests that did not end."""
@@ -144,44 +153,44 @@ class Fleet:
         )
 
     def _place(self, call: Call) -> bool:
-        index = self.router.choose(count=len(call.jobs))
+        index = self.router.choose(count=call.size)
         if index is None:
             return False
-        self.router.sent(index, call.work, len(call.jobs))
-        self._calls[index][call] = None
-        self.sync(index)
-        self.devices[index].add(call.jobs)
-        self._schedule(index)
+        self.router.sent(index, call.work, call.size)
+        replica, jobs, call.jobs = self.devices[index], call.jobs, ()
+        for job in jobs:
+            job.tag = call
+        self.sync(replica)
+        replica.add(jobs)
+        self._schedule(replica)
         return True
 
-    def _schedule(self, index: int) -> None:
+    def _schedule(self, replica: Replica) -> None:
         """Look when the next request ends. A look that comes too early, since others came, only looks again."""
-        when = self.devices[index].next_s()
-        if when < self._rings[index]:
-            self._rings[index] = when
-            self.clock.at(when, self._ring, (index, when))
+        when = replica.next_s()
+        if when < replica.rings:
+            replica.rings = when
+            self.clock.at(when, self._ring, replica)
 
-    def _ring(self, about: tuple[int, float]) -> None:
-        index, when = about
-        if self._rings[index] != when:
+    def _ring(self, replica: Replica) -> None:
+        now = self.clock.now
+        if replica.rings != now:
             return
-        self._rings[index] = math.inf
-        for job in self.devices[index].advance(when):
-            self._end(index, job)
-        self._schedule(index)
+        replica.rings = math.inf
+        for job in replica.advance(now):
+            self._end(replica, job)
+        self._schedule(replica)
 
-    def _end(self, index: int, job: Job) -> None:
+    def _end(self, replica: Replica, job: Job) -> None:
         call: Call = job.tag
-        job.tag = None  # no circle of references: garbage goes at once
         self.seen.append(job.tokens + job.before)
         self.under_way -= 1
         call.left -= 1
         if not call.left:
-            del self._calls[index][call]
-            self.router.done(index, call.work, len(call.jobs))
+            self.router.done(replica.index, call.work, call.size)
             if self._queue:
                 self.dispatch()
         group = call.group
         group.left -= 1
         if not group.left:
-            self._ended(self, group)
+            self.ended(self, group)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from gcore.placement.pace import Pace
-from gcore.simulate.device import Device, Job
+from gcore.simulate.device import Device, Job, seen
 
 
 def pace(base=1.0, per=0.0, prefill=0.0, cap=4):
@@ -79,13 +79,33 @@ def test_seen_from_outside():
     """Tokens and busy seconds up to any moment, what was made elsewhere included; looking changes nothing."""
     device = Device(pace(base=1.0, per=1.0))
     device.add([Job(10, 0), Job(10, 0, before=7)])
-    assert device.seen_at(6.0) == (2 + 2 + 7, 6.0)
-    assert device.seen_at(3.0) == (1 + 1 + 7, 3.0)
+    assert seen([[device]], 6.0) == ([2], 2, 2 + 2 + 7, 6.0)
+    assert seen([[device]], 3.0) == ([2], 2, 1 + 1 + 7, 3.0)
     device.advance(3.0)
-    assert device.seen_at(6.0) == (2 + 2 + 7, 6.0)
+    assert seen([[device]], 6.0) == ([2], 2, 2 + 2 + 7, 6.0)
     device.remove(device.jobs()[1])  # the other makes its next token in 2 s
-    assert device.seen_at(5.0) == (2, 5.0)
-    assert Device(pace()).seen_at(5.0) == (0.0, 0.0)
+    assert seen([[device]], 5.0) == ([1], 1, 2, 5.0)
+    assert seen([[Device(pace())]], 5.0) == ([0], 0, 0.0, 0.0)
+
+
+def test_blocks_seen_from_outside():
+    """Requests by block, the waiting included; the rest of all devices together, the seconds of the idle included."""
+    full, idle, busy = (Device(pace(base=1.0, cap=2)) for _ in range(3))
+    full.add([Job(10, 0), Job(10, 0), Job(10, 0)])
+    idle.add([Job(3, 0)])
+    idle.advance(3.0)
+    busy.add([Job(10, 0)])
+    assert seen([[full, idle], [busy], []], 5.0) == ([3, 1, 0], 3, 3 * 5.0, 5.0 + 3.0 + 5.0)
+    assert (full.at, idle.at, busy.at) == (0.0, 3.0, 0.0)
+
+
+def test_jobs_in_the_order_of_their_beginning_then_of_their_priority():
+    device = Device(pace(cap=2))
+    jobs = [Job(9, 0), Job(1, 0), Job(1, 0, priority=1.0), Job(7, 0)]
+    device.add(jobs)
+    assert device.jobs() == [jobs[0], jobs[1], jobs[3], jobs[2]]
+    device.advance(1.0)  # the second ends, and the fourth comes before the third
+    assert device.jobs() == [jobs[0], jobs[3], jobs[2]]
 
 
 def brute_force(p, arrivals, aborts):

@@ -12,6 +12,7 @@ from gcore.placement.policy import (
     Costs,
     Dynamic,
     Load,
+    Outlook,
     Utilisation,
     View,
     colocated,
@@ -191,8 +192,8 @@ def test_who_waits_is_judged_in_a_fuller_batch():
     split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
     soon = View({POLICY: Load(running=40, needed=40, age=990, lengths=(1000,)), JUDGE: judge})
     late = View({POLICY: Load(running=40, needed=40, lengths=(100_000,)), JUDGE: judge})
-    assert Dynamic()._fill(JUDGE, soon, costs(paces=paces), split.counts()) == 0.6
-    assert Dynamic()._fill(JUDGE, late, costs(paces=paces), split.counts()) == 0.9
+    assert Dynamic()._fill(JUDGE, Outlook(soon, costs(paces=paces)), split.counts()) == 0.6
+    assert Dynamic()._fill(JUDGE, Outlook(late, costs(paces=paces)), split.counts()) == 0.9
     assert Dynamic()(split, soon, costs(paces=paces)) != []
     assert Dynamic()(split, late, costs(paces=paces)) == []
 

@@ -1,5 +1,6 @@
 """A simulated rollout: by hand where it is tiny, and what must add up where it is not."""
 
+import gc
 import itertools
 import json
 import random
@@ -134,13 +135,13 @@ def test_moves_lose_no_request_and_no_token(seed):
 
     def watch(simulation):
         for fleet in simulation.fleets.values():
-            then = fleet._ended
+            then = fleet.ended
 
             def ended_of(fleet, group, then=then):
                 ended[fleet.name].append(group.number)
                 then(fleet, group)
 
-            fleet._ended = ended_of
+            fleet.ended = ended_of
 
     simulation, found = rollout(case, decide=Shuffle(seed), watch=watch)
     assert len(found.moves) > 5
@@ -156,6 +157,19 @@ def test_moves_lose_no_request_and_no_token(seed):
     for tokens in expected:
         seen.remove(tokens)
     assert len(seen) <= simulation.policy.under_way + case.samples * len(ended[POLICY])
+
+
+def test_what_is_over_leaves_nothing_to_the_collector_of_garbage():
+    case = scenario()
+    gc.collect()
+    gc.disable()
+    try:
+        simulation, found = rollout(case, decide=Shuffle(1))
+        assert found.moves and simulation.policy.under_way > 0
+        del simulation, found
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_what_is_evicted_is_read_once_more():
@@ -186,6 +200,31 @@ def test_the_view_counts_what_is_there():
     simulation = []
     rollout(case, decide=look, watch=simulation.append)
     assert seen and all(a == b and c == pytest.approx(d, abs=1e-6) for a, b, c, d in seen)
+
+
+def test_blocks_between_two_roles_are_not_in_the_view():
+    case, moving, simulation = scenario(), [], []
+
+    def look(split, view, costs):
+        for role, fleet in simulation[0].fleets.items():
+            assert fleet.blocks == [block for block in split.blocks(role) if block not in view.moving]
+        assert sorted(view.work) == [block for block in range(4) if block not in view.moving]
+        moving.append(len(view.moving))
+        return shuffle(split, view, costs)
+
+    shuffle = Shuffle(2)
+    rollout(case, decide=look, watch=simulation.append)
+    assert {0, 1} <= set(moving)
+
+
+def test_a_group_is_decided_when_all_its_verdicts_are_there():
+    judges = (SimulatedJudge(name="fair", speed=SPEED, repeats=3), SimulatedJudge(name="strict", speed=SPEED))
+    case = scenario(judges=judges, slots=6)
+    simulation, _ = rollout(case, split_by(case.ground, {POLICY: 2, "fair": 2, "strict": 2}))
+    decided = case.samples * (simulation.kept + simulation.dropped)
+    for judge in simulation.judges:
+        assert len(judge.seen) + judge.under_way == judge.repeats * (decided + case.samples * simulation.judging)
+        assert len(judge.seen) >= judge.repeats * decided
 
 
 def test_same_seed_same_result():
@@ -241,6 +280,21 @@ def test_each_controller_fills_up_to_its_own_share():
     del order[:]
     simulation._fill()
     assert order == [34, 38], "others have enough, and do not take over what it lacks"
+
+
+def test_when_one_has_fewer_the_others_are_short_only_if_more_are_wanted():
+    """Four controllers with 8 each (see above); the second loses two, once while 8 are wanted, once while 9 are."""
+    case = scenario(controllers=4, oversampling=1.0)
+    simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case, 0.8))
+    order, fewer = drawn_by(simulation), simulation.controllers[1]
+    simulation._fill()
+    for dropped, expected in ((0, [33, 37]), (1, [32, 34, 35, 41, 45, 49])):  # rate: 6 * 0.8 / 7, 6 / that makes 9
+        simulation.dropped = dropped
+        for number in sorted(fewer.running)[:2]:
+            fewer.running.discard(number)
+        del order[:]
+        simulation._fill(fewer)
+        assert order == expected
 
 
 def state_of(case, rate=1.0, first=()):
