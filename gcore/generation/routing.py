@@ -47,31 +47,40 @@ class Router:
         limit: int | None = None,
         guest_limit: int | None = None,
         margin: int = AFFINITY_TOKENS,
+        opened: Sequence[int] | None = None,
     ) -> None:
-        """`turn`: which of how many controllers this is. `own` None: all replicas are everybody's."""
+        """`turn`: which of how many controllers this is. `own` None: all replicas are everybody's. `opened`: those that
+        are open now; None: all."""
         self.loads = [0] * num_replicas  # work outstanding, by replica; to be read
         self.counts = [0] * num_replicas  # requests outstanding
         self._margin = margin
         self._own = _Tier(self, turn, limit)
         self._others = _Tier(self, turn, limit if guest_limit is None else guest_limit)
-        ours = range(num_replicas) if own is None else own
-        self._tiers = [self._own if i in ours else self._others for i in range(num_replicas)]
+        self._tiers = [self._own] * num_replicas
+        for i in () if own is None else set(range(num_replicas)).difference(own):
+            self._tiers[i] = self._others
+        self._one_tier = own is None
         self._memory: OrderedDict[Hashable, int] = OrderedDict()  # key -> replica
-        self.open(*range(num_replicas))
+        self.open(*range(num_replicas) if opened is None else opened)
 
     def open(self, *numbers: int) -> None:
-        for tier in (self._own, self._others):
-            tier.put([i for i in numbers if self._tiers[i] is tier])
+        for tier, some in self._sorted(numbers):
+            tier.put(some)
 
     def close(self, *numbers: int) -> None:
         """They are sent nothing until they are opened; what they have stays outstanding."""
-        for i in numbers:
-            self._tiers[i].take_out(i)
+        for tier, some in self._sorted(numbers):
+            tier.take_out(some)
 
     def limit(self, requests: int) -> None:
         """From now on a replica gets no more than so many of ours, and never more than it would have at the start."""
         for tier in (self._own, self._others):
             tier.set_limit(requests)
+
+    def _sorted(self, numbers: Sequence[int]) -> list[tuple[_Tier, Sequence[int]]]:
+        if self._one_tier:
+            return [(self._own, numbers)]
+        return [(tier, [i for i in numbers if self._tiers[i] is tier]) for tier in (self._own, self._others)]
 
     def is_open(self, i: int) -> bool:
         return i in self._tiers[i].open
@@ -113,8 +122,8 @@ class Router:
 class _Tier:
     """Replicas of equal standing under one limit.
 
-    `_bounds[i]` is the entry of replica i in the heap, at most its load; other entries of it are stale. It is None for
-    the closed, and for those laid aside because a call did not fit.
+    `_bounds[i]` is the entry of replica i in the heap, at most its load; other entries of it are stale, and all of the
+    closed. It is None for those laid aside because a call did not fit.
     """
 
     def __init__(self, router: Router, turn: tuple[int, int], limit: int | None) -> None:
@@ -133,10 +142,9 @@ class _Tier:
             self.open.update(numbers)
             self._more = True
 
-    def take_out(self, i: int) -> None:
-        self.open.discard(i)
-        self._aside.discard(i)
-        self._bounds[i] = None
+    def take_out(self, numbers: Sequence[int]) -> None:
+        self.open.difference_update(numbers)
+        self._aside.difference_update(numbers)
 
     def set_limit(self, requests: int) -> None:
         self._limit = requests if self._most is None else min(self._most, requests)
@@ -161,10 +169,10 @@ class _Tier:
             self._give_places()
         if self._aside and count <= self._aside_room:  # refused a larger call; this one may fit
             self._take_back()
-        heap, loads, bounds = self._heap, self._loads, self._bounds
+        heap, loads, bounds, here = self._heap, self._loads, self._bounds, self.open
         while heap:
             bound, place, i = heap[0]
-            if bounds[i] != bound:  # stale
+            if bounds[i] != bound or i not in here:  # stale
                 heapq.heappop(heap)
             elif loads[i] != bound:  # more was sent since
                 bounds[i] = loads[i]

@@ -110,6 +110,7 @@ class Simulation:
                 prompt=scenario.prompt_length / scenario.samples
                 if role == POLICY
                 else (scenario.prompt_length + response) / repeats[role],
+                controllers=len(state.places),
                 repeats=repeats.get(role, 1),
             )
             for role in self.ground.roles
@@ -130,6 +131,8 @@ class Simulation:
     def run(self) -> Rollout:
         for block in range(self.ground.num_blocks):
             self._open(block)
+        for fleet in self.fleets.values():
+            fleet.open(replica for block in fleet.blocks for replica in fleet.places[block])
         self._fill()
         self.clock.at(self.look_s, self._look, None)
         self.clock.run()
@@ -242,13 +245,13 @@ class Simulation:
 
     def _move(self, move: Move) -> None:
         """Drain by migration, sleep, wake; until then the block is nobody's."""
-        now = self.clock.now
+        now, source = self.clock.now, self.fleets[move.source]
+        source.close(source.places[move.block])
         self._close(move.block)
         self.moving.add(move.block)
         self._last_move = now
         self.result.moves.append((now, move))
         self.split = self.split.after([move])
-        source = self.fleets[move.source]
         for replica in source.places[move.block]:
             source.evict(replica, self.scenario.prompt_length)
         seconds = self.costs.switch_s(move)
@@ -258,7 +261,9 @@ class Simulation:
     def _arrived(self, move: Move) -> None:
         self.moving.discard(move.block)
         self._open(move.block)
-        self.clock.at(self.clock.now, Fleet.dispatch, self.fleets[move.target])  # others arrive now: all share the work
+        fleet = self.fleets[move.target]
+        fleet.open(fleet.places[move.block])
+        self.clock.at(self.clock.now, Fleet.dispatch, fleet)  # others arrive now: all share the work
 
     def _open(self, block: int) -> None:
         fleet, now = self.fleets[self.split[block]], self.clock.now
@@ -267,7 +272,6 @@ class Simulation:
         for replica in fleet.places[block]:
             replica.at = max(replica.at, now)
             self._busy_then[block] += replica.busy_s
-            fleet.router.open(replica.index)
         self._busy_before[fleet.name] += self._busy_then[block]
 
     def _close(self, block: int) -> None:
@@ -276,7 +280,6 @@ class Simulation:
         fleet.blocks.remove(block)
         for replica in fleet.places[block]:
             fleet.sync(replica)
-            fleet.router.close(replica.index)
             busy += replica.busy_s
         self._busy_before[role] -= busy
         busy, owned = (busy - self._busy_then[block]) / fleet.per_block, now - self._since[block]

@@ -1,13 +1,16 @@
 """The replicas of one role in the simulator: calls queue, are routed, run on devices, and move when a block does.
 
-send ──> queue (oldest group first) ──Router──> Device ──> ended(job)        evict: what runs goes on elsewhere
+send ──> the controller's line (oldest group first) ──its Router──> Device ──> ended(job)
+
+As in a run, every controller has a line and a router of its own, and sees nothing of the others' (generation/pool.py).
+When a block moves, what runs there goes on elsewhere (`evict`).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +56,16 @@ class Replica(Device):
         self.rings = math.inf  # when it is looked at next; events of other times are void
 
 
+class Line:
+    """What one controller has waiting for a role, and where its calls go."""
+
+    __slots__ = ("queue", "router")
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.queue: list[tuple[int, int, Call]] = []  # a heap
+
+
 class Clock:
     """Events in the order of their time."""
 
@@ -88,6 +101,7 @@ class Fleet:
         ended: Callable[[Fleet, Group], None],
         *,
         prompt: float,
+        controllers: int = 1,
         repeats: int = 1,
     ) -> None:
         self.name, self.pace, self.clock, self.prompt, self.repeats = name, pace, clock, prompt, repeats
@@ -99,27 +113,46 @@ class Fleet:
         self.places = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]  # by block
         load = Load(lengths=self.lengths, prompt=prompt)
         limit = SENT * pace.max_concurrent if name == POLICY else room(load, pace)
-        self.router = Router(count, limit=limit)  # the rest waits here, for whoever is free first
-        for i in range(count):
-            self.router.close(i)
+        part = -(-limit // controllers)
+        turns = [(rank, controllers) for rank in range(controllers)]
+        self.lines = [Line(Router(count, turn, limit=part, opened=())) for turn in turns]
         self.blocks: list[int] = []  # those it has, in order
         self.seen: list[int] = []  # lengths of requests that ended
         self.seen_longest: list[int] = []  # of groups
         self.under_way = 0  # requests, waiting or running
         self.queued = 0  # those of them that no replica has room for
         self.ended = ended
-        self._queue: list[tuple[int, int, Call]] = []
+
+    def open(self, replicas: Iterable[Replica]) -> None:
+        """They are sent something from the next call on."""
+        numbers = [replica.index for replica in replicas]
+        for line in self.lines:
+            line.router.open(*numbers)
+
+    def close(self, replicas: Iterable[Replica]) -> None:
+        numbers = [replica.index for replica in replicas]
+        for line in self.lines:
+            line.router.close(*numbers)
 
     def send(self, call: Call) -> None:
         self.under_way += call.size
-        if self._queue or not self._place(call):
+        line = self._line(call)
+        if line.queue or not self._place(call, line):
             self.clock.order += 1
             self.queued += call.size
-            heapq.heappush(self._queue, (call.group.number, self.clock.order, call))
+            heapq.heappush(line.queue, (call.group.number, self.clock.order, call))
 
     def dispatch(self) -> None:
-        while self._queue and self._place(self._queue[0][2]):
-            self.queued -= heapq.heappop(self._queue)[2].size
+        for line in self.lines:
+            self._dispatch(line)
+
+    def _dispatch(self, line: Line) -> None:
+        queue = line.queue
+        while queue and self._place(queue[0][2], line):
+            self.queued -= heapq.heappop(queue)[2].size
+
+    def _line(self, call: Call) -> Line:
+        return self.lines[call.group.number % len(self.lines)]
 
     def sync(self, replica: Replica) -> None:
         """Bring a device to the present; what ends at this very moment has ended."""
@@ -136,7 +169,7 @@ class Fleet:
         for job in replica.jobs():
             calls.setdefault(job.tag, []).append(job)
         for call, jobs in calls.items():
-            self.router.done(replica.index, call.work, call.size)
+            self._line(call).router.done(replica.index, call.work, call.size)
             left = []
             for job in jobs:
                 made = replica.remove(job)
@@ -149,14 +182,14 @@ class Fleet:
     def wasted(self) -> int:
         """Tokens of requests that did not end."""
         return sum(device.progress(job) + job.before for device in self.devices for job in device.jobs()) + sum(
-            job.before for _, _, call in self._queue for job in call.jobs
+            job.before for line in self.lines for _, _, call in line.queue for job in call.jobs
         )
 
-    def _place(self, call: Call) -> bool:
-        index = self.router.choose(count=call.size)
+    def _place(self, call: Call, line: Line) -> bool:
+        index = line.router.choose(count=call.size)
         if index is None:
             return False
-        self.router.sent(index, call.work, call.size)
+        line.router.sent(index, call.work, call.size)
         replica, jobs, call.jobs = self.devices[index], call.jobs, ()
         for job in jobs:
             job.tag = call
@@ -187,9 +220,10 @@ class Fleet:
         self.under_way -= 1
         call.left -= 1
         if not call.left:
-            self.router.done(replica.index, call.work, call.size)
-            if self._queue:
-                self.dispatch()
+            line = self._line(call)
+            line.router.done(replica.index, call.work, call.size)
+            if line.queue:
+                self._dispatch(line)
         group = call.group
         group.left -= 1
         if not group.left:

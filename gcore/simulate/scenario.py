@@ -218,23 +218,28 @@ class StepWork:
         self.verdict_means = {j.name: j.verdict.at(progress, jitter[2]) for j in scenario.judges}
         judged = [((scenario.samples, judge.repeats), judge.verdict.shared) for judge in scenario.judges]
         self._shapes = (((scenario.samples,), scenario.lengths.shared), *judged)
+        self._response = _scale(scenario.lengths, self.mean)
+        self._verdicts = [(j.name, j.repeats, _scale(j.verdict, self.verdict_means[j.name])) for j in scenario.judges]
 
     def __getitem__(self, number: int) -> Draw:
-        scenario, i = self.scenario, number % CHUNK
-        (own, *others), luck, guess = _noise(scenario.seed, number // CHUNK, self._shapes)
-        tokens = _lengths(scenario.lengths, self.mean, own[i].tolist())
-        verdicts = {
-            judge.name: [_lengths(judge.verdict, self.verdict_means[judge.name], row) for row in normal[i].tolist()]
-            for judge, normal in zip(scenario.judges, others, strict=True)
-        }
+        (own, *others), luck, guess = _noise(self.scenario.seed, number // CHUNK, self._shapes)
+        i = number % CHUNK
+        tokens, verdicts = _lengths(*self._response, own[i].tolist()), {}
+        for (name, repeats, scale), normal in zip(self._verdicts, others, strict=True):
+            flat = _lengths(*scale, normal[i].ravel().tolist())
+            verdicts[name] = [flat[k : k + repeats] for k in range(0, len(flat), repeats)]
         hint = sum(tokens) / len(tokens) * math.exp(0.3 * guess[i])
         return Draw(tokens, verdicts, luck[i] < self.acceptance, hint)
 
 
-def _lengths(spec: Lengths, mean: float, normal: list[float]) -> list[int]:
-    sigma, longest = spec.sigma, spec.longest
-    median = mean * math.exp(-(sigma**2) / 2)
-    return [min(longest, max(1, round(median * math.exp(sigma * n)))) for n in normal]
+def _scale(spec: Lengths, mean: float) -> tuple[float, float, int]:
+    """Median, sigma, longest."""
+    return mean * math.exp(-(spec.sigma**2) / 2), spec.sigma, spec.longest
+
+
+def _lengths(median: float, sigma: float, longest: int, normal: list[float]) -> list[int]:
+    drawn = [round(median * math.exp(sigma * n)) for n in normal]
+    return [1 if n < 1 else longest if n > longest else n for n in drawn]
 
 
 _Shape = tuple[tuple[int, ...], float]  # of a prompt's numbers, and how much of their variance they have in common
@@ -242,7 +247,7 @@ _Floats = npt.NDArray[np.float64]
 CHUNK = 32  # prompts that are made together
 
 
-@lru_cache(maxsize=2048)  # more than a step asks for; the next one asks for many of them again
+@lru_cache(maxsize=8192)  # controllers drift apart: after 1,000 steps each is at another chunk, and all come by each
 def _noise(seed: int, chunk: int, shapes: tuple[_Shape, ...]) -> tuple[list[_Floats], list[float], list[float]]:
     """What is some prompts' own: normal deviates of their lengths, luck in being accepted, how far a hint is off."""
     rng, normals = np.random.default_rng([seed, 1, chunk]), list[_Floats]()

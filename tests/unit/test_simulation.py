@@ -102,7 +102,7 @@ def test_what_must_add_up(name, seed):
     assert found.drawn == simulation.kept + simulation.dropped + simulation.running
     generating = simulation.running - simulation.judging
     unfinished = {job.tag.group for device in simulation.policy.devices for job in device.jobs()}
-    unfinished |= {call.group for _, _, call in simulation.policy._queue}
+    unfinished |= {call.group for line in simulation.policy.lines for _, _, call in line.queue}
     assert len(unfinished) <= generating, "the others are on their way to the judge"
     owned, busy = sum(found.owned_s.values()), sum(found.busy_s.values())
     assert owned + found.switch_s == pytest.approx(found.seconds * case.slots)
@@ -148,9 +148,10 @@ def test_moves_lose_no_request_and_no_token(seed):
     for role, fleet in simulation.fleets.items():
         assert len(set(ended[role])) == len(ended[role]), "no group ends twice"
         there = [job for device in fleet.devices for job in device.jobs()]
-        there += [job for _, _, call in fleet._queue for job in call.jobs]
+        queued = [call for line in fleet.lines for _, _, call in line.queue]
+        there += [job for call in queued for job in call.jobs]
         assert len(there) == fleet.under_way
-        assert fleet.queued == sum(len(call.jobs) for _, _, call in fleet._queue)
+        assert fleet.queued == sum(len(call.jobs) for call in queued)
     assert case.samples * found.drawn == len(simulation.policy.seen) + simulation.policy.under_way
     expected = [n for i in range(found.drawn) if i in set(ended[POLICY]) for n in simulation.work[i].tokens]
     seen = sorted(simulation.policy.seen)
@@ -386,7 +387,9 @@ def test_blocks_that_arrive_together_share_the_work():
     counts, simulation = [], []
 
     def look(split, view, costs):
-        counts.append(tuple(simulation[0].fleets[JUDGE].router.counts))
+        counts.append(
+            tuple(map(sum, zip(*(line.router.counts for line in simulation[0].fleets[JUDGE].lines), strict=True)))
+        )
         return colocated(split, view, costs)
 
     rollout(case, Split((POLICY,) * 4), look, watch=simulation.append, state=first_state(case))
@@ -405,15 +408,17 @@ def test_long_first_only_where_it_is_asked_for():
         assert order == (by_hint if asked else sorted(order)) and by_hint != sorted(order)
 
 
-def test_a_replica_is_sent_twice_what_it_decodes_at_once():
-    """12 at once: 24 are sent, six groups of four; the seventh waits."""
-    case = scenario(slots=4, controllers=1, prompts=7, oversampling=1.0)
+@pytest.mark.parametrize("controllers", [1, 2])
+def test_a_replica_is_sent_twice_what_it_decodes_at_once(controllers):
+    """12 at once: 24 are sent, six groups of four; the seventh waits. Two controllers send three groups each."""
+    case = scenario(slots=4, controllers=controllers, prompts=7, oversampling=1.0)
     simulation = Simulation(StepWork(case, 1), Split((POLICY, JUDGE)), static, state_of(case))
     simulation._open(0)
-    simulation.policy.router.close(1)  # a block of two: one of them is enough here
+    simulation.policy.open(simulation.policy.places[0][:1])  # a block of two: one of them is enough here
     simulation._fill()
     device = simulation.policy.devices[0]
-    assert (device.running, device.waiting, simulation.policy.queued) == (12, 12, 4)
+    assert (device.running, device.waiting) == (12, 12)
+    assert simulation.policy.queued == 4 * controllers  # each starts its share, rounded up
 
 
 def test_drift_and_jitter():
