@@ -6,10 +6,10 @@
     python bench/placement.py where-not                   # about two minutes
     python bench/placement.py speed                       # about three minutes: drift-512, 1,000 steps of 256 prompts
 
-`drift`: each policy runs at its own best oversampling out of 1.0, 1.1, 1.25 and 1.5, chosen in hindsight; `best static`
-is the best split at the best oversampling. `--oracle` (slow) adds the best of many ways, step by step. `stationary`:
-nothing drifts; dynamic against the best static split, and how many blocks move in each step. `variable`: the load jumps
-from step to step, several seeds. `where-not`: cases made to be hard for dynamic placement.
+`drift`: each policy runs at its own best oversampling out of 1.0, 1.1, 1.25 and 1.5, chosen in hindsight for every
+seed; `best static` is the best split at the best oversampling. `--oracle` (slow) adds the best of many ways, step by
+step. `stationary`: nothing drifts; dynamic against the best static split, and how many blocks move in each step.
+`variable`: the load jumps from step to step, several seeds. `where-not`: cases made to be hard for dynamic placement.
 
 Everything is simulated with the code of gcore/placement and gcore/generation/routing.py; times are those of the
 simulated cluster, except for `speed`.
@@ -68,46 +68,51 @@ def print_row(cells: list[str], widths: list[int]) -> None:
 
 def drift(args: argparse.Namespace) -> list[Row]:
     rows = []
-    widths = [18, 11, 14, 12, 8, 8, 9]
+    widths = [24, 11, 16, 8, 8, 9]
     for judge in args.judge or JUDGES:
-        print(f"\n{args.slots} slots, {args.steps} steps, policy 7B, judge {judge} x tp {JUDGES[judge]}")
-        print_row(["policy", "rollout s", "dynamic wins", "oversample", "idle", "moves", "wasted"], widths)
-
-        def at(over: float, judge: str = judge) -> Scenario:
-            return scenario(
-                f"drift-{args.slots}", f"steps={args.steps}", f"oversampling={over}", *judged_by(judge), *args.overrides
-            )
-
-        runs = {"dynamic": _at_its_best(at, "dynamic")}
-        runs |= {name: _at_its_best(at, name) for name in BASELINES}
-        runs["best static"] = _best_split(at)
-        if args.oracle:
-            over = runs["dynamic"][0]
-            runs["oracle"] = over, simulate(at(over), "oracle")
-        base = runs["dynamic"][1].rollout_s
-        for name, (over, run) in runs.items():
-            found = facts(run)
-            label = f"{name} ({run.regime.partition(':')[2]})" if name == "best static" else name
-            wins = "" if name == "dynamic" else f"{1 - base / run.rollout_s:+.1%}"
+        print(f"\n{args.slots} slots, {args.steps} steps, policy 7B, judge {judge} x tp {JUDGES[judge]}; mean of")
+        print(f"{args.seeds} seeds, `dynamic wins` with the deviation over them")
+        print_row(["policy", "rollout s", "dynamic wins", "idle", "moves", "wasted"], widths)
+        seeds = [_drifting(args, judge, seed) for seed in range(args.seeds)]
+        for name in seeds[0]:
+            runs = [runs[name] for runs in seeds]
+            wins = [1 - runs["dynamic"].rollout_s / runs[name].rollout_s for runs in seeds]
+            found = {key: statistics.mean(facts(run)[key] for run in runs) for key in facts(runs[0])}
+            splits = ", ".join(run.regime.partition(":")[2] for run in runs)
+            label = f"{name} ({splits})" if name == "best static" else name
+            spread = f" ± {statistics.stdev(wins):.1%}" if args.seeds > 1 else ""
+            won = "" if name == "dynamic" else f"{statistics.mean(wins):.1%}{spread}"
             print_row(
-                [label, f"{run.rollout_s:.0f}", wins, f"{over:g}", f"{found['idle']:.1%}", f"{found['moves']:.0f}",
-                 f"{found['wasted']:.0%}"],
+                [label, f"{found['rollout_s']:.0f}", won,
+                 f"{found['idle']:.1%}", f"{found['moves']:.0f}", f"{found['wasted']:.0%}"],
                 widths,
             )  # fmt: skip
-            rows.append({"slots": args.slots, "judge": judge, "policy": label, "oversampling": over, **found})
+            rows.append({"slots": args.slots, "judge": judge, "policy": label, "wins": wins, **found})
     return rows
 
 
-def _at_its_best(at: Callable[[float], Scenario], name: str) -> tuple[float, Run]:
-    return min(((over, simulate(at(over), name)) for over in OVERSAMPLING), key=lambda found: found[1].rollout_s)
+def _drifting(args: argparse.Namespace, judge: str, seed: int) -> dict[str, Run]:
+    def at(over: float) -> Scenario:
+        keys = f"seed={seed}", f"steps={args.steps}", f"oversampling={over}"
+        return scenario(f"drift-{args.slots}", *keys, *judged_by(judge), *args.overrides)
+
+    runs = {name: _at_its_best(at, name) for name in ("dynamic", *BASELINES)}
+    runs["best static"] = _best_split(at)
+    if args.oracle:
+        runs["oracle"] = simulate(runs["dynamic"].scenario, "oracle")
+    return runs
 
 
-def _best_split(at: Callable[[float], Scenario]) -> tuple[float, Run]:
-    found: list[tuple[float, Run]] = []
+def _at_its_best(at: Callable[[float], Scenario], name: str) -> Run:
+    return min((simulate(at(over), name) for over in OVERSAMPLING), key=lambda run: run.rollout_s)
+
+
+def _best_split(at: Callable[[float], Scenario]) -> Run:
+    found: list[Run] = []
     for over in OVERSAMPLING:
-        near = int(found[-1][1].regime.partition(":")[2]) if found else None
-        found.append((over, best_static(at(over), near)))
-    return min(found, key=lambda entry: entry[1].rollout_s)
+        near = int(found[-1].regime.partition(":")[2]) if found else None
+        found.append(best_static(at(over), near))
+    return min(found, key=lambda run: run.rollout_s)
 
 
 # ---- stationary, variable ---------------------------------------------------------------------------------------
@@ -215,12 +220,12 @@ def main() -> None:
     parser.add_argument("--judge", action="append", choices=JUDGES, help="of drift; default: all three")
     parser.add_argument("--oracle", action="store_true", help="in drift, at dynamic's oversampling; slow")
     parser.add_argument("--steps", type=int, help="default: 24, 16, 40 and 1000")
-    parser.add_argument("--seeds", type=int, help="of stationary (3) and variable (5)")
+    parser.add_argument("--seeds", type=int, help="of drift (3), stationary (3) and variable (5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     args = parser.parse_intermixed_args()
     table, steps = TABLES[args.table]
     args.steps = args.steps or steps
-    args.seeds = args.seeds or (3 if args.table == "stationary" else 5)
+    args.seeds = args.seeds or (5 if args.table == "variable" else 3)
     rows = table(args)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
