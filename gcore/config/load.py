@@ -98,13 +98,19 @@ def dump_config(config: BaseModel) -> str:
 
 
 def _redact(value: Any, own: Set[str], secret: bool = False) -> Any:
-    """Whatever stands below a key that sounds like a secret; our own keys (`tokenizer`, `max_tokens...`) are none."""
+    """Whatever stands below a key that sounds like a secret. Our own keys (`tokenizer`) are none, nor is a number of
+    `max_completion_tokens`."""
     if isinstance(value, dict):
-        names = {k: any(word in str(k).lower() for word in SECRET_WORDS) and k not in own for k in value}
-        return {k: _redact(v, own, secret or names[k]) for k, v in value.items()}
+        return {k: _redact(v, own, secret or _sounds_secret(str(k), v, own)) for k, v in value.items()}
     if isinstance(value, list):
         return [_redact(v, own, secret) for v in value]
     return "<redacted>" if secret and value is not None else value
+
+
+def _sounds_secret(key: str, value: Any, own: Set[str]) -> bool:
+    if key in own or (key.endswith("tokens") and isinstance(value, int | float)):
+        return False
+    return any(word in key.lower() for word in SECRET_WORDS)
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
