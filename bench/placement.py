@@ -70,8 +70,9 @@ def drift(args: argparse.Namespace) -> list[Row]:
     rows = []
     widths = [24, 11, 16, 8, 8, 9]
     for judge in args.judge or JUDGES:
-        print(f"\n{args.slots} slots, {args.steps} steps, policy 7B, judge {judge} x tp {JUDGES[judge]}; mean of")
-        print(f"{args.seeds} seeds, `dynamic wins` with the deviation over them")
+        print(f"\n{args.slots} slots, {args.steps} steps, policy 7B, judge {judge} x tp {JUDGES[judge]}")
+        if args.seeds > 1:
+            print(f"mean of {args.seeds} seeds; `dynamic wins` with the deviation over them")
         print_row(["policy", "rollout s", "dynamic wins", "idle", "moves", "wasted"], widths)
         seeds = [_drifting(args, judge, seed) for seed in range(args.seeds)]
         for name in seeds[0]:

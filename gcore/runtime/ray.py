@@ -108,6 +108,22 @@ async def translate(name: str, ref: Any) -> Any:
         raise RoleError(name, _first_lines(str(cause or error)), str(error)) from None
 
 
+def _expect_many_processes() -> None:
+    """Ray warns, on the screen, of more processes than cores: here that is meant. All else that it says stays."""
+    from ray._private import worker
+
+    say: Any = getattr(worker, "print_to_stdstream", None)
+    if say is None or getattr(say, "_knows", False):
+        return
+
+    def say_the_rest(data: dict[str, Any], *args: Any, **options: Any) -> None:
+        if not any("maximum expected startup concurrency" in line for line in data.get("lines", ())):
+            say(data, *args, **options)
+
+    say_the_rest._knows = True  # type: ignore[attr-defined]
+    worker.print_to_stdstream = say_the_rest
+
+
 class RayRuntime:
     """Implements protocols.Runtime."""
 
@@ -133,6 +149,7 @@ class RayRuntime:
             "include_dashboard": False,
             "num_cpus": os.cpu_count(),
         }
+        _expect_many_processes()
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **(own if self._owns_cluster else {}))
         self._actors: dict[str, Any] = {}
         self._pids: dict[str, int] = {}

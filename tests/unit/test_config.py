@@ -200,7 +200,9 @@ def test_secrets_are_redacted(recipe):
 
 
 def test_numbers_and_the_tokenizer_are_no_secrets(recipe):
-    asked = [f"rewards.functions.0.args.{one}" for one in ("max_completion_tokens=9", "stop_tokens=hush", "pin_token=9")]
+    asked = [
+        f"rewards.functions.0.args.{one}" for one in ("max_completion_tokens=9", "stop_tokens=hush", "pin_token=9")
+    ]
     tree = yaml.safe_load(dump_config(load_config(recipe, ["model.tokenizer=folder", *asked])))
     args = tree["rewards"]["functions"][0]["args"]
     assert args == {"max_completion_tokens": 9, "stop_tokens": "<redacted>", "pin_token": "<redacted>"}
