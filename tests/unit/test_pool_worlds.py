@@ -84,7 +84,7 @@ class World:
         size = rng.randint(1, 3)
         self.pools = [EnginePool.for_controller(self.replicas, rank, size, SLOTS) for rank in range(size)]
         if rng.random() < 0.3:
-            self.pools = [EnginePool(self.replicas, rank) for rank in range(size)]
+            self.pools = [EnginePool(self.replicas, (rank, size)) for rank in range(size)]
         self.busy = set[int]()  # replicas something is happening to
 
     def check_sent(self, replica: Replica, args: Any) -> None:
