@@ -148,7 +148,8 @@ class _Tier:
 
     def set_limit(self, requests: int) -> None:
         self._limit = requests if self._most is None else min(self._most, requests)
-        self._take_back()
+        if not self._more:  # else all get their places anew
+            self._take_back()
 
     def lighter(self, i: int) -> None:
         """Its load fell: there is a new lower bound, unless the old one still holds."""

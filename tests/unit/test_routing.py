@@ -79,6 +79,23 @@ def test_a_limit_that_changes():
     assert [send(endless), send(endless)] == [0, None]
 
 
+def test_a_limit_that_changes_when_some_have_just_opened():
+    """Nobody asked since, so they have no place yet; and so many old entries lie about that they are cleared away."""
+    router = Router(4, limit=10, opened=range(3))
+    for _ in range(24):
+        for i in range(3):
+            router.sent(i, 5)
+        router.choose()
+        for i in range(3):
+            router.done(i, 5)
+    router.sent(0, 0, 10)
+    assert router.choose() == 1  # the first is full, and laid aside
+    router._own._heap += [(9, 9, 1)] * 9  # old ones, at the bottom
+    router.open(3)
+    router.limit(5)
+    assert [send(router, 9) for _ in range(3)] == [1, 2, 3]
+
+
 def test_the_least_loaded_with_room_is_chosen():
     router = Router(2, limit=4)
     router.sent(0, 1, 4)
