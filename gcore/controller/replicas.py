@@ -41,25 +41,27 @@ class Replicas:
 
     async def restore(self, name: str) -> bool:
         """Controller 0: bring a policy engine that came back up to date, between two uses of the trainers. Where slots
-        change hands, that of its own is waited for; a replica that does not have its slots sleeps."""
+        change hands, that of its own is waited for; a replica that does not have its slots sleeps.
+
+        It is admitted here in the same breath: the next weights go to those that controller 0 has admitted, and the
+        driver's word to all might come after them."""
         if self.placement is None:
-            return await self._renew(name)
+            async with self.trainers_in_use:
+                return await self._renew(name)
         while True:
             await self.placement.arrived(name)
             try:
                 async with self.trainers_in_use, self.placement.returning(name) as serves:
                     if serves is not None:
-                        return not serves or await self._renew(name, locked=True)
+                        return await self._renew(name, serves)
             except RoleDied:
                 return False
 
-    async def _renew(self, name: str, locked: bool = False) -> bool:
-        for i, engine in enumerate(self._policy.replicas):
-            if engine.name == name and self._trainers:
-                if locked:
-                    return name in await self._transfer({i: engine}, fresh=True)
-                async with self.trainers_in_use:
-                    return name in await self._transfer({i: engine}, fresh=True)
+    async def _renew(self, name: str, serves: bool = True) -> bool:
+        mine = {i: engine for i, engine in enumerate(self._policy.replicas) if engine.name == name}
+        if serves and mine and self._trainers and name not in await self._transfer(mine, fresh=True):
+            return False
+        await self.admit(name)
         return True
 
     async def admit(self, name: str) -> None:

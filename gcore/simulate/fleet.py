@@ -2,7 +2,8 @@
 
 send ──> the controller's line (oldest group first) ──its Router──> Device ──> ended(job)
 
-As in a run, every controller has a line and a router of its own, and sees nothing of the others' (generation/pool.py).
+As in a run, every controller has a line and a router of its own, and sees nothing of the others' (generation/pool.py);
+beyond LINES of them, some share one: that changes little but the simulator's pace.
 When a block moves, what runs there goes on elsewhere (`evict`).
 """
 
@@ -22,6 +23,7 @@ from gcore.simulate.device import Device, Job
 
 Memory = Mapping[str, Sequence[float]]  # lengths of requests that ended lately, by role: quantiles
 
+LINES = 8  # at most so many controllers are told apart here; with 64, 512 slots take a quarter more time
 SENT = 2  # times as many requests as it decodes at once: so many are sent to a replica (generation/pool.py)
 
 
@@ -113,8 +115,9 @@ class Fleet:
         self.places = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]  # by block
         load = Load(lengths=self.lengths, prompt=prompt)
         limit = SENT * pace.max_concurrent if name == POLICY else room(load, pace)
-        part = -(-limit // controllers)
-        turns = [(rank, controllers) for rank in range(controllers)]
+        lines = min(controllers, LINES)
+        part = -(-limit // lines)
+        turns = [(rank, lines) for rank in range(lines)]
         self.lines = [Line(Router(count, turn, limit=part, opened=())) for turn in turns]
         self.blocks: list[int] = []  # those it has, in order
         self.seen: list[int] = []  # lengths of requests that ended

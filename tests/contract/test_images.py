@@ -21,7 +21,18 @@ import torch
 from gcore.generation.pool import EnginePool
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, Pixels, Request, UserError
-from tests.contract.test_engine import VLLM, ask, network_of, prompt, run, until_generated, vllm, weights_of
+from tests.contract.test_engine import (
+    CLOSE,
+    ON_GPU,
+    VLLM,
+    ask,
+    network_of,
+    prompt,
+    run,
+    until_generated,
+    vllm,
+    weights_of,
+)
 from tests.contract.test_vllm_engine import BLOCK, cached_prompts
 
 missing = not VLLM or importlib.util.find_spec("PIL") is None
@@ -81,7 +92,7 @@ def opened(network: Any) -> Iterator[Any]:
     from gcore.generation.vllm import VllmEngine
     from gcore.generation.vllm_core import VllmOptions
 
-    options = VllmOptions(max_concurrent=8, max_length=LONG, dtype="float32", cpu_cache_gib=CACHE)
+    options = VllmOptions(max_concurrent=8, max_length=LONG, dtype="float32", cpu_cache_gib=CACHE, **ON_GPU)
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         processor().save_pretrained(folder)
@@ -126,7 +137,7 @@ def exactly(network: Any, request: Request, completion: Completion) -> bool:
         table = network(inputs_embeds=inputs).logits[0, len(tokens) - 1 : -1].log_softmax(-1)
     answer = ids[0, len(tokens) :]
     off = np.abs(completion.logprobs_S - table.gather(-1, answer[:, None])[:, 0].numpy()).max()
-    return bool(off < 1e-5) and (request.params.temperature > 0 or torch.equal(table.argmax(-1), answer))
+    return bool(off < CLOSE) and (request.params.temperature > 0 or torch.equal(table.argmax(-1), answer))
 
 
 # --- what is seen

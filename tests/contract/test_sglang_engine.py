@@ -37,6 +37,9 @@ from gcore.types import Completion, UserError
 from tests.contract import test_engine as contract
 from tests.contract.test_engine import (
     ALPHABET,
+    CLOSE,
+    CUDA,
+    ON_GPU,
     ask,
     crowd,
     embedded,
@@ -57,6 +60,7 @@ lent: dict[str, SglangEngine] = {}
 def open_sglang(network: Any, **options: Any) -> SglangEngine:
     length = network.config.max_position_embeddings
     options = {"max_concurrent": 32, "max_length": length, "dtype": "float32", "cpu_cache_gib": 0.25, **options}
+    options = {"device": "cuda" if CUDA else "cpu", **ON_GPU, **options}
     with TemporaryDirectory() as folder:
         network.save_pretrained(folder)
         build_char_tokenizer(ALPHABET).save_pretrained(folder)
@@ -128,7 +132,7 @@ def test_samples_are_those_of_the_embedded_engine(networks):
     other.close()
     assert [(c.tokens_S.tolist(), c.finish) for c in found] == [(c.tokens_S.tolist(), c.finish) for c in expected]
     for c, e in zip(found, expected, strict=True):
-        assert np.abs(c.logprobs_S - e.logprobs_S).max() < 1e-5
+        assert np.abs(c.logprobs_S - e.logprobs_S).max() < CLOSE
 
 
 def test_the_models_own_end_of_sequence_is_a_token_like_others(networks):
@@ -168,7 +172,7 @@ def test_a_prefix_dies_with_its_weights(networks):
     run(engine, ask(p, 5), ask(p, 5, key=1))
     asyncio.run(asyncio.wait_for(engine.load_weights(7, weights_of(new)), 20))
     (found,) = run(engine, ask(p, 5))
-    assert np.abs(found.logprobs_S - logprobs_of(new, p, found.tokens_S)).max() < 1e-5
+    assert np.abs(found.logprobs_S - logprobs_of(new, p, found.tokens_S)).max() < CLOSE
 
 
 def test_those_under_way_go_on_with_the_new_weights_alone(networks):
@@ -187,7 +191,7 @@ def test_those_under_way_go_on_with_the_new_weights_alone(networks):
     assert 10 <= switch < 50
     for network, part in ((networks["qwen3"], slice(0, switch)), (new, slice(switch, 50))):
         expected = logprobs_of(network, p, found.tokens_S)[part]
-        assert np.abs(found.logprobs_S[part] - expected).max() < 1e-5
+        assert np.abs(found.logprobs_S[part] - expected).max() < CLOSE
 
 
 def test_aborted_while_weights_arrive(networks):

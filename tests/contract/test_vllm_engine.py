@@ -18,6 +18,8 @@ import torch
 
 from gcore.types import Completion, UserError
 from tests.contract.test_engine import (
+    CLOSE,
+    CUDA,
     VLLM,
     ask,
     doomed_vllm,
@@ -35,7 +37,7 @@ from tests.contract.test_engine import (
 
 pytestmark = pytest.mark.skipif(not VLLM, reason="vllm is not installed")
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about the CPU build")
+on_cpu = pytest.mark.skipif(CUDA, reason="about the CPU build")
 
 LONG = 512  # of sequences here: prefixes are shared in blocks of 128 tokens
 BLOCK = 2 * 2 * 2 * 32 * 128 * 4  # bytes: keys and values, layers, heads, their size, tokens, float32
@@ -61,7 +63,7 @@ def engine(opened: Any, network: Any) -> Any:
 
 
 def exactly(network: Any, tokens: np.ndarray, completion: Completion) -> bool:
-    return bool(np.abs(completion.logprobs_S - logprobs_of(network, tokens, completion.tokens_S)).max() < 1e-5)
+    return bool(np.abs(completion.logprobs_S - logprobs_of(network, tokens, completion.tokens_S)).max() < CLOSE)
 
 
 # --- prefixes

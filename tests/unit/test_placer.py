@@ -69,7 +69,7 @@ class Replica:
             await asyncio.sleep(at - loop.time())
             if method in self.on and (instead := self.on[method]()) is not None:
                 return await instead
-            values = [await arg if isinstance(arg, asyncio.Future) else arg for arg in args]
+            values = [await asyncio.shield(arg) if isinstance(arg, asyncio.Future) else arg for arg in args]
             return await getattr(engine, method)(*values)
 
         task, death = asyncio.ensure_future(work()), asyncio.ensure_future(gone.wait())
