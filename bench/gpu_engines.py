@@ -1,9 +1,10 @@
 """Engines on one GPU: what G-Core's pool over vLLM costs, and how long weights, sleep and wake take.
 
-    python bench/gpu_engines.py [--sizes 0.5B 1.5B 7B] [--json FILE]
+    python bench/gpu_engines.py [--sizes 0.5B 1.5B 7B] [--engine sglang] [--json FILE]
 
-Every measurement is of the real roles under Ray: a VllmEngine in its process, weights held by another process on the
-same GPU and handed over by weights/transfer.py. Models have random weights (Qwen2 shapes, bfloat16).
+Every measurement is of the real roles under Ray: an engine in its process, weights held by another process on the same
+GPU and handed over by weights/transfer.py. Models have random weights (Qwen2 shapes, bfloat16). `short`: 16 times as
+many requests as are decoded at once, with answers of 4 to 20 tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ SHAPES = {  # hidden, intermediate, layers, heads, kv heads
     "tiny": (64, 128, 2, 2, 1),
 }
 PROMPT, TOKENS = 64, 512
+
+
+def random_weights(folder: Path, size: str) -> None:
+    """For an engine that must find some: they are replaced before anything is measured."""
+    from random_model import main as write
+
+    write(size, folder)
 
 
 def write_model(folder: Path, size: str) -> Path:
@@ -93,20 +101,27 @@ class Holder:
         return sum(p.numel() * p.element_size() for p in self.network.parameters()) / 2**30
 
 
-def make_engine(folder: str, concurrent: int, fraction: float, _: Any) -> Any:
+def make_engine(name: str, folder: str, concurrent: int, fraction: float, _: Any) -> Any:
+    options: dict[str, Any] = {
+        "max_concurrent": concurrent,
+        "max_length": PROMPT + TOKENS,
+        "dtype": "bfloat16",
+        "memory_fraction": fraction,
+        "sleep": True,
+        "seeds": False,
+    }
+    if name == "sglang":
+        import torch
+
+        from gcore.generation.sglang import SglangEngine
+        from gcore.generation.sglang_core import SglangOptions
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return SglangEngine(Path(folder), SglangOptions(**options, device=device))
     from gcore.generation.vllm import VllmEngine
     from gcore.generation.vllm_core import VllmOptions
 
-    options = VllmOptions(
-        max_concurrent=concurrent,
-        max_length=PROMPT + TOKENS,
-        dtype="bfloat16",
-        memory_fraction=fraction,
-        sleep=True,
-        seeds=False,
-        dummy=True,
-    )
-    return VllmEngine(Path(folder), options)
+    return VllmEngine(Path(folder), VllmOptions(**options, dummy=True))
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -115,21 +130,31 @@ def prompts(count: int) -> list[list[int]]:
     return [np.random.default_rng(i).integers(10, 500, PROMPT).tolist() for i in range(count)]
 
 
-async def through_the_pool(engine: Any, count: int, tokens: int) -> float:
-    """Tokens a second of `count` requests, as a controller sends them."""
+def short_answers(count: int) -> list[int]:
+    """Tokens that each may have."""
+    import numpy as np
+
+    return np.random.default_rng(0).integers(4, 21, 16 * count).tolist()
+
+
+async def through_the_pool(engine: Any, lengths: list[int]) -> float:
+    """Tokens a second of requests for so many tokens each, as a controller sends them."""
     import numpy as np
 
     from gcore.generation.pool import EnginePool
     from gcore.types import Request, SamplingParams
 
-    pool = EnginePool([engine])
-    asked = [Request(np.array(p, np.int32), SamplingParams(tokens), i) for i, p in enumerate(prompts(count))]
+    pool, tokens = EnginePool([engine]), prompts(len(lengths))
+    asked = [
+        Request(np.array(p, np.int32), SamplingParams(n), i)
+        for i, (p, n) in enumerate(zip(tokens, lengths, strict=True))
+    ]
     started = time.perf_counter()
-    found = await asyncio.gather(*(pool.generate(asked[i : i + 8]) for i in range(0, count, 8)))
+    found = await asyncio.gather(*(pool.generate(asked[i : i + 8]) for i in range(0, len(asked), 8)))
     return sum(len(c.tokens_S) for group in found for c in group) / (time.perf_counter() - started)
 
 
-def bare(folder: str, count: int, tokens: int, fraction: float) -> float:
+def bare(folder: str, count: int, tokens: int, fraction: float) -> list[float]:
     """The same with vLLM alone, in a process of its own."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
@@ -139,17 +164,22 @@ def bare(folder: str, count: int, tokens: int, fraction: float) -> float:
         max_num_seqs=count, gpu_memory_utilization=fraction, max_logprobs=1, disable_log_stats=True, seed=0,
         logprobs_mode="processed_logprobs",
     )  # fmt: skip
-    params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True)
-    asked = [{"prompt_token_ids": p} for p in prompts(count)]
-    rates = []
-    for _ in range(3):
+
+    def rate(lengths: list[int], salt: int) -> float:
+        params = [
+            SamplingParams(max_tokens=n, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True)
+            for n in lengths
+        ]
+        asked = [{"prompt_token_ids": p, "cache_salt": f"{salt}"} for p in prompts(len(lengths))]
         started = time.perf_counter()
         found = llm.generate(asked, params, use_tqdm=False)
-        rates.append(sum(len(o.outputs[0].token_ids) for o in found) / (time.perf_counter() - started))
-    return max(rates)
+        return sum(len(o.outputs[0].token_ids) for o in found) / (time.perf_counter() - started)
+
+    loads = [tokens] * count, short_answers(count)
+    return [max(rate(lengths, turn) for turn in range(3)) for lengths in loads]
 
 
-async def measure(size: str, folder: Path, count: int, tokens: int, fraction: float, gpu: bool) -> dict[str, float]:
+async def measure(name: str, folder: Path, count: int, tokens: int, fraction: float, gpu: bool) -> dict[str, float]:
     from gcore.generation.pool import EnginePool
     from gcore.runtime.ray import RayRuntime
     from gcore.types import Request, SamplingParams
@@ -158,7 +188,7 @@ async def measure(size: str, folder: Path, count: int, tokens: int, fraction: fl
     runtime = RayRuntime(1024, (1,) * int(gpu), lambda kind, rank: (0, 0.45))
     try:
         started = time.perf_counter()
-        engines = await runtime.start_group("engine", make_engine, [(str(folder), count, fraction)])
+        engines = await runtime.start_group("engine", make_engine, [(name, str(folder), count, fraction)])
         row: dict[str, float] = {"start_s": time.perf_counter() - started}
         holders = await runtime.start_group("holder", Holder, [(str(folder),)])
         row["weights_gb"] = await holders[0].call("size_gb")
@@ -168,8 +198,14 @@ async def measure(size: str, folder: Path, count: int, tokens: int, fraction: fl
             await transfer(holders, {0: engines[0]}, version)
             times.append(time.perf_counter() - started)
         row["update_s"] = min(times[1:])
-        rates = [await through_the_pool(engines[0], count, tokens) for _ in range(3)]
-        row["pool_tok_s"] = max(rates)
+        for load, lengths in (("pool", [tokens] * count), ("pool_short", short_answers(count))):
+            rates = []
+            for _ in range(3):
+                await transfer(
+                    holders, {0: engines[0]}, (version := version + 1)
+                )  # or it would have the prompts cached
+                rates.append(await through_the_pool(engines[0], lengths))
+            row[f"{load}_tok_s"] = max(rates)
         import numpy as np
 
         pool = EnginePool(engines)
@@ -204,6 +240,7 @@ async def measure(size: str, folder: Path, count: int, tokens: int, fraction: fl
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--sizes", nargs="+", default=["0.5B", "1.5B", "7B"])
     parser.add_argument("--count", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=TOKENS)
@@ -213,7 +250,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.bare:
-        print("RATE", bare(args.bare, args.count, args.tokens, args.fraction))
+        print("RATES", *bare(args.bare, args.count, args.tokens, args.fraction))
         return
     import torch
 
@@ -221,15 +258,16 @@ def main() -> None:
     rows: dict[str, dict[str, float]] = {}
     for size in args.sizes:
         folder = write_model(Path(tempfile.mkdtemp()), size)
-        rows[size] = asyncio.run(measure(size, folder, args.count, args.tokens, args.fraction, gpu))
-        if size in args.bare_size:
+        if args.engine == "sglang":
+            random_weights(folder, size)
+        rows[size] = asyncio.run(measure(args.engine, folder, args.count, args.tokens, args.fraction, gpu))
+        if size in args.bare_size and args.engine == "vllm":
             command = [sys.executable, __file__, "--bare", str(folder), "--count", str(args.count)]
             command += ["--tokens", str(args.tokens), "--fraction", str(args.fraction)]
             done = subprocess.run(command, capture_output=True, text=True)
-            found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("RATE")]
+            found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RATES")]
             if found:
-                rows[size]["bare_tok_s"] = float(found[0])
-                rows[size]["pool_share"] = rows[size]["pool_tok_s"] / float(found[0])
+                rows[size] |= dict(zip(("bare_tok_s", "bare_short_tok_s"), map(float, found[0]), strict=True))
             else:
                 print(done.stderr[-2000:])
         print(size, {k: round(v, 3) for k, v in rows[size].items()}, flush=True)

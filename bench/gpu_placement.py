@@ -51,7 +51,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, kv heads
 ALPHABET = "0123456789" + "".join(map(chr, range(0x4E00, 0x4E00 + 4000)))  # many: a random judge hardly ever ends
 FIRST, BOS = 4, 1  # token of the digit 0, after the special ones; and of the beginning
 JUDGE = "critic"
-STEPS_MEASURED = 96  # decoding steps of a calibration batch
+STEPS_BEFORE, STEPS_MEASURED = 32, 96  # decoding steps of a calibration batch: while others are still read, and after
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ async def speed_of(engine: Any, most: int, read: int) -> dict[str, float]:
     seconds = []
     for batch in sizes:
         await timed(batch, read, 4)
-        begun = await timed(batch, read, 4)  # reading the prompts, mostly
-        seconds.append((await timed(batch, read, 4 + STEPS_MEASURED) - begun) / STEPS_MEASURED)
+        begun = await timed(batch, read, STEPS_BEFORE)
+        seconds.append((await timed(batch, read, STEPS_BEFORE + STEPS_MEASURED) - begun) / STEPS_MEASURED)
     per_sequence, base = np.polyfit(sizes, seconds, 1)
     steps = 4 * (base + per_sequence * most)
     prefill = (min([await timed(most, read, 4) for _ in range(2)]) - steps) / (most * read)

@@ -62,6 +62,7 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
         raise UserError(f"generation.engine: vllm cannot be imported ({error}); install it, or use embedded") from error
@@ -93,7 +94,8 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
         try:
             if arguments.create_model_config().is_multimodal_model:  # it expands the places of images
                 arguments.skip_tokenizer_init = False
-            return LLMEngine.from_engine_args(arguments)
+            # its defaults for work that nobody watches: a step reads up to 16,384 tokens of prompts, not 2,048
+            return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except (ValueError, OSError) as error:  # a folder, a length or a memory fraction that will not do
             raise UserError(f"vLLM cannot serve {folder}: {' '.join(str(error).split())}") from error
 
