@@ -4,7 +4,7 @@ What only some can promise (the last bits, the noise) is asked of those in EXACT
 nothing, passes the tests that ask for nothing computed: those marked `also_emulated`. vLLM is tested where it is
 installed; what only it does is in test_vllm_engine.py.
 
-With a GPU, vLLM and SGLang are tested there, against the same float32 networks on the CPU.
+With a GPU, vLLM is tested there, against the same float32 networks on the CPU.
 """
 
 from __future__ import annotations
