@@ -99,6 +99,7 @@ class Simulation:
         self.clock = Clock()
         response = sum(memory[POLICY]) / len(memory[POLICY])
         repeats = {judge.name: judge.repeats for judge in scenario.judges}
+        longest = {POLICY: scenario.lengths.longest} | {judge.name: judge.verdict.longest for judge in scenario.judges}
         self.fleets = {
             role: Fleet(
                 role,
@@ -110,6 +111,7 @@ class Simulation:
                 prompt=scenario.prompt_length / scenario.samples
                 if role == POLICY
                 else (scenario.prompt_length + response) / repeats[role],
+                longest_allowed=longest[role],
                 controllers=len(state.places),
                 repeats=repeats.get(role, 1),
             )
@@ -170,7 +172,7 @@ class Simulation:
         prompt = self.scenario.prompt_length
         jobs = [Job(tokens, 0) for tokens in draw.tokens]
         jobs[0].prompt = prompt  # siblings share the prefix: it is computed once
-        work = round(len(jobs) * (prompt + self.policy.mean))
+        work = len(jobs) * (prompt + self.policy.longest_allowed)
         self.policy.send(Call(Group(number, draw, len(jobs)), jobs, work, len(jobs), len(jobs)))
 
     def _judge(self, group: Group) -> None:
@@ -181,7 +183,7 @@ class Simulation:
             for response, repeats in zip(draw.tokens, draw.verdicts[judge.name], strict=True):
                 read = prompt + response  # once; its other verdicts find it in the prefix cache
                 for i, tokens in enumerate(repeats):
-                    judge.send(Call(group, [Job(tokens, 0 if i else read)], round(read + judge.mean), 1, 1))
+                    judge.send(Call(group, [Job(tokens, 0 if i else read)], read + judge.longest_allowed, 1, 1))
 
     def _stage_ended(self, fleet: Fleet, group: Group) -> None:
         self.clock.at(self.clock.now + self.scenario.rpc_s, self._next_stage, (fleet, group))

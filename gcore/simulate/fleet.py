@@ -42,7 +42,7 @@ class Call:
 
     group: Group
     jobs: Sequence[Job]  # until a replica has them: they know their call, and circles of references are slow garbage
-    work: int  # tokens, as the router counts them
+    work: int  # tokens, as pools tell the router: those of the prompt, and as many more as are allowed
     size: int  # jobs that were sent
     left: int
 
@@ -103,13 +103,14 @@ class Fleet:
         ended: Callable[[Fleet, Group], None],
         *,
         prompt: float,
+        longest_allowed: int,
         controllers: int = 1,
         repeats: int = 1,
     ) -> None:
         self.name, self.pace, self.clock, self.prompt, self.repeats = name, pace, clock, prompt, repeats
+        self.longest_allowed = longest_allowed
         self.per_block = ground.per_block(name)
         self.lengths, self.longest = memory[name], memory.get(f"{name}/longest", ())
-        self.mean = sum(self.lengths) / len(self.lengths)
         count = ground.num_blocks * self.per_block
         self.devices = [Replica(pace, i) for i in range(count)]
         self.places = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]  # by block
@@ -189,7 +190,8 @@ class Fleet:
         )
 
     def _place(self, call: Call, line: Line) -> bool:
-        index = line.router.choose(count=call.size)
+        key = None if self.name == POLICY else call.group.number  # verdicts on siblings stay near each other
+        index = line.router.choose(key=key, count=call.size)
         if index is None:
             return False
         line.router.sent(index, call.work, call.size)

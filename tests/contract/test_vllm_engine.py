@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,6 +182,26 @@ def test_without_seeds_samples_do_not_repeat(engine):
     engine._options = options
     assert len({c.tokens_S.tobytes() for c in found}) == 5
     assert len({c.tokens_S.tobytes() for c in run(engine, *[ask(prompt(5), 20)] * 5)}) == 1
+
+
+def test_freed_places_are_given_away_several_at_a_time(engine, monkeypatch):
+    """While others wait for one: the last that come are few, and wait for nobody."""
+    admit, log = engine._admit, list[tuple[int, int, bool]]()  # running before, and after; did more wait than fit?
+
+    def watched() -> None:
+        before, waiting = len(engine._jobs), len(engine._inbox)
+        admit()
+        log.append((before, len(engine._jobs), waiting > 32 - before))
+
+    monkeypatch.setattr(engine, "_admit", watched)
+    lengths = np.random.default_rng(0).integers(1, 40, 100)
+    found = run(engine, *(ask(prompt(4, i), int(n)) for i, n in enumerate(lengths)))
+    assert [len(c.tokens_S) for c in found] == lengths.tolist()
+    taken = [step for step, (before, after, _) in enumerate(log) if after > before]
+    for last, step in pairwise(taken):
+        before, after, waited = log[step]
+        assert not waited or after - before >= 4 or step - last >= 16
+    assert max(after for _, after, _ in log) == 32 and len(taken) < 100 / 4
 
 
 def test_what_is_aborted_leaves_vllm(engine):
