@@ -109,10 +109,10 @@ class Dynamic:
     margin: float = 0.01  # of the time still to go, that moves must win beyond what they cost
     least_s: float = 0.2  # and seconds: less than that lies between two looks
     cool_down_s: float = 0.0  # least time between two decisions that move something
-    at_once: float = 0.5  # most of a role's blocks that one decision takes away
+    at_once: float = 0.25  # most of a role's blocks that one decision takes away
     patience: float = 4.0  # judges' blocks wait for work at the start rather than move, up to so many times that move
-    fill: tuple[float, float] = (0.6, 0.9)  # least and most of its best throughput that a block must have work for
-    passes: float = 2.0  # of judging that the rest of generation must outlast, for judges to wait for fuller batches
+    fill: tuple[float, float] = (0.6, 0.95)  # least and most of its best throughput that a block must have work for
+    passes: float = 1.0  # of judging that the rest of generation must outlast, for judges to wait for fuller batches
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         if view.stopping or view.since_move_s < self.cool_down_s:

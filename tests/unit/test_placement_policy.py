@@ -135,7 +135,7 @@ BACKLOG = View(
 def test_a_backlog_draws_blocks_from_the_emptiest():
     split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
     view = replace(BACKLOG, work={0: 9, 1: 0, 2: 9, 3: 1, 4: 9, 5: 9})
-    moves = Dynamic()(split, view, costs())
+    moves = Dynamic(at_once=0.5)(split, view, costs())
     assert [(m.block, m.source, m.target) for m in moves] == [
         (1, POLICY, JUDGE),
         (3, POLICY, JUDGE),
@@ -192,8 +192,9 @@ def test_who_waits_is_judged_in_a_fuller_batch():
     split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
     soon = View({POLICY: Load(running=40, needed=40, age=990, lengths=(1000,)), JUDGE: judge})
     late = View({POLICY: Load(running=40, needed=40, lengths=(100_000,)), JUDGE: judge})
-    assert Dynamic()._fill(JUDGE, Outlook(soon, costs(paces=paces)), split.counts()) == 0.6
-    assert Dynamic()._fill(JUDGE, Outlook(late, costs(paces=paces)), split.counts()) == 0.9
+    least, most = Dynamic().fill
+    assert Dynamic()._fill(JUDGE, Outlook(soon, costs(paces=paces)), split.counts()) == least
+    assert Dynamic()._fill(JUDGE, Outlook(late, costs(paces=paces)), split.counts()) == most
     assert Dynamic()(split, soon, costs(paces=paces)) != []
     assert Dynamic()(split, late, costs(paces=paces)) == []
 
