@@ -280,7 +280,7 @@ def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int,
         print(f"{scenario.name}: {text}", file=sys.stderr, flush=True)
 
     scenario, ground = scenario.model_copy(update={"steps": steps}), scenario.ground
-    speed = speed or (4.0 if ground.slots <= 32 else 1.0)
+    speed = speed or (4.0 if ground.slots <= 32 else 0.5)
     split = None
     if mode == "static" and policy_slots is None:
         split = best_split(scenario)
@@ -387,7 +387,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, help="of lengths, acceptance and the run; default: the scenario's")
-    parser.add_argument("--speed", type=float, help="emulated seconds a second; default: 4, and 1 beyond 32 slots")
+    parser.add_argument("--speed", type=float, help="emulated seconds a second; default: 4, and 0.5 beyond 32 slots")
     parser.add_argument("--mode", choices=("static", "dynamic"), default="static", help="placement.mode on both sides")
     parser.add_argument("--policy-slots", type=int, help="of the static split; default: the simulator's best")
     return parser.parse_args()
