@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -109,7 +110,7 @@ class Dynamic:
     margin: float = 0.01  # of the time still to go, that moves must win beyond what they cost
     least_s: float = 0.2  # and seconds: less than that lies between two looks
     cool_down_s: float = 0.0  # least time between two decisions that move something
-    at_once: float = 0.25  # most of a role's blocks that one decision takes away
+    at_once: float = 0.25  # most of a role's blocks that one decision takes away; more only if they are empty
     patience: float = 4.0  # judges' blocks wait for work at the start rather than move, up to so many times that move
     fill: tuple[float, float] = (0.6, 0.95)  # least and most of its best throughput that a block must have work for
     passes: float = 1.0  # of judging that the rest of generation must outlast, for judges to wait for fuller batches
@@ -121,7 +122,8 @@ class Dynamic:
         free = dict(counts)
         for block in view.moving:
             free[split[block]] -= 1
-        budget = {role: min(count, max(1, int(count * self.at_once))) for role, count in free.items()}
+        empty = Counter(split[block] for block, work in view.work.items() if not work and block not in view.moving)
+        budget = {role: min(count, max(1, int(count * self.at_once), empty[role])) for role, count in free.items()}
         outlook = Outlook(view, costs)
         now = end = outlook.end_s(counts)
         wanted: list[tuple[str, str]] = []  # from, to

@@ -150,6 +150,13 @@ def test_at_most_so_many_at_once():
     assert len(Dynamic(at_once=0.2)(split, BACKLOG, costs())) == 1
 
 
+def test_empty_blocks_go_all_at_once():
+    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    view = replace(BACKLOG, work=dict.fromkeys(range(6), 0.0) | {0: 3.0, 4: 5.0})
+    moves = Dynamic(at_once=0.2)(split, view, costs())
+    assert sorted(m.block for m in moves) == [1, 2, 3, 5]
+
+
 @pytest.mark.parametrize("sleep_s", [0.0, 1e6])
 def test_no_move_that_does_not_pay(sleep_s):
     slow = {role: replace(PACE, sleep_s=sleep_s) for role in (POLICY, JUDGE)}
