@@ -29,13 +29,6 @@ SHAPES = {  # hidden, intermediate, layers, heads, kv heads
 PROMPT, TOKENS = 64, 512
 
 
-def random_weights(folder: Path, size: str) -> None:
-    """For an engine that must find some: they are replaced before anything is measured."""
-    from random_model import main as write
-
-    write(size, folder)
-
-
 def write_model(folder: Path, size: str) -> Path:
     """config.json alone; the weights are made where they are needed."""
     from transformers import Qwen2Config
@@ -201,9 +194,8 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
         for load, lengths in (("pool", [tokens] * count), ("pool_short", short_answers(count))):
             rates = []
             for _ in range(3):
-                await transfer(
-                    holders, {0: engines[0]}, (version := version + 1)
-                )  # or it would have the prompts cached
+                version += 1
+                await transfer(holders, {0: engines[0]}, version)  # or it would have the prompts cached
                 rates.append(await through_the_pool(engines[0], lengths))
             row[f"{load}_tok_s"] = max(rates)
         import numpy as np
@@ -259,7 +251,9 @@ def main() -> None:
     for size in args.sizes:
         folder = write_model(Path(tempfile.mkdtemp()), size)
         if args.engine == "sglang":
-            random_weights(folder, size)
+            from random_model import main as with_weights  # it must find some; they are replaced before it is measured
+
+            with_weights(size, folder)
         rows[size] = asyncio.run(measure(args.engine, folder, args.count, args.tokens, args.fraction, gpu))
         if size in args.bare_size and args.engine == "vllm":
             command = [sys.executable, __file__, "--bare", str(folder), "--count", str(args.count)]

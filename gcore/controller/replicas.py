@@ -6,6 +6,7 @@ died ──bury (all controllers)──> started again ──restore (controller
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 from gcore.controller.placement import Placement
@@ -46,7 +47,8 @@ class Replicas:
         It is admitted here in the same breath: the next weights go to those that controller 0 has admitted, and the
         driver's word to all might come after them."""
         if self.placement is None:
-            async with self.trainers_in_use:
+            takes_weights = any(engine.name == name for engine in self._policy.replicas)
+            async with self.trainers_in_use if takes_weights else contextlib.nullcontext():  # judges wait for nobody
                 return await self._renew(name)
         while True:
             await self.placement.arrived(name)
