@@ -299,7 +299,7 @@ class Session:
             yield
 
     async def check_failures(self, step: int, metas: Sequence[SampleMeta], collected: Collected) -> None:
-        """Rewards that could not be had: counted, and too many of them end the run. All hear the causes."""
+        """Prompts that failed are counted, and too many of them end the run. All controllers get the causes."""
         trained, wanted = len({meta.prompt_id for meta in metas}), self.config.sampling.prompts_per_step
         failed, decided = collected.failed_everywhere, collected.decided_everywhere
         if failed:
@@ -308,10 +308,10 @@ class Session:
             limit = self.config.rewards.max_error_frac
             if failed / decided > limit or failed == decided:
                 raise UserError(
-                    f"step {step}: {failed} of {decided} prompts had no reward (rewards.max_error_frac={limit}); "
+                    f"step {step}: {failed} of {decided} prompts failed (rewards.max_error_frac={limit}); "
                     f"first cause: {cause}"
                 )
-            self.note(f"step {step}: {failed} of {decided} prompts dropped, without a reward; first cause: {cause}")
+            self.note(f"step {step}: {failed} of {decided} prompts failed and were dropped; first cause: {cause}")
         if trained < wanted and not self.config.sampling.fixed:
             self.note(
                 f"step {step}: trains on {trained} of {wanted} groups; the {self.config.sampling.window} prompts of "
@@ -323,8 +323,11 @@ class Session:
     ) -> None:
         for stage in ("generation", "rewarding"):
             self._times[stage] = collected.stage_s.get(stage, 0.0)
+        aborted = self.pool.take_aborted()
+        if self.config.sampling.strict:
+            aborted = 0, 0  # none of those is before the end of the step in prompt order
         sums = {
-            **record.local_sums(collected, version=step - 1),
+            **record.local_sums(collected, step - 1, aborted),
             "counts": self.studio.rewarder.take_counts(),
             "bytes_out": self.dispatcher.bytes_out,
             "times": dict(self._times),
