@@ -19,12 +19,14 @@ from gcore.types import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ONE_WINDOW = {"mistral", "mixtral", "ministral3", "phi3", "qwen3_moe", "starcoder2"}  # sliding_window, in every layer
-BY_LAYER = {"qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3"} | {
-    *("cohere2", "exaone4", "smollm3")  # layer_types says which layers have the window
+BY_LAYER = {  # layer_types says which layers have the window
+    *("qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "vaultgemma", "gpt_oss", "ministral", "olmo3"),
+    *("cohere2", "exaone4", "smollm3"),
 }
-SCALED = {"gemma2", "gemma3_text", "cohere", "cohere2", "granite"}  # logits are capped or multiplied
+SCALED = {"gemma2", "gemma3_text", "vaultgemma", "cohere", "cohere2", "granite", "granitemoe"}  # capped or multiplied
 VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | {"llama"}
 EAGER = {"gpt_oss"}  # attention sinks: the library's sdpa leaves them out
+LATER = ("keep_window_size", "index_topk")  # limits that show in long sequences only
 SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
@@ -94,6 +96,8 @@ def _layers(config: Any) -> tuple[tuple[str, ...], int | None]:
             kinds = ["chunked_attention"] * num_layers
     else:
         kinds = list(declared)[:num_layers]
+    if limits := [f"{name}={getattr(config, name)}" for name in LATER if getattr(config, name, None)]:
+        raise _refusal(config, f"limits attention ({', '.join(limits)})")
     if unknown := sorted(set(kinds) - {FULL, SLIDING}):
         raise _refusal(config, f"has layers of kind {', '.join(unknown)}")
     if SLIDING in kinds and (family not in ONE_WINDOW | BY_LAYER or window is None):
@@ -138,7 +142,8 @@ def check_length(config: Any, max_length: int | None) -> None:
 
 @torch.no_grad()
 def check_network(network: Any) -> None:
-    """A network of a family that no test compares is compared here: two short sequences packed, and each alone."""
+    """A network of a family that no test compares is compared here: two short sequences, packed as in training, against
+    each alone."""
     traits = traits_of(network.config)
     if getattr(network, "_is_stateful", False):
         raise _refusal(network.config, "keeps a recurrent state")
@@ -150,16 +155,22 @@ def check_network(network: Any) -> None:
     at = torch.arange(len(sample), device=device)
     seen = (sample[:, None] == sample) & (at <= at[:, None])
     try:
-        hidden = network.get_decoder()(
-            input_ids=torch.cat(parts)[None],
-            position_ids=torch.cat([torch.arange(n, device=device) for n in lengths])[None],
-            attention_mask=as_argument(traits.masks(seen[None, None], at[:, None], network.dtype)),
-            use_cache=False,
-        ).last_hidden_state
-        packed = traits.scaled(network.get_output_embeddings()(hidden[0]).float()).log_softmax(-1)
         alone = torch.cat([network(part[None], use_cache=False).logits[0].float().log_softmax(-1) for part in parts])
+        hidden = (
+            network.train()
+            .get_decoder()(
+                input_ids=torch.cat(parts)[None],
+                position_ids=torch.cat([torch.arange(n, device=device) for n in lengths])[None],
+                attention_mask=as_argument(traits.masks(seen[None, None], at[:, None], network.dtype)),
+                use_cache=False,
+            )
+            .last_hidden_state
+        )
+        packed = traits.scaled(network.get_output_embeddings()(hidden[0]).float()).log_softmax(-1)
     except Exception as error:
         raise _refusal(network.config, f"does not run packed: {type(error).__name__}: {str(error)[:100]!r}") from error
+    finally:
+        network.eval()
     difference = float((packed - alone).abs().mean())
     if not difference < (1e-4 if network.dtype == torch.float32 else 0.05):
         raise _refusal(network.config, f"gives packed samples other logprobs, by {difference:.2g} in the mean")

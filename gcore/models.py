@@ -261,5 +261,6 @@ def _without_dropout(network: PreTrainedModel) -> None:
     for module in network.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name in ("attention_dropout", "jitter_noise"):  # the latter: a router's, in mixtures of experts
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
