@@ -12,13 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
-from gcore.config.tree import Config
+from gcore.config.tree import Config, Lora
 from gcore.controller.build import build_engine, build_judge, build_scorer, build_trainer
 from gcore.controller.plan import Machine, make_plan
 from gcore.generation.noise import noise_key
 from gcore.models import score_texts
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
+from gcore.training.lora import adapt
 from gcore.training.micro import to_tensors
 from gcore.types import MicroBatch, Request, Sample, SamplingParams
 from tests.e2e.helpers import RECIPE
@@ -111,6 +112,13 @@ def test_angles_are_those_of_float32(name, roles):
         assert frequencies.dtype == torch.float32
         for position, close in ((512, 2e-5), (4095, 2e-4)):
             assert np.abs(frequencies.double().numpy() - EXACT).max() * position < close
+
+
+def test_adapters_leave_buffers_in_float32(folder):
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapt(network, Lora(rank=4), 0, torch.bfloat16)
+    assert network.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+    assert {buffer.dtype for buffer in network.buffers()} == {torch.float32}
 
 
 def test_a_decoding_step_turns_by_the_same_angles(roles):
