@@ -11,8 +11,8 @@ decoding step, so all logits come from one place.
 On CPU a row's result is bitwise the same whoever shares the batch: matrix products treat rows alike from 8 rows on,
 masked attention does from block to block of keys, and element-wise functions do when no remainder of a tensor falls
 out of the vector loop. Rows and keys are rounded up for that, and a replica keeps to one thread.
-`tests/contract/test_engine.py` holds it to that. Mixtures of experts and eager attention (docs/engines.md) differ in the
-last bits by batch, and so do all models on GPUs.
+`tests/contract/test_engine.py` holds it to that. Mixtures of experts and eager attention (docs/engines.md) differ in
+the last bits by batch, and so do all models on GPUs.
 """
 
 from __future__ import annotations

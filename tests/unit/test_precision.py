@@ -25,7 +25,7 @@ from gcore.types import MicroBatch, Request, Sample, SamplingParams
 from tests.e2e.helpers import RECIPE
 
 ALPHABET = "0123456789+="
-HEAD, LONGEST = 32, 4096
+HEAD, LONGEST = 64, 4096
 EXACT = 10_000.0 ** -(np.arange(0, HEAD, 2, dtype=np.float64) / HEAD)
 ALONE = Rendezvous(0, 1, None)
 PROMPT, STEPS, ROWS = 560, 48, 4
