@@ -89,7 +89,7 @@ def _serve(
         return _library(config, plan, model, serving, max_length, str(dtype).removeprefix("torch."), device, tracer)
     from gcore.generation.embedded import EmbeddedEngine
 
-    network = load_model(model, load_tokenizer(model), config.run.seed, dtype, device)
+    network = load_model(model, load_tokenizer(model), config.run.seed, dtype, device, max_length=max_length)
     lora = config.model.lora if model is config.model else None
     return EmbeddedEngine(
         network,
@@ -194,9 +194,10 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
         torch.cuda.set_device(device)
     join(rendezvous, "nccl" if device.type == "cuda" else "gloo", device=device)
     tokenizer = load_tokenizer(config.model)
+    longest = config.data.max_prompt_length + config.generation.max_response_length
 
     def make_network() -> Any:
-        return load_model(config.model, tokenizer, config.run.seed, torch.float32, device)
+        return load_model(config.model, tokenizer, config.run.seed, torch.float32, device, max_length=longest)
 
     way = _way(config, device, rendezvous)
     return FsdpTrainer(

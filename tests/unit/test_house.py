@@ -15,7 +15,16 @@ STAGES = (
     "placement",
 )
 ALSO = {"simulate": ("gcore.placement", "gcore.generation.routing")}  # what is simulated is the code of a run
-COMMON = ("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe", "gcore.models", "gcore.wire", "gcore.line")
+COMMON = (
+    "gcore.types",
+    "gcore.protocols",
+    "gcore.config",
+    "gcore.observe",
+    "gcore.models",
+    "gcore.decoders",
+    "gcore.wire",
+    "gcore.line",
+)
 PURE = (
     "gcore.types",
     "gcore.protocols",
@@ -75,7 +84,10 @@ def test_ground_floor():
     }.items():
         for path in files(room):
             assert all(within(name, allowed) for name in imports(path)), path
-    assert all(within(name, ("gcore.config", "gcore.types")) for name in imports(PACKAGE / "models.py"))
+    assert all(
+        within(name, ("gcore.config", "gcore.decoders", "gcore.types")) for name in imports(PACKAGE / "models.py")
+    )
+    assert imports(PACKAGE / "decoders.py") == {"gcore.types"}
 
 
 def test_nobody_imports_the_command_line():
