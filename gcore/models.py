@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from gcore.config.tree import BuildModel, Lora, Model, PolicyModel
+from gcore.hub import model_folder
 from gcore.types import Ints, UserError
 
 if TYPE_CHECKING:
@@ -119,15 +120,19 @@ def load_scorer(
     """A sequence-classification model with one label, in eval mode. One that serves has learned its scores elsewhere.
 
     `new_head` is for training: a causal language model gets a seeded head then, and `model.build` is allowed. The
-    tokenizer, where given, says which token is padding; else config.json must.
+    tokenizer says which token is padding, in training always, else where config.json does not.
     """
     if model.build is not None and not (new_head and tokenizer is not None):
         raise UserError("model.build: a scorer made here has learned nothing; expected model.path (gcore train-rm)")
     network = _load_scorer(model, seed, new_head) if model.build is None else _build(model.build, tokenizer, seed, True)
-    if tokenizer is not None:
-        network.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if network.config.get_text_config().pad_token_id is None:
-        raise UserError(f"model.path={model.path}: its config.json has no pad_token_id, so texts cannot be batched")
+    text_config = network.config.get_text_config()
+    if tokenizer is not None and (new_head or text_config.pad_token_id is None):
+        text_config.pad_token_id = tokenizer.pad_token_id
+    if text_config.pad_token_id is None:
+        raise UserError(
+            f"model.path={model.path}: its config.json has no pad_token_id and its tokenizer no token that could pad, "
+            "so texts cannot be batched (set pad_token_id in config.json)"
+        )
     network.config.use_cache = False  # nothing is generated
     _without_dropout(network)
     network.to(device=device, dtype=dtype)  # type: ignore[call-arg]
@@ -155,12 +160,14 @@ def _load(model: Model) -> PreTrainedModel:
 
     try:
         return AutoModelForCausalLM.from_pretrained(
-            str(model.path),
+            str(model_folder(model, weights=True)),
             dtype=torch.float32,
             trust_remote_code=model.trust_remote_code,
             local_files_only=True,
             attn_implementation="sdpa",
         )
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"model.path={model.path}: cannot load a causal language model from there: {first}") from error
@@ -171,11 +178,10 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     where, one = f"model.path={model.path}", "expected a sequence-classification model with one label"
-    if not Path(str(model.path)).is_dir():
-        raise UserError(f"{where}: no such folder (expected a Hugging Face folder on this machine)")
+    folder = str(model_folder(model, weights=True))
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(str(model.path), **options)
+        config = AutoConfig.from_pretrained(folder, **options)
         if any("SequenceClassification" in name for name in config.architectures or ()):
             if config.num_labels != 1:
                 raise UserError(f"{where}: has {config.num_labels} labels; {one}")
@@ -184,7 +190,7 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network, info = AutoModelForSequenceClassification.from_pretrained(
-                str(model.path), dtype=torch.float32, num_labels=1, output_loading_info=True, **options
+                folder, dtype=torch.float32, num_labels=1, output_loading_info=True, **options
             )
     except UserError:
         raise

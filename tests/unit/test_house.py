@@ -15,12 +15,18 @@ STAGES = (
     "placement",
 )
 ALSO = {"simulate": ("gcore.placement", "gcore.generation.routing")}  # what is simulated is the code of a run
-COMMON = ("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe", "gcore.models", "gcore.wire", "gcore.line")
+COMMON = (
+    *("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe"),
+    *("gcore.hub", "gcore.models", "gcore.wire", "gcore.line"),
+)
 PURE = (
     "gcore.types",
     "gcore.protocols",
     "gcore.config",
     "gcore.config.reference",
+    "gcore.hub",
+    "gcore.prompts",
+    "gcore.controller.sources",
     "gcore.preparation.balance",
     "gcore.preparation.advantages",
     "gcore.preparation.workload",
@@ -75,7 +81,8 @@ def test_ground_floor():
     }.items():
         for path in files(room):
             assert all(within(name, allowed) for name in imports(path)), path
-    assert all(within(name, ("gcore.config", "gcore.types")) for name in imports(PACKAGE / "models.py"))
+    assert all(within(name, ("gcore.config", "gcore.types")) for name in imports(PACKAGE / "hub.py"))
+    assert all(within(name, ("gcore.config", "gcore.hub", "gcore.types")) for name in imports(PACKAGE / "models.py"))
 
 
 def test_nobody_imports_the_command_line():

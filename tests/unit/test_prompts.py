@@ -98,7 +98,7 @@ def edited(saved: Path, folder: Path, remove: str) -> str:
 @pytest.mark.parametrize(
     ("remove", "message"),
     [
-        ("pad_token", r"model\.path: .*no pad token .*pad_token in its tokenizer_config\.json.*model\.tokenizer"),
+        ("eos_token", r"model\.path: .*no pad token .*pad_token in its tokenizer_config\.json.*model\.tokenizer"),
         ("eos_token", r"model\.path: .*no eos token .*model\.tokenizer"),
         ("chat_template", r"model\.path: .*no chat template .*model\.chat_template"),
     ],
