@@ -32,7 +32,8 @@ class FakeHub:
         """The commit of `main`."""
         commit = commit_of(name)
         self.files[kind, name] = files
-        self.revisions[kind, name] = {"main": commit, commit: commit, **revisions}
+        found = {"main": commit, **revisions}
+        self.revisions[kind, name] = found | {commit: commit for commit in found.values()}
         return commit
 
     def add_folder(self, name: str, folder: Path, **more: bytes) -> str:
