@@ -62,8 +62,8 @@ def test_judges_and_scorers_that_are_too_short(tmp_path):
     check_models(recipe(tmp_path, judges=[{**judge, "max_response_length": 10}]))
     with pytest.raises(
         UserError,
-        match=r"^rewards\.judges\.0\.max_prompt_length \+ rewards\.judges\.0\.max_response_length = 31 exceeds the context "
-        r"window of rewards\.judges\.0\.model\.path=.*model: 30 tokens$",
+        match=r"^rewards\.judges\.0\.max_prompt_length \+ rewards\.judges\.0\.max_response_length = 31 exceeds the "
+        r"context window of rewards\.judges\.0\.model\.path=.*model: 30 tokens$",
     ):
         check_models(recipe(tmp_path, judges=[{**judge, "max_response_length": 11}]))
     for length in (30, "auto"):
