@@ -38,6 +38,10 @@ class Repo:
     kind: str = "model"
 
     @property
+    def is_pinned(self) -> bool:
+        return COMMIT.fullmatch(self.revision or "") is not None
+
+    @property
     def revision_key(self) -> str:
         section, _, name = self.key.rpartition(".")
         return f"{section}.tokenizer_revision" if name == "tokenizer" else f"{section}.revision"
@@ -94,7 +98,9 @@ def _paths(model: Model) -> Iterator[tuple[str, str, str | None]]:
 
 
 def _folder(repo: Repo, *, weights: bool, code: bool, pinning: bool = False) -> Path:
-    if not is_id(repo.id):
+    """An id counts as one only with a commit, unless it is being pinned: the driver found a folder where there is none,
+    and a process in another working directory must not take a model of that name from the hub."""
+    if not is_id(repo.id) or not (pinning or repo.is_pinned):
         folder = Path(repo.id)
         if not folder.is_dir():
             raise UserError(
@@ -189,8 +195,12 @@ def explain(error: Exception, repo: Repo) -> UserError:
     """One line for whatever huggingface_hub or datasets raised."""
     from huggingface_hub import constants, errors
 
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and isinstance(cause, Exception):
+    chain: list[BaseException] = [error]
+    while True:
+        last = chain[-1]
+        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if cause is None:
+            break
         chain.append(cause)
 
     def has(kind: type[Exception]) -> bool:
@@ -207,5 +217,7 @@ def explain(error: Exception, repo: Repo) -> UserError:
     said += f", not in the local cache ({constants.HF_HUB_CACHE if what == 'model' else constants.HF_HOME})"
     if has(errors.OfflineModeIsEnabled):
         return UserError(f"{said}, and HF_HUB_OFFLINE forbids to ask the hub")
-    first = " ".join(str(chain[-1]).split())[:200]
-    return UserError(f"{said}, and {constants.ENDPOINT} does not answer: {type(chain[-1]).__name__}: {first}")
+    what, first = type(last).__name__, " ".join(str(last).split())[:200]
+    if any(has(kind) for kind in (ConnectionError, TimeoutError)) or any("httpx" in type(c).__module__ for c in chain):
+        return UserError(f"{said}, and {constants.ENDPOINT} does not answer: {what}: {first}")
+    return UserError(f"{repo.key}={repo.id}: cannot be loaded from the hub: {what}: {first}")

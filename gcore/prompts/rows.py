@@ -129,12 +129,12 @@ def media_parts(content: Any) -> list[str]:
 def read_rows(spec: Stored, size: int | None, key: str) -> Rows:
     """Of a file, a folder or a hub id."""
     path = Path(spec.path or "")
-    if is_hub_dataset(spec):
+    if is_hub_dataset(spec) and spec.revision is not None:  # the driver has pinned it
         from gcore.prompts.stored import read_id
 
         return read_id(spec, size, key)
     if not path.exists():
-        raise UserError(f"{key}.path: no such file or folder: {path} (nor can it be a hub id such as openai/gsm8k)")
+        raise UserError(f"{key}.path: no such file or folder: {path} (expected one on this machine, or a hub id)")
     if spec.revision is not None:
         raise UserError(f"{key}.revision={spec.revision}: {path} is on this machine; expected a hub id")
     if path.is_dir():

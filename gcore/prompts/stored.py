@@ -19,15 +19,14 @@ from gcore.types import UserError
 
 def pin_dataset(spec: Any, key: str) -> Any:
     """A dataset of the hub with its commit, subset and split. `spec` is a Stored, of any kind."""
-    builder = _builder(spec, key)
-    found = {"subset": builder.config.name, "split": _split(builder.info.splits, spec, key)}
-    if COMMIT.fullmatch(str(builder.hash)):
-        found["revision"] = str(builder.hash)
-    return spec.model_copy(update=found)
+    builder, commit = _prepared(spec, key)
+    split = _split(builder.info.splits, spec, key)
+    return spec.model_copy(update={"revision": commit, "subset": builder.config.name, "split": split})
 
 
 def read_id(spec: Stored, size: int | None, key: str) -> Rows:
-    builder = _builder(spec, key)
+    """Of a dataset that is pinned."""
+    builder, _ = _prepared(spec, key)
     split = _split(builder.info.splits, spec, key)
     try:
         return _rows(builder.as_dataset(split=split), size, key)
@@ -86,24 +85,24 @@ def _split(splits: Any, spec: Stored, key: str) -> str:
 # ---- hub ids ----
 
 
-def _builder(spec: Stored, key: str) -> Any:
-    """A prepared dataset, of which splits can be opened."""
+def _prepared(spec: Stored, key: str) -> tuple[Any, str]:
+    """A builder whose files are in the cache, so that splits can be opened; and the commit."""
     datasets, path = _library(spec, key), str(spec.path)
     repo = Repo(path, spec.revision, f"{key}.path", "dataset")
     datasets.utils.logging.set_verbosity_error()
     if (cached := _cached(spec, asked=False)) is not None:
         return cached
-    commit: str | None = None
+    commit = ""
     try:
         from huggingface_hub import HfApi, hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError
 
-        commit = HfApi().dataset_info(path, revision=spec.revision, timeout=TIMEOUT_S).sha
+        commit = str(HfApi().dataset_info(path, revision=spec.revision, timeout=TIMEOUT_S).sha)
         with contextlib.suppress(EntryNotFoundError):  # lets the local cache know which commit the revision is
             hf_hub_download(path, "README.md", repo_type="dataset", revision=spec.revision)
         builder = datasets.load_dataset_builder(path, name=spec.subset, revision=commit)
         builder.download_and_prepare()
-        return builder
+        return builder, commit
     except Exception as error:  # see explain
         if isinstance(error, ValueError) and "onfig" in str(error):  # Config name is missing; BuilderConfig not found
             raise _no_subset(datasets, spec, commit, key, error) from None
@@ -112,7 +111,7 @@ def _builder(spec: Stored, key: str) -> Any:
         raise explain(error, repo) from error
 
 
-def _no_subset(datasets: Any, spec: Stored, commit: str | None, key: str, error: Exception) -> UserError:
+def _no_subset(datasets: Any, spec: Stored, commit: str, key: str, error: Exception) -> UserError:
     try:
         has = "has " + ", ".join(datasets.get_dataset_config_names(spec.path, revision=commit))
     except Exception:
@@ -121,7 +120,7 @@ def _no_subset(datasets: Any, spec: Stored, commit: str | None, key: str, error:
     return UserError(f"{key}.subset: {given}, and {spec.path} {has}; expected one of them")
 
 
-def _cached(spec: Stored, asked: bool) -> Any:
+def _cached(spec: Stored, asked: bool) -> tuple[Any, str] | None:
     """The same from Arrow files that `datasets` made before: CACHE/openai___gsm8k/SUBSET/VERSION/COMMIT. None: there
     are none. `asked`: the hub did not answer, so that the only subset that is there will do."""
     from datasets import config as settings
@@ -143,7 +142,8 @@ def _cached(spec: Stored, asked: bool) -> Any:
     if spec.subset is None and subsets != {"default"} and not (asked and len(subsets) == 1):
         return None
     *_, subset, version, commit = found[-1].parts
-    return Cache(dataset_name=name, config_name=subset, version=version, hash=commit, repo_id=str(spec.path))
+    builder = Cache(dataset_name=name, config_name=subset, version=version, hash=commit, repo_id=str(spec.path))
+    return builder, commit
 
 
 def _commit(spec: Stored) -> str | None:

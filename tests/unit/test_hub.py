@@ -162,7 +162,7 @@ def test_revisions_and_tokenizers_of_their_own(hub, tmp_path):
         ("org/model", ", revision='v9'", {}, "model.revision=v9: org/model has no such branch, tag or commit"),
         ("org/gated", "", {}, "model.path=org/gated: gated on the hub; accept its terms at http"),
         ("org/model", "", {"HF_HUB_OFFLINE": "1"}, "not in the local cache (HOME/hub), and HF_HUB_OFFLINE forbids"),
-        ("org/model", "", {"HF_ENDPOINT": NOWHERE}, f"and {NOWHERE} does not answer: ConnectionRefusedError"),
+        ("org/model", "", {"HF_ENDPOINT": NOWHERE}, f"and {NOWHERE} does not answer: Connect"),
         ("a--b/c", "", {}, "model.path=a--b/c: no such folder here, and not an id of the hub"),
         ("/none/of/it", "", {}, "model.path: no such folder: /none/of/it (expected a Hugging Face folder"),
         ("HOME", ", revision='v1'", {}, "model.revision=v1: model.path=HOME is a folder; expected a hub id"),
@@ -231,6 +231,25 @@ def test_one_line_for_a_dataset_that_is_not_there(hub, gsm8k, tmp_path, more, ke
     pytest.importorskip("datasets")
     [said] = run(hub, tmp_path, rows(more, key), **env)
     assert words in said
+
+
+def test_datasets_that_cannot_be_read(hub, tmp_path):
+    pytest.importorskip("datasets")
+    hub.add(DATASETS, "openai/gsm8k", {"README.md": b"", "notes.bin": b"x"})
+    [said] = run(hub, tmp_path, rows(""))
+    assert said.startswith("data.train.path=openai/gsm8k: cannot be loaded from the hub: ")
+
+
+def test_a_process_takes_nothing_from_the_hub_that_the_driver_found_in_a_folder(hub, gsm8k, tmp_path):
+    """Relative paths mean something else in another working directory."""
+    hub.add(MODELS, "org/model", MODEL)
+    code = "from gcore.config.tree import Dataset, Model\n"
+    code += "from gcore.hub import model_folder\nfrom gcore.prompts.rows import load_rows\n"
+    [said] = run(hub, tmp_path, code + "model_folder(Model(path='org/model'))")
+    assert said.startswith("model.path: no such folder: org/model")
+    [said] = run(hub, tmp_path, code + "load_rows(Dataset(path='openai/gsm8k', subset='main'))")
+    assert said.startswith("data.train.path: no such file or folder: openai/gsm8k")
+    assert hub.asked == []
 
 
 def test_a_copy_of_a_hub_dataset_is_a_folder(hub, gsm8k, tmp_path):
