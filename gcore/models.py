@@ -19,6 +19,7 @@ import torch
 
 from gcore.config.tree import BuildModel, Lora, Model, PolicyModel
 from gcore.decoders import check_length, check_network, implementation, traits_of
+from gcore.hub import model_folder
 from gcore.types import Ints, UserError
 
 if TYPE_CHECKING:
@@ -139,15 +140,19 @@ def load_scorer(
     """A sequence-classification model with one label, in eval mode. One that serves has learned its scores elsewhere.
 
     `new_head` is for training: a causal language model gets a seeded head then, and `model.build` is allowed. The
-    tokenizer, where given, says which token is padding; else config.json must.
+    tokenizer says which token is padding, in training always, else where config.json does not.
     """
     if model.build is not None and not (new_head and tokenizer is not None):
         raise UserError("model.build: a scorer made here has learned nothing; expected model.path (gcore train-rm)")
     network = _load_scorer(model, seed, new_head) if model.build is None else _build(model.build, tokenizer, seed, True)
-    if tokenizer is not None:
-        network.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if network.config.get_text_config().pad_token_id is None:
-        raise UserError(f"model.path={model.path}: its config.json has no pad_token_id, so texts cannot be batched")
+    text_config = network.config.get_text_config()
+    if tokenizer is not None and (new_head or text_config.pad_token_id is None):
+        text_config.pad_token_id = tokenizer.pad_token_id
+    if text_config.pad_token_id is None:
+        raise UserError(
+            f"model.path={model.path}: its config.json has no pad_token_id and its tokenizer no token that could pad, "
+            "so texts cannot be batched (set pad_token_id in config.json)"
+        )
     network.config.use_cache = False  # nothing is generated
     _without_dropout(network)
     _place(network, dtype, device)
@@ -176,11 +181,14 @@ def _load(model: Model, max_length: int | None) -> PreTrainedModel:
 
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(str(model.path), **options)
+        config = AutoConfig.from_pretrained(str(model_folder(model)), **options)
         traits_of(config)
         check_length(config, max_length)
         return AutoModelForCausalLM.from_pretrained(
-            str(model.path), dtype=torch.float32, attn_implementation=implementation(config), **options
+            str(model_folder(model, weights=True)),
+            dtype=torch.float32,
+            attn_implementation=implementation(config),
+            **options,
         )
     except UserError:
         raise
@@ -194,11 +202,10 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     where, one = f"model.path={model.path}", "expected a sequence-classification model with one label"
-    if not Path(str(model.path)).is_dir():
-        raise UserError(f"{where}: no such folder (expected a Hugging Face folder on this machine)")
+    folder = str(model_folder(model, weights=True))
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(str(model.path), **options)
+        config = AutoConfig.from_pretrained(folder, **options)
         if any("SequenceClassification" in name for name in config.architectures or ()):
             if config.num_labels != 1:
                 raise UserError(f"{where}: has {config.num_labels} labels; {one}")
@@ -208,7 +215,7 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network, info = AutoModelForSequenceClassification.from_pretrained(
-                str(model.path), dtype=torch.float32, num_labels=1, output_loading_info=True, **how, **options
+                folder, dtype=torch.float32, num_labels=1, output_loading_info=True, **how, **options
             )
     except UserError:
         raise

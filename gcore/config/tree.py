@@ -23,6 +23,7 @@ from gcore.config.base import (
     Seconds,
     Section,
     Serving,
+    Stored,
     check_emulated,
     check_lora,
 )
@@ -55,9 +56,7 @@ class Run(Section):
         return Path(self.dir) / self.name
 
 
-class Dataset(Section):
-    path: str | None = None
-    """A .jsonl or .parquet file, or the folder of a Hugging Face dataset saved to disk."""
+class Dataset(Stored):
     task: str | None = None
     """A generated task instead: `arithmetic`, or `reasoning_gym/NAME` (needs the extra `reasoning-gym`)."""
     args: dict[str, Any] = {}
@@ -73,7 +72,9 @@ class Dataset(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Dataset:
         if (self.path is None) == (self.task is None):
-            raise ValueError("set exactly one of path (a file or folder) and task (a generated task)")
+            raise ValueError("set exactly one of path (a file, folder or hub id) and task (a generated task)")
+        if self.task is not None and (idle := [k for k in Stored.model_fields if getattr(self, k) is not None]):
+            raise ValueError(f"{', '.join(idle)}: of datasets with a path; this one has a task")
         return self
 
 
@@ -83,7 +84,7 @@ class Data(Section):
     eval: Dataset | None = None
     """Held-out prompts: answered greedily, scored by `rewards`, logged as `eval/accuracy`."""
     system_prompt: str | None = None
-    """Put before every prompt that is a plain string."""
+    """Put before every prompt that is a plain string; needs a chat template."""
     max_prompt_length: PositiveInt = 512
     """Longest prompt in tokens, after the chat template. Longer ones are dropped and reported at load."""
     shuffle: bool = True

@@ -112,6 +112,7 @@ def _library(
     device: torch.device,
     tracer: Tracer,
 ) -> Engine:
+    from gcore.hub import model_folder
     from gcore.models import adapters_in, save_built
     from gcore.prompts.tokenizer import load_tokenizer
 
@@ -127,7 +128,11 @@ def _library(
         "seeds": serving.seeds if serving.seeds != "auto" else device.type == "cpu",
         "seed": config.run.seed % 2**31,
     }
-    folder = Path(model.path) if model.path is not None else save_built(model, load_tokenizer(model), config.run.seed)
+    if model.path is not None:
+        folder = model_folder(model, weights=True)
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the library and its processes have all that they need
+    else:
+        folder = save_built(model, load_tokenizer(model), config.run.seed)
     if model is config.model:
         options["adapters"] = adapters_in(folder, config.model)
     if serving.engine == "sglang":
@@ -162,11 +167,14 @@ def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous)
     quiet()
     from gcore.models import load_scorer, pick_device, pick_dtype
     from gcore.observe.trace import Tracer
+    from gcore.prompts.tokenizer import load_tokenizer, with_padding
     from gcore.rewarding.scalar import ScalarModel
 
     spec = config.rewards.models[index]
     device = pick_device(_device(config, spec.device), rendezvous.rank)
-    network = load_scorer(spec.model, config.run.seed, pick_dtype(spec.dtype, device), device)
+    tokenizer = with_padding(load_tokenizer(spec.model, f"rewards.models.{index}.model"), spec.model)
+    dtype = pick_dtype(spec.dtype, device)
+    network = load_scorer(spec.model, config.run.seed, dtype, device, tokenizer=tokenizer)
     return ScalarModel(
         network,
         max_tokens_per_batch=spec.max_tokens_per_batch,
@@ -326,7 +334,8 @@ def _scalar_source(config: Config, index: int, pool: ScorerPool) -> Source:
     from gcore.rewarding.scalar import ScalarSource
 
     spec = config.rewards.models[index]
-    return ScalarSource(spec, load_tokenizer(spec.model), pool.score, config.rewards.attempts)
+    tokenizer = load_tokenizer(spec.model, f"rewards.models.{index}.model", chat=True)
+    return ScalarSource(spec, tokenizer, pool.score, config.rewards.attempts)
 
 
 def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source:
@@ -349,7 +358,7 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
         priority, near = (prompt, key[:2]) if isinstance(prompt, int) else (0, None)
         return (await pool.generate([Request(tokens_P, params, noise(key))], priority, near))[0]
 
-    tokenizer = load_tokenizer(spec.model)
+    tokenizer = load_tokenizer(spec.model, f"{place}.model", chat=True)
     voice = EngineVoice(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place)
     return JudgeSource(spec, voice, place)
 
@@ -392,7 +401,6 @@ def trace_folder(config: Config) -> Path | None:
 def quiet() -> None:
     """Libraries talk a lot at import; a run's terminal belongs to its user."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     logging_of_transformers = importlib.import_module("transformers").logging

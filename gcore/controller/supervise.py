@@ -31,6 +31,7 @@ from gcore.controller.build import (
 )
 from gcore.controller.plan import Plan, make_plan, see_machine
 from gcore.controller.preflight import model_megabytes, preflight
+from gcore.controller.sources import check_models, fetch, pin
 from gcore.observe.metrics import read_rows
 from gcore.observe.page import write_report
 from gcore.observe.progress import Progress
@@ -48,9 +49,12 @@ MAX_REVIVALS = 3  # of one replica, in one run
 def run(config: Config, mode: Mode = "train") -> Any:
     """The whole run, from nothing to files on disk. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
     machine = see_machine()
+    config = pin(config)
+    check_models(config)
     config, why = settle(config, machine)
+    preflight(config, make_plan(config, machine))
+    fetch(config)
     plan = make_plan(config, machine, model_megabytes(config))
-    preflight(config, plan)
     if mode == "eval":
         config = config.model_copy(update={"observe": config.observe.model_copy(update={"trace": False})})
     if mode == "train":
