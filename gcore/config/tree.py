@@ -289,7 +289,8 @@ class Placement(Section):
 
 class Checkpoint(Section):
     every: Count = 50
-    """Save every so many steps, and at the end; 0: only at the end."""
+    """Save every so many steps, and at the end; 0: only at the end. The warm start is saved likewise (`warm_N`): every
+    so many of its steps, and at its end."""
     keep: PositiveInt = 2
     """Complete checkpoints to keep."""
 

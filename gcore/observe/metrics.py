@@ -72,16 +72,23 @@ def read_rows(folder: Path) -> list[Row]:
     return [row for _, row in _lines(folder / FILE)]
 
 
-def rewind(folder: Path, step: int) -> int:
+def rewind(folder: Path, step: int, warm_start: int | None = None) -> int:
     """Forget what came after `step`, before a resume writes it anew. Returns how many rows were dropped.
 
-    Rows of the warm start stay: they count their own steps, and any checkpoint comes after them.
+    Rows of the warm start count their own steps. They all stay, unless the run resumes within the warm start, after
+    `warm_start` steps of it: then later ones are dropped, and all that came after the warm start.
     """
     path = folder / FILE
     if not path.exists():
         return 0
     lines = list(_lines(path))
-    kept = [line for line, row in lines if kind(row) == "warm_start" or step_of(row) <= step]
+
+    def stays(row: Row) -> bool:
+        if warm_start is not None:
+            return kind(row) == "warm_start" and step_of(row) <= warm_start
+        return kind(row) == "warm_start" or step_of(row) <= step
+
+    kept = [line for line, row in lines if stays(row)]
     _replace(path, kept)
     return len(lines) - len(kept)
 
