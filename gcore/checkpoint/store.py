@@ -29,8 +29,9 @@ def begin(folder: Path, step: int, need_bytes: int, kind: Kind = "step") -> Path
         shutil.rmtree(stale, ignore_errors=True)
     free = shutil.disk_usage(folder).free
     if free < need_bytes:
+        what = f"step {step}" if kind == "step" else f"warm start step {step}"
         raise UserError(
-            f"{folder}: checkpoint of {'step' if kind == 'step' else 'warm start step'} {step} needs {need_bytes / 2**20:.0f} MB, {free / 2**20:.0f} MB are free; "
+            f"{folder}: checkpoint of {what} needs {need_bytes / 2**20:.0f} MB, {free / 2**20:.0f} MB are free; "
             "the last complete checkpoint is kept (keys: run.dir, checkpoint.keep)"
         )
     partial = folder / f"{kind}_{step}.partial"

@@ -308,6 +308,12 @@ class Observe(Section):
     """Log to MLflow (needs `mlflow`)."""
     trace: bool = True
     """Write `trace.json` for Perfetto."""
+    samples_per_step: Count = 2
+    """Groups per step whose prompt, answers, rewards and verdicts are logged in `samples/` and shown by `samples.html`;
+    as many held-out prompts per evaluation. 0: none. A long run logs every n-th step, about 2,000 groups in all."""
+    logs: bool = True
+    """Under Ray, what each process prints goes to `logs/ROLE.log` of the run directory, at most 20 MB per file: beyond,
+    the middle is cut. false: it stays in Ray's log folder."""
     min_free_disk_mb: Count = 200
     """Refuse to start with less free space in the run directory."""
 

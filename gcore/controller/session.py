@@ -25,6 +25,7 @@ from gcore.controller.workflow import Studio, Workflow
 from gcore.generation.pool import EnginePool
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.progress import Status
+from gcore.observe.samples import SampleLog, rewind_samples
 from gcore.observe.trace import Tracer
 from gcore.placement.plan import POLICY, Ground
 from gcore.prompts.rows import load_rows
@@ -63,6 +64,7 @@ class Session:
         self.engines, self.trainers, self._tokenizer = engines, trainers, tokenizer
         self.dispatcher = Dispatcher(config, group, pool, trainers, sleep_level)
         self._writer: MetricsWriter | None = None
+        self._samples: SampleLog | None = None
         self._rows: list[dict[str, Any]] = []
         self._notes: list[str] = []
         self._times: dict[str, float] = {}
@@ -168,6 +170,7 @@ class Session:
             await self.sync_weights(version=self.step)
         if self.group.rank == 0:
             rewind(self.folder, self.step, warmed)
+            rewind_samples(self.folder, self.step, warmed)
             for later in store.complete(self.folder):
                 if store.position(later) > (int(warmed is None), self.step if warmed is None else warmed):
                     store.set_aside(later)  # the run takes another course from here on
@@ -184,8 +187,11 @@ class Session:
         await self.group.all_gather("weights to evaluate", None)
 
     def _open_writer(self) -> None:
+        config = self.config
+        logged = config.observe.samples_per_step
+        if logged:
+            self._samples = SampleLog(self.folder, self.group.rank, config.run.seed, logged, config.run.steps)
         if self.group.rank == 0:
-            config = self.config
             self._writer = MetricsWriter(self.folder, config.observe, config.run.name, config.model_dump(mode="json"))
 
     async def _warm_start(self, done: int) -> None:
@@ -256,6 +262,8 @@ class Session:
             "timing_s/eval": self._times.pop("eval"),
         }
         self._write({"step": self.step, **row})
+        if self._samples is not None:
+            self._samples.write_eval(self.step, collected.groups)
         return row
 
     async def checkpoint_if_due(self) -> None:
@@ -362,6 +370,8 @@ class Session:
         }
         self._times.clear()
         self._write(row)
+        if self._samples is not None:
+            self._samples.write(step, {meta.prompt_id for meta in metas}, collected.groups)
         self.tracer.flush()
 
     def _write(self, row: dict[str, Any]) -> None:

@@ -102,4 +102,5 @@ class Blend:
                 f"reward {', '.join(map(repr, answers))}, prompt {rollout.prompt.id}: every source returned None "
                 f"for sibling {rollout.sibling}; expected a number from at least one"
             )
-        return Scored(rollout=rollout, reward=reward, parts=parts)
+        notes = {name: answer.notes[i] for name, answer in answers.items() if answer.notes and answer.notes[i]}
+        return Scored(rollout=rollout, reward=reward, parts=parts, notes=notes)
