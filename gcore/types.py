@@ -100,7 +100,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Scored(rollout=Rollout(...), reward=1.0, parts={"exact": 1.0}, notes={"critic": ["Short and right. Score: 9"]})"""
+    """Scored(rollout=Rollout(...), reward=1.0, parts={"exact": 1.0}, notes={"critic": ["Right. Score: 9"]})"""
 
     rollout: Rollout
     reward: float

@@ -26,7 +26,7 @@ FEW = 3  # lines that reach the screen
 
 
 class Log:
-    """Log(Path("runs/a/logs/engine-0.log")): open for appending, and below `max_bytes` as long as this process lives."""
+    """Log(Path("runs/a/logs/engine-0.log")): open for appending, and below `max_bytes` while this process lives."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
