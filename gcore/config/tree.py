@@ -48,7 +48,7 @@ class Run(Section):
     """Training steps."""
     resume: str = "never"
     """`never`: start anew (an existing run of that name is kept under another name); `auto`: go on from the last
-    complete checkpoint if there is one; or the path of a checkpoint `.../step_N`."""
+    complete checkpoint if there is one; or the path of a checkpoint `.../step_N` or `.../warm_N`."""
 
     @property
     def folder(self) -> Path:

@@ -319,7 +319,8 @@ class RayRuntime:
         if self._guard is not None:
             self._guard.dismiss()
         for log in self._logs.glob("*.log") if self._logs is not None else ():
-            trim(log)  # what was printed since its process last looked
+            with contextlib.suppress(OSError):
+                trim(log)  # what was printed since its process last looked
 
     def _look(self) -> None:
         """Remember every process below the driver: who is reparented later is still known."""
