@@ -37,6 +37,7 @@ def save_pool(folder: Path, rank: int, groups: Sequence[Sequence[Scored]]) -> No
             "temperature": s.rollout.temperature,
             "reward": s.reward,
             "parts": dict(s.parts),
+            "notes": {name: list(texts) for name, texts in s.notes.items()},
         }
         for s in samples
     ]
@@ -61,5 +62,7 @@ def load_pool(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[list[Sco
                 temperature=about["temperature"],
                 **steps,
             )
-            groups.setdefault(number, []).append(Scored(rollout, about["reward"], about["parts"]))
+            groups.setdefault(number, []).append(
+                Scored(rollout, about["reward"], about["parts"], about.get("notes", {}))
+            )
     return list(groups.values())

@@ -46,7 +46,7 @@ def build_runtime(config: Config, plan: Plan) -> Runtime:
         return LocalRuntime()
     from gcore.runtime.ray import RayRuntime
 
-    return RayRuntime(plan.object_store_mb, plan.seats.bundles, plan.seats.of)
+    return RayRuntime(plan.object_store_mb, plan.seats.bundles, plan.seats.of, log_folder(config))
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
@@ -306,7 +306,8 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> B
     rewards = config.rewards
     sources: list[Source] = []
     if plan.reward_workers:
-        sources += sources_of(rewards, plan.reward_workers)
+        logs = log_folder(config)
+        sources += sources_of(rewards, plan.reward_workers, None if logs is None else logs / f"rewards-{rank}.log")
     else:
         functions = enumerate(rewards.functions)
         sources += [FunctionSource(f, rewards.attempts, f"rewards.functions.{i}") for i, f in functions]
@@ -396,6 +397,11 @@ def load_filter(path: str) -> Filter:
 
 def trace_folder(config: Config) -> Path | None:
     return config.run.folder if config.observe.trace else None
+
+
+def log_folder(config: Config) -> Path | None:
+    """Where processes print to; with runtime=local there is one, and it has the terminal."""
+    return config.run.folder / "logs" if config.observe.logs and config.runtime == "ray" else None
 
 
 def quiet() -> None:

@@ -268,7 +268,7 @@ class Collector:
 
     def _aim(self, horizon: int) -> None:
         """Start this controller's share of what is missing until `horizon` groups are there, over all controllers."""
-        extra = (self._sampling.oversampling - 1) * self._sampling.prompts_per_step if horizon else 0.0
+        extra = self._sampling.extra_groups if horizon else 0.0
         self._goal = self._told + self.board.missing(horizon + extra, self._least_rate(), self._rank, self._size)
         self._fill()
 

@@ -76,7 +76,7 @@ class EmulatedTrainer:
         if self.rank == 0:
             (Path(folder) / FILE).write_text(json.dumps({"updates": self.updates}))
 
-    async def load(self, folder: str) -> None:
+    async def load(self, folder: str, begun: bool = True) -> None:
         file = Path(folder) / FILE
         if not file.is_file():
             raise UserError(f"{folder} holds no {FILE}: expected a checkpoint made with training.backend=emulated")

@@ -19,7 +19,8 @@ def finished(tmp_path_factory):
 
 def test_the_run_directory(finished):
     names = {path.name for path in finished.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "tensorboard", "trace.json", "reward.png", "step_2"} <= names
+    assert {"config.yaml", "metrics.jsonl", "tensorboard", "trace.json", "reward.png", "step_2", "warm_6"} <= names
+    assert {"report.html", "samples.html", "samples"} <= names and "logs" not in names  # one process has the terminal
     found = rows(finished)
     evaluations = [row["step"] for row in found if "eval/accuracy" in row]
     assert evaluations == [0, 2]

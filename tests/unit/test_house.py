@@ -77,7 +77,7 @@ def test_ground_floor():
     for room, allowed in {
         "config": ("gcore.config", "gcore.types"),
         "observe": ("gcore.observe", "gcore.config", "gcore.types"),
-        "runtime": ("gcore.runtime", "gcore.protocols", "gcore.types"),
+        "runtime": ("gcore.runtime", "gcore.observe", "gcore.protocols", "gcore.types"),
     }.items():
         for path in files(room):
             assert all(within(name, allowed) for name in imports(path)), path
