@@ -17,6 +17,7 @@ from gcore.config.base import (
     Auto,
     Count,
     EmulatedTraining,
+    FolderName,
     Fraction,
     NonNegative,
     PositiveInt,
@@ -38,8 +39,8 @@ from gcore.config.rewards import ScalarReward as ScalarReward
 
 
 class Run(Section):
-    name: str = "run"
-    """Name of the run; its files are in `DIR/NAME`."""
+    name: FolderName = "run"
+    """Name of the run, without path separators; its files are in `DIR/NAME`."""
     dir: str = "runs"
     """Folder that holds the runs."""
     seed: int = 0
