@@ -79,7 +79,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[B
 
 
 def parse_yaml(text: str) -> Any:
-    """One document. Raises yaml.YAMLError, also for a key that is given twice: PyYAML would keep the last in silence."""
+    """One document. Raises yaml.YAMLError, also for a key that is given twice, of which PyYAML keeps the last."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -93,7 +93,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _given_twice(node: yaml.Node, path: str, seen: set[int]) -> Iterator[str]:
-    """Read from the composed nodes, before `<<` merges them: a key beside a merged one of the same name is no repeat."""
+    """Read from the composed nodes, before `<<` merges them: a key may stand beside a merged one of its name."""
     if id(node) in seen:  # an alias
         return
     seen.add(id(node))

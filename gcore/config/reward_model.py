@@ -12,7 +12,8 @@ from gcore.config.base import Auto, Count, FolderName, Fraction, Model, NonNegat
 
 class ModelRun(Section):
     name: FolderName = "reward_model"
-    """Name of the model, without path separators; it is written to `DIR/NAME`, a Hugging Face folder that `rewards.models` takes."""
+    """Name of the model, without path separators; it is written to `DIR/NAME`, a Hugging Face folder that
+    `rewards.models` takes."""
     dir: str = "runs"
     """Folder that holds it."""
     seed: int = 0

@@ -254,10 +254,10 @@ def test_a_run_has_a_plain_name(recipe, name):
 
 def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path):
     path = tmp_path / "twice.yaml"
-    path.write_text("run: {name: x}\ntraining:\n  lr: 1\n  eps: 1\n  lr: 2\nrewards:\n  http:\n    - {name: a, name: b}\n")
+    path.write_text("run: {name: x}\ntraining:\n  lr: 1\n  eps: 1\n  lr: 2\nrewards:\n  http: [{name: a, name: b}]\n")
     assert refused(path) == (
         f"{path}: not valid YAML: training.lr is given twice, in lines 3 and 5; "
-        "rewards.http.0.name is given twice, in lines 8 and 8"
+        "rewards.http.0.name is given twice, in lines 7 and 7"
     )
 
 
