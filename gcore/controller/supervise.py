@@ -50,13 +50,13 @@ def run(config: Config, mode: Mode = "train") -> Any:
     machine = see_machine()
     config, why = settle(config, machine)
     plan = make_plan(config, machine, model_megabytes(config))
-    preflight(config, plan)
+    checked = preflight(config, plan, machine, mode == "train")
     if mode == "eval":
         config = config.model_copy(update={"observe": config.observe.model_copy(update={"trace": False})})
     if mode == "train":
         open_folder(config)
     try:
-        return asyncio.run(_run(config, plan, mode, why))
+        return asyncio.run(_run(config, plan, mode, [why, *checked.warnings] if why else checked.warnings))
     except asyncio.CancelledError:  # by SIGTERM
         raise KeyboardInterrupt from None
     finally:
@@ -82,7 +82,7 @@ def open_folder(config: Config) -> Path:
     return folder
 
 
-async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
+async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()) -> Any:
     _end_at_sigterm()
     warm = config.training.warm_start
     history = read_rows(config.run.folder) if config.run.resume != "never" else []
@@ -95,8 +95,8 @@ async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
     ) as progress:
         runtime: Runtime | None = None
         try:
-            if note:
-                progress.note(note)
+            for text in notes:
+                progress.note(text)
             progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
             started = time.monotonic()
             runtime = build_runtime(config, plan)
