@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "Train as a recipe says.")
     train.add_argument("recipe", help="YAML file, see recipes/")
     train.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    train.add_argument("--dry-run", action="store_true", help="check everything, print sizes and processes, and exit")
+    train.add_argument("--dry-run", action="store_true", help="check all, show sizes, a prompt and rewards, and exit")
     sft = add(
         "sft", _sft, "Only the supervised warm start of a recipe; ends with a checkpoint that `gcore export` takes."
     )
@@ -143,15 +143,9 @@ def _train(args: argparse.Namespace) -> int:
 
     config = load_config(args.recipe, args.overrides)
     if args.dry_run:
-        from gcore.controller.auto import settle
-        from gcore.controller.plan import make_plan, see_machine
-        from gcore.controller.preflight import model_megabytes, preflight
+        from gcore.controller.rehearsal import dry_run
 
-        machine = see_machine()
-        config, why = settle(config, machine)
-        plan = make_plan(config, machine, model_megabytes(config))
-        preflight(config, plan)
-        print("\n".join([*plan.lines(config), *([f"             {why}"] if why else [])]))
+        dry_run(config)
         return 0
     return _run_and_report(config)
 

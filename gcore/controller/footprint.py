@@ -26,7 +26,7 @@ CROWDED = 8  # processes per core from which on a warning is due
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part("engines", count=64, each_mb=290, key="placement.policy.replicas", idle=False)"""
+    """Part("engine", count=64, each_mb=290, key="placement.policy.replicas", idle=False)"""
 
     what: str
     count: int
@@ -57,22 +57,22 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[Part]:
         return own if plan.ground is None else "placement.slots"
 
     found = [Part("driver", 1, DRIVER_MB, "runtime", idle=True)]
-    found.append(served("engines", plan.engines, key("placement.policy.replicas"), config.model, config.generation))
+    found.append(served("engine", plan.engines, key("placement.policy.replicas"), config.model, config.generation))
     for i, judge in enumerate(config.rewards.judges):
         if judge.model is not None:
             count = plan.judges[judge.name]
-            found.append(served(f"judges {judge.name}", count, key(f"rewards.judges.{i}.replicas"), judge.model, judge))
+            found.append(served(f"judge {judge.name}", count, key(f"rewards.judges.{i}.replicas"), judge.model, judge))
     for i, scorer in enumerate(config.rewards.models):
         count = plan.scorers[scorer.name]
-        found.append(served(f"scorers {scorer.name}", count, f"rewards.models.{i}.replicas", scorer.model, scorer))
+        found.append(served(f"scorer {scorer.name}", count, f"rewards.models.{i}.replicas", scorer.model, scorer))
     if trains and config.training.emulated is not None:
-        found.append(part("trainer ranks", plan.trainers, "placement.trainer.ranks", EMULATED_MB, idle=True))
+        found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", EMULATED_MB, idle=True))
     elif trains:
         weights_mb = _trained_mb(config, plan)
-        found.append(part("trainer ranks", plan.trainers, "placement.trainer.ranks", TRAINER_MB, weights_mb))
-    found.append(part("controllers", plan.controllers, "controllers", CONTROLLER_MB))
+        found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", TRAINER_MB, weights_mb))
+    found.append(part("controller", plan.controllers, "controllers", CONTROLLER_MB))
     workers = plan.controllers * plan.reward_workers
-    found.append(Part("reward workers", workers, WORKER_MB, "rewards.workers", idle=True))
+    found.append(Part("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))
     return [each for each in found if each.count]
 
 
@@ -101,9 +101,9 @@ def check_sizes(found: Sequence[Part], machine: Machine) -> list[str]:
 
 
 def memory_line(found: Sequence[Part], machine: Machine) -> str:
-    """For --dry-run: at least 2.2 GB of 24 GB: 2 engines x 290 MB, ..."""
+    """For --dry-run: at least 2.2 GB of 24 GB"""
     of = f" of {size(machine.memory_mb)}" if machine.memory_mb else ""
-    return f"at least {size(sum(part.total_mb for part in found))}{of}: {_listed(found)}"
+    return f"at least {size(sum(part.total_mb for part in found))}{of}"
 
 
 def num_parameters(model: Model) -> int:
@@ -136,9 +136,9 @@ def _trained_mb(config: Config, plan: Plan) -> float:
 
 
 def _listed(found: Sequence[Part]) -> str:
-    """The larger ones first: 64 engines x 290 MB, 1 driver x 450 MB"""
+    """The larger ones first: 64 x engine of 290 MB, 1 x driver of 450 MB"""
     ordered = sorted(found, key=lambda part: -part.total_mb)
-    return ", ".join(f"{part.count} {part.what} x {size(part.each_mb)}" for part in ordered)
+    return ", ".join(f"{part.count} x {part.what} of {size(part.each_mb)}" for part in ordered)
 
 
 def size(megabytes: float) -> str:

@@ -8,12 +8,13 @@ Whatever ends the run first decides: all controllers done, a role that raised, a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,12 +34,14 @@ from gcore.controller.plan import Plan, make_plan, see_machine
 from gcore.controller.preflight import model_megabytes, preflight
 from gcore.observe.metrics import read_rows
 from gcore.observe.page import write_report
-from gcore.observe.progress import Progress
+from gcore.observe.progress import Progress, Status
 from gcore.observe.report import plot_reward
 from gcore.observe.trace import merge_traces
 from gcore.protocols import Handle, RoleDied, RoleError, Runtime
 
 POLL_S = {"live": 0.25}  # how often the progress view asks; other views print a line a step
+LOOK_S = 0.5  # between two looks at what has started
+START_LINES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between two lines about it, where the view is not live
 GRACE_S = 1.5  # after the first failure, how long to wait for a more telling one
 Mode = Literal["train", "eval"]
 REVIVABLE = ("engine-", "judge-", "scorer-")  # roles that hold nothing but weights
@@ -101,7 +104,7 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()
             started = time.monotonic()
             runtime = build_runtime(config, plan)
             _end_at_sigterm()  # again: Ray has put an answer of its own there
-            controllers = await _start(runtime, config, plan, mode)
+            controllers = await _told(_start(runtime, config, plan, mode), runtime, _wanted(plan, mode), progress)
             progress.note(
                 f"{plan.controllers} controller(s), {plan.engines} engine(s), "
                 f"{plan.trainers if mode == 'train' else 0} trainer rank(s)"
@@ -145,6 +148,43 @@ async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> Se
         dict(zip(plan.scorers, map(list, others[num:]), strict=True)),
     )
     return await group("controller", build_controller, (config, plan, roles), plan.controllers)
+
+
+def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
+    """Processes of each kind, by the names that the runtime gives them, in the order in which they start."""
+    served = {"engine": plan.engines, "trainer": plan.trainers if mode == "train" else 0}
+    judges = {f"judge-{name}": count for name, count in plan.judges.items()}
+    scorers = {f"scorer-{name}": count for name, count in plan.scorers.items()}
+    return {**served, **judges, **scorers, "controller": plan.controllers}
+
+
+async def _told(
+    starting: Coroutine[Any, Any, Sequence[Handle]], runtime: Runtime, wanted: Mapping[str, int], progress: Progress
+) -> Sequence[Handle]:
+    """What `starting` returns. Meanwhile the screen says how many processes of each kind are up."""
+    task = asyncio.ensure_future(starting)
+    pauses, began = itertools.chain(START_LINES_S, itertools.repeat(START_LINES_S[-1])), time.monotonic()
+    due = next(pauses)
+    try:
+        while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+            waited = time.monotonic() - began
+            statuses = starting_statuses(wanted, runtime.processes())
+            if progress.mode == "live":
+                progress.update(statuses)
+            elif waited >= due:
+                due = waited + next(pauses)
+                ready = ", ".join(f"{status.role} {status.detail}" for status in statuses)
+                progress.note(f"starting, {waited:.0f} s: {ready}")
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return task.result()
+
+
+def starting_statuses(wanted: Mapping[str, int], up: Collection[str]) -> list[Status]:
+    """One for each kind of process: {"engine": 8}, ["engine-0", "engine-1"] -> [Status("engine", ..., "2/8", 0)]"""
+    kinds = Counter(name.rpartition("-")[0] for name in up)
+    return [Status(kind, "starting", f"{kinds[kind]}/{count}", 0) for kind, count in wanted.items() if count]
 
 
 async def _supervise(runtime: Runtime, controllers: Sequence[Handle], progress: Progress, mode: Mode) -> Any:

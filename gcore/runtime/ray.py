@@ -201,14 +201,15 @@ class RayRuntime:
             raise UserError(
                 f"{names[0]} found no place in the Ray cluster within {START_S} s (key: placement)"
             ) from None
-        builds = [
-            translate(name, actor.build.remote(factory, arguments, Rendezvous(rank, len(args), address, None)))
-            for rank, (name, actor, arguments) in enumerate(zip(names, actors, args, strict=True))
-        ]
-        pids = await asyncio.gather(*builds)
-        self._look()
-        self._pids |= dict(zip(names, pids, strict=True))
         rendezvous = [Rendezvous(rank, len(args), address, None) for rank in range(len(args))]
+
+        async def build(name: str, actor: Any, arguments: tuple[Any, ...], place: Rendezvous) -> None:
+            """Each is among `processes()` as soon as it is built: the driver tells how many are."""
+            self._pids[name] = await translate(name, actor.build.remote(factory, arguments, place))
+
+        await asyncio.gather(*map(build, names, actors, args, rendezvous))
+        self._pids |= {name: self._pids.pop(name) for name in names}  # by rank again, not by who was first
+        self._look()
         self._recipes |= dict(zip(names, ((factory, a, r) for a, r in zip(args, rendezvous, strict=True)), strict=True))
         return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
 
