@@ -166,9 +166,13 @@ def _train_rm(args: argparse.Namespace) -> int:
 
     config = load_config(args.recipe, args.overrides, into=RewardModelConfig)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
-    from gcore.training.reward_model import PairTrainer
 
-    train_rm(config, PairTrainer, lambda line: print(line, flush=True))
+    def make_trainer(*args: Any) -> Any:
+        from gcore.training.reward_model import PairTrainer
+
+        return PairTrainer(*args)
+
+    train_rm(config, make_trainer, lambda line: print(line, flush=True))
     return 0
 
 
@@ -267,9 +271,10 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    from gcore.controller.plan import see_machine
     from gcore.observe.doctor import doctor
 
-    return doctor()
+    return doctor(see_machine().gpus)
 
 
 if __name__ == "__main__":

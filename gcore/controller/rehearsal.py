@@ -85,8 +85,8 @@ def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -
     workers = max(1, plan.reward_workers) if config.rewards.functions else 0
     rewarder = build_rewarder(config, replace(plan, reward_workers=workers), Roles())
     try:
-        called = {spec.name for spec in (*config.rewards.functions, *config.rewards.http)}
-        scores = asyncio.run(_ask([source for name, source in rewarder.sources.items() if name in called], group))
+        called = [*(spec.name for spec in config.rewards.functions), *(spec.name for spec in config.rewards.http)]
+        scores = asyncio.run(_ask([rewarder.sources[name] for name in called], group))
         print()
         _print(_table(config, scores, titles))
         _print(_verdict(config, scores, len(group)))

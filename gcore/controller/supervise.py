@@ -168,12 +168,12 @@ async def _told(
     try:
         while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
             waited = time.monotonic() - began
-            statuses = starting_statuses(wanted, runtime.processes())
+            statuses = starting_statuses(wanted, runtime.processes(), runtime.ready())
             if progress.mode == "live":
                 progress.update(statuses)
             elif waited >= due:
                 due = waited + next(pauses)
-                ready = ", ".join(f"{status.role} {status.detail}" for status in statuses)
+                ready = "; ".join(f"{status.role} {status.detail}" for status in statuses)
                 progress.note(f"starting, {waited:.0f} s: {ready}")
     finally:
         task.cancel()
@@ -181,10 +181,15 @@ async def _told(
     return task.result()
 
 
-def starting_statuses(wanted: Mapping[str, int], up: Collection[str]) -> list[Status]:
-    """One for each kind of process: {"engine": 8}, ["engine-0", "engine-1"] -> [Status("engine", ..., "2/8", 0)]"""
-    kinds = Counter(name.rpartition("-")[0] for name in up)
-    return [Status(kind, "starting", f"{kinds[kind]}/{count}", 0) for kind, count in wanted.items() if count]
+def starting_statuses(wanted: Mapping[str, int], up: Collection[str], ready: Collection[str]) -> list[Status]:
+    """One for each kind of process: Status("engine", "starting", "2 of 8 ready, 3 loading", 0)"""
+    running, built = (Counter(name.rpartition("-")[0] for name in names) for names in (up, ready))
+    found = []
+    for kind, count in wanted.items():
+        more = running[kind] - built[kind]
+        detail = f"{built[kind]} of {count} ready" + (f", {more} loading" if more else "")
+        found.append(Status(kind, "starting", detail, 0))
+    return [status for status in found if wanted[status.role]]
 
 
 async def _supervise(runtime: Runtime, controllers: Sequence[Handle], progress: Progress, mode: Mode) -> Any:
