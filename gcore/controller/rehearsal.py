@@ -74,7 +74,7 @@ def dry_run(config: Config) -> None:
 def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -> list[Score]:
     """The prompt, its answers, their rewards. Returns the rewards that failed."""
     print()
-    where = f"row {prompt.row} as the model reads it, {len(prompt.tokens_P)} tokens"
+    where = f"row {prompt.row} as the model reads it, {len(prompt.tokens_P):,} tokens"
     _print([*_labelled("prompt", where), *_quoted(prompt.text)])
     group = answers(prompt, checked.tokenizer, config.generation.max_response_length)
     titles = ["made-up", "reference"][: len(group)]
