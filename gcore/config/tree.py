@@ -16,6 +16,7 @@ from gcore.config.base import (
     Auto,
     Count,
     EmulatedTraining,
+    FolderName,
     Fraction,
     NonNegative,
     PositiveInt,
@@ -39,8 +40,8 @@ from gcore.config.sampling import Sampling as Sampling
 
 
 class Run(Section):
-    name: str = "run"
-    """Name of the run; its files are in `DIR/NAME`."""
+    name: FolderName = "run"
+    """Name of the run, without path separators; its files are in `DIR/NAME`."""
     dir: str = "runs"
     """Folder that holds the runs."""
     seed: int = 0
