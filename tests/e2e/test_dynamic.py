@@ -57,7 +57,7 @@ def test_strict_order_under_ray(tmp_path, one):
 @pytest.mark.parametrize(
     ("mode", "oldest"),
     [
-        (("sampling.deterministic=false",), 0),
+        (("sampling.deterministic=false", "sampling.surplus=abort"), 0),
         (("sampling.surplus=keep",), 1),
         (("sampling.max_staleness=2",), 2),
     ],
