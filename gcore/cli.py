@@ -143,6 +143,7 @@ def _train(args: argparse.Namespace) -> int:
 
     config = load_config(args.recipe, args.overrides)
     if args.dry_run:
+        from gcore.config.advice import warnings
         from gcore.controller.auto import settle
         from gcore.controller.plan import make_plan, see_machine
         from gcore.controller.preflight import model_megabytes, preflight
@@ -152,6 +153,7 @@ def _train(args: argparse.Namespace) -> int:
         plan = make_plan(config, machine, model_megabytes(config))
         preflight(config, plan)
         print("\n".join([*plan.lines(config), *([f"             {why}"] if why else [])]))
+        print("".join(f"warning      {line}\n" for line in warnings(config)), end="")
         return 0
     return _run_and_report(config)
 

@@ -21,6 +21,7 @@ Bools = npt.NDArray[np.bool_]
 Pixels = npt.NDArray[np.uint8]  # an image: height x width x 3, red, green, blue
 Message = dict[str, Any]
 Finish = Literal["stop", "length", "abort"]
+Key = tuple[int, int]  # of a sample: prompt id, sibling
 
 
 class UserError(ValueError):
@@ -118,9 +119,10 @@ class Sample:
     rollout_logprobs_S: Floats
     advantages_S: Floats
     temperature: float = 1.0
+    reward: float | None = None  # what the rewards of the recipe gave; None for demonstrations
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> Key:
         return (self.prompt_id, self.sibling)
 
     @property
@@ -141,6 +143,18 @@ class SampleMeta:
     @property
     def key(self) -> tuple[int, int]:
         return (self.prompt_id, self.sibling)
+
+
+@dataclass(frozen=True, slots=True)
+class KlSums:
+    """KL of one sample to the reference, summed over its actions. KL to come: that of a step and all after it.
+
+    KLs of 0.1 and 0.3: KlSums(total=0.4, to_come=0.4 + 0.3, to_come_squares=0.16 + 0.09)
+    """
+
+    total: float
+    to_come: float
+    to_come_squares: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +181,9 @@ class TrainBatch:
     step: int
     mini_batches: tuple[MiniBatch, ...]
     objective: Literal["policy", "imitation"] = "policy"
+    advantages: Mapping[Key, float] | None = None  # instead of the samples' own, where the KL is part of the reward
+    kl_scale: float = 0.0  # and then each step's advantage is less by this many times the KL to come
+
+    @property
+    def keys(self) -> list[Key]:
+        return [key for mini in self.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from gcore.controller.board import REWARD_ERROR
 from gcore.controller.collect import Collected
 from gcore.preparation.samples import samples_digest
-from gcore.types import SampleMeta
+from gcore.types import Rollout, SampleMeta
 
 
 def exact(values: Iterable[float]) -> Fraction:
@@ -22,10 +22,13 @@ def exact(values: Iterable[float]) -> Fraction:
     return sum(map(Fraction, values), Fraction(0))
 
 
-def local_sums(collected: Collected, version: int) -> dict[str, Any]:
+def local_sums(
+    collected: Collected, version: int, overlong: Callable[[Rollout], float] | None = None
+) -> dict[str, Any]:
     """What one controller knows of its share; everything in it adds up over controllers (or is a maximum: `max_*`).
 
-    `version` is the policy that was trained, the measure of how old samples are.
+    `version` is the policy that was trained, the measure of how old samples are; `overlong`: what a response loses by
+    its length.
     """
     scored = [s for group in collected.groups for s in group]
     rewards = [s.reward for s in scored]
@@ -44,6 +47,7 @@ def local_sums(collected: Collected, version: int) -> dict[str, Any]:
         "prompt_tokens": sum(len(s.rollout.prompt.tokens_P) for s in scored),
         "max_length": max(lengths, default=0),
         "clipped": sum(s.rollout.finish == "length" for s in scored),
+        **({"overlong": exact(overlong(s.rollout) for s in scored)} if overlong else {}),
         "reward_drawn": exact(collected.rewards),
         "samples_drawn": len(collected.rewards),
         "drawn": collected.drawn,
@@ -73,6 +77,7 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
         "response_length/mean": total("tokens") / samples,
         "response_length/max": max(part["max_length"] for part in gathered),
         "response_length/clipped_frac": total("clipped") / samples,
+        **({"reward/overlong_penalty": total("overlong") / samples} if "overlong" in gathered[0] else {}),
         "batch/samples": int(total("samples")),
         "sampling/drawn": int(total("drawn")),
         "sampling/trained": int(total("groups")),
@@ -115,6 +120,7 @@ def actor_row(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
         "rollout/logprob_diff_mean": total("logprob_diff") / actions,
         "rollout/importance_mean": total("importance") / actions,
         "rollout/importance_capped_frac": total("importance_capped") / actions,
+        "rollout/importance_floored_frac": total("importance_floored") / actions,
     }
     if any("kl" in rank for rank in ranks):
         row["actor/kl"] = total("kl") / actions

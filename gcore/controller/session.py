@@ -27,11 +27,12 @@ from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.progress import Status
 from gcore.observe.trace import Tracer
 from gcore.placement.plan import POLICY, Ground
+from gcore.preparation.samples import overlong
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import PromptSource, Templater, measure
 from gcore.prompts.tokenizer import stop_tokens
 from gcore.protocols import Group, Handle, Rewarder
-from gcore.types import Sample, SampleMeta, UserError
+from gcore.types import Rollout, Sample, SampleMeta, UserError
 
 
 class Session:
@@ -318,13 +319,20 @@ class Session:
                 "sampling.max_draws are used up"
             )
 
+    def check_gradients(self, step: int, ranks: list[dict[str, float]]) -> None:
+        if skipped := int(ranks[0]["skipped"]):
+            self.note(
+                f"step {step}: {skipped} of {ranks[0]['updates']:.0f} update(s) skipped, NaN or infinite gradients; "
+                f"the samples are in {self.folder / 'bad_batches'}"
+            )
+
     async def record(
         self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: list[dict[str, float]]
     ) -> None:
         for stage in ("generation", "rewarding"):
             self._times[stage] = collected.stage_s.get(stage, 0.0)
         sums = {
-            **record.local_sums(collected, version=step - 1),
+            **record.local_sums(collected, step - 1, self._overlong if self.config.algorithm.overlong_buffer else None),
             "counts": self.studio.rewarder.take_counts(),
             "bytes_out": self.dispatcher.bytes_out,
             "times": dict(self._times),
@@ -347,6 +355,9 @@ class Session:
         self._times.clear()
         self._write(row)
         self.tracer.flush()
+
+    def _overlong(self, rollout: Rollout) -> float:
+        return overlong(rollout, self.config.algorithm, self.config.generation.max_response_length)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows = [*self._rows[-50:], row]

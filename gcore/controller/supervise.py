@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from gcore.checkpoint import store
 from gcore.config import Config, dump_config
+from gcore.config.advice import warnings
 from gcore.controller.auto import settle
 from gcore.controller.build import (
     Roles,
@@ -97,6 +98,8 @@ async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
         try:
             if note:
                 progress.note(note)
+            for line in warnings(config) if mode == "train" else ():
+                progress.note(f"warning: {line}")
             progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
             started = time.monotonic()
             runtime = build_runtime(config, plan)
