@@ -8,8 +8,9 @@ Names end in the shape they have: `_S` runs over *steps* (a token, or one denois
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,11 @@ Pixels = npt.NDArray[np.uint8]  # an image: height x width x 3, red, green, blue
 Message = dict[str, Any]
 Finish = Literal["stop", "length", "abort"]
 Key = tuple[int, int]  # of a sample: prompt id, sibling
+FAMILIAR_PARAMS = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "stop_token_ids": "stop_tokens",
+}
 
 
 class UserError(ValueError):
@@ -29,7 +35,11 @@ class UserError(ValueError):
 
 
 class RewardError(RuntimeError):
-    """A reward could not be had. The group is dropped and counted; it never becomes a zero."""
+    """A reward could not be computed. The group is dropped and counted; it never becomes a zero."""
+
+
+class WorkflowError(RuntimeError):
+    """The user's workflow raised for one prompt. The group is dropped and counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,16 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     stop_tokens: tuple[int, ...] = ()
+
+    def override(self, given: Mapping[str, Any], what: str) -> SamplingParams:
+        """With these fields instead. `what` was called with them, by a user's workflow."""
+        names = [field.name for field in fields(self)]
+        for name in given:
+            if name not in names:
+                near = FAMILIAR_PARAMS.get(name) or next(iter(difflib.get_close_matches(name, names, 1)), None)
+                hint = f"; did you mean {near}?" if near else f"; expected some of {names}"
+                raise UserError(f"{what} has no parameter {name!r}{hint} (key: workflow)")
+        return replace(self, **given)
 
 
 @dataclass(frozen=True, slots=True)

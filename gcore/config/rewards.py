@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from gcore.config.base import Auto, Count, Fraction, Model, NonNegative, PositiveInt, Seconds, Section, Serving
 
-TAKEN = ("mean", "mean_drawn", "std", "zero_spread_frac", "errors", "retries", "timeouts")  # as reward/NAME
+TAKEN = ("mean", "mean_drawn", "std", "zero_spread_frac", "errors", "retries", "timeouts", "unscored")  # as reward/NAME
 
 # keys of a judge that say how its model is served here, and how a server is asked
 OF_MODELS = (
@@ -160,8 +160,13 @@ class Rewards(Section):
     nothing can be killed then. `auto`: cores shared by the controllers, at most 4; 0 with `runtime=local`."""
     recycle_after: PositiveInt = 10_000
     """Calls after which a worker is replaced by a fresh one: what a function leaks is given back."""
+    unscored: Literal["drop_group", "drop_sample"] = "drop_group"
+    """What happens when every source returns None for some siblings of a prompt (TRL: "does not apply to this sample").
+    `drop_group`: the group counts as failed; `drop_sample`: those siblings are left out and counted in
+    `reward/unscored`, and the group fails when fewer than two remain."""
     max_error_frac: Fraction = 0.5
-    """Stop the run when more than this share of a step's drawn prompts had no reward."""
+    """Stop the run when more than this share of a step's drawn prompts failed: a reward could not be computed, or the
+    workflow raised."""
 
     @property
     def names(self) -> list[str]:

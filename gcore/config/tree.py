@@ -120,13 +120,15 @@ class Sampling(Section):
     on_exhausted: Literal["train", "stop"] = "train"
     """When that many were drawn and groups are still missing: train on what there is, or end the run."""
     oversampling: Annotated[float, Field(ge=1)] = 1.0
-    """Dynamic sampling: start so many times the groups that are missing, beyond what the acceptance rate asks for. The
-    step does not wait for the slowest, and what is too much is aborted."""
+    """Dynamic sampling: start this many times `prompts_per_step` groups, beyond what the acceptance rate asks for, so
+    that the step does not wait for the slowest. `surplus` says what becomes of the groups beyond the target."""
     max_oversampling: Annotated[float, Field(ge=1)] = 4.0
     """How many times the missing groups may be started at once; how many are follows from the share accepted lately."""
-    surplus: Literal["abort", "keep"] = "abort"
-    """What becomes of groups still being made when the step has enough. `abort`: their prompts are drawn again;
-    `keep`: they are finished and first in line for the next step, stamped with the policy version they come from."""
+    surplus: Literal["abort", "keep"] | Auto = "auto"
+    """What happens to groups that are unfinished when the step has enough. `keep`: they continue from their tokens in
+    the next step, and every token is stamped with the policy version that sampled it. `abort`: they are thrown away and
+    their prompts are drawn again, which prefers short responses (see docs/sampling.md). `auto`: `keep` where
+    `deterministic: false` and a filter are set."""
     max_staleness: Count = 0
     """Generation may run up to so many policy versions ahead of training (asynchronous rollout); importance weights
     correct for it. 0: every step trains on samples of the current policy alone. Above 0 nothing is aborted."""
@@ -136,9 +138,20 @@ class Sampling(Section):
     `surplus: keep` lets timing decide."""
 
     @property
+    def keeps_surplus(self) -> bool:
+        if self.surplus == "auto":
+            return self.deterministic is False and self.filter != "none"
+        return self.surplus == "keep"
+
+    @property
     def staleness(self) -> int:
         """Most policy versions between a sample's oldest token and the policy that trains on it."""
-        return max(self.max_staleness, int(self.surplus == "keep"))
+        return max(self.max_staleness, int(self.keeps_surplus))
+
+    @property
+    def prefers_short(self) -> bool:
+        """The groups that finish first are trained on, and the others are started again."""
+        return not self.fixed and not self.strict and not self.staleness
 
     @property
     def strict(self) -> bool:
@@ -368,10 +381,10 @@ class Config(Section):
             raise ValueError(
                 f"placement.mode={mode} divides slots between the policy and judges; rewards.judges has none"
             )
-        if self.sampling.staleness:
+        if self.sampling.max_staleness:
             raise ValueError(
-                f"placement.mode={mode} needs sampling.max_staleness=0 and sampling.surplus=abort: between steps the "
-                "devices are the trainer's"
+                f"placement.mode={mode} needs sampling.max_staleness=0, got {self.sampling.max_staleness}: between "
+                "steps the devices are the trainer's"
             )
         if strange := sorted(set(self.placement.split) - set(roles)):
             raise ValueError(f"placement.split names {strange}; expected {roles}")

@@ -145,7 +145,7 @@ def _library(
 def sleep_level(config: Config) -> int:
     """How deep the policy's engines sleep while the trainer works."""
     level = config.generation.sleep
-    if config.generation.engine not in ("vllm", "sglang", "emulated") or config.sampling.staleness:
+    if config.generation.engine not in ("vllm", "sglang", "emulated") or config.sampling.max_staleness:
         return 0
     if config.placement.mode == "disaggregated":  # nobody wants their memory
         return 0
@@ -287,6 +287,7 @@ def build_group(rendezvous: Rendezvous) -> Group:
 
 def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> Blend:
     """All rewards of the recipe. Before the run, with no roles yet, it serves to check them."""
+    from gcore.controller.workflow import least_siblings
     from gcore.generation.pool import EnginePool, ScorerPool
     from gcore.rewarding.http import HttpSource
     from gcore.rewarding.rewarder import Blend
@@ -315,7 +316,8 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> B
     sources += [_scalar_source(config, i, scorers[spec.name]) for i, spec in enumerate(rewards.models)]
     sources += [_judge_source(config, i, judges.get(spec.name)) for i, spec in enumerate(rewards.judges)]
     sources += [HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)]
-    return Blend(sources, pools=[*scorers.values(), *judges.values()])
+    least = least_siblings(config) if rewards.unscored == "drop_sample" else None
+    return Blend(sources, pools=[*scorers.values(), *judges.values()], least_scored=least)
 
 
 def _scalar_source(config: Config, index: int, pool: ScorerPool) -> Source:

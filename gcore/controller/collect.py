@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gcore.config.tree import Sampling
-from gcore.controller.board import NO_SPREAD, REWARD_ERROR, Board, News
-from gcore.controller.workflow import SampleContext, Studio, Workflow
+from gcore.controller.attempt import reason_of, run_workflow
+from gcore.controller.board import FAILURES, NO_SPREAD, Board, News
+from gcore.controller.workflow import Studio, Workflow
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
-from gcore.types import Prompt, RewardError, Scored, UserError
+from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
 
 TICK_S = (0.01, 0.05)  # least and most time between two ticks
 PRIOR = 0.25  # the last step's acceptance rate counts as much as so many times a step's groups
@@ -39,9 +40,10 @@ class Collected:
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     pending: int = 0  # drawn, and neither trained on nor dropped so far
     rewards: list[float] = field(default_factory=list)  # of all samples it decided on, also those it dropped
-    cause: str | None = None  # of the first reward that could not be had here
+    cause: str | None = None  # of the first failure here: no reward, or the workflow raised
     stage_s: dict[str, float] = field(default_factory=dict)  # in which at least one prompt was in each stage
-    failed_everywhere: int = 0  # groups without a reward, and groups decided on, over all controllers
+    passed: tuple[int, int] = (0, 0)  # tokens and samples of the groups that passed the filter
+    failed_everywhere: int = 0  # groups that failed, and groups decided on, over all controllers
     decided_everywhere: int = 0
 
 
@@ -62,9 +64,9 @@ async def answer_all(
 
     async def one(prompt: Prompt) -> None:
         try:
-            results[prompt.id] = await _run(workflow, studio, prompt)
-        except RewardError as error:
-            collected.dropped[REWARD_ERROR] += 1
+            results[prompt.id] = await run_workflow(workflow, studio, prompt)
+        except (RewardError, WorkflowError) as error:
+            collected.dropped[reason_of(error)] += 1
             collected.cause = collected.cause or str(error)
         report(f"{len(results) + collected.dropped.total()}/{len(prompts)} prompts")
 
@@ -110,7 +112,9 @@ class Collector:
         self._withdrawn: list[int] = []
         self._causes: dict[int, str] = {}
         self._rewards: dict[int, list[float]] = {}
-        self._allowed, self._share, self._drawn, self._settled = 0, 0.0, 0, Counter[str]()
+        self._allowed, self._drawn, self._settled = 0, 0, Counter[str]()
+        self._goal = self._told = 0  # groups to have under way; those that the others know of
+        self._lengths: dict[int, tuple[int, int]] = {}  # prompt -> tokens and samples of the groups that passed
         self._changed, self._broken = asyncio.Event(), asyncio.Event()
         self._failure: BaseException | None = None
 
@@ -190,7 +194,8 @@ class Collector:
         if self._sampling.staleness:  # else what is under way at the end is aborted
             due = sum(version <= step - 1 - self._sampling.staleness for _, version in self._running.values())
         idle = not self._running and not self._allowed
-        news = News(self._kept, self._dropped, self._withdrawn, idle, due)
+        self._told = len(self._running)
+        news = News(self._kept, self._dropped, self._withdrawn, idle, due, self._told)
         self._kept, self._dropped, self._withdrawn = [], [], []
         return news
 
@@ -198,7 +203,7 @@ class Collector:
         board, sampling = self.board, self._sampling
         collected = Collected(stage_s=self._studio.clock.take())
         collected.decided_everywhere = max(board.seen, len(chosen)) + len(board.dropped)  # some waited from before
-        collected.failed_everywhere = sum(reason == REWARD_ERROR for reason in board.dropped.values())
+        collected.failed_everywhere = sum(reason in FAILURES for reason in board.dropped.values())
         mine = sorted(cursor for cursor in chosen if cursor in self.ready)
         collected.groups = [self.ready.pop(cursor) for cursor in mine]
         self.rate = self._rate_now()
@@ -209,9 +214,10 @@ class Collector:
             self._settled = Counter(reason for cursor, reason in decided.items() if cursor in own)
             self._drawn = len(own)
             collected.decided_everywhere = len(decided) + len(chosen)
-            collected.failed_everywhere = sum(reason == REWARD_ERROR for reason in decided.values())
+            collected.failed_everywhere = sum(reason in FAILURES for reason in decided.values())
             causes = [self._causes[cursor] for cursor in sorted(self._causes) if cursor <= last]
             self._rewards = {cursor: found for cursor, found in self._rewards.items() if cursor <= last}
+            self._lengths = {cursor: found for cursor, found in self._lengths.items() if cursor <= last}
             self._forget_the_rest()
             self.base = last + 1
         else:
@@ -223,10 +229,11 @@ class Collector:
             self._aim(sampling.prompts_per_step * sampling.max_staleness)
         collected.cause = causes[0] if causes else None
         collected.rewards = [reward for found in self._rewards.values() for reward in found]
+        collected.passed = sum(t for t, _ in self._lengths.values()), sum(n for _, n in self._lengths.values())
         collected.drawn, collected.dropped = self._drawn, self._settled
         collected.pending = len(self.ready) + len(self._running) + sum(c not in self._fresh for c in self._first)
         self._causes = {cursor: self._causes[cursor] for cursor, _ in self._dropped if cursor in self._causes}  # untold
-        self._drawn, self._settled, self._rewards = 0, Counter(), {}
+        self._drawn, self._settled, self._rewards, self._lengths = 0, Counter(), {}, {}
         return collected
 
     def _forget_the_rest(self) -> None:
@@ -246,6 +253,7 @@ class Collector:
 
     def _cancel(self) -> list[int]:
         running, self._running = self._running, {}
+        self._told = self.board.running = 0  # every controller does the same
         for task, _ in running.values():
             task.cancel()
         return list(running)
@@ -260,10 +268,9 @@ class Collector:
     # ---- prompts --------------------------------------------------------------------------------------------------
 
     def _aim(self, horizon: int) -> None:
-        """This controller's share of what is missing until `horizon` groups are there, over all controllers."""
-        told = len(self.ready) - len(self._kept)  # the board knows of these; the others count towards what is missing
+        """Start this controller's share of what is missing until `horizon` groups are there, over all controllers."""
         extra = (self._sampling.oversampling - 1) * self._sampling.prompts_per_step if horizon else 0.0
-        self._share = told + max(0.0, horizon + extra - len(self.board.kept)) / self._size
+        self._goal = self._told + self.board.missing(horizon + extra, self._least_rate(), self._rank, self._size)
         self._fill()
 
     def _fill(self) -> None:
@@ -278,8 +285,11 @@ class Collector:
             return True
         if self.board.strict and self._head <= self.board.frontier():
             return True  # others wait for this one: it stands before groups that are done
-        rate = max(self._rate_now(), 1 / self._sampling.max_oversampling)
-        return len(self.ready) + len(self._running) * rate < self._share
+        untold = len(self._kept) / self._least_rate()  # one that passed makes others unnecessary; one dropped does not
+        return len(self._running) + untold < self._goal
+
+    def _least_rate(self) -> float:
+        return max(self._rate_now(), 1 / self._sampling.max_oversampling)
 
     def _rate_now(self) -> float:
         """Share of groups that pass: the last step's, and more and more what this step has seen."""
@@ -302,19 +312,20 @@ class Collector:
         group, failure = list[Scored](), None
         try:
             assert self.source is not None
-            group = await _run(self._workflow, self._studio, self.source.at(cursor))
+            group = await run_workflow(self._workflow, self._studio, self.source.at(cursor))
             keep, reason = self._filter(group)
         except Exception as error:
-            keep, reason, failure = False, REWARD_ERROR, error
+            keep, reason, failure = False, reason_of(error), error
         if self._running.get(cursor, (None,))[0] is not asyncio.current_task():
             return  # it was aborted, and the workflow would not hear of it
-        if isinstance(failure, RewardError):
+        if isinstance(failure, RewardError | WorkflowError):
             self._causes[cursor] = str(failure)
         elif failure is not None:
             self._failure = self._failure or failure
             self._broken.set()
         self._rewards[cursor] = [s.reward for s in group]
         if keep:
+            self._lengths[cursor] = sum(len(s.rollout.tokens_S) for s in group), len(group)
             self.ready[cursor] = group
             self._kept.append((cursor, min(s.rollout.version for s in group)))
         else:
@@ -386,35 +397,3 @@ def merge_places(places: Sequence[dict[str, Any]], strict: bool) -> dict[str, An
         "drawn": sum(place["drawn"] for place in places),
         "dropped": dict(sum((Counter(place["dropped"]) for place in places), Counter[str]())),
     }
-
-
-async def _run(workflow: Workflow, studio: Studio, prompt: Prompt) -> list[Scored]:
-    try:
-        group = await workflow(SampleContext(studio), prompt)
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise  # by us
-        raise UserError(f"workflow cancelled itself at prompt {prompt.id}; expected a list of Scored") from None
-    return _checked(group, prompt, studio.least_siblings)
-
-
-def _checked(group: list[Scored], prompt: Prompt, least: int) -> list[Scored]:
-    if not isinstance(group, list) or not group or not all(isinstance(s, Scored) for s in group):
-        raise UserError(
-            f"workflow returned {type(group).__name__} for prompt {prompt.id}; expected a non-empty list of Scored, "
-            "as `await ctx.reward(group)` gives (key: workflow)"
-        )
-    if any(len(s.rollout.versions_S) == 0 for s in group):
-        raise UserError(f"workflow returned a sample without a token for prompt {prompt.id} (key: workflow)")
-    keys = {(s.rollout.prompt.id, s.rollout.sibling) for s in group}
-    if len(keys) < len(group) or any(prompt_id != prompt.id for prompt_id, _ in keys):
-        raise UserError(
-            f"workflow returned a sample twice, or one of another prompt, for prompt {prompt.id} (key: workflow)"
-        )
-    if len(group) < least:
-        raise UserError(
-            f"workflow returned {len(group)} sample for prompt {prompt.id}; algorithm.adv_estimator compares at least "
-            f"{least} siblings (keys: workflow, algorithm.adv_estimator)"
-        )
-    return group

@@ -81,9 +81,12 @@ class Dispatcher:
         return [by_rank[r] for r in range(len(self._trainers))]
 
     async def rest(self) -> None:
-        """The rollout is over: engines give their memory to the trainer. They wake for the new weights."""
+        """The rollout is over: engines give their memory to the trainer. They wake for the new weights. Requests of
+        unfinished groups are held, and continue with those."""
         if not self._sleep_level:
             return
+        await self._engines.pause()
+        await self._group.all_gather("engines idle", None)
         if self._group.rank == 0:
             while any(s["running"] + s["waiting"] for s in await self._on_engines("stats")):
                 await asyncio.sleep(0.005)  # requests that were aborted are being cleared away
@@ -104,6 +107,7 @@ class Dispatcher:
                 self._measure("wake_cache", await self._on_engines("wake", "kv_cache"))
         self._asleep = False
         await self._group.all_gather(f"weights of version {version}", None)
+        self._engines.resume()
 
     async def _on_engines(self, method: str, *args: Any) -> list[Any]:
         return list(await asyncio.gather(*(engine.call(method, *args) for engine in self._engines.alive().values())))

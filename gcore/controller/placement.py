@@ -5,6 +5,7 @@ begin ──> who has which slots ──during (moves)──> rest        record
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -73,6 +74,7 @@ class Placement:
         note: Callable[[str], None],
     ) -> None:
         self._config, self._rank, self._sleeps = config, group.rank, sleep_level > 0
+        self._group, self._pools = group, pools
         self._started = time.monotonic()
         self._ended: tuple[int, float] | None = None  # the last rollout: step, when
         split = first_split(config, ground)
@@ -102,10 +104,16 @@ class Placement:
         self._ended = None
         sampling = self._config.sampling
         await self._placer.begin(sampling.prompts_per_step, rate, sampling.samples_per_prompt)
+        for role, pool in self._pools.items():
+            if role != POLICY:  # the policy's engines need weights first
+                pool.resume()
         return self._placer.owners(POLICY)
 
     async def rest(self, step: int) -> None:
+        """All engines give their memory to the trainer. Requests of unfinished groups wait for the next rollout."""
         self._ended = step, time.monotonic()
+        await asyncio.gather(*(pool.pause() for pool in self._pools.values()))
+        await self._group.all_gather("engines idle", None)
         if self._sleeps:
             await self._placer.rest()
 

@@ -14,7 +14,7 @@ import numpy as np
 from gcore.controller.board import REWARD_ERROR
 from gcore.controller.collect import Collected
 from gcore.preparation.samples import samples_digest
-from gcore.types import Rollout, SampleMeta
+from gcore.types import SampleMeta
 
 
 def exact(values: Iterable[float]) -> Fraction:
@@ -22,14 +22,13 @@ def exact(values: Iterable[float]) -> Fraction:
     return sum(map(Fraction, values), Fraction(0))
 
 
-def local_sums(
-    collected: Collected, version: int, overlong: Callable[[Rollout], float] | None = None
-) -> dict[str, Any]:
+def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> dict[str, Any]:
     """What one controller knows of its share; everything in it adds up over controllers (or is a maximum: `max_*`).
 
-    `version` is the policy that was trained, the measure of how old samples are; `overlong`: what a response loses by
-    its length.
+    `version` is the policy that was trained, the measure of how old samples are. `aborted`: tokens and number of
+    responses that were thrown away unfinished, and that might have been trained on.
     """
+    tokens_passed, samples_passed = collected.passed
     scored = [s for group in collected.groups for s in group]
     rewards = [s.reward for s in scored]
     lengths = [len(s.rollout.tokens_S) for s in scored]
@@ -44,10 +43,11 @@ def local_sums(
         "reward_squares": exact(r * r for r in rewards),
         "no_spread": sum(len({s.reward for s in group}) == 1 for group in collected.groups),
         "tokens": sum(lengths),
+        "tokens_eligible": tokens_passed + aborted[0],
+        "samples_eligible": samples_passed + aborted[1],
         "prompt_tokens": sum(len(s.rollout.prompt.tokens_P) for s in scored),
         "max_length": max(lengths, default=0),
         "clipped": sum(s.rollout.finish == "length" for s in scored),
-        **({"overlong": exact(overlong(s.rollout) for s in scored)} if overlong else {}),
         "reward_drawn": exact(collected.rewards),
         "samples_drawn": len(collected.rewards),
         "drawn": collected.drawn,
@@ -78,6 +78,7 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
         "response_length/max": max(part["max_length"] for part in gathered),
         "response_length/clipped_frac": total("clipped") / samples,
         **({"reward/overlong_penalty": total("overlong") / samples} if "overlong" in gathered[0] else {}),
+        **_length_bias(total),
         "batch/samples": int(total("samples")),
         "sampling/drawn": int(total("drawn")),
         "sampling/trained": int(total("groups")),
@@ -93,6 +94,15 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
         row[f"reward/{name}"] = float(sum(p[0] for p in pairs) / sum(p[1] for p in pairs))
     row["controller/peak_rss_mb"] = max(part["peak_rss_mb"] for part in gathered)
     return row
+
+
+def _length_bias(total: Callable[[str], float]) -> dict[str, float]:
+    """Mean trained length over that of all responses that could have been trained on: those that passed the filter, and
+    those that were aborted, as far as they came. 1 is unbiased; single steps vary."""
+    if not total("tokens") or not total("tokens_eligible"):
+        return {}
+    eligible = total("tokens_eligible") / total("samples_eligible")
+    return {"rollout/length_bias": total("tokens") / total("samples") / eligible}
 
 
 def _sum_counts(gathered: Sequence[dict[str, Any]], name: str) -> Counter[str]:

@@ -32,7 +32,7 @@ from gcore.prompts.rows import load_rows
 from gcore.prompts.source import PromptSource, Templater, measure
 from gcore.prompts.tokenizer import stop_tokens
 from gcore.protocols import Group, Handle, Rewarder
-from gcore.types import Rollout, Sample, SampleMeta, UserError
+from gcore.types import Sample, SampleMeta, UserError
 
 
 class Session:
@@ -300,7 +300,7 @@ class Session:
             yield
 
     async def check_failures(self, step: int, metas: Sequence[SampleMeta], collected: Collected) -> None:
-        """Rewards that could not be had: counted, and too many of them end the run. All hear the causes."""
+        """Prompts that failed are counted, and too many of them end the run. All controllers get the causes."""
         trained, wanted = len({meta.prompt_id for meta in metas}), self.config.sampling.prompts_per_step
         failed, decided = collected.failed_everywhere, collected.decided_everywhere
         if failed:
@@ -309,10 +309,10 @@ class Session:
             limit = self.config.rewards.max_error_frac
             if failed / decided > limit or failed == decided:
                 raise UserError(
-                    f"step {step}: {failed} of {decided} prompts had no reward (rewards.max_error_frac={limit}); "
+                    f"step {step}: {failed} of {decided} prompts failed (rewards.max_error_frac={limit}); "
                     f"first cause: {cause}"
                 )
-            self.note(f"step {step}: {failed} of {decided} prompts dropped, without a reward; first cause: {cause}")
+            self.note(f"step {step}: {failed} of {decided} prompts failed and were dropped; first cause: {cause}")
         if trained < wanted and not self.config.sampling.fixed:
             self.note(
                 f"step {step}: trains on {trained} of {wanted} groups; the {self.config.sampling.window} prompts of "
@@ -331,8 +331,12 @@ class Session:
     ) -> None:
         for stage in ("generation", "rewarding"):
             self._times[stage] = collected.stage_s.get(stage, 0.0)
+        aborted = self.pool.take_aborted()
+        if self.config.sampling.strict:
+            aborted = 0, 0  # none of those is before the end of the step in prompt order
         sums = {
-            **record.local_sums(collected, step - 1, self._overlong if self.config.algorithm.overlong_buffer else None),
+            **record.local_sums(collected, step - 1, aborted),
+            **self._overlong(collected),
             "counts": self.studio.rewarder.take_counts(),
             "bytes_out": self.dispatcher.bytes_out,
             "times": dict(self._times),
@@ -356,8 +360,11 @@ class Session:
         self._write(row)
         self.tracer.flush()
 
-    def _overlong(self, rollout: Rollout) -> float:
-        return overlong(rollout, self.config.algorithm, self.config.generation.max_response_length)
+    def _overlong(self, collected: Collected) -> dict[str, Any]:
+        algorithm, longest = self.config.algorithm, self.config.generation.max_response_length
+        if not algorithm.overlong_buffer:
+            return {}
+        return {"overlong": exact(overlong(s.rollout, algorithm, longest) for group in collected.groups for s in group)}
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows = [*self._rows[-50:], row]

@@ -35,6 +35,11 @@ async def generate_and_reward(ctx: Context, prompt: Prompt) -> list[Scored]:
     return await ctx.reward(group)
 
 
+def least_siblings(config: Config) -> int:
+    """Samples of a prompt that the advantage estimator needs."""
+    return 1 if config.algorithm.adv_estimator == "reinforce_pp" else 2
+
+
 class StageClock:
     """Stages overlap: how long was *anything* in each of them?"""
 
@@ -87,24 +92,24 @@ class Studio:
         self.n = 1 if greedy else config.sampling.samples_per_prompt
         generation = config.generation
         self.max_tokens = generation.max_response_length
-        self.params: dict[str, Any] = {
-            "max_tokens": self.max_tokens,
-            "temperature": 0.0 if greedy else generation.temperature,
-            "top_p": generation.top_p,
-            "top_k": generation.top_k,
-            "stop_tokens": stop_tokens,
-        }
-        self.least_siblings = 1 if greedy or config.algorithm.adv_estimator == "reinforce_pp" else 2
+        self.params = SamplingParams(
+            self.max_tokens,
+            0.0 if greedy else generation.temperature,
+            generation.top_p,
+            generation.top_k,
+            stop_tokens,
+        )
+        self.least_siblings = 1 if greedy else least_siblings(config)
         self.clock = StageClock()
 
     def sampling(self, given: dict[str, Any], room: int | None = None) -> SamplingParams:
-        params = {**self.params, **given, **({"temperature": 0.0} if self.greedy else {})}
-        if stop := params.pop("stop", ()):
-            words = [stop] if isinstance(stop, str) else stop
-            params["stop_tokens"] = (*params["stop_tokens"], *map(self._token, words))
-        if room is not None:
-            params["max_tokens"] = min(params["max_tokens"], room)
-        return SamplingParams(**params)
+        given = {**given, **({"temperature": 0.0} if self.greedy else {})}
+        stop = given.pop("stop", ())
+        params = self.params.override(given, "ctx.generate")
+        words = [stop] if isinstance(stop, str) else stop
+        stop_tokens = (*params.stop_tokens, *map(self._token, words))
+        max_tokens = params.max_tokens if room is None else min(params.max_tokens, room)
+        return dataclasses.replace(params, stop_tokens=stop_tokens, max_tokens=max_tokens)
 
     def _token(self, text: str) -> int:
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -217,7 +222,7 @@ class SampleContext:
         room = studio.max_tokens - taken
         if room < 1:
             return [dataclasses.replace(rollout, sibling=s, finish="length") for s in siblings]
-        same = rollout.temperature if studio.params["temperature"] else 0.0  # greedy samples are trained at 1
+        same = rollout.temperature if studio.params.temperature else 0.0  # greedy samples are trained at 1
         sampling = studio.sampling({"temperature": same, **params}, room)
         if (sampling.temperature or 1.0) != rollout.temperature:
             raise UserError(

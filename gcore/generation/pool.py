@@ -5,8 +5,9 @@
                     └── all of it, when the replica died; the rest of it, when the replica is drained
 
 Which replica answers never changes what it answers (noise belongs to the sample and to the position in it), so routing
-is free to chase speed, and half a response goes on elsewhere from the tokens it has. A caller that is cancelled takes
-its requests back: the replica's slots are free at once.
+is free to chase speed. A response that is cut continues elsewhere from the tokens it has: the embedded and the emulated
+engine make the same tokens as without the cut; vLLM and SGLang draw the rest from the same distribution, with other
+noise. A caller that is cancelled takes its requests back: the replica's slots are free at once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gcore.generation.routing import Router, own_replicas
 from gcore.protocols import Handle, RoleDied, RoleError
 from gcore.types import Completion, Ints, Request
 
-Reason = Literal["dead", "drained", "suspect"]
+Reason = Literal["dead", "drained", "paused", "suspect"]
 REMEMBERED = 2048  # lengths between two reports
 RECALL_S = 1.0  # an abort may overtake the requests it is meant for: it is said again until they are back
 
@@ -97,15 +98,29 @@ class Pool:
     async def drain(self, name: str) -> None:
         """Send nothing more to a replica, and take back what it has: that goes on elsewhere. Returns when nothing of
         this controller is left there (or when it is reopened meanwhile)."""
-        numbers = self._numbers(name)
+        await self._take_back(self._numbers(name), "drained")
+
+    async def pause(self) -> None:
+        """Take back all requests from all replicas. They and new ones wait until `resume`, and continue from the tokens
+        they have. The replicas may sleep and take new weights in between."""
+        await self._take_back(range(len(self.replicas)), "paused")
+
+    def resume(self) -> None:
+        for i in range(len(self.replicas)):
+            self._mark_open(i, "paused")
+        self._pump()
+
+    async def _take_back(self, numbers: Sequence[int], why: Reason) -> None:
         for i in numbers:
-            self._close(i, "drained")
-        for i in numbers:
-            while self._router.counts[i] and "drained" in self._closed[i]:
-                self._recall(i)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RECALL_S):
-                        await self._idle[i].wait()
+            self._close(i, why)
+        await asyncio.gather(*(self._until_empty(i, why) for i in numbers))
+
+    async def _until_empty(self, i: int, why: Reason) -> None:
+        while self._router.counts[i] and why in self._closed[i]:
+            self._recall(i)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RECALL_S):
+                    await self._idle[i].wait()
 
     def reopen(self, *names: str) -> None:
         """All of them, before anybody's turn comes: else the first would be sent all that waits."""
@@ -234,7 +249,8 @@ class EnginePool(Pool):
         self._name, self._numbering = uuid.uuid4().hex[:12], itertools.count()
         self._tickets: list[set[str]] = [set() for _ in engines]  # under way, by replica
         self._recalled: set[str] = set()  # those that were aborted by `drain`: they go on elsewhere
-        self._aborts: set[asyncio.Future[None]] = set()
+        self._aborts: set[asyncio.Future[Any]] = set()
+        self._aborted_requests = self._aborted_tokens = 0  # of callers that were cancelled, since the last report
         self._num_calls = 0
         self._ended: deque[int] = deque(maxlen=REMEMBERED)  # lengths, since the last report
         self._longest: deque[int] = deque(maxlen=REMEMBERED)
@@ -307,17 +323,32 @@ class EnginePool(Pool):
         """What the replica answers, and whether that is cut short because it is drained."""
         ticket = f"{self._name}-{next(self._numbering)}"
         self._tickets[i].add(ticket)
+        answer = asyncio.ensure_future(self.replicas[i].call("generate", requests, ticket))
         try:
-            return await self.replicas[i].call("generate", requests, ticket), ticket in self._recalled
+            return await asyncio.shield(answer), ticket in self._recalled
         except RoleDied:
             self._close(i, "dead")
             raise
         except asyncio.CancelledError:
+            self._aborts.add(answer)
+            answer.add_done_callback(self._count_aborted)
             self._abort(i, ticket)
             raise
         finally:
             self._tickets[i].discard(ticket)
             self._recalled.discard(ticket)
+
+    def take_aborted(self) -> tuple[int, int]:
+        """Tokens and requests of callers that were cancelled, since the last call."""
+        aborted = self._aborted_tokens, self._aborted_requests
+        self._aborted_tokens = self._aborted_requests = 0
+        return aborted
+
+    def _count_aborted(self, answer: asyncio.Future[list[Completion]]) -> None:
+        self._aborts.discard(answer)
+        if not answer.cancelled() and answer.exception() is None:
+            self._aborted_requests += len(answer.result())
+            self._aborted_tokens += sum(len(completion.tokens_S) for completion in answer.result())
 
     def _recall(self, i: int) -> None:
         for ticket in self._tickets[i]:

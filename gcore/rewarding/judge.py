@@ -19,7 +19,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import pstdev
 from typing import Any, TypeVar
@@ -103,7 +103,7 @@ class JudgeSource:
     async def say(self, messages: Sequence[Message], key: Key, **params: Any) -> str:
         """What the judge says to a conversation of the caller's own. `params` override fields of SamplingParams."""
         question = self.voice.question(messages, f"judge {self.name!r}")
-        return await self.voice.answer(question, replace(self._params, **params), (self.name, "say", *key))
+        return await self.voice.answer(question, self._params.override(params, "ctx.ask"), (self.name, "say", *key))
 
     def _case(self, group: Sequence[Rollout], places: tuple[int, ...]) -> Case:
         rollouts = [group[place] for place in places]

@@ -18,8 +18,17 @@ from gcore.types import Message, RewardError, Rollout, Scored, UserError
 class Blend:
     """Implements protocols.Rewarder."""
 
-    def __init__(self, sources: Sequence[Source], backoff_s: float = 0.1, pools: Sequence[Any] = ()):
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        backoff_s: float = 0.1,
+        pools: Sequence[Any] = (),
+        least_scored: int | None = None,
+    ):
+        """`least_scored`: a sibling without a reward is left out of its group while this many remain. None: the whole
+        group fails."""
         self.pools = pools
+        self._least_scored = least_scored
         self.sources = {source.name: source for source in sources}
         self.backoff_s = backoff_s
         self.counts: Counter[str] = Counter()
@@ -37,7 +46,19 @@ class Blend:
             if isinstance(result, BaseException):
                 raise result
             answers[name] = result
-        return [self._blend(i, rollout, answers) for i, rollout in enumerate(group)]
+        scored = [s for i, rollout in enumerate(group) if (s := self._blend(i, rollout, answers)) is not None]
+        unscored = len(group) - len(scored)
+        least = len(group) if self._least_scored is None else min(self._least_scored, len(group))
+        if len(scored) < least:
+            every = "every source returned None" if len(answers) > 1 else "it returned None"
+            raise RewardError(
+                f"reward {', '.join(map(repr, answers))}, prompt {group[0].prompt.id}: {every} for {unscored} of "
+                f"{len(group)} siblings; expected a number from at least one source for each "
+                "(rewards.unscored=drop_sample leaves such siblings out)"
+            )
+        if unscored:
+            self.counts["unscored"] += unscored
+        return scored
 
     async def ask(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
         """One source alone, unweighted: for workflows that choose by it."""
@@ -85,8 +106,8 @@ class Blend:
         asked = f"reward {source.name!r}, prompt {prompt.id}"
         raise RewardError(f"{asked}: {said} (tried {source.attempts} times)") from cause
 
-    def _blend(self, i: int, rollout: Rollout, answers: dict[str, Answer]) -> Scored:
-        """None is TRL's "does not apply to this sample": left out of the sum; nothing left is a failure."""
+    def _blend(self, i: int, rollout: Rollout, answers: dict[str, Answer]) -> Scored | None:
+        """None is TRL's "does not apply to this sample": left out of the sum. With nothing left there is no reward."""
         reward, parts = 0.0, dict[str, float]()
         applied = False
         for name, answer in answers.items():
@@ -97,9 +118,4 @@ class Blend:
                 reward += self.sources[name].weight * value
             if answer.extras:
                 parts |= {f"{name}/{extra}": number for extra, number in answer.extras[i].items()}
-        if not applied:
-            raise RewardError(
-                f"reward {', '.join(map(repr, answers))}, prompt {rollout.prompt.id}: every source returned None "
-                f"for sibling {rollout.sibling}; expected a number from at least one"
-            )
-        return Scored(rollout=rollout, reward=reward, parts=parts)
+        return Scored(rollout=rollout, reward=reward, parts=parts) if applied else None

@@ -19,8 +19,9 @@ import hashlib
 import math
 import zlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -56,6 +57,19 @@ def log_normal(median: float, sigma: float, shared: float = 0.0) -> Lengths:
         while end <= request.position:
             end += max(1, round(median * math.exp(common + own * _normal(request.noise_key, end))))
         return end - request.position
+
+    return length
+
+
+def unseeded(lengths: Lengths) -> Lengths:
+    """Lengths of an engine without seeds: a request that is started again from its prompt gets fresh noise. One that
+    continues from the tokens it has keeps its noise: the rest of a response is drawn given its beginning."""
+    starts = Counter[int]()
+
+    def length(request: Request) -> int:
+        starts[request.noise_key] += request.position == 0
+        mixed = _noise(request.noise_key, starts[request.noise_key], 1)
+        return lengths(replace(request, noise_key=int(mixed[0])))
 
     return length
 
@@ -320,10 +334,11 @@ class EmulatedEngine:
 def engine_of(serving: Serving, device: EmulatedDevice, model: Model, max_length: int) -> EmulatedEngine:
     """As configured. Needs neither network nor tokenizer nor torch: a hundred such processes fit a laptop."""
     names = ("base_s", "per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s")
+    lengths = log_normal(device.mean_tokens / math.exp(device.sigma**2 / 2), device.sigma, device.shared)
     return EmulatedEngine(
         Pace(max_concurrent=serving.max_concurrent, **{name: getattr(device, name) for name in names}),
         max_length=max_length,
-        lengths=log_normal(device.mean_tokens / math.exp(device.sigma**2 / 2), device.sigma, device.shared),
+        lengths=lengths if serving.seeds else unseeded(lengths),
         tokens=range(4, 4 + len(model.build.alphabet)) if model.build else range(4, 1000),  # after the special ones
         speed=device.speed,
     )

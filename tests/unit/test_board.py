@@ -138,12 +138,27 @@ def test_drawing_up_to_the_frontier_is_enough(seed):
 # --- free
 
 
-def test_free_takes_who_comes_first():
+def test_free_ends_when_enough_have_come_and_takes_them_in_prompt_order():
+    """In order of arrival the last to come would be left behind, and those are the long ones."""
     board = free(2)
     board.add([kept(7), News()])
     assert board.chosen() is None
     board.add([kept(9), kept(3)])
-    assert board.chosen() == [7, 3]  # of one tick, in the order of the prompts
+    assert board.chosen() == [3, 7]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_the_parts_of_what_is_missing_add_up(size):
+    """10 wanted, 4 there, half of the groups pass: 12 must be under way, and 7 are."""
+    board = free(10)
+    board.add([News(kept=[(i, 0) for i in range(4)], running=7), *[News()] * (size - 1)])
+    for _ in range(4):
+        parts = [board.missing(10, 0.5, rank, size) for rank in range(size)]
+        assert sum(parts) == 5 and max(parts) - min(parts) <= 1
+        assert sum(board.missing(5, 0.5, rank, size) for rank in range(size)) == 2 - 7  # too many
+        board.add([News(running=7)])
+    assert len({board.missing(10, 0.5, 0, 3) for board.ticks in range(3)}) == 2  # each controller has its turn
+    assert [board.missing(4, 0.5, rank, size) for rank in range(size)] == [-7] * size  # none in place of a dropped one
 
 
 def test_free_takes_the_oldest_policy_first():
@@ -199,9 +214,9 @@ def test_free_whatever_the_news(seed):
     target, size, boards = dice.randint(1, 6), dice.randint(1, 4), (free(1), free(1))
     for board in boards:
         board.target = target
-    shadow: dict[int, tuple[int, int, int]] = {}  # prompt -> version, tick, prompt: the order they are taken in
+    shadow: dict[int, tuple[int, int]] = {}  # prompt -> version, prompt: the order they are taken in
     fresh, chosen = 0, None
-    for tick in range(12):
+    for _ in range(12):
         parts = []
         for _ in range(size):
             found = [(fresh := fresh + 1, dice.randint(0, 2)) for _ in range(dice.randint(0, 2))]
@@ -210,7 +225,7 @@ def test_free_whatever_the_news(seed):
                 del shadow[cursor]
             bad = [(fresh := fresh + 1, "no_spread") for _ in range(dice.randint(0, 1))]
             parts.append(News(found, bad, gone, dice.random() < 0.3, int(dice.random() < 0.3)))
-        shadow |= {cursor: (version, tick, cursor) for part in parts for cursor, version in part.kept}
+        shadow |= {cursor: (version, cursor) for part in parts for cursor, version in part.kept}
         together = News(
             *([entry for part in parts for entry in getattr(part, name)] for name in ("kept", "dropped", "withdrawn")),
             all(part.idle for part in parts),

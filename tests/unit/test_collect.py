@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from gcore.config.tree import Algorithm, Sampling
 from gcore.controller.build import load_filter
 from gcore.controller.collect import Collected, answer_all, merge_places, no_filter
-from gcore.controller.workflow import StageClock
+from gcore.controller.workflow import StageClock, generate_and_reward
 from gcore.preparation.samples import make_samples
 from gcore.types import Prompt, RewardError, Scored, UserError
 from tests.unit.rollouts import (
@@ -29,8 +30,9 @@ from tests.unit.rollouts import (
     scored,
 )
 
+FREE: dict[str, Any] = {"deterministic": False, "surplus": "abort"}
 MODES: dict[str, dict[str, Any]] = {  # those in which timing decides
-    "free": {"deterministic": False},
+    "free": FREE,
     "keep": {"surplus": "keep"},
     "keep all": {"surplus": "keep", "filter": "none"},
     "ahead 1": {"max_staleness": 1},
@@ -119,22 +121,37 @@ def test_one_sample_is_enough_where_nothing_is_compared():
     assert len(answer(workflow, least=1).groups) == 3
 
 
-def test_what_a_workflow_raises_comes_out_as_it_is():
+def test_what_a_workflow_raises_drops_its_group_and_names_the_users_line():
     async def workflow(ctx: Any, p: Prompt) -> list[Scored]:
-        raise KeyError("lost")
+        if p.id == 1:
+            raise KeyError("lost")
+        return group_of(p.id)
 
-    with pytest.raises(KeyError, match="lost"):
-        answer(workflow)
+    line = inspect.getsourcelines(workflow)[1] + 2
+    found = answer(workflow)
+    assert [number_of(group) for group in found.groups] == [0, 2] and found.dropped == {"workflow_error": 1}
+    assert found.cause == f"test_collect.py:{line} in workflow: KeyError: 'lost' (workflow, prompt 1)"
+    outcome: Any = lambda prompt, version: KeyError("lost") if prompt == 1 else True  # noqa: E731
+    for mode in ({"filter": "none"}, {}, FREE, {"surplus": "keep"}, {"max_staleness": 1}):
+        world = World(sampling(prompts_per_step=3, **mode), 2, outcome=outcome, keep=no_filter)
+        run(world.train(1))
+        assert totals(world.steps[0])[2] == {"workflow_error": 1}
+        assert [part.failed_everywhere for part in world.steps[0]] == [1, 1]
+        assert any("KeyError: 'lost'" in (part.cause or "") for part in world.steps[0])
 
 
-@pytest.mark.parametrize(
-    "mode", [{"filter": "none"}, {}, {"deterministic": False}, {"surplus": "keep"}, {"max_staleness": 1}], ids=str
-)
+def test_what_a_workflow_of_ours_raises_comes_out_as_it_is():
+    broken: Any = SimpleNamespace(clock=StageClock(), least_siblings=2)  # it has no `sampling`
+    with pytest.raises(AttributeError, match="sampling"):
+        run(answer_all(generate_and_reward, broken, [prompt_at(0)], lambda _: None))
+
+
+@pytest.mark.parametrize("mode", [{"filter": "none"}, {}, FREE, {"surplus": "keep"}, {"max_staleness": 1}], ids=str)
 def test_a_failure_ends_the_step_at_once(mode):
     """One prompt raises; all others, here and elsewhere, would take for ever. Its controller does not wait for them."""
 
     def outcome(prompt: int, version: int) -> bool | Exception:
-        return KeyError("lost") if prompt == 0 else True
+        return UserError("lost") if prompt == 0 else True
 
     world = World(sampling(**mode), 2, delay=lambda prompt, attempt: FOREVER if prompt else 1.0, outcome=outcome)
 
@@ -142,7 +159,7 @@ def test_a_failure_ends_the_step_at_once(mode):
         steps = [asyncio.ensure_future(collector.step(1)) for collector in world.collectors]
         done, _ = await asyncio.wait(steps, return_when=asyncio.FIRST_COMPLETED)
         assert done == {steps[0]}
-        with pytest.raises(KeyError, match="lost"):
+        with pytest.raises(UserError, match="lost"):
             steps[0].result()
         return asyncio.get_running_loop().time()
 
@@ -151,18 +168,18 @@ def test_a_failure_ends_the_step_at_once(mode):
 
 def test_a_failure_is_heard_while_another_controller_keeps_silent():
     """The tick is under way, controller 1 does not come to it; then a group here raises."""
-    outcome: Any = lambda prompt, version: KeyError("lost")  # noqa: E731
+    outcome: Any = lambda prompt, version: UserError("lost")  # noqa: E731
     world = World(sampling(), 2, delay=lambda prompt, attempt: 10.0, outcome=outcome)
-    with pytest.raises(KeyError, match="lost"):
+    with pytest.raises(UserError, match="lost"):
         run(world.collectors[0].step(1), bound_s=11.0)
 
 
 def test_a_failure_between_two_steps_ends_the_next():
     def outcome(prompt: int, version: int) -> bool | Exception:
-        return KeyError("lost") if prompt == 7 else True
+        return UserError("lost") if prompt == 7 else True
 
     world = World(sampling(max_staleness=1), delay=lambda prompt, attempt: 1.0 if prompt == 7 else 0.1, outcome=outcome)
-    with pytest.raises(KeyError, match="lost"):
+    with pytest.raises(UserError, match="lost"):
         run(world.train(2), bound_s=100.0)
     assert len(numbers(world.steps[0])) == 5
 
@@ -247,7 +264,8 @@ def test_strict_forgets_what_came_too_far_ahead():
     def outcome(prompt: int, version: int) -> bool | Exception:
         return RewardError(f"no {prompt}") if prompt == 3 and version == 0 else True
 
-    world = World(sampling(prompts_per_step=3), 2, delay=lambda p, _: 0.01 if p == 3 else 1.0, outcome=outcome)
+    chosen = sampling(prompts_per_step=3, oversampling=4 / 3)
+    world = World(chosen, 2, delay=lambda p, _: 0.01 if p == 3 else 1.0, outcome=outcome)
     run(world.train(2))
     assert [numbers(found) for found in world.steps] == [[0, 1, 2], [3, 4, 5]]
     assert [totals(found) for found in world.steps] == [(3, 3, {}, 0), (3, 3, {}, 0)]
@@ -270,7 +288,7 @@ def test_a_dropped_group_is_replaced_without_a_word_to_others():
 
 def test_a_controller_without_luck_is_helped_by_others():
     """Controller 0 is stuck with its prompts; controller 1 draws until there are enough."""
-    world = World(sampling(deterministic=False, prompts_per_step=4), 2)
+    world = World(sampling(prompts_per_step=4, **FREE), 2)
     world.delay = lambda prompt, attempt: FOREVER if prompt % 2 == 0 else 0.1
     world.outcome = lambda prompt, version: prompt > 6
     run(world.train(1), bound_s=100.0)
@@ -335,19 +353,19 @@ def test_a_controller_that_is_always_slow(mode):
 
 
 def test_free_steps_do_not_wait_for_the_last():
-    """Prompt 2 hangs at its first try. Controller 1 draws 5 in its stead; 2 is aborted, and then first in line."""
-    world = World(sampling(prompts_per_step=4, deterministic=False), 2)
+    """Prompt 2 hangs at its first try. One more than needed was begun; 2 is aborted, and then first in line."""
+    world = World(sampling(prompts_per_step=4, oversampling=1.25, **FREE), 2)
     world.delay = lambda prompt, attempt: FOREVER if prompt == 2 and attempt == 0 else 0.1
     run(world.train(2), bound_s=100.0)
-    assert numbers(world.steps[0]) == [0, 1, 3, 5] and world.aborted == [2]
-    assert [totals(found) for found in world.steps] == [(5, 4, {}, 1), (3, 4, {}, 0)]  # a second try is no second draw
-    assert world.started == [0, 2, 1, 3, 5, 2, 4, 7, 9]
-    assert numbers(world.steps[1]) == [2, 4, 7, 9]
+    assert numbers(world.steps[0]) == [0, 1, 3, 4] and world.aborted == [2]
+    assert [totals(found) for found in world.steps] == [(5, 4, {}, 1), (4, 4, {}, 1)]  # a second try is no second draw
+    assert world.started == [0, 2, 4, 1, 3, 2, 6, 8, 5, 7]
+    assert numbers(world.steps[1]) == [2, 5, 6, 7]
 
 
 def test_free_steps_give_surplus_groups_back():
     """Both controllers start 2 for a step of 3; all four are done in the same tick. The fourth is made again."""
-    world = World(sampling(prompts_per_step=3, deterministic=False), 2)
+    world = World(sampling(prompts_per_step=3, oversampling=4 / 3, **FREE), 2)
     run(world.train(2))
     assert [numbers(found) for found in world.steps] == [[0, 1, 2], [3, 4, 5]]
     assert [totals(found)[3] for found in world.steps] == [1, 1]
@@ -357,7 +375,7 @@ def test_free_steps_give_surplus_groups_back():
 
 @pytest.mark.parametrize("says", [None, RewardError("too late"), KeyError("too late")], ids=repr)
 def test_what_an_aborted_workflow_still_says_is_not_heard(says):
-    world = World(sampling(prompts_per_step=1, deterministic=False), 2, delay=lambda prompt, attempt: 0.1)
+    world = World(sampling(prompts_per_step=1, oversampling=2.0, **FREE), 2, delay=lambda prompt, attempt: 0.1)
     tell = world.workflow
 
     async def deaf(ctx: Any, p: Prompt) -> list[Scored]:
@@ -383,7 +401,9 @@ def test_what_an_aborted_workflow_still_says_is_not_heard(says):
 
 
 def test_kept_surplus_trains_in_the_next_step():
-    world = World(sampling(prompts_per_step=3, surplus="keep"), 2, delay=lambda p, _: 1.0 if p == 3 else 0.1)
+    world = World(
+        sampling(prompts_per_step=3, surplus="keep", oversampling=4 / 3), 2, delay=lambda p, _: 1.0 if p == 3 else 0.1
+    )
     run(world.train(2))
     assert numbers(world.steps[0]) == [0, 1, 2]
     assert totals(world.steps[0]) == (4, 3, {}, 1)
@@ -405,7 +425,9 @@ def test_surplus_alone_goes_on_while_the_trainer_works():
 
 def test_a_step_waits_for_groups_the_next_could_not_use():
     """Prompt 3 was begun by policy 0 and runs through step 2: the last that may train on it. Step 2 takes it in."""
-    world = World(sampling(prompts_per_step=3, surplus="keep"), 2, delay=lambda p, _: 20.0 if p == 3 else 0.1)
+    world = World(
+        sampling(prompts_per_step=3, surplus="keep", oversampling=4 / 3), 2, delay=lambda p, _: 20.0 if p == 3 else 0.1
+    )
     run(world.train(3))
     assert 3 in numbers(world.steps[1]) and world.started.count(3) == 1
     check_ages(world)
@@ -448,7 +470,7 @@ def test_the_share_accepted_lately_decides_how_many_are_started():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("mode", [{}, {"deterministic": False}, {"surplus": "keep"}, {"max_staleness": 2}], ids=str)
+@pytest.mark.parametrize("mode", [{}, FREE, {"surplus": "keep"}, {"max_staleness": 2}], ids=str)
 def test_exhausted_steps_train_on_what_there_is(mode, size):
     chosen = sampling(prompts_per_step=6, max_draws=2.0, **mode)
     world = World(chosen, size, **of_chance(f"1/{size}", 0), train_s=0.0)
@@ -461,7 +483,7 @@ def test_exhausted_steps_train_on_what_there_is(mode, size):
     assert sorted(set(world.started)) == list(range(len(world.started)))  # each once
 
 
-@pytest.mark.parametrize("mode", [{}, {"deterministic": False}, {"surplus": "keep"}], ids=str)
+@pytest.mark.parametrize("mode", [{}, FREE, {"surplus": "keep"}], ids=str)
 def test_exhausted_steps_end_the_run_where_asked_to(mode):
     chosen = sampling(prompts_per_step=6, max_draws=2.0, on_exhausted="stop", **mode)
     world = World(chosen, 2, outcome=lambda prompt, version: prompt == 4)
@@ -484,7 +506,7 @@ def test_a_step_that_is_just_enough_is_not_exhausted():
 # --- rewards that could not be had
 
 
-@pytest.mark.parametrize("mode", [{}, {"deterministic": False}, {"surplus": "keep"}, {"max_staleness": 1}], ids=str)
+@pytest.mark.parametrize("mode", [{}, FREE, {"surplus": "keep"}, {"max_staleness": 1}], ids=str)
 def test_groups_without_a_reward_are_replaced_counted_and_explained(mode):
     def outcome(prompt: int, version: int) -> bool | Exception:
         return RewardError(f"no {prompt}") if prompt in (1, 3) else True

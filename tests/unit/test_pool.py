@@ -161,7 +161,8 @@ def test_a_turn_that_comes_to_somebody_who_gave_up_is_the_next_ones():
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         replica.answer(0, "0")
-        await asyncio.sleep(0)  # the first has its answer, and the second its turn, of which it has not heard yet
+        while not calls[0].done():
+            await asyncio.sleep(0)  # the first has its answer, and the second its turn, of which it has not heard yet
         assert calls[0].done() and replica.keys == [[0]] and pool.observe().replicas[0].requests == 1
         calls[1].cancel()
         await settle()
@@ -472,6 +473,48 @@ def test_a_drain_ends_when_the_replica_is_reopened():
     run(main)
 
 
+def test_a_paused_pool_holds_what_it_has_and_continues_from_its_tokens():
+    async def main() -> None:
+        a = Replica("a")
+        pool = EnginePool([a])
+        calls = [begin(pool.generate(ask(key))) for key in (0, 1)]
+        await settle()
+        paused = begin(pool.pause())
+        await settle()
+        assert not paused.done() and sorted(a.aborted) == [a.ticket(0), a.ticket(1)]
+        a.answer(0, piece([3, 4]))
+        a.answer(1, piece([2], "stop"))
+        await paused
+        late = begin(pool.generate(ask(2)))
+        await settle()
+        assert calls[1].done() and not calls[0].done() and a.keys == [[0], [1]]
+        assert pool.observe().waiting == 2 and pool.take_aborted() == (0, 0)  # nothing was thrown away
+        pool.resume()
+        await settle()
+        assert a.keys == [[0], [1], [0], [2]] and a.generates[2][0][0].position == 2
+        a.answer(2, piece([2], "stop", version=1))
+        assert (await calls[0])[0].versions_S.tolist() == [0, 0, 1]
+        late.cancel()
+
+    run(main)
+
+
+def test_tokens_of_callers_that_give_up_are_counted():
+    async def main() -> None:
+        a = Replica("a")
+        pool = EnginePool([a])
+        call = begin(pool.generate(ask(0)))
+        await settle()
+        call.cancel()
+        await settle()
+        assert a.aborted == [a.ticket(0)] and idle(pool)
+        a.answer(0, piece([3, 4, 5]))
+        await settle()
+        assert pool.take_aborted() == (3, 1) and pool.take_aborted() == (0, 0)
+
+    run(main)
+
+
 def test_whose_turn_came_as_the_replica_was_closed_goes_elsewhere():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
@@ -479,7 +522,8 @@ def test_whose_turn_came_as_the_replica_was_closed_goes_elsewhere():
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         a.answer(0, "0")
-        await asyncio.sleep(0)
+        while not calls[0].done():
+            await asyncio.sleep(0)
         assert pool.observe().replicas[0].requests == 1 and a.keys == [[0]]  # 2 has its turn, and has not heard yet
         await pool.drain("a")
         assert a.keys == [[0]] and a.aborted == []

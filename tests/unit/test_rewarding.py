@@ -310,8 +310,18 @@ def test_none_does_not_apply_and_is_left_out():
     assert (first.reward, first.parts) == (0.5, {"f1": 0.5})
     assert (second.reward, second.parts) == (1.0, {"f0": 1.0})
     rewarder = rewarder_of(lambda completions: [None, 1.0], lambda completions: [None, 1.0])
-    with pytest.raises(RewardError, match="'f0', 'f1', prompt 70: every source returned None for sibling 0"):
+    with pytest.raises(RewardError, match="'f0', 'f1', prompt 70: every source returned None for 1 of 2 siblings"):
         score(rewarder, group_of("2", "3"))
+
+
+def test_siblings_without_a_reward_are_left_out_where_asked_for():
+    rewarder = rewarder_of(lambda completions: [None if text == "?" else 1.0 for text in completions])
+    rewarder._least_scored = 2
+    assert [s.rollout.sibling for s in score(rewarder, group_of("2", "?", "3"))] == [0, 2]
+    assert rewarder.take_counts() == {"unscored": 1}
+    with pytest.raises(RewardError, match=r"prompt 70: it returned None for 2 of 3 siblings; .*rewards\.unscored"):
+        score(rewarder, group_of("2", "?", "?"))
+    assert len(score(rewarder, group_of("2"))) == 1  # as in evaluations
 
 
 @pytest.mark.parametrize(

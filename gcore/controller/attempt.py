@@ -1,0 +1,67 @@
+"""One prompt through the workflow: what it returns is checked; what a user's workflow raises is a counted failure."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from pathlib import Path
+
+import gcore
+from gcore.controller.board import REWARD_ERROR, WORKFLOW_ERROR
+from gcore.controller.workflow import SampleContext, Studio, Workflow
+from gcore.protocols import RoleDied, RoleError
+from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
+
+
+async def run_workflow(workflow: Workflow, studio: Studio, prompt: Prompt) -> list[Scored]:
+    try:
+        group = await workflow(SampleContext(studio), prompt)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # by us
+        raise UserError(f"workflow cancelled itself at prompt {prompt.id}; expected a list of Scored") from None
+    except (UserError, RewardError, RoleError, RoleDied):
+        raise
+    except Exception as error:
+        line = _line_of(workflow, error)
+        if line is None:
+            raise
+        said = f"{line}: {type(error).__name__}: {error}" if str(error) else f"{line}: {type(error).__name__}"
+        raise WorkflowError(f"{said} (workflow, prompt {prompt.id})") from error
+    return _checked(group, prompt, studio.least_siblings)
+
+
+def _line_of(workflow: Workflow, error: Exception) -> str | None:
+    """Where a user's workflow raised, as `flow.py:12 in workflow`; None: the workflow is one of ours."""
+    code = getattr(inspect.unwrap(workflow), "__code__", None)
+    if code is None or Path(code.co_filename).is_relative_to(Path(gcore.__file__).parent):
+        return None
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == code.co_filename]
+    return f"{Path(code.co_filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else code.co_filename
+
+
+def reason_of(error: Exception) -> str:
+    return WORKFLOW_ERROR if isinstance(error, WorkflowError) else REWARD_ERROR
+
+
+def _checked(group: list[Scored], prompt: Prompt, least: int) -> list[Scored]:
+    if not isinstance(group, list) or not group or not all(isinstance(s, Scored) for s in group):
+        raise UserError(
+            f"workflow returned {type(group).__name__} for prompt {prompt.id}; expected a non-empty list of Scored, "
+            "as `await ctx.reward(group)` gives (key: workflow)"
+        )
+    if any(len(s.rollout.versions_S) == 0 for s in group):
+        raise UserError(f"workflow returned a sample without a token for prompt {prompt.id} (key: workflow)")
+    keys = {(s.rollout.prompt.id, s.rollout.sibling) for s in group}
+    if len(keys) < len(group) or any(prompt_id != prompt.id for prompt_id, _ in keys):
+        raise UserError(
+            f"workflow returned a sample twice, or one of another prompt, for prompt {prompt.id} (key: workflow)"
+        )
+    if len(group) < least:
+        raise UserError(
+            f"workflow returned {len(group)} sample for prompt {prompt.id}; algorithm.adv_estimator compares at least "
+            f"{least} siblings (keys: workflow, algorithm.adv_estimator)"
+        )
+    return group
