@@ -63,6 +63,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     stop_tokens: tuple[int, ...] = ()
+    keep_mask: bool = False  # answer with the tokens that top-k and top-p left, and logprobs among them alone
 
     def override(self, given: Mapping[str, Any], what: str) -> SamplingParams:
         """With these fields instead. `what` was called with them, by a user's workflow."""
@@ -88,6 +89,27 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that top-k and top-p left to choose from, step after step; a step with none had all of them.
+
+    Two steps, {4, 9} and all: Kept(ids_K=[4, 9], counts_S=[2, 0])
+    """
+
+    ids_K: Ints
+    counts_S: Ints
+
+    @staticmethod
+    def joined(*parts: tuple[Kept | None, int]) -> Kept | None:
+        """Of stretches of steps, each with its length, one after another; None if none of them has any."""
+        if not any(kept for kept, _ in parts):
+            return None
+        nothing = np.zeros(0, np.int32)
+        ids = [kept.ids_K if kept else nothing for kept, _ in parts]
+        counts = [kept.counts_S if kept else np.zeros(length, np.int32) for kept, length in parts]
+        return Kept(np.concatenate(ids), np.concatenate(counts))
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What an engine answers. Completion(tokens_S=[12, 9], logprobs_S=[-.1, -.7], versions_S=[3, 3], finish="stop")"""
 
@@ -97,6 +119,7 @@ class Completion:
     )
     versions_S: Ints  # of the policy's weights at each token: they may change while a sample is being generated
     finish: Finish
+    kept: Kept | None = None  # where it was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +135,7 @@ class Rollout:
     versions_S: Ints
     finish: Finish
     temperature: float = 1.0  # it was sampled at; the trainer computes logprobs at the same
+    kept: Kept | None = None  # and among the same tokens
 
     @property
     def version(self) -> int:
@@ -140,6 +164,7 @@ class Sample:
     advantages_S: Floats
     temperature: float = 1.0
     reward: float | None = None  # what the rewards of the recipe gave; None for demonstrations
+    kept: Kept | None = None  # tokens that could be sampled at each step, where logprobs are those among them alone
 
     @property
     def key(self) -> Key:

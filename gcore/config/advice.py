@@ -97,8 +97,10 @@ def _samples(config: Config) -> Iterator[str]:
             "algorithm.mask_truncated=true with overlong_buffer > 0: samples of full length are punished in their "
             "group, and do not train; DAPO uses one of the two"
         )
-    if (generation.top_p < 1 or generation.top_k) and generation.temperature:
+    is_truncated = (generation.top_p < 1 or generation.top_k > 0) and generation.temperature > 0
+    if is_truncated and not generation.keep_sampling_mask:
         yield (
             f"generation.top_p={generation.top_p}, top_k={generation.top_k}: importance weights compare full "
-            "distributions and do not correct for tokens that are never sampled (docs/algorithms.md)"
+            "distributions and do not correct for tokens that are never sampled; use top_p=1 and top_k=0, or "
+            "keep_sampling_mask=true with engine=embedded"
         )

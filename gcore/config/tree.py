@@ -98,12 +98,27 @@ class Generation(Serving):
     temperature: NonNegative = 1.0
     """Sampling temperature of the rollouts."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1 is off."""
+    """Nucleus sampling; 1 is off. With top-p or top-k the policy that samples is not the one that is trained: logprobs
+    and importance weights are those of the full distribution, in which the tokens that were left out still count, see
+    `keep_sampling_mask`."""
     top_k: Count = 0
-    """Sample among the k likeliest tokens; 0 is off."""
+    """Sample among the k likeliest tokens; 0 is off. For importance weights see `top_p`."""
+    keep_sampling_mask: bool = False
+    """Correct for top-p and top-k: the engine also returns the tokens that they left at each step, and all logprobs
+    (engine, trainer, reference) are those among these tokens alone. `embedded` only: the other engines do not return
+    them."""
     sleep: Literal["auto", 0, 1, 2] = "auto"
     """vLLM: what engines give back while the trainer works. 0: nothing; 1: all, weights go to host memory; 2: all.
     `auto`: 2 on GPUs (1 with `model.lora`), 0 on CPU and where generation goes on meanwhile."""
+
+    @model_validator(mode="after")
+    def _mask(self) -> Generation:
+        if self.keep_sampling_mask and self.engine != "embedded":
+            raise ValueError(
+                f"keep_sampling_mask=true needs engine=embedded: engine={self.engine} does not return the tokens that "
+                "top_p and top_k left; set generation.keep_sampling_mask=false, or top_p=1 and top_k=0"
+            )
+        return self
 
 
 class Sampling(Section):

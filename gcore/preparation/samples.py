@@ -122,6 +122,7 @@ def to_sample(scored: Scored, advantage: float, mask_truncated: bool = False) ->
         advantages_S=np.full(len(rollout.tokens_S), advantage, np.float32),
         temperature=rollout.temperature,
         reward=scored.reward,
+        kept=rollout.kept,
     )
 
 
