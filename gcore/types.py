@@ -115,7 +115,8 @@ class Completion:
 
     tokens_S: Ints
     logprobs_S: (
-        Floats  # of the sampled tokens, temperature applied, before top-k and top-p: what the trainer computes too
+        Floats  # of the sampled tokens, temperature applied, before top-k and top-p: what the trainer computes too;
+        # with `kept`, among those tokens alone
     )
     versions_S: Ints  # of the policy's weights at each token: they may change while a sample is being generated
     finish: Finish

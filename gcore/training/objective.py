@@ -56,7 +56,8 @@ def policy(
         "actions": mask_S.sum(),
     }
     if ref_S is not None:
-        kl_S = losses.kl_penalty(logprobs_S, ref_S, algorithm.kl_estimator)
+        charged_S = before_S if algorithm.kl_in_reward else logprobs_S  # of which the KL is taken
+        kl_S = losses.kl_penalty(charged_S, ref_S, algorithm.kl_estimator)
         if algorithm.kl_in == "loss":
             loss = loss + algorithm.kl_coef * (kl_S * applied_S * weights_S).sum()
         parts["kl"] = (kl_S * mask_S).sum()

@@ -92,7 +92,9 @@ def test_kl_in_the_reward_is_logged_and_no_part_of_the_loss():
     batch = GOLDEN["cases"][0]["batch"]
     in_loss = run(batch, algorithm_of("none", "truncate", "k2", "token_mean"))
     in_reward = run(batch, algorithm_of("none", "truncate", "k2", "token_mean", kl_in="reward"))
-    assert in_reward[2]["kl"] == in_loss[2]["kl"] > 0
+    d, mask_S = flat(batch["old"]) - flat(batch["ref"]), flat(batch["mask"])  # of the policy before the update
+    assert in_reward[2]["kl"] == pytest.approx(float((d**2 / 2 * mask_S).sum()), abs=1e-9)
+    assert in_reward[2]["kl"] != in_loss[2]["kl"]
     assert in_reward[0] == in_reward[2]["pg_loss"] == in_loss[2]["pg_loss"] != in_loss[0]
 
 
