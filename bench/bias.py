@@ -129,7 +129,14 @@ class Team:
             "lengths": [len(s.rollout.tokens_S) for s in scored],
             "drawn": sum(part.drawn for part in found),
             "groups": sum(len(part.groups) for part in found),
+            "eligible": self._eligible(found),
         }
+
+    def _eligible(self, found: list[Any]) -> tuple[int, int]:
+        """Tokens and samples that could have been trained on, as rollout/length_bias counts them."""
+        aborted = [pool.take_aborted() for pool in self.pools]
+        counts = [*(part.passed for part in found), *(aborted if not self.sampling.strict else [])]
+        return sum(tokens for tokens, _ in counts), sum(samples for _, samples in counts)
 
     def close(self) -> None:
         for collector in self.collectors:

@@ -21,8 +21,7 @@ Reported over all steps (after `--skip` of each run) and seeds, in emulated seco
 - `length`: mean length of the responses trained on, over that of all responses (1 is unbiased).
 
 Engines: a decoding step takes `--base-s` plus `--per-sequence-s` for each request running, at most `--slots` at once.
-Controllers, filter, board, ticks, pools and aborts are the code of a run, in virtual time as in bench/streaming.py. The
-pauses between ticks follow the clock of this machine, so where timing decides, seconds differ a little between runs.
+Controllers, filter, board, ticks, pools and aborts are the code of a run, in virtual time as in bench/streaming.py.
 """
 
 from __future__ import annotations

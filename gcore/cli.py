@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("-o", "--output", metavar="FILE.html", help="where to write; else beside the run or simulation")
     plan = add("plan", _plan, "Before renting GPUs: does it fit, how long is a step, which placement wins.")
-    plan.add_argument("--model", required=True, help="the policy: a size (32B, 30B-A3B) or a folder with config.json")
+    plan.add_argument("--model", required=True, help="the policy: a size (32B, 30B-A3B), a model folder or a hub id")
     plan.add_argument("--judge", action="append", default=[], help="a generative judge, likewise; may be given again")
     plan.add_argument("--gpus", type=int, required=True, help="how many")
     plan.add_argument("--gpu", default="h100", help="which: h100, h200, h20, a100, b200; default %(default)s")
@@ -147,8 +147,11 @@ def _train(args: argparse.Namespace) -> int:
         from gcore.controller.auto import settle
         from gcore.controller.plan import make_plan, see_machine
         from gcore.controller.preflight import model_megabytes, preflight
+        from gcore.controller.sources import check_models, pin
 
         machine = see_machine()
+        config = pin(config)
+        check_models(config)
         config, why = settle(config, machine)
         plan = make_plan(config, machine, model_megabytes(config))
         preflight(config, plan)

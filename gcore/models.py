@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from gcore.config.tree import BuildModel, Lora, Model, PolicyModel
+from gcore.decoders import check_length, check_network, implementation, traits_of
+from gcore.hub import model_folder
 from gcore.types import Ints, UserError
 
 if TYPE_CHECKING:
@@ -96,13 +98,32 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_model(model: Model, tokenizer: Any, seed: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model with its starting weights, in eval mode. The same seed builds the same weights in every process."""
-    network = _load(model) if model.build is None else _build(model.build, tokenizer, seed, scorer=False)
-    _check(network.config)
+def load_model(
+    model: Model,
+    tokenizer: Any,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_length: int | None = None,
+) -> PreTrainedModel:
+    """The model with its starting weights, in eval mode. The same seed builds the same weights in every process.
+
+    `max_length` of the sequences it will see, where that is known: some models compute longer ones differently.
+    """
+    network = _load(model, max_length) if model.build is None else _build(model.build, tokenizer, seed, scorer=False)
     _without_dropout(network)
-    network.to(device=device, dtype=dtype)  # type: ignore[call-arg]
-    return network.eval()
+    _place(network, dtype, device)
+    check_network(network.eval())
+    return network
+
+
+def _place(network: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Parameters in this precision. Buffers keep theirs: rotary frequencies in bfloat16 would be 0.4 % off, which is
+    more than a radian at position 4,095."""
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(device=device, dtype=dtype)
+    network.to(device)  # type: ignore[arg-type]
 
 
 def save_built(model: Model, tokenizer: Any, seed: int) -> Path:
@@ -119,18 +140,22 @@ def load_scorer(
     """A sequence-classification model with one label, in eval mode. One that serves has learned its scores elsewhere.
 
     `new_head` is for training: a causal language model gets a seeded head then, and `model.build` is allowed. The
-    tokenizer, where given, says which token is padding; else config.json must.
+    tokenizer says which token is padding, in training always, else where config.json does not.
     """
     if model.build is not None and not (new_head and tokenizer is not None):
         raise UserError("model.build: a scorer made here has learned nothing; expected model.path (gcore train-rm)")
     network = _load_scorer(model, seed, new_head) if model.build is None else _build(model.build, tokenizer, seed, True)
-    if tokenizer is not None:
-        network.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if network.config.get_text_config().pad_token_id is None:
-        raise UserError(f"model.path={model.path}: its config.json has no pad_token_id, so texts cannot be batched")
+    text_config = network.config.get_text_config()
+    if tokenizer is not None and (new_head or text_config.pad_token_id is None):
+        text_config.pad_token_id = tokenizer.pad_token_id
+    if text_config.pad_token_id is None:
+        raise UserError(
+            f"model.path={model.path}: its config.json has no pad_token_id and its tokenizer no token that could pad, "
+            "so texts cannot be batched (set pad_token_id in config.json)"
+        )
     network.config.use_cache = False  # nothing is generated
     _without_dropout(network)
-    network.to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    _place(network, dtype, device)
     return network.eval()
 
 
@@ -150,17 +175,23 @@ def longest_text(scorer: PreTrainedModel) -> int:
     return (getattr(scorer.config.get_text_config(), "max_position_embeddings", None) or 2**31) - 1
 
 
-def _load(model: Model) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+def _load(model: Model, max_length: int | None) -> PreTrainedModel:
+    """What is not supported is refused before any weights are read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     try:
+        config = AutoConfig.from_pretrained(str(model_folder(model)), **options)
+        traits_of(config)
+        check_length(config, max_length)
         return AutoModelForCausalLM.from_pretrained(
-            str(model.path),
+            str(model_folder(model, weights=True)),
             dtype=torch.float32,
-            trust_remote_code=model.trust_remote_code,
-            local_files_only=True,
-            attn_implementation="sdpa",
+            attn_implementation=implementation(config),
+            **options,
         )
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"model.path={model.path}: cannot load a causal language model from there: {first}") from error
@@ -171,20 +202,20 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     where, one = f"model.path={model.path}", "expected a sequence-classification model with one label"
-    if not Path(str(model.path)).is_dir():
-        raise UserError(f"{where}: no such folder (expected a Hugging Face folder on this machine)")
+    folder = str(model_folder(model, weights=True))
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(str(model.path), **options)
+        config = AutoConfig.from_pretrained(folder, **options)
         if any("SequenceClassification" in name for name in config.architectures or ()):
             if config.num_labels != 1:
                 raise UserError(f"{where}: has {config.num_labels} labels; {one}")
         elif not new_head:
             raise UserError(f"{where}: is {config.architectures}; {one} (gcore train-rm makes one)")
+        how = {"attn_implementation": "eager"} if implementation(config) == "eager" else {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network, info = AutoModelForSequenceClassification.from_pretrained(
-                str(model.path), dtype=torch.float32, num_labels=1, output_loading_info=True, **options
+                folder, dtype=torch.float32, num_labels=1, output_loading_info=True, **how, **options
             )
     except UserError:
         raise
@@ -237,21 +268,6 @@ def _without_dropout(network: PreTrainedModel) -> None:
     for module in network.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-def _check(config: Any) -> None:
-    """Refuse what the embedded engine and the FSDP trainer would compute wrongly."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise UserError(
-            f"model of type {config.model_type} has layers of kind {sorted(kinds)}; "
-            "the embedded engine and the FSDP trainer support full attention alone so far (key: model.path)"
-        )
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise UserError(
-                f"model of type {config.model_type} scales its logits ({name}={getattr(config, name)}), "
-                "which the trainer does not support so far (key: model.path)"
-            )
+        for name in ("attention_dropout", "jitter_noise"):  # the latter: a router's, in mixtures of experts
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

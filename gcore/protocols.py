@@ -111,7 +111,9 @@ class Trainer(Protocol):
 
     async def save(self, folder: str) -> None: ...
 
-    async def load(self, folder: str) -> None: ...
+    async def load(self, folder: str, begun: bool = True) -> None:
+        """What `save` wrote. `begun` is False where it was written during the warm start: `begin` is still to come."""
+        ...
 
 
 class Group(Protocol):

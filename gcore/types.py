@@ -9,7 +9,7 @@ Names end in the shape they have: `_S` runs over *steps* (a token, or one denois
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -146,11 +146,12 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Scored(rollout=Rollout(...), reward=1.0, parts={"exact": 1.0})"""
+    """Scored(rollout=Rollout(...), reward=1.0, parts={"exact": 1.0}, notes={"critic": ["Right. Score: 9"]})"""
 
     rollout: Rollout
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what judges said of it, for people to read
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ def save_pool(folder: Path, rank: int, groups: Sequence[Sequence[Scored]]) -> No
             "kept": len(s.rollout.kept.ids_K) if s.rollout.kept else 0,
             "reward": s.reward,
             "parts": dict(s.parts),
+            "notes": {name: list(texts) for name, texts in s.notes.items()},
         }
         for s in samples
     ]
@@ -67,5 +68,7 @@ def load_pool(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[list[Sco
                 kept=Kept(arrays["kept_ids"][ids], arrays["kept_counts"][part]) if about.get("kept") else None,
                 **steps,
             )
-            groups.setdefault(number, []).append(Scored(rollout, about["reward"], about["parts"]))
+            groups.setdefault(number, []).append(
+                Scored(rollout, about["reward"], about["parts"], about.get("notes", {}))
+            )
     return list(groups.values())

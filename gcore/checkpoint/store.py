@@ -1,4 +1,4 @@
-"""Checkpoints on disk: `step_N/` exists completely or not at all.
+"""Checkpoints on disk: `step_N/` exists completely or not at all. So does `warm_N/`, made during the warm start.
 
     begin -> step_N.partial/ ... files ... -> state.json -> manifest.json (sizes, checksums) -> rename to step_N/
 
@@ -13,25 +13,28 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gcore.types import UserError
 
 MANIFEST, STATE = "manifest.json", "state.json"
+Kind = Literal["warm", "step"]
+KINDS: tuple[Kind, ...] = ("warm", "step")  # in the order in which a run makes them
 
 
-def begin(folder: Path, step: int, need_bytes: int) -> Path:
-    """An empty folder to write into. Refuses when the disk cannot hold it."""
+def begin(folder: Path, step: int, need_bytes: int, kind: Kind = "step") -> Path:
+    """An empty folder to write into. Refuses when the disk cannot hold it. `warm`: a step of the warm start."""
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob("step_*.partial"):
+    for stale in (path for name in KINDS for path in folder.glob(f"{name}_*.partial")):
         shutil.rmtree(stale, ignore_errors=True)
     free = shutil.disk_usage(folder).free
     if free < need_bytes:
+        what = f"step {step}" if kind == "step" else f"warm start step {step}"
         raise UserError(
-            f"{folder}: checkpoint of step {step} needs {need_bytes / 2**20:.0f} MB, {free / 2**20:.0f} MB are free; "
+            f"{folder}: checkpoint of {what} needs {need_bytes / 2**20:.0f} MB, {free / 2**20:.0f} MB are free; "
             "the last complete checkpoint is kept (keys: run.dir, checkpoint.keep)"
         )
-    partial = folder / f"step_{step}.partial"
+    partial = folder / f"{kind}_{step}.partial"
     partial.mkdir()
     return partial
 
@@ -65,8 +68,14 @@ def set_aside(checkpoint: Path) -> None:
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first."""
-    found = [p for p in folder.glob("step_*") if p.name[5:].isdigit() and (p / MANIFEST).is_file()]
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    found = [p for name in KINDS for p in folder.glob(f"{name}_*") if p.name[5:].isdigit()]
+    return sorted((p for p in found if (p / MANIFEST).is_file()), key=position)
+
+
+def position(checkpoint: Path) -> tuple[int, int]:
+    """Where a checkpoint stands in its run: warm_100 < step_0 < step_50."""
+    kind, _, number = checkpoint.name.partition("_")
+    return [str(name) for name in KINDS].index(kind), int(number)
 
 
 def find(resume: str, folder: Path) -> Path | None:
@@ -79,7 +88,7 @@ def find(resume: str, folder: Path) -> Path | None:
     path = Path(resume)
     if not (path / MANIFEST).is_file():
         raise UserError(
-            f"run.resume={resume}: no complete checkpoint there (expected `auto`, `never` or a folder step_N)"
+            f"run.resume={resume}: no complete checkpoint there (expected `auto`, `never` or a folder step_N or warm_N)"
         )
     return verify(path)
 

@@ -47,15 +47,36 @@ class BuildModel(Section):
         return self
 
 
+class Stored(Section):
+    """A dataset that is stored somewhere: in a file, in a folder, or on the hub."""
+
+    path: str | None = None
+    """A file (.jsonl, .json, .csv, .tsv or .parquet), the folder of a Hugging Face dataset, or the id of one on the
+    hub, such as `openai/gsm8k` (needs the extra `datasets`)."""
+    subset: str | None = None
+    """Datasets of the hub and their folders: name of the subset (also called configuration), such as `main`."""
+    split: str | None = None
+    """Datasets of the hub and their folders: name of the split, such as `test`. Default: `train` for the training set;
+    a held-out set must name its split."""
+    revision: str | None = None
+    """Hub ids: branch, tag or commit. Default: `main`. The run's `config.yaml` has the commit."""
+
+
 class Model(Section):
     path: str | None = None
-    """Folder of a Hugging Face model (config.json, safetensors, tokenizer)."""
+    """Folder of a Hugging Face model (config.json, safetensors, tokenizer), or the id of one on the hub, such as
+    `Qwen/Qwen3-0.6B`: taken from the local cache, or downloaded. A folder of that name comes first."""
+    revision: str | None = None
+    """Hub ids: branch, tag or commit. Default: `main`. The run's `config.yaml` has the commit."""
     build: BuildModel | None = None
     """Build a small model from scratch instead, with its own tokenizer: no download."""
     tokenizer: str | None = None
-    """Folder of the tokenizer, when it is not in `model.path`."""
+    """Folder or hub id of the tokenizer, when it is not in `model.path`."""
+    tokenizer_revision: str | None = None
+    """Hub ids: branch, tag or commit of `tokenizer`."""
     chat_template: str | None = None
-    """Jinja chat template: the text itself or the path of a file. Default: the tokenizer's own."""
+    """Jinja chat template: the text itself or the path of a file. Default: the tokenizer's own. A policy without any
+    takes prompts that are strings, and reads them as they are."""
     trust_remote_code: bool = False
     """Allow Python code shipped inside the model folder to run."""
 
@@ -63,8 +84,13 @@ class Model(Section):
     def _one_source(self) -> Model:
         if (self.path is None) == (self.build is None):
             raise ValueError(
-                "set exactly one of model.path (a Hugging Face folder) and model.build (a small model made here)"
+                "set exactly one of model.path (a Hugging Face folder or hub id) and model.build (a small model made "
+                "here)"
             )
+        if self.revision is not None and self.path is None:
+            raise ValueError("model.revision: of model.path, which is not set")
+        if self.tokenizer_revision is not None and self.tokenizer is None:
+            raise ValueError("model.tokenizer_revision: of model.tokenizer, which is not set")
         return self
 
 

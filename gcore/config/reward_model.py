@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gcore.config.base import Auto, Count, Fraction, Model, NonNegative, PositiveInt, Section
+from gcore.config.base import Auto, Count, Fraction, Model, NonNegative, PositiveInt, Section, Stored
 
 
 class ModelRun(Section):
@@ -23,9 +23,10 @@ class ModelRun(Section):
         return Path(self.dir) / self.name
 
 
-class Pairs(Section):
+class Pairs(Stored):
     path: str
-    """A .jsonl or .parquet file, or the folder of a Hugging Face dataset saved to disk."""
+    """A file (.jsonl, .json, .csv, .tsv or .parquet), the folder of a Hugging Face dataset, or the id of one on the hub
+    (needs the extra `datasets`)."""
     prompt_column: str = "auto"
     """Column with the prompt: a string or messages. `auto`: `prompt`, `question` or `input` where there is one; without
     it the other two columns hold whole conversations."""

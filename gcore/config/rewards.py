@@ -41,8 +41,8 @@ class ScalarReward(Section):
     """Weight in the sum."""
     replicas: PositiveInt = 1
     """Processes that serve it."""
-    max_length: PositiveInt = 4096
-    """Longest conversation in its tokens; a longer one fails, it is not cut."""
+    max_length: PositiveInt | Auto = "auto"
+    """Longest conversation in its tokens; a longer one fails, it is not cut. `auto`: the model's context window."""
     max_tokens_per_batch: PositiveInt = 16384
     """What waits is scored together, up to so many tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -25,6 +25,7 @@ from gcore.config.base import (
     Seconds,
     Section,
     Serving,
+    Stored,
     check_emulated,
     check_lora,
 )
@@ -50,16 +51,14 @@ class Run(Section):
     """Training steps."""
     resume: str = "never"
     """`never`: start anew (an existing run of that name is kept under another name); `auto`: go on from the last
-    complete checkpoint if there is one; or the path of a checkpoint `.../step_N`."""
+    complete checkpoint if there is one; or the path of a checkpoint `.../step_N` or `.../warm_N`."""
 
     @property
     def folder(self) -> Path:
         return Path(self.dir) / self.name
 
 
-class Dataset(Section):
-    path: str | None = None
-    """A .jsonl or .parquet file, or the folder of a Hugging Face dataset saved to disk."""
+class Dataset(Stored):
     task: str | None = None
     """A generated task instead: `arithmetic`, or `reasoning_gym/NAME` (needs the extra `reasoning-gym`)."""
     args: dict[str, Any] = {}
@@ -75,7 +74,9 @@ class Dataset(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Dataset:
         if (self.path is None) == (self.task is None):
-            raise ValueError("set exactly one of path (a file or folder) and task (a generated task)")
+            raise ValueError("set exactly one of path (a file, folder or hub id) and task (a generated task)")
+        if self.task is not None and (idle := [k for k in Stored.model_fields if getattr(self, k) is not None]):
+            raise ValueError(f"{', '.join(idle)}: of datasets with a path; this one has a task")
         return self
 
 
@@ -85,7 +86,7 @@ class Data(Section):
     eval: Dataset | None = None
     """Held-out prompts: answered greedily, scored by `rewards`, logged as `eval/accuracy`."""
     system_prompt: str | None = None
-    """Put before every prompt that is a plain string."""
+    """Put before every prompt that is a plain string; needs a chat template."""
     max_prompt_length: PositiveInt = 512
     """Longest prompt in tokens, after the chat template. Longer ones are dropped and reported at load."""
     shuffle: bool = True
@@ -134,9 +135,10 @@ class Sampling(Section):
     """Dynamic sampling draws at most so many times `prompts_per_step` prompts a step."""
     on_exhausted: Literal["train", "stop"] = "train"
     """When that many were drawn and groups are still missing: train on what there is, or end the run."""
-    oversampling: Annotated[float, Field(ge=1)] = 1.0
+    oversampling: Annotated[float, Field(ge=1)] | Auto = "auto"
     """Dynamic sampling: start this many times `prompts_per_step` groups, beyond what the acceptance rate asks for, so
-    that the step does not wait for the slowest. `surplus` says what becomes of the groups beyond the target."""
+    that the step does not wait for the slowest. `surplus` says what happens to the groups beyond the target. `auto`:
+    1.25 where they are kept for the next step and cost nothing, else 1."""
     max_oversampling: Annotated[float, Field(ge=1)] = 4.0
     """How many times the missing groups may be started at once; how many are follows from the share accepted lately."""
     surplus: Literal["abort", "keep"] | Auto = "auto"
@@ -162,6 +164,14 @@ class Sampling(Section):
     def staleness(self) -> int:
         """Most policy versions between a sample's oldest token and the policy that trains on it."""
         return max(self.max_staleness, int(self.keeps_surplus))
+
+    @property
+    def extra_groups(self) -> float:
+        """Groups to start beyond those that a step needs."""
+        auto = 1.25 if self.keeps_surplus and not self.max_staleness else 1.0
+        return (
+            self.oversampling if self.oversampling != "auto" else auto
+        ) * self.prompts_per_step - self.prompts_per_step
 
     @property
     def prefers_short(self) -> bool:
@@ -290,7 +300,8 @@ class Placement(Section):
 
 class Checkpoint(Section):
     every: Count = 50
-    """Save every so many steps, and at the end; 0: only at the end."""
+    """Save every so many steps, and at the end; 0: only at the end. The warm start is saved likewise (`warm_N`): every
+    so many of its steps, and at its end."""
     keep: PositiveInt = 2
     """Complete checkpoints to keep."""
 
@@ -308,6 +319,12 @@ class Observe(Section):
     """Log to MLflow (needs `mlflow`)."""
     trace: bool = True
     """Write `trace.json` for Perfetto."""
+    samples_per_step: Count = 2
+    """Groups per step whose prompt, answers, rewards and verdicts are logged in `samples/` and shown by `samples.html`;
+    as many held-out prompts per evaluation. 0: none. A long run logs every n-th step, about 2,000 groups in all."""
+    logs: bool = True
+    """Under Ray, what each process prints goes to `logs/ROLE.log` of the run directory, at most 20 MB per file: beyond,
+    the middle is cut. false: it stays in Ray's log folder."""
     min_free_disk_mb: Count = 200
     """Refuse to start with less free space in the run directory."""
 

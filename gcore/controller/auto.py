@@ -12,6 +12,7 @@ from typing import Any
 
 from gcore.config.tree import Config, Model
 from gcore.controller.plan import Machine
+from gcore.hub import model_folder
 from gcore.simulate.costs import GPUS, Gpu
 from gcore.simulate.estimate import Mode
 from gcore.simulate.planner import Answer, plan
@@ -90,7 +91,7 @@ def _ask(config: Config, slots: int, gpu: Gpu) -> Answer:
 
 def _shape(model: Model, key: str) -> Shape:
     if model.path is not None:
-        return shape_of(model.path, key)
+        return shape_of(str(model_folder(model)), key)
     build = model.build
     assert build is not None
     return Shape(

@@ -46,7 +46,7 @@ def build_runtime(config: Config, plan: Plan) -> Runtime:
         return LocalRuntime()
     from gcore.runtime.ray import RayRuntime
 
-    return RayRuntime(plan.object_store_mb, plan.seats.bundles, plan.seats.of)
+    return RayRuntime(plan.object_store_mb, plan.seats.bundles, plan.seats.of, log_folder(config))
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
@@ -89,7 +89,7 @@ def _serve(
         return _library(config, plan, model, serving, max_length, str(dtype).removeprefix("torch."), device, tracer)
     from gcore.generation.embedded import EmbeddedEngine
 
-    network = load_model(model, load_tokenizer(model), config.run.seed, dtype, device)
+    network = load_model(model, load_tokenizer(model), config.run.seed, dtype, device, max_length=max_length)
     lora = config.model.lora if model is config.model else None
     return EmbeddedEngine(
         network,
@@ -112,6 +112,7 @@ def _library(
     device: torch.device,
     tracer: Tracer,
 ) -> Engine:
+    from gcore.hub import model_folder
     from gcore.models import adapters_in, save_built
     from gcore.prompts.tokenizer import load_tokenizer
 
@@ -127,7 +128,11 @@ def _library(
         "seeds": serving.seeds if serving.seeds != "auto" else device.type == "cpu",
         "seed": config.run.seed % 2**31,
     }
-    folder = Path(model.path) if model.path is not None else save_built(model, load_tokenizer(model), config.run.seed)
+    if model.path is not None:
+        folder = model_folder(model, weights=True)
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the library and its processes have all that they need
+    else:
+        folder = save_built(model, load_tokenizer(model), config.run.seed)
     if model is config.model:
         options["adapters"] = adapters_in(folder, config.model)
     if serving.engine == "sglang":
@@ -162,11 +167,14 @@ def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous)
     quiet()
     from gcore.models import load_scorer, pick_device, pick_dtype
     from gcore.observe.trace import Tracer
+    from gcore.prompts.tokenizer import load_tokenizer, with_padding
     from gcore.rewarding.scalar import ScalarModel
 
     spec = config.rewards.models[index]
     device = pick_device(_device(config, spec.device), rendezvous.rank)
-    network = load_scorer(spec.model, config.run.seed, pick_dtype(spec.dtype, device), device)
+    tokenizer = with_padding(load_tokenizer(spec.model, f"rewards.models.{index}.model"), spec.model)
+    dtype = pick_dtype(spec.dtype, device)
+    network = load_scorer(spec.model, config.run.seed, dtype, device, tokenizer=tokenizer)
     return ScalarModel(
         network,
         max_tokens_per_batch=spec.max_tokens_per_batch,
@@ -194,9 +202,10 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
         torch.cuda.set_device(device)
     join(rendezvous, "nccl" if device.type == "cuda" else "gloo", device=device)
     tokenizer = load_tokenizer(config.model)
+    longest = config.data.max_prompt_length + config.generation.max_response_length
 
     def make_network() -> Any:
-        return load_model(config.model, tokenizer, config.run.seed, torch.float32, device)
+        return load_model(config.model, tokenizer, config.run.seed, torch.float32, device, max_length=longest)
 
     way = _way(config, device, rendezvous)
     return FsdpTrainer(
@@ -297,7 +306,8 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> B
     rewards = config.rewards
     sources: list[Source] = []
     if plan.reward_workers:
-        sources += sources_of(rewards, plan.reward_workers)
+        logs = log_folder(config)
+        sources += sources_of(rewards, plan.reward_workers, None if logs is None else logs / f"rewards-{rank}.log")
     else:
         functions = enumerate(rewards.functions)
         sources += [FunctionSource(f, rewards.attempts, f"rewards.functions.{i}") for i, f in functions]
@@ -325,7 +335,8 @@ def _scalar_source(config: Config, index: int, pool: ScorerPool) -> Source:
     from gcore.rewarding.scalar import ScalarSource
 
     spec = config.rewards.models[index]
-    return ScalarSource(spec, load_tokenizer(spec.model), pool.score, config.rewards.attempts)
+    tokenizer = load_tokenizer(spec.model, f"rewards.models.{index}.model", chat=True)
+    return ScalarSource(spec, tokenizer, pool.score, config.rewards.attempts)
 
 
 def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source:
@@ -348,7 +359,7 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
         priority, near = (prompt, key[:2]) if isinstance(prompt, int) else (0, None)
         return (await pool.generate([Request(tokens_P, params, noise(key))], priority, near))[0]
 
-    tokenizer = load_tokenizer(spec.model)
+    tokenizer = load_tokenizer(spec.model, f"{place}.model", chat=True)
     voice = EngineVoice(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place)
     return JudgeSource(spec, voice, place)
 
@@ -388,10 +399,14 @@ def trace_folder(config: Config) -> Path | None:
     return config.run.folder if config.observe.trace else None
 
 
+def log_folder(config: Config) -> Path | None:
+    """Where processes print to; with runtime=local there is one, and it has the terminal."""
+    return config.run.folder / "logs" if config.observe.logs and config.runtime == "ray" else None
+
+
 def quiet() -> None:
     """Libraries talk a lot at import; a run's terminal belongs to its user."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     logging_of_transformers = importlib.import_module("transformers").logging

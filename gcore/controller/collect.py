@@ -12,7 +12,6 @@ works: the next steps' groups are under way already.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -159,7 +158,7 @@ class Collector:
             await asyncio.wait({tick, broken}, return_when=asyncio.FIRST_COMPLETED)
             broken.cancel()
             self._raise_failure()
-            last = time.monotonic()
+            last = _now()
             self.board.add(tick.result())
             chosen = self.board.chosen()
             if not self._sampling.fixed:
@@ -178,7 +177,7 @@ class Collector:
                 self._raise_failure()
             return
         least, most = TICK_S
-        await asyncio.sleep(max(0.0, last + least - time.monotonic()))
+        await asyncio.sleep(max(0.0, last + least - _now()))
         enough = len(self.board.kept) >= self.board.target  # left over from the steps before
         if not (enough or self._kept or self._dropped):
             self._changed.clear()
@@ -269,7 +268,7 @@ class Collector:
 
     def _aim(self, horizon: int) -> None:
         """Start this controller's share of what is missing until `horizon` groups are there, over all controllers."""
-        extra = (self._sampling.oversampling - 1) * self._sampling.prompts_per_step if horizon else 0.0
+        extra = self._sampling.extra_groups if horizon else 0.0
         self._goal = self._told + self.board.missing(horizon + extra, self._least_rate(), self._rank, self._size)
         self._fill()
 
@@ -378,6 +377,10 @@ class Collector:
                 "the checkpoint holds groups kept for later steps; resume with the sampling.surplus and "
                 "sampling.max_staleness it was made with, or sampling.deterministic=false"
             )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def merge_places(places: Sequence[dict[str, Any]], strict: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from gcore.config.tree import Config
 from gcore.controller.build import Roles, build_rewarder, load_filter, load_workflow, quiet
 from gcore.controller.plan import Plan
+from gcore.hub import model_folder
 from gcore.observe.trackers import check_trackers
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import Templater
@@ -31,7 +32,6 @@ def preflight(config: Config, plan: Plan) -> None:
             said = f"{key}.engine={serving.engine}: {name} is not installed (see docs/engines.md)"
             raise UserError(f"{said}, or use engine=embedded")
     tokenizer = load_tokenizer(config.model)
-    _model_folder(config)
     load_workflow(config.workflow)
     load_filter(config.sampling.filter)
     rewarder = build_rewarder(config, plan, Roles())
@@ -76,16 +76,10 @@ def _disk(config: Config) -> None:
         )
 
 
-def _model_folder(config: Config) -> None:
-    path = config.model.path
-    if path is not None and not (Path(path) / "config.json").is_file():
-        raise UserError(f"model.path={path}: no config.json there; expected the folder of a Hugging Face model")
-
-
 def model_megabytes(config: Config) -> int:
     """Size of the policy, for the object store: of its files, or of the shape to be built in float32."""
     if config.model.path is not None:
-        files = list(Path(config.model.path).glob("*.safetensors"))
+        files = list(model_folder(config.model).glob("*.safetensors"))
         return int(sum(f.stat().st_size for f in files) / 2**20)
     build = config.model.build
     assert build is not None

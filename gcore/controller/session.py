@@ -25,6 +25,7 @@ from gcore.controller.workflow import Studio, Workflow
 from gcore.generation.pool import EnginePool
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.progress import Status
+from gcore.observe.samples import SampleLog, rewind_samples
 from gcore.observe.trace import Tracer
 from gcore.placement.plan import POLICY, Ground
 from gcore.preparation.samples import overlong
@@ -64,6 +65,7 @@ class Session:
         self.engines, self.trainers, self._tokenizer = engines, trainers, tokenizer
         self.dispatcher = Dispatcher(config, group, pool, trainers, sleep_level)
         self._writer: MetricsWriter | None = None
+        self._samples: SampleLog | None = None
         self._rows: list[dict[str, Any]] = []
         self._notes: list[str] = []
         self._times: dict[str, float] = {}
@@ -94,13 +96,16 @@ class Session:
         info = await self.dispatcher.open()
         self._state_bytes = int(info["num_parameters"]) * 4 * (4 if self.config.algorithm.kl_coef > 0 else 3)
         checkpoint = await self._find_checkpoint()
+        warmed: int | None = 0  # steps of the warm start that are done; None: reinforcement learning has begun
         if checkpoint is not None:
-            await self._resume(checkpoint)
+            warmed = await self._resume(checkpoint)
         else:
             if self.config.run.resume == "auto":
-                self.note(f"{self.folder}: no complete checkpoint; starting anew")
+                again = "; the warm start begins again" if self.config.training.warm_start else ""
+                self.note(f"{self.folder}: no complete checkpoint; starting anew{again}")
             self._open_writer()
-            await self._warm_start()
+        if warmed is not None:
+            await self._warm_start(warmed)
             await self.dispatcher.on_all_ranks("begin")
             await self.sync_weights(version=0)
             await self.evaluate()
@@ -144,7 +149,8 @@ class Session:
             found = await asyncio.to_thread(store.find, self.config.run.resume, self.folder)
         return (await self.group.all_gather("checkpoint to resume from", found))[0]
 
-    async def _resume(self, checkpoint: Path) -> None:
+    async def _resume(self, checkpoint: Path) -> int | None:
+        """Take the state of a checkpoint. Returns the steps of the warm start that are done, None if it is over."""
         self._stage = f"resuming from {checkpoint.name}"
         state = store.read_state(checkpoint)
         if state["seed"] != self.config.run.seed:
@@ -157,17 +163,22 @@ class Session:
                 "order would be another (keys: data.train, data.max_prompt_length)"
             )
         self.step = state["step"]
-        pool = await asyncio.to_thread(load_pool, checkpoint, self.source.at)
-        self.collector.restore(state, pool)
-        await self.dispatcher.on_all_ranks("load", str(checkpoint))
-        await self.sync_weights(version=self.step)
+        warmed: int | None = state.get("warm_start")
+        await self.dispatcher.on_all_ranks("load", str(checkpoint), warmed is None)
+        if warmed is None:
+            pool = await asyncio.to_thread(load_pool, checkpoint, self.source.at)
+            self.collector.restore(state, pool)
+            await self.sync_weights(version=self.step)
         if self.group.rank == 0:
-            rewind(self.folder, self.step)
+            rewind(self.folder, self.step, warmed)
+            rewind_samples(self.folder, self.step, warmed)
             for later in store.complete(self.folder):
-                if int(later.name[5:]) > self.step:
+                if store.position(later) > (int(warmed is None), self.step if warmed is None else warmed):
                     store.set_aside(later)  # the run takes another course from here on
         self._open_writer()
-        self.note(f"resumed from {checkpoint} at step {self.step}")
+        at = f"step {self.step}" if warmed is None else f"step {warmed} of the warm start"
+        self.note(f"resumed from {checkpoint} at {at}")
+        return warmed
 
     async def _load_engines(self) -> None:
         """Evaluation of a checkpoint: there is no trainer, so controller 0 reads the weights for the engines."""
@@ -177,16 +188,19 @@ class Session:
         await self.group.all_gather("weights to evaluate", None)
 
     def _open_writer(self) -> None:
+        config = self.config
+        logged = config.observe.samples_per_step
+        if logged:
+            self._samples = SampleLog(self.folder, self.group.rank, config.run.seed, logged, config.run.steps)
         if self.group.rank == 0:
-            config = self.config
             self._writer = MetricsWriter(self.folder, config.observe, config.run.name, config.model_dump(mode="json"))
 
-    async def _warm_start(self) -> None:
+    async def _warm_start(self, done: int) -> None:
         """Supervised steps on the dataset's answers, through the same layout and the same trainer."""
         warm = self.config.training.warm_start
         if warm is None:
             return
-        for i in range(warm.steps):
+        for i in range(done, warm.steps):
             self._stage, self._detail = "warm start", f"{i}/{warm.steps}"
             cursors = range(i * warm.batch_size, (i + 1) * warm.batch_size)
             samples = [self._demonstration(c) for c in cursors if c % self.group.size == self.group.rank]
@@ -203,6 +217,10 @@ class Session:
                     "timing_s/step": self._times.pop("warm_start"),
                 }
             )
+            every = self.config.checkpoint.every
+            if every and (i + 1 == warm.steps or (i + 1) % every == 0):
+                await self.checkpoint(warm=i + 1)
+                self._times.pop("checkpoint")  # it belongs to no step
 
     def _demonstration(self, cursor: int) -> Sample:
         prompt, answer_S = self.source.at(cursor), self.source.demonstration(cursor)
@@ -245,6 +263,8 @@ class Session:
             "timing_s/eval": self._times.pop("eval"),
         }
         self._write({"step": self.step, **row})
+        if self._samples is not None:
+            self._samples.write_eval(self.step, collected.groups)
         return row
 
     async def checkpoint_if_due(self) -> None:
@@ -252,11 +272,14 @@ class Session:
         if self.step == self.config.run.steps or (every and self.step % every == 0):
             await self.checkpoint()
 
-    async def checkpoint(self) -> None:
+    async def checkpoint(self, warm: int | None = None) -> None:
+        """`warm`: steps of the warm start that are done, where reinforcement learning has not begun."""
         with self.timed("checkpoint", self.step):
-            partial = self.folder / f"step_{self.step}.partial"
+            kind: store.Kind = "step" if warm is None else "warm"
+            step = self.step if warm is None else warm
+            partial = self.folder / f"{kind}_{step}.partial"
             if self.group.rank == 0:
-                partial = store.begin(self.folder, self.step, self._state_bytes + (16 << 20))
+                partial = store.begin(self.folder, step, self._state_bytes + (16 << 20), kind)
             await self.group.all_gather("checkpoint folder", None)
             place, groups = self.collector.place(), list(self.collector.ready.values())  # of one and the same moment
             places = await self.group.all_gather("places among the prompts", place)
@@ -268,6 +291,7 @@ class Session:
                     **merge_places(places, self.config.sampling.strict),
                     "seed": self.config.run.seed,
                     "prompts": len(self.source),
+                    **({} if warm is None else {"warm_start": warm}),
                 }
                 await asyncio.to_thread(store.commit, partial, state, self.config.checkpoint.keep)
             await self.group.all_gather("checkpoint sealed", None)
@@ -358,6 +382,8 @@ class Session:
         }
         self._times.clear()
         self._write(row)
+        if self._samples is not None:
+            self._samples.write(step, {meta.prompt_id for meta in metas}, collected.groups)
         self.tracer.flush()
 
     def _overlong(self, collected: Collected) -> dict[str, Any]:

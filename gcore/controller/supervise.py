@@ -29,9 +29,12 @@ from gcore.controller.build import (
     build_runtime,
     build_scorer,
     build_trainer,
+    log_folder,
 )
 from gcore.controller.plan import Plan, make_plan, see_machine
 from gcore.controller.preflight import model_megabytes, preflight
+from gcore.controller.sources import check_models, fetch, pin
+from gcore.observe.logs import Peek
 from gcore.observe.metrics import read_rows
 from gcore.observe.page import write_report
 from gcore.observe.progress import Progress
@@ -49,17 +52,25 @@ MAX_REVIVALS = 3  # of one replica, in one run
 def run(config: Config, mode: Mode = "train") -> Any:
     """The whole run, from nothing to files on disk. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
     machine = see_machine()
+    config = pin(config)
+    check_models(config)
     config, why = settle(config, machine)
+    preflight(config, make_plan(config, machine))
+    fetch(config)
     plan = make_plan(config, machine, model_megabytes(config))
-    preflight(config, plan)
     if mode == "eval":
-        config = config.model_copy(update={"observe": config.observe.model_copy(update={"trace": False})})
+        changes = {"trace": False, "logs": config.observe.logs and config.run.folder.is_dir()}
+        config = config.model_copy(update={"observe": config.observe.model_copy(update=changes)})
     if mode == "train":
         open_folder(config)
     try:
         return asyncio.run(_run(config, plan, mode, why))
     except asyncio.CancelledError:  # by SIGTERM
         raise KeyboardInterrupt from None
+    except RoleError as error:
+        if (logs := log_folder(config)) is not None and (log := logs / f"{error.role}.log").is_file():
+            error.add_note(f"what {error.role} printed is in {log}")
+        raise
     finally:
         if mode == "train":
             for picture in (merge_traces, plot_reward, write_report):
@@ -102,6 +113,7 @@ async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
                 progress.note(f"warning: {line}")
             progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
             started = time.monotonic()
+            peek = Peek(log_folder(config))
             runtime = build_runtime(config, plan)
             _end_at_sigterm()  # again: Ray has put an answer of its own there
             controllers = await _start(runtime, config, plan, mode)
@@ -114,7 +126,7 @@ async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
             )
             if pids := runtime.processes():
                 progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
-            return await _supervise(runtime, controllers, progress, mode)
+            return await _supervise(runtime, controllers, progress, mode, peek)
         finally:
             if runtime is not None:
                 runtime.stop()
@@ -150,11 +162,13 @@ async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> Se
     return await group("controller", build_controller, (config, plan, roles), plan.controllers)
 
 
-async def _supervise(runtime: Runtime, controllers: Sequence[Handle], progress: Progress, mode: Mode) -> Any:
+async def _supervise(
+    runtime: Runtime, controllers: Sequence[Handle], progress: Progress, mode: Mode, peek: Peek
+) -> Any:
     method = "run" if mode == "train" else "evaluate"
     runs = [asyncio.ensure_future(c.call(method)) for c in controllers]
     watch = _watch(runtime, controllers, progress)
-    others = [asyncio.ensure_future(watch), asyncio.ensure_future(_poll(controllers, progress))]
+    others = [asyncio.ensure_future(watch), asyncio.ensure_future(_poll(controllers, progress, peek))]
     try:
         waiting = {*runs, *others}
         while not all(task.done() for task in runs):
@@ -163,7 +177,7 @@ async def _supervise(runtime: Runtime, controllers: Sequence[Handle], progress: 
                 if waiting:
                     await asyncio.wait(waiting, timeout=GRACE_S)
                 raise _first_cause([t.exception() for t in (*runs, *others) if t.done() and t.exception()])
-        await _show(controllers, progress)
+        await _show(controllers, progress, peek)
         return runs[0].result()
     finally:
         for task in (*runs, *others):
@@ -201,7 +215,7 @@ async def _watch(runtime: Runtime, controllers: Sequence[Handle], progress: Prog
                 deaths[error.role] += 1
                 if deaths[error.role] > MAX_REVIVALS:
                     raise error
-                progress.note(f"{error}; its requests go to other replicas while it is started again")
+                progress.note(_told(error, "; its requests go to other replicas while it is started again"))
                 returning.add(asyncio.ensure_future(bring_back(error.role)))
             else:
                 watching.cancel()
@@ -226,15 +240,17 @@ def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
     return cause
 
 
-async def _poll(controllers: Sequence[Handle], progress: Progress) -> None:
+async def _poll(controllers: Sequence[Handle], progress: Progress, peek: Peek) -> None:
     while True:
         await asyncio.sleep(POLL_S.get(progress.mode, 0.5))
-        await _show(controllers, progress)
+        await _show(controllers, progress, peek)
 
 
-async def _show(controllers: Sequence[Handle], progress: Progress) -> None:
+async def _show(controllers: Sequence[Handle], progress: Progress, peek: Peek) -> None:
     answers = await asyncio.gather(*(c.call("status") for c in controllers))
     statuses = [answer[0] for answer in answers]
+    for line in peek.look():
+        progress.note(line)
     for _, rows, notes in answers:
         for text in notes:
             progress.note(text)
@@ -255,6 +271,11 @@ def explain(error: BaseException) -> None:
     if isinstance(error, RoleError):
         if not error.user_error:
             print(f"\nfirst traceback, from {error.role}:\n{error.traceback}", file=sys.stderr)
-        print(f"gcore: {error.message if error.user_error else error}", file=sys.stderr)
+        print(f"gcore: {error.message if error.user_error else _told(error)}", file=sys.stderr)
     elif isinstance(error, RoleDied):
-        print(f"gcore: {error}; run.resume=auto goes on from the last checkpoint, if any", file=sys.stderr)
+        print("gcore: " + _told(error, "; run.resume=auto goes on from the last checkpoint, if any"), file=sys.stderr)
+
+
+def _told(error: BaseException, then: str = "") -> str:
+    """The error, and below it what was added to it: the last lines of a log, or where they are."""
+    return "\n".join([f"{error}{then}", *getattr(error, "__notes__", ())])

@@ -22,9 +22,10 @@ from gcore.config import dump_config
 from gcore.config.reward_model import Pairs, PairTraining, RewardModelConfig
 from gcore.config.tree import Model, Observe
 from gcore.controller.build import quiet
+from gcore.controller.sources import pin_pairs
 from gcore.observe.metrics import MetricsWriter
-from gcore.prompts.rows import read_path
-from gcore.prompts.tokenizer import load_tokenizer
+from gcore.prompts.rows import check_media, media_parts, read_rows
+from gcore.prompts.tokenizer import load_tokenizer, with_padding
 from gcore.rewarding.scalar import render, tokens_of
 from gcore.types import Ints, Message, UserError
 
@@ -56,7 +57,9 @@ def train_rm(
     from gcore.models import load_scorer, longest_text, pick_device, pick_dtype
 
     transformers.logging.disable_progress_bar()
-    tokenizer, data, training = load_tokenizer(config.model), config.data, config.training
+    config = pin_pairs(config)
+    tokenizer = with_padding(load_tokenizer(config.model, chat=True), config.model)
+    data, training = config.data, config.training
     train = read_pairs(data.train, tokenizer, "data.train")
     held_out = read_pairs(data.eval, tokenizer, "data.eval") if data.eval else []
     device = pick_device(training.device)
@@ -146,7 +149,7 @@ def _endless(num: int, seed: int) -> Iterator[int]:
 
 def read_pairs(spec: Pairs, tokenizer: Any, key: str) -> list[Pair]:
     """The rows as tokens, chosen and rejected. Rows whose two answers are the same teach nothing and are left out."""
-    rows = read_path(Path(spec.path), spec.size, key)
+    rows = read_rows(spec, spec.size, key)
     for name in ("chosen_column", "rejected_column"):
         if len(rows) and getattr(spec, name) not in rows.columns:
             raise UserError(
@@ -155,6 +158,7 @@ def read_pairs(spec: Pairs, tokenizer: Any, key: str) -> list[Pair]:
     alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
     texts: list[str] = []  # chosen, rejected, chosen, rejected, ...
     for index, row in enumerate(rows):
+        check_media(row, f"{key}: row {index}")
         try:
             both = pair_of(row, spec, key)
             for conversation in both:
@@ -212,6 +216,8 @@ def _messages(value: Any, role: str, column: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, Sequence) and value and all(isinstance(m, Mapping) and m.get("role") for m in value):
+        if kinds := [kind for message in value for kind in media_parts(message.get("content"))]:
+            raise ValueError(f"column {column!r} has a message part of type {kinds[0]!r}; only text is scored so far")
         return [{name: field for name, field in message.items() if field is not None} for message in value]
     short = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     raise ValueError(f"column {column!r} holds {short}; expected a string or messages with a role")

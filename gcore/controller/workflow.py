@@ -141,6 +141,11 @@ class Studio:
         return after[len(before) :]
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                "ctx.proceed: the tokenizer has no chat template for messages; give it a string (or set "
+                "model.chat_template)"
+            )
         text: str = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )

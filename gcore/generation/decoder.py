@@ -1,4 +1,4 @@
-"""One decoding step of the Llama family (Llama, Qwen2, Qwen3), with as few operations as it takes.
+"""One decoding step of the Llama family (Llama, Mistral, Qwen2, Qwen3), with as few operations as it takes.
 
 The library's modules are made for every case; at one token a row their bookkeeping costs several times the arithmetic
 of a small model. This is the same arithmetic on the same weights: queries, keys and values in one product, gate and up
@@ -8,6 +8,7 @@ writes both. Other families decode through the library (embedded.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class LayerCache(Protocol):
@@ -38,7 +39,7 @@ class _Layer:
 
 
 class FusedDecoder:
-    """`step(tokens, positions, mask, cache)` -> logits. Built once; `supports` says for which models."""
+    """`step(tokens, positions, masks, cache)` -> logits, with a mask per layer. `supports` says for which models."""
 
     def __init__(self, model: Any, max_length: int) -> None:
         config, body = model.config, model.get_decoder()
@@ -75,7 +76,7 @@ class FusedDecoder:
             mlp.down_proj,
         )
 
-    def step(self, tokens_B: Tensor, positions_B: Tensor, mask: Tensor, cache: LayerCache) -> Tensor:
+    def step(self, tokens_B: Tensor, positions_B: Tensor, masks: Sequence[Tensor], cache: LayerCache) -> Tensor:
         num, dim = len(tokens_B), self.head_dim
         cos, sin = self.cos[positions_B], self.sin[positions_B]
         x = F.embedding(tokens_B, self.embedding)
@@ -90,7 +91,7 @@ class FusedDecoder:
             q, k = torch.addcmul(qk * cos, swapped, sin).split((self.heads, self.kv_heads), 1)
             keys, values = cache.write_step(index, k, v)
             attended = F.scaled_dot_product_attention(
-                q[:, :, None], keys, values, mask, enable_gqa=self.heads != self.kv_heads
+                q[:, :, None], keys, values, masks[index], enable_gqa=self.heads != self.kv_heads
             )
             x = _add_linear(x, attended.view(num, -1), layer.out)
             h = F.rms_norm(x, width, layer.norm_2, self.eps)

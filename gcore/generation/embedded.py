@@ -11,7 +11,8 @@ decoding step, so all logits come from one place.
 On CPU a row's result is bitwise the same whoever shares the batch: matrix products treat rows alike from 8 rows on,
 masked attention does from block to block of keys, and element-wise functions do when no remainder of a tensor falls
 out of the vector loop. Rows and keys are rounded up for that, and a replica keeps to one thread.
-`tests/contract/test_engine.py` holds it to that. On GPUs kernels differ in the last bits by batch size.
+`tests/contract/test_engine.py` holds it to that. Mixtures of experts and eager attention (docs/engines.md) differ in
+the last bits by batch, and so do all models on GPUs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from gcore.decoders import as_argument, traits_of
 from gcore.generation.arriving import Arriving, Base
 from gcore.generation.cache import RowCache
 from gcore.generation.common import check
@@ -82,6 +84,7 @@ class EmbeddedEngine:
         self._model, self._threads, self._tracer = model, threads, tracer or Tracer(None, "engine")
         self._min_step_s = min_step_s
         self._device = model.device
+        self._traits = traits_of(model.config)
         self._max_rows, self._max_length = max_concurrent, max_length
         self._cache = RowCache(model.config.num_hidden_layers)
         self._waiting: list[tuple[int, int, _Job]] = []  # heap: priority, arrival
@@ -297,19 +300,20 @@ class EmbeddedEngine:
                 length = self._lengths[rows[0]]
                 tokens[i, :length] = self._jobs[rows[0]].request.tokens_P[:-1]
             position = torch.arange(width, device=self._device)
-            mask = (position[None, :] <= position[:, None])[None, None].expand(len(part), 1, width, width)
+            masks = self._traits.masks(position <= position[:, None], position[:, None], self._model.dtype)
+            masks = {kind: mask.expand(len(part), 1, width, width) for kind, mask in masks.items()}
             cache = self._cache
             cache.begin_prefill(torch.tensor([rows[0] for rows in part], device=self._device), width)
-            self._forward(torch.from_numpy(tokens), position[None].expand(len(part), -1), mask)
+            self._forward(torch.from_numpy(tokens), position[None].expand(len(part), -1), masks)
             for rows in part:
                 if len(rows) > 1:
                     cache.copy_row(rows[0], rows[1:], int(self._lengths[rows[0]]))
 
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, masks: dict[str, torch.Tensor]) -> torch.Tensor:
         output = self._model(
             input_ids=tokens.to(self._device),
             position_ids=positions,
-            attention_mask=mask,
+            attention_mask=as_argument(masks),
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
@@ -324,12 +328,14 @@ class EmbeddedEngine:
         read_length = _round_up(int(self._lengths[:n].max()) + 1, KEY_BLOCK)
         positions_B = torch.from_numpy(self._lengths[:padded].copy()).to(self._device)
         tokens_B = torch.from_numpy(self._last[:padded].copy()).to(self._device)
-        mask = (torch.arange(read_length, device=self._device)[None] <= positions_B[:, None])[:, None, None]
+        at_B111 = positions_B[:, None, None, None]
+        seen = torch.arange(read_length, device=self._device) <= at_B111
+        masks = self._traits.masks(seen, at_B111, self._model.dtype)
         self._cache.begin_step(positions_B, read_length)
         if self._fused is not None:
-            logits = self._fused.step(tokens_B, positions_B, mask, self._cache)
+            logits = self._fused.step(tokens_B, positions_B, [masks[kind] for kind in self._traits.kinds], self._cache)
         else:
-            logits = self._forward(tokens_B[:, None], positions_B[:, None], mask)
+            logits = self._forward(tokens_B[:, None], positions_B[:, None], masks)
         tokens, logprobs, kept = sample(logits[:n], self._rows)
         self._lengths[:n] += 1
         self._last[:n] = tokens

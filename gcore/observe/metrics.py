@@ -69,24 +69,32 @@ class MetricsWriter:
 
 def read_rows(folder: Path) -> list[Row]:
     """The rows written so far; a line that was cut off by a kill is left out."""
-    return [row for _, row in _lines(folder / FILE)]
+    return [row for _, row in whole_lines(folder / FILE)]
 
 
-def rewind(folder: Path, step: int) -> int:
+def rewind(folder: Path, step: int, warm_start: int | None = None) -> int:
     """Forget what came after `step`, before a resume writes it anew. Returns how many rows were dropped.
 
-    Rows of the warm start stay: they count their own steps, and any checkpoint comes after them.
+    Rows of the warm start count their own steps. They all stay, unless the run resumes within the warm start, after
+    `warm_start` steps of it: then later ones are dropped, and all that came after the warm start.
     """
     path = folder / FILE
     if not path.exists():
         return 0
-    lines = list(_lines(path))
-    kept = [line for line, row in lines if kind(row) == "warm_start" or step_of(row) <= step]
-    _replace(path, kept)
+    lines = list(whole_lines(path))
+
+    def stays(row: Row) -> bool:
+        if warm_start is not None:
+            return kind(row) == "warm_start" and step_of(row) <= warm_start
+        return kind(row) == "warm_start" or step_of(row) <= step
+
+    kept = [line for line, row in lines if stays(row)]
+    replace_lines(path, kept)
     return len(lines) - len(kept)
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, Row]]:
+def whole_lines(path: Path) -> Iterator[tuple[bytes, Row]]:
+    """The lines of a file that are objects, as they are and as read."""
     if not path.exists():
         return
     for line in path.read_bytes().split(b"\n"):
@@ -101,10 +109,10 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Row]]:
 def _mend(path: Path) -> None:
     """Drop a torn last line, so that the next row does not continue it."""
     if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        _replace(path, [line for line, _ in _lines(path)])
+        replace_lines(path, [line for line, _ in whole_lines(path)])
 
 
-def _replace(path: Path, lines: Iterable[bytes]) -> None:
+def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Whole or not at all: a kill in between leaves the old file."""
     temp = path.with_name(path.name + ".tmp")
     with temp.open("wb") as file:

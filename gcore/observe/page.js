@@ -2,8 +2,8 @@
 // Text from files only ever becomes textContent.
 const model = JSON.parse(document.getElementById("model").textContent);
 const $ = (id) => document.getElementById(id);
-const NAMED = ["policy", "judge", "scorer", "trainer", "switch", "controller"];
-const OTHERS = [...new Set(model.sources.flatMap((s) => s.roles))].filter((role) => !NAMED.includes(role));
+const NAMED = ["policy", "trainer", "switch", "controller"]; // roles with a colour of their own in every page
+const OTHERS = [...new Set(model.sources.flatMap((s) => s.roles))].filter((role) => !NAMED.includes(role)); // judges, scorers
 const labels = windowLabels();
 let label = model.sources.map((s) => s.opens).find((s) => s) || null;
 let zoom = null; // [from, to] in seconds since the window's beginning, or null: all of it
@@ -19,8 +19,12 @@ function element(name, attributes = {}, ...children) {
 }
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 function color(name, index = 0) { // a role has one colour everywhere; other series go by their number
-  const role = OTHERS.indexOf(name);
-  return css(NAMED.includes(name) ? `--${name}` : `--other-${(role < 0 ? Math.max(index, 0) : role + 1) % 8}`);
+  const role = OTHERS.indexOf(name), at = role < 0 ? index - 1 : role;
+  return css(NAMED.includes(name) ? `--${name}` : at < 0 ? "--policy" : `--role-${at % 7}`);
+}
+function inkOn(fill) { // dark or light text, whichever reads better on the colour
+  const [r, g, b] = [1, 3, 5].map((i) => (parseInt(fill.slice(i, i + 2), 16) / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.25 ? "#14171c" : "#ffffff";
 }
 function seconds(s) {
   const size = Math.abs(s);
@@ -85,7 +89,6 @@ function choose(name) {
   draw();
 }
 
-const dark = () => matchMedia("(prefers-color-scheme: dark)").matches;
 function go(by) {
   const next = labels[labels.indexOf(label) + by];
   if (next) choose(next);
@@ -131,6 +134,8 @@ function draw() {
       element("span", {}, Object.assign(element("i"), { style: `background:${color(role, i)}` }), role)),
       element("span", {}, element("i", { class: "idle" }), "idle"));
   }
+  const samples = $("samples"), at = model.sources.length === 1 ? windowOf(model.sources[0])?.[1] ?? null : null;
+  if (samples) samples.hash = at === null || label === model.sources[0].opens ? "" : `step=${at}`;
   for (const one of gantts) one.paint();
   for (const one of charts) one.paint();
   table();

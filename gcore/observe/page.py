@@ -1,6 +1,7 @@
 """A run or a simulation as one HTML page that needs nothing but itself: `gcore report`.
 
     paths ──read_source──> Sources ──page_model──> {header, tiles, bars, timelines, charts} ──render──> report.html
+    a run's samples ──page_samples──> samples.html beside it
 
 The model holds every number that is shown. The template (page.html) writes the text; the scripts draw the Gantt and the
 curves from the model's JSON, which stands escaped in the page. Nothing is fetched: page.html forbids it.
@@ -8,7 +9,6 @@ curves from the model's JSON, which stands escaped in the page. Nothing is fetch
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from gcore.observe import page_samples
 from gcore.observe.page_data import Move, Segment, Source, has_something, read_source
+from gcore.observe.page_samples import samples_page, script_json
 from gcore.observe.report import smooth
 from gcore.observe.values import STAGES, Row, count, duration, number
 from gcore.types import UserError
@@ -27,6 +29,7 @@ MAX_SEGMENTS = 40_000  # of one timeline; beyond, whole steps are left out, even
 MAX_MOVES = 3_000
 MAX_POINTS = 600  # of a curve: about what a screen can show
 ROLES = ("policy", "judge", "scorer", "trainer", "switch", "controller")  # in the order of legends
+LAST = ("trainer", "switch", "controller")  # after judges and scorers of any name
 CURVES = (  # title, keys (a name ending in / stands for all below it), unit, style
     ("Reward", ("reward", "accuracy"), "", "reward"),
     ("Rollout time", ("rollout_s",), "s", "line"),
@@ -45,7 +48,14 @@ Model = dict[str, Any]
 
 def write_page(paths: Sequence[Path], target: Path) -> Path:
     """`gcore report`. Raises UserError where there is nothing to draw or no place to write."""
-    html = render(page_model([read_source(path) for path in paths]))
+    model = page_model([read_source(path) for path in paths])
+    beside = len(paths) == 1 and paths[0].is_dir() and target.parent.resolve() == paths[0].resolve()
+    if beside and (samples := samples_page(paths[0], report=target.name)):
+        model["samples"] = _write(target.with_name(page_samples.FILE), samples).name
+    return _write(target, render(model))
+
+
+def _write(target: Path, html: str) -> Path:
     temp = target.with_name(target.name + ".tmp")
     try:
         temp.write_text(html, encoding="utf-8", errors="replace")
@@ -86,9 +96,7 @@ def render(model: Model) -> str:
     room = files("gcore.observe")
     html, css, *scripts = (room.joinpath(name).read_text(encoding="utf-8") for name in PARTS)
     js = '"use strict";\n(() => {\n' + "\n".join(scripts) + "})();"
-    data = json.dumps({key: model[key] for key in ("charts", "sources")}, allow_nan=False, separators=(",", ":"))
-    for sign in "<>&\u2028\u2029":  # else a text with </script> would end the script
-        data = data.replace(sign, f"\\u{ord(sign):04x}")
+    data = script_json({key: model[key] for key in ("charts", "sources")})
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(html).render(model, css=css, js=js, data=data)
 
@@ -155,7 +163,7 @@ def _split(row: Row) -> str:
 
 def _source(source: Source, label: str) -> Model:
     segments, thinned = _thinned(source)
-    roles = in_order({s.role for s in segments}, ROLES)
+    roles = sorted(in_order({s.role for s in segments}, ROLES), key=lambda role: role in LAST)
     names = sorted({s.name for s in segments})
     shown = {s.step for s in segments}
     spans = {step: span for step, span in source.spans.items() if step in shown}

@@ -25,6 +25,7 @@ from gcore.observe.values import Row, clean, kind, number, stage_times, step_of
 from gcore.types import UserError
 
 PROCESSES = {"controller": "controller", "engine": "policy", "judge": "judge", "scorer": "scorer", "trainer": "trainer"}
+OURS = ("policy", "trainer", "switch", "controller")
 SWITCHES = ("sleep", "wake", "load weights")  # spans in which an engine serves nobody
 OF_METRICS = {
     "reward/mean": "reward",
@@ -270,7 +271,7 @@ def covered(segments: Iterable[Segment], start: float, end: float) -> float:
     """Seconds between start and end that segments cover, summed over rows; overlaps on a row count once.
 
     >>> covered([Segment(0, "policy", 0, 4), Segment(0, "switch", 3, 5), Segment(1, "judge", 4, 9)], 1, 6)
-    6
+    6.0
     """
     total = 0.0
     until: dict[int, float] = {}
@@ -279,6 +280,19 @@ def covered(segments: Iterable[Segment], start: float, end: float) -> float:
         total += max(b - a, 0)
         until[s.row] = max(until.get(s.row, start), b)
     return total
+
+
+def role_of(process: str) -> str | None:
+    """Every judge and scorer is a role of its own, by its name.
+
+    >>> role_of("engine-3"), role_of("judge-strict-0"), role_of("scorer-my-model-1"), role_of("driver")
+    ('policy', 'strict', 'my-model', None)
+    """
+    kind, _, rest = process.partition("-")
+    role, name = PROCESSES.get(kind), rest.rpartition("-")[0]
+    if role in ("judge", "scorer") and name:
+        return f"{role} {name}" if name in OURS else name
+    return role
 
 
 def _with_trace(source: Source, folder: Path) -> Source:
@@ -294,7 +308,7 @@ def _with_trace(source: Source, folder: Path) -> Source:
     spans: dict[int, tuple[float, float]] = {}
     clock = None  # the controller whose steps count
     for name, span, start, end, args in _trace(path):
-        role = PROCESSES.get(name.split("-")[0])
+        role = role_of(name)
         if role is None:
             continue
         row, _ = rows.setdefault(name, (len(rows), role))

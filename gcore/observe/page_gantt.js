@@ -76,8 +76,7 @@ function gantt(source) {
         const inside = Math.min(x + wide, box.right) - Math.max(x, box.left) - 12;
         if (pen.measureText(text).width < inside) {
           pen.globalAlpha = 1;
-          pen.fillStyle = ["trainer", "judge"].includes(source.roles[role]) && !dark() ? "#23272e" : dark() ? "#0e1115" : "#ffffff";
-          if (source.roles[role] === "trainer" && dark()) pen.fillStyle = "#dfe3ea";
+          pen.fillStyle = inkOn(fill(role));
           pen.fillText(text, Math.max(x, box.left) + 6, y + gap / 2 + tall / 2 + 4);
         }
       }

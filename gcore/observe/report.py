@@ -37,6 +37,7 @@ class Summary:
         """What there is to look at."""
         named = {
             "report": "report.html",
+            "samples": "samples.html",
             "reward curve": "reward.png",
             "timeline": "trace.json",
             "TensorBoard": "tensorboard",

@@ -1,6 +1,7 @@
 """Where prompts come from: datasets and tasks, the tokenizer and its chat template, the global order. No torch here."""
 
-from gcore.prompts.rows import Rows, answer_of, load_rows, prompt_of
+from gcore.prompts.files import Rows
+from gcore.prompts.rows import answer_of, load_rows, prompt_of
 from gcore.prompts.source import Measured, PromptSource, Templater, measure
 from gcore.prompts.tasks import make_task
 from gcore.prompts.tokenizer import build_char_tokenizer, load_tokenizer

@@ -1,45 +1,22 @@
-"""Dataset -> rows: .jsonl, .parquet, Hugging Face folders, tasks; and which of a row's columns mean what.
-
-Rows are read when asked for: every controller opens the dataset, none holds it as Python objects.
-"""
+"""Dataset -> rows: files, folders, hub ids, tasks; and which of a row's columns mean what."""
 
 from __future__ import annotations
 
-import json
-import mmap
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar
 
+from gcore.config.base import Stored
 from gcore.config.tree import Dataset
+from gcore.hub import is_id
+from gcore.prompts.files import READERS, Row, Rows, read_file, short
 from gcore.prompts.tasks import make_task
 from gcore.types import Message, UserError
 
-Row = dict[str, Any]
+MEDIA = ("image", "images", "video", "videos")
+AnyStored = TypeVar("AnyStored", bound=Stored)
 PROMPTS = ("prompt", "question", "input", "messages")
 ANSWERS = ("answer", "ground_truth", "label", "solution", "reward_model.ground_truth")
-
-
-class Rows(Sequence[Row]):
-    """A sequence of rows behind a function. Rows(3, read, ["prompt", "answer"])[1] -> {"prompt": ..., "answer": ...}"""
-
-    def __init__(self, num_rows: int, read: Callable[[int], Row], columns: Iterable[str]):
-        self._num_rows, self._read, self.columns = num_rows, read, tuple(columns)
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self._read(i) for i in range(*index.indices(self._num_rows))]
-        if not -self._num_rows <= index < self._num_rows:
-            raise IndexError(f"row {index} of {self._num_rows}")
-        return self._read(index % self._num_rows)
 
 
 def load_rows(spec: Dataset, key: str = "data.train") -> Sequence[Row]:
@@ -48,9 +25,10 @@ def load_rows(spec: Dataset, key: str = "data.train") -> Sequence[Row]:
         made = make_task(spec.task, spec.args, spec.size, key=key)
         rows = Rows(len(made), made.__getitem__, made[0] if len(made) else ())
     else:
-        rows = read_path(Path(spec.path or ""), spec.size, key)
+        rows = read_rows(spec, spec.size, key)
     if not len(rows):
         raise UserError(f"{key}: no rows in {spec.path or spec.task}; expected at least one")
+    check_media(rows[0], key)
     _check_columns(rows, spec, key)
     return rows
 
@@ -63,12 +41,16 @@ def prompt_of(row: Mapping[str, Any], spec: Dataset, key: str = "data.train") ->
         return value
     if not isinstance(value, Sequence) or not value:
         raise UserError(
-            f"{key}: column {column!r} holds {_short(value)}; expected a string or messages (set {key}.prompt_column)"
+            f"{key}: column {column!r} holds {short(value)}; expected a string or messages (set {key}.prompt_column)"
         )
     messages: list[Message] = []
     for message in value:
         if not isinstance(message, Mapping) or message.get("role") is None:
-            raise UserError(f"{key}: column {column!r} holds {_short(message)}; expected messages with a role")
+            raise UserError(f"{key}: column {column!r} holds {short(message)}; expected messages with a role")
+        if kinds := media_parts(message.get("content")):
+            raise UserError(
+                f"{key}: column {column!r} has a message part of type {kinds[0]!r}; only text is trained on so far"
+            )
         messages.append({name: field for name, field in message.items() if field is not None})
     if messages[-1]["role"] == "assistant":
         raise UserError(
@@ -123,87 +105,55 @@ def _lookup(row: Mapping[str, Any], name: str) -> Any:
     return _lookup(inner, rest) if dot and isinstance(inner, Mapping) else None
 
 
-def read_path(path: Path, size: int | None, key: str) -> Rows:
+def check_media(row: Mapping[str, Any], key: str) -> None:
+    """A run must not train on the text alone where prompts come with pictures."""
+    for name in MEDIA:
+        value = row.get(name)
+        if value is not None and not (isinstance(value, Sequence | Mapping) and not value):
+            raise UserError(
+                f"{key}: column {name!r} holds {short(value)}; only text is trained on so far (remove or rename the "
+                "column if prompts do not need it)"
+            )
+
+
+def media_parts(content: Any) -> list[str]:
+    """Types of the parts of a message that are not text: [{"type": "image"}, {"type": "text", ...}] -> ["image"]"""
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    kinds = [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
+    return [kind for kind in kinds if any(word in kind for word in ("image", "video", "audio"))]
+
+
+# ---- where rows are stored ----
+
+
+def read_rows(spec: Stored, size: int | None, key: str) -> Rows:
+    """Of a file, a folder or a hub id."""
+    path = Path(spec.path or "")
+    if is_hub_dataset(spec) and spec.revision is not None:  # the driver has pinned it
+        from gcore.prompts.stored import read_id
+
+        return read_id(spec, size, key)
     if not path.exists():
-        raise UserError(f"{key}.path: no such file or folder: {path}")
+        raise UserError(f"{key}.path: no such file or folder: {path} (expected one on this machine, or a hub id)")
+    if spec.revision is not None:
+        raise UserError(f"{key}.revision={spec.revision}: {path} is on this machine; expected a hub id")
     if path.is_dir():
-        return _read_folder(path, size, key)
-    match path.suffix:
-        case ".jsonl":
-            return _read_jsonl(path, size, key)
-        case ".parquet":
-            return _read_parquet(path, size, key)
-        case other:
-            raise UserError(f"{key}.path: {path} ends in {other!r}; expected .jsonl, .parquet or a dataset's folder")
+        from gcore.prompts.stored import read_folder
+
+        return read_folder(spec, size, key)
+    if idle := [name for name in ("subset", "split") if getattr(spec, name) is not None]:
+        raise UserError(f"{key}.{idle[0]}: {path} is a file; expected a dataset's folder or a hub id")
+    return read_file(path, size, key)
 
 
-def _read_jsonl(path: Path, size: int | None, key: str) -> Rows:
-    """Every line is parsed once, to report a bad one now; later a row is parsed from the mapped file when asked for."""
-    starts, columns = array("q"), dict[str, None]()
-    with path.open("rb") as file:
-        start = 0
-        for number, line in enumerate(file, 1):
-            if len(starts) == size:
-                break
-            if line.strip():
-                columns |= dict.fromkeys(_parse_line(line, path, number, key))
-                starts.append(start)
-            start += len(line)
-        if not starts:
-            return Rows(0, lambda _: {}, ())
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def read(index: int) -> Row:
-        end = content.find(b"\n", starts[index])
-        row: Row = json.loads(content[starts[index] : end if end >= 0 else len(content)])
-        return row
-
-    return Rows(len(starts), read, columns)
+def is_hub_dataset(spec: Stored) -> bool:
+    return spec.path is not None and is_id(spec.path) and not spec.path.endswith(tuple(READERS))
 
 
-def _parse_line(line: bytes, path: Path, number: int, key: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{key}.path: {path}, line {number}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{key}.path: {path}, line {number}: expected an object, got {_short(row)}")
-    return row
+def pin_rows(spec: AnyStored, key: str) -> AnyStored:
+    """A dataset of the hub with its commit, subset and split; others as they are."""
+    if not is_hub_dataset(spec):
+        return spec
+    from gcore.prompts.stored import pin_dataset
 
-
-def _read_parquet(path: Path, size: int | None, key: str) -> Rows:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(path, memory_map=True)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{key}.path: {path} is not a readable parquet file: {' '.join(str(error).split())}") from None
-    num_rows = table.num_rows if size is None else min(size, table.num_rows)
-    return Rows(num_rows, lambda i: table.slice(i, 1).to_pylist()[0], table.column_names)
-
-
-def _read_folder(path: Path, size: int | None, key: str) -> Rows:
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise UserError(
-            f"{key}.path: {path} is a folder, which the package datasets reads; pip install 'gcore-rl[datasets]'"
-        ) from None
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except FileNotFoundError:
-        raise UserError(f"{key}.path: {path} is not a dataset folder; expected what save_to_disk wrote") from None
-    if isinstance(loaded, datasets.DatasetDict):
-        # a held-out set must not turn out to be the training split
-        if "train" not in loaded or not key.endswith("train"):
-            splits = ", ".join(loaded)
-            raise UserError(f"{key}.path: {path} has the splits {splits}; expected one: set {key}.path to {path}/SPLIT")
-        loaded = loaded["train"]
-    num_rows = len(loaded) if size is None else min(size, len(loaded))
-    return Rows(num_rows, loaded.with_format(None).__getitem__, loaded.column_names)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return pin_dataset(spec, key)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.config.tree import Data, Dataset
-from gcore.prompts.rows import answer_of, prompt_column, prompt_of
+from gcore.prompts.rows import answer_of, check_media, prompt_column, prompt_of
+from gcore.prompts.tokenizer import no_template
 from gcore.types import Ints, Message, Prompt, UserError
 
 Row = Mapping[str, Any]
@@ -34,6 +35,9 @@ class Templater:
         self.key = f"data.{split}"
         self.system_prompt = data.system_prompt
         self._alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
+        self._chat = bool(tokenizer.chat_template)
+        if data.system_prompt is not None and not self._chat:
+            raise no_template("data.system_prompt")
 
     def messages(self, row: Row) -> tuple[Message, ...]:
         """A string becomes the user's message, after the system prompt; messages stay as they are."""
@@ -44,10 +48,17 @@ class Templater:
         return (*system, {"role": "user", "content": prompt})
 
     def render(self, row: Row) -> tuple[tuple[Message, ...], str, Ints]:
-        """Messages, templated text, and the tokens of exactly that text (the template wrote its special tokens)."""
+        """Messages, text and tokens as the model reads them.
+
+        With a chat template: the templated text, and the tokens of exactly that (the template wrote its special
+        tokens). Without one: a string as it is, with the special tokens that the tokenizer puts before a text, as bos.
+        """
         from jinja2 import TemplateError
 
+        check_media(row, self.key)
         messages = self.messages(row)
+        if not self._chat:
+            return messages, *self._plain(row)
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError) as error:  # a role it does not know, content that is not text, ...
@@ -57,9 +68,26 @@ class Templater:
             ) from None
         return messages, text, self._tokens(text, [m.get("content") for m in messages])
 
+    def _plain(self, row: Row) -> tuple[str, Ints]:
+        text = prompt_of(row, self.spec, self.key)
+        if not isinstance(text, str):
+            raise no_template(f"{self.key}: column {prompt_column(row, self.spec, self.key)!r} holds messages")
+        self._check_alphabet([text])
+        tokens: list[int] = self.tokenizer(text)["input_ids"]
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if bos is not None and tokens[:2] == [bos, bos]:  # the text has one of its own
+            tokens = tokens[1:]
+        if tokens and tokens[-1] == eos and not text.endswith(str(self.tokenizer.eos_token)):
+            tokens = tokens[:-1]  # some tokenizers end a text, and this one goes on
+        if not tokens:
+            raise UserError(f"{self.key}: an empty prompt has no tokens; expected text")
+        return text, np.asarray(tokens, dtype=np.int32)
+
     def demonstration(self, row: Row) -> Ints:
-        """What a teacher said: the column `demonstration` if there is one, else the reference answer; then eos."""
-        answer = row.get("demonstration", answer_of(row, self.spec))
+        """What a teacher said: the column `demonstration` if it is filled, else the reference answer; then eos."""
+        answer = row.get("demonstration")
+        if answer is None:
+            answer = answer_of(row, self.spec)
         if answer is None:
             raise UserError(f"{self.key}: no answer to demonstrate in this row (set {self.key}.answer_column)")
         tokens = self._tokens(str(answer), [str(answer)])
@@ -77,12 +105,15 @@ class Templater:
         return Prompt(id=cursor, row=index, messages=messages, text=text, tokens_P=tokens, columns=columns)
 
     def _tokens(self, text: str, contents: Sequence[Any]) -> Ints:
+        self._check_alphabet(contents)
+        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+    def _check_alphabet(self, contents: Sequence[Any]) -> None:
         if self._alphabet:  # of a built model: a character it lacks would become <unk> in silence
             missing = {c for content in contents if isinstance(content, str) for c in content} - self._alphabet
             if missing:
                 lacks = "".join(sorted(missing))
                 raise UserError(f"{self.key}: no token for the characters {lacks!r} (add them to model.build.alphabet)")
-        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The tokenizer, checked before anything starts: a missing pad token or template is named here, not found mid-run."""
+"""The tokenizer, checked before anything starts: what is missing is named here, not found mid-run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gcore import hub
 from gcore.config.tree import Model
 from gcore.types import UserError
 
@@ -14,21 +15,49 @@ CHAR_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# transformers builds an empty tokenizer from config.json alone, so the files are looked for first
-VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+# tokens that exist to fill space, or that no text contains, in the order in which they are taken for padding
+PADS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_0|>", "<|endoftext|>")
 
 
-def load_tokenizer(model: Model) -> Any:
-    """The policy's tokenizer, with a pad token, an eos token and a chat template; UserError where one is missing."""
+def load_tokenizer(model: Model, key: str = "model", *, chat: bool = False) -> Any:
+    """A model's tokenizer, with an eos token; `chat`: and with a chat template. UserError where one is missing.
+
+    `key`: where the model stands in the recipe. A policy needs no template for prompts that are strings, and no pad
+    token: training packs, and engines know their lengths.
+    """
     if model.build is not None:
-        tokenizer, key = build_char_tokenizer(model.build.alphabet), "model.build"
+        tokenizer, place = build_char_tokenizer(model.build.alphabet), f"{key}.build"
     else:
-        folder, key = _folder(model)
-        tokenizer = _from_folder(folder, key, model.trust_remote_code)
+        folder, place = hub.tokenizer_folder(model, key)
+        tokenizer = _from_folder(folder, place, model.trust_remote_code)
     if model.chat_template is not None:
         tokenizer.chat_template = _template_text(model.chat_template)
         _probe(tokenizer)
-    _check(tokenizer, key)
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"{place}: the tokenizer has no eos token (set eos_token in its tokenizer_config.json, "
+            f"or set {key}.tokenizer to one that has it)"
+        )
+    if chat and not tokenizer.chat_template:
+        raise no_template(place, key)
+    return tokenizer
+
+
+def no_template(what: str, key: str = "model") -> UserError:
+    return UserError(
+        f"{what}: the tokenizer has no chat template for messages (set {key}.chat_template to the path of a Jinja "
+        f"file, or {key}.tokenizer to a tokenizer that has one)"
+    )
+
+
+def with_padding(tokenizer: Any, model: Model) -> Any:
+    """The tokenizer of a scorer. Where it has no pad token it gets one that is never a stop token and that no text ends
+    with, if there is such a token: scorers look for the last token that is not padding, and pad = eos would hide the
+    end of a conversation."""
+    if tokenizer.pad_token_id is None:
+        stops, vocabulary = stop_tokens(model, tokenizer), tokenizer.get_vocab()
+        names = (*PADS, tokenizer.bos_token, tokenizer.unk_token)
+        tokenizer.pad_token = next((name for name in names if vocabulary.get(name, stops[0]) not in stops), None)
     return tokenizer
 
 
@@ -36,8 +65,7 @@ def stop_tokens(model: Model, tokenizer: Any) -> tuple[int, ...]:
     """What ends a response: the tokenizer's eos, and those of the model's generation_config.json (chat models end turns
     with another token than texts)."""
     found = {tokenizer.eos_token_id}
-    file = Path(model.path or "") / "generation_config.json"
-    if model.path is not None and file.is_file():
+    if model.path is not None and (file := hub.model_folder(model) / "generation_config.json").is_file():
         eos = json.loads(file.read_text()).get("eos_token_id")
         found |= set(eos if isinstance(eos, list) else [eos]) - {None}
     return tuple(sorted(found))
@@ -70,19 +98,11 @@ def build_char_tokenizer(alphabet: str) -> Any:
     return tokenizer
 
 
-def _folder(model: Model) -> tuple[Path, str]:
-    key = "model.path" if model.tokenizer is None else "model.tokenizer"
-    folder = Path(model.tokenizer or model.path or "")
-    if not folder.is_dir():
-        raise UserError(f"{key}: no such folder: {folder} (expected a Hugging Face folder on this machine)")
-    return folder, key
-
-
 def _from_folder(folder: Path, key: str, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
-    names = (*VOCABULARIES, "*.py") if trust_remote_code else VOCABULARIES
-    if not any(any(folder.glob(name)) for name in names):
+    # transformers builds an empty tokenizer from config.json alone, so the files are looked for first
+    if not hub.has_vocabulary(folder) and not (trust_remote_code and any(folder.glob("*.py"))):
         raise UserError(f"{key}: no tokenizer in {folder} (expected tokenizer.json or the like; set model.tokenizer)")
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
@@ -110,18 +130,3 @@ def _probe(tokenizer: Any) -> None:
     except TemplateError as error:
         cause = " ".join(str(error).split())
         raise UserError(f"model.chat_template: does not render a user message: {cause}") from error
-
-
-def _check(tokenizer: Any, key: str) -> None:
-    """Nothing is patched up in silence: with pad = eos, a loss that masks pads would unlearn how to stop."""
-    for kind in ("pad", "eos"):
-        if getattr(tokenizer, f"{kind}_token_id") is None:
-            raise UserError(
-                f"{key}: the tokenizer has no {kind} token (set {kind}_token in its tokenizer_config.json, "
-                "or set model.tokenizer to a folder whose tokenizer has it)"
-            )
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{key}: the tokenizer has no chat template (set model.chat_template to the path of a Jinja file, "
-            "or model.tokenizer to a folder whose tokenizer has it)"
-        )

@@ -36,6 +36,7 @@ from gcore.types import Message, Prompt, RewardError, Rollout, SamplingParams, U
 T = TypeVar("T")
 
 RESPONSES = {"pointwise": ("response",), "pairwise": ("response_a", "response_b")}
+NOTE_LENGTH = 4000  # of a verdict's text, in characters
 FUNCTION = re.compile(r"[^\s:\\(){}|*+?]+:[A-Za-z_]\w*")  # package.module:f, file.py:f; no expression with a group
 WORDS = re.compile(r"(?:[^\\(]|\\.|\(\?(?!P<))*\((?:\?P<\w+>)?[A-Za-z|\[\] ]+\)")  # its first group is letters alone
 
@@ -51,10 +52,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Hearing:
-    """What came of a case. Hearing(verdicts=[1.0, 0.0], unread="'Hm': no match of ([AB])")"""
+    """What came of a case. Hearing(verdicts=[1.0, 0.0], unread="'Hm': no match of ([AB])", said=["A.", "B."])"""
 
     verdicts: list[float]  # those that could be read, in the order of the repeats
     unread: str  # the last that could not be, and why
+    said: list[str]  # the texts of the verdicts
 
     @property
     def mean(self) -> float:
@@ -98,6 +100,7 @@ class JudgeSource:
         return Answer(
             [self._reward(group, i, hearings) for i in range(n)],
             [_spread(i, hearings) for i in range(n)] if self.spec.repeats > 1 else [],
+            [_notes(group, i, hearings) for i in range(n)],
         )
 
     async def say(self, messages: Sequence[Message], key: Key, **params: Any) -> str:
@@ -114,18 +117,20 @@ class JudgeSource:
 
     async def _hear(self, case: Case, attempt: int) -> Hearing:
         results = await _together(self._settle(case, repeat, attempt) for repeat in range(self.spec.repeats))
+        read = [result for result in results if not isinstance(result, str)]
         unread = [result for result in results if isinstance(result, str)]
-        return Hearing([result for result in results if isinstance(result, float)], unread[-1] if unread else "")
+        return Hearing([value for value, _ in read], unread[-1] if unread else "", [text for _, text in read])
 
-    async def _settle(self, case: Case, repeat: int, attempt: int) -> float | str:
-        """One verdict, asked for until it can be read; or what was said at the last try, and why it is none."""
+    async def _settle(self, case: Case, repeat: int, attempt: int) -> tuple[float, str] | str:
+        """One verdict and its text, asked for until it can be read; or what was said at the last try, and why it is
+        none."""
         unread = ""
         for turn in range(self.spec.attempts):
             self.counts["verdicts"] += 1
             key = (self.name, *case.key, repeat, attempt * self.spec.attempts + turn)
             text = await self.voice.answer(case.question, self._params, key)
             try:
-                return self._verdict.read(text)
+                return self._verdict.read(text), text
             except Unread as error:
                 self.counts["unparsed"] += 1
                 if isinstance(error, Broken):
@@ -173,6 +178,18 @@ def _spread(place: int, hearings: Mapping[tuple[int, ...], Hearing]) -> dict[str
     """How far the repeats of a case lie apart: the mean over a response's cases that have two or more."""
     spreads = [pstdev(h.verdicts) for places, h in hearings.items() if place in places and len(h.verdicts) > 1]
     return {"spread": math.fsum(spreads) / len(spreads)} if spreads else {}
+
+
+def _notes(group: Sequence[Rollout], place: int, hearings: Mapping[tuple[int, ...], Hearing]) -> list[str]:
+    """What was said of a response: the ends of the texts, where verdicts stand. Of a pair, which of the two it was."""
+    notes = []
+    for places, hearing in hearings.items():
+        if place in places:
+            other = [group[p].sibling for p in places if p != place]
+            shown = f"[{'first' if places[0] == place else 'second'}, against sibling {other[0]}] " if other else ""
+            ends = (text if len(text) <= NOTE_LENGTH else f"... {text[-NOTE_LENGTH:]}" for text in hearing.said)
+            notes += [shown + text.strip() for text in ends]
+    return notes
 
 
 class Form:

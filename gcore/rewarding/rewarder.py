@@ -118,4 +118,5 @@ class Blend:
                 reward += self.sources[name].weight * value
             if answer.extras:
                 parts |= {f"{name}/{extra}": number for extra, number in answer.extras[i].items()}
-        return Scored(rollout=rollout, reward=reward, parts=parts) if applied else None
+        notes = {name: answer.notes[i] for name, answer in answers.items() if answer.notes and answer.notes[i]}
+        return Scored(rollout=rollout, reward=reward, parts=parts, notes=notes) if applied else None

@@ -210,7 +210,8 @@ class ScalarSource:
     def __init__(self, spec: ScalarReward, tokenizer: Any, score: Score, attempts: int) -> None:
         self.name, self.weight, self.attempts = spec.name, spec.weight, attempts
         self.counts: Counter[str] = Counter()
-        self._tokenizer, self._score, self._max_length = tokenizer, score, spec.max_length
+        self._tokenizer, self._score = tokenizer, score
+        self._max_length = None if spec.max_length == "auto" else spec.max_length  # None: the model says how long
 
     def check(self, columns: Collection[str]) -> None:
         """Does the template show the model both what was asked and what was answered?"""
@@ -240,7 +241,8 @@ class ScalarSource:
         except ValueError as error:
             raise RewardError(f"{where}: {error}") from None
         texts_tokens = tokens_of(self._tokenizer, texts)
-        if (longest := max(map(len, texts_tokens))) > self._max_length:
+        longest = max(map(len, texts_tokens))
+        if self._max_length is not None and longest > self._max_length:
             raise RewardError(
                 f"{where}: a conversation of {longest} tokens; expected at most {self._max_length} "
                 "(key: rewards.models.max_length)"

@@ -29,6 +29,7 @@ class Answer:
 
     values: list[float | None]  # None: does not apply to this sample
     extras: list[dict[str, float]] = field(default_factory=list)  # logged beside it as reward/NAME/EXTRA
+    notes: list[list[str]] = field(default_factory=list)  # in words, where it said any: shown beside the sample
 
 
 class Source(Protocol):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gcore.config.tree import RewardFunction, Rewards
+from gcore.observe.logs import Log
 from gcore.rewarding.processes import exit_ends, has_exited, how_it_ended, kill_all, kill_group
 from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut
 from gcore.rewarding.threads import FunctionSource
@@ -39,9 +40,9 @@ GRACE_S = 5.0  # for an async function to obey its cancellation
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
-def sources_of(rewards: Rewards, num_workers: int) -> list[Source]:
+def sources_of(rewards: Rewards, num_workers: int, log: Path | None = None) -> list[Source]:
     """One source for each of rewards.functions; they share the workers. Bad paths raise UserError here."""
-    return list(WorkerPool(rewards, num_workers).sources)
+    return list(WorkerPool(rewards, num_workers, log).sources)
 
 
 class WorkerSource(FunctionSource):
@@ -78,7 +79,10 @@ class _Call:
 class WorkerPool:
     """`num_workers` processes for sync functions, and up to as many, of `ASYNC_CALLS` calls each, for async ones."""
 
-    def __init__(self, rewards: Rewards, num_workers: int):
+    def __init__(self, rewards: Rewards, num_workers: int, log: Path | None = None):
+        """`log`: where the workers print to; None: to the stderr of this process."""
+        self._log_path = log
+        self._log: Log | None = None
         self.sources = [WorkerSource(self, i, spec, rewards) for i, spec in enumerate(rewards.functions)]
         self.recycle_after = rewards.recycle_after
         self.closed = False
@@ -118,8 +122,16 @@ class WorkerPool:
         """Kill all workers and wait until they are gone. May be called twice, and from anywhere."""
         self.closed = True
         kill_all(self.processes, os.getpid())
+        if self._log is not None:
+            self._log.close()
         if self._loop and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._forget)
+
+    def output(self) -> int:
+        """The file descriptor that workers print to. The log is opened with the first worker."""
+        if self._log is None and self._log_path is not None:
+            self._log = Log(self._log_path)
+        return 2 if self._log is None else self._log.descriptor
 
     def _attach(self) -> None:
         if self.closed:
@@ -302,7 +314,8 @@ class _Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gcore.rewarding.worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # prints are for the eyes; answers have a socket of their own
+                stdout=pool.output(),  # prints are for people; answers have a socket of their own
+                stderr=pool.output(),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a group of its own, killed as one
                 cwd=cwd,

@@ -1,7 +1,8 @@
 """Every role in a process of its own, as Ray actors: one machine, or a cluster named by RAY_ADDRESS.
 
 An actor is a thin host: it builds the role in its process and forwards calls to it. What a role raises comes back as
-RoleError with the role's name and first traceback; what dies comes back as RoleDied. A private cluster asks for a
+RoleError with the role's name and first traceback; what dies comes back as RoleDied, with the last lines of its log.
+What a process prints goes to that log, and so does what Ray itself has to say (ray.log). A private cluster asks for a
 token of its own on every connection, has no dashboard, and ends with the driver.
 """
 
@@ -17,24 +18,33 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from gcore.observe.logs import Log, last_lines, trim
 from gcore.protocols import Rendezvous, RoleDied, RoleError
 from gcore.runtime.guard import Guard
 from gcore.types import UserError
 
 START_S = 300
+NOISE = (
+    "maximum expected startup concurrency",  # more processes than cores are meant
+    "The autoscaler failed",  # it is ended with the run, and complains
+)
 _TOKEN = secrets.token_hex(32)
 
 
 class Process:
     """The host of one role. Runs as a Ray actor."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, log: str | None = None) -> None:
         self.name = name
         self.role: Any = None
+        if log is not None:
+            with contextlib.suppress(OSError):  # on a node without the run's folder Ray's own log has it
+                Log(Path(log)).take_over(name)
 
     async def address(self) -> str:
         """host:port that is free here."""
@@ -108,19 +118,24 @@ async def translate(name: str, ref: Any) -> Any:
         raise RoleError(name, _first_lines(str(cause or error)), str(error)) from None
 
 
-def _expect_many_processes() -> None:
-    """Ray warns, on the screen, of more processes than cores: here that is meant. All else that it says stays."""
+def _quiet_ray(log: Path | None) -> None:
+    """Ray prints messages of its own on the driver's screen. Here they go to `log`; only what is no NOISE is shown."""
     from ray._private import worker
 
     say: Any = getattr(worker, "print_to_stdstream", None)
-    if say is None or getattr(say, "_knows", False):
+    if say is None:
         return
+    say = getattr(say, "_says", say)  # of the run before, in the same process
 
     def say_the_rest(data: dict[str, Any], *args: Any, **options: Any) -> None:
-        if not any("maximum expected startup concurrency" in line for line in data.get("lines", ())):
+        lines = data.get("lines", ())
+        if log is not None:
+            with contextlib.suppress(OSError), log.open("a") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        if not any(noise in line for line in lines for noise in NOISE):
             say(data, *args, **options)
 
-    say_the_rest._knows = True  # type: ignore[attr-defined]
+    say_the_rest._says = say  # type: ignore[attr-defined]
     worker.print_to_stdstream = say_the_rest
 
 
@@ -132,9 +147,13 @@ class RayRuntime:
         object_store_mb: int,
         bundles: Sequence[int] = (),
         seat: Callable[[str, int], tuple[int, float]] | None = None,
+        logs: Path | None = None,
     ) -> None:
-        """`bundles`: GPUs to reserve, those of each bundle on one machine. `seat`: kind and rank -> bundle, GPUs."""
-        self._seat = seat
+        """`bundles`: GPUs to reserve, those of each bundle on one machine. `seat`: kind and rank -> bundle, GPUs.
+        `logs`: where processes print to; None: to Ray's own log folder."""
+        self._seat, self._logs = seat, logs
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
         self._strangers = {p.pid for p in _descendants()}  # children of this process that are not ours to end
         self._owns_cluster = not os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -149,7 +168,7 @@ class RayRuntime:
             "include_dashboard": False,
             "num_cpus": os.cpu_count(),
         }
-        _expect_many_processes()
+        _quiet_ray(None if logs is None else logs / "ray.log")
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **(own if self._owns_cluster else {}))
         self._actors: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
@@ -193,7 +212,8 @@ class RayRuntime:
                     "num_gpus": gpus,
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(self._bundles, bundle),
                 }
-            self._actors[name] = ray.remote(Process).options(**options).remote(name)
+            log = self._log(name)
+            self._actors[name] = ray.remote(Process).options(**options).remote(name, None if log is None else str(log))
         actors = [self._actors[name] for name in names]
         try:
             address = await asyncio.wait_for(translate(names[0], actors[0].address.remote()), START_S)
@@ -253,8 +273,15 @@ class RayRuntime:
             if name in self._memory:
                 free = psutil.virtual_memory().available / 2**20
                 known = f"; it held {self._memory[name]:.0f} MB when last seen, {free:.0f} MB are free on this machine"
-            pid = self._pids.get(name, "?")
-            raise RoleDied(name, f"process {pid} is gone (killed, crashed, or out of memory{known})") from None
+            pid, log = self._pids.get(name, "?"), self._log(name)
+            printed = "" if log is None else f"; its output is in {log}"
+            error = RoleDied(name, f"process {pid} is gone (killed, crashed, or out of memory{known}){printed}")
+            if log is not None and (lines := last_lines(log)):
+                error.add_note("\n  ".join([f"last lines of {log}:", *lines]))
+            raise error from None
+
+    def _log(self, name: str) -> Path | None:
+        return None if self._logs is None else self._logs / f"{name}.log"
 
     def _check_daemons(self) -> None:
         for process in self._daemons.values():
@@ -291,6 +318,9 @@ class RayRuntime:
             _kill(process)
         if self._guard is not None:
             self._guard.dismiss()
+        for log in self._logs.glob("*.log") if self._logs is not None else ():
+            with contextlib.suppress(OSError):
+                trim(log)  # what was printed since its process last looked
 
     def _look(self) -> None:
         """Remember every process below the driver: who is reparented later is still known."""

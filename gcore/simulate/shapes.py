@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gcore.hub import config_file, is_id
 from gcore.types import UserError
 
 BYTES = 2  # bfloat16: what engines hold and what the trainer computes in
@@ -126,7 +127,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)([BM])", re.IGNORECASE)
 
 
 def shape_of(text: str, option: str = "--model") -> Shape:
-    """A size ("32B", "1.5B", "30B-A3B"), a folder with a config.json, or such a file."""
+    """A size ("32B", "1.5B", "30B-A3B"), a folder with a config.json, such a file, or a hub id ("Qwen/Qwen3-8B")."""
     if named := SHAPES.get(text.strip().upper()):
         return named
     path = Path(text)
@@ -136,9 +137,12 @@ def shape_of(text: str, option: str = "--model") -> Shape:
         billions = float(match[1]) * (1 if match[2].upper() == "B" else 1e-3)
         if 0.05 <= billions <= 2000:
             return _scaled(text.strip().upper(), billions * 1e9)
+    if "/" in text and is_id(text):
+        return replace(_from_config(config_file(text, option), option), name=text.rpartition("/")[2])
     raise UserError(
         f"{option} {text}: no such folder, and no size known here; expected a size from 0.05B to 2000B such as "
-        f"7B, one of the mixtures 30B-A3B and 235B-A22B, or a folder with config.json"
+        f"7B, one of the mixtures 30B-A3B and 235B-A22B, a folder with config.json, or a hub id such as "
+        f"Qwen/Qwen3-8B"
     )
 
 
@@ -188,7 +192,7 @@ def _from_config(file: Path, option: str) -> Shape:
         raise UserError(f"{option} {file}: num_attention_heads is 0; expected at least 1")
     intermediate = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
     return Shape(
-        name=file.resolve().parent.name,
+        name=file.parent.resolve().name,
         layers=number("num_hidden_layers"),
         hidden=(hidden := number("hidden_size")),
         intermediate=number(*intermediate),

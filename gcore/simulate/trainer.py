@@ -16,6 +16,7 @@ import numpy as np
 
 from gcore.config.base import EmulatedTraining
 from gcore.config.tree import Config
+from gcore.hub import model_folder
 from gcore.protocols import Stats, Weights
 from gcore.types import Key, KlSums, Sample, TrainBatch, UserError
 
@@ -76,7 +77,7 @@ class EmulatedTrainer:
         if self.rank == 0:
             (Path(folder) / FILE).write_text(json.dumps({"updates": self.updates}))
 
-    async def load(self, folder: str) -> None:
+    async def load(self, folder: str, begun: bool = True) -> None:
         file = Path(folder) / FILE
         if not file.is_file():
             raise UserError(f"{folder} holds no {FILE}: expected a checkpoint made with training.backend=emulated")
@@ -102,7 +103,7 @@ def trainer_of(config: Config, section: EmulatedTraining, rank: int) -> Emulated
     if model.build is not None:
         width = model.build.hidden_size
     else:
-        width = json.loads((Path(str(model.path)) / "config.json").read_text()).get("hidden_size", 4096)
+        width = json.loads((model_folder(model) / "config.json").read_text()).get("hidden_size", 4096)
     return EmulatedTrainer(
         section.seconds_per_token, hidden_size=width, lr=config.training.lr, rank=rank, speed=section.speed
     )

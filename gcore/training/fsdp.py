@@ -144,8 +144,8 @@ class FsdpTrainer:
     async def save(self, folder: str) -> None:
         await self._in_thread(self._save, Path(folder))
 
-    async def load(self, folder: str) -> None:
-        await self._in_thread(self._load, Path(folder))
+    async def load(self, folder: str, begun: bool = True) -> None:
+        await self._in_thread(self._load, Path(folder), begun)
 
     # ---- the compute thread ---------------------------------------------------------------------------------------
 
@@ -335,10 +335,10 @@ class FsdpTrainer:
             if reference is not None:
                 state.save_weights(folder / "reference.safetensors", reference)
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, folder: Path, begun: bool) -> None:
         self._bad_in_a_row = 0
         self.updates = state.load(folder, self._policy.network, self._optimizer, self._adapters)
-        if self._config.algorithm.kl_coef > 0:
+        if self._config.algorithm.kl_coef > 0 and begun:  # a warm start has no reference yet: `begin` makes it
             if not (folder / "reference.safetensors").is_file():
                 raise UserError(
                     f"{folder} has no reference model: it was made with algorithm.kl_coef=0; resume with that"

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gcore.decoders import as_argument, traits_of
+
 NEVER = -1e9  # a logit whose probability is 0, and so is its gradient; infinity would make NaN of 0 times it
 LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks
 
@@ -19,6 +21,7 @@ class Policy(nn.Module):
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
+        self.traits = traits_of(network.config)
 
     def forward(
         self,
@@ -35,7 +38,7 @@ class Policy(nn.Module):
         hidden = self.network.get_decoder()(
             input_ids=tokens_RW,
             position_ids=None if mask is None else positions_RW,
-            attention_mask=mask,
+            attention_mask=None if mask is None else self._masks(mask),
             use_cache=False,
         ).last_hidden_state
         hidden_SD = hidden.flatten(0, 1)[select_S]
@@ -48,6 +51,13 @@ class Policy(nn.Module):
         parts = [checkpoint(self._score, *row, use_reentrant=False) for row in zip(*columns, strict=True)]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
+    def _masks(self, mask_R1WW: Tensor) -> Tensor | dict[str, Tensor]:
+        """From the mask of full attention, within samples, to those of the layers. Without a mask (one sample per row)
+        the library makes them."""
+        at_W1 = torch.arange(mask_R1WW.shape[-1], device=mask_R1WW.device)[:, None]
+        dtype = self.network.get_input_embeddings().weight.dtype  # under FSDP, that of this pass
+        return as_argument(self.traits.masks(mask_R1WW, at_W1, dtype))
+
     def _score(
         self,
         hidden_SD: Tensor,
@@ -56,7 +66,8 @@ class Policy(nn.Module):
         kept_ids_K: Tensor | None,
         kept_counts_S: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        logits_SV = self.network.get_output_embeddings()(hidden_SD).float() / temperature_S[:, None]
+        logits_SV = self.traits.scaled(self.network.get_output_embeddings()(hidden_SD).float())
+        logits_SV = logits_SV / temperature_S[:, None]
         if kept_ids_K is not None and kept_counts_S is not None:
             logits_SV = _among(logits_SV, kept_ids_K, kept_counts_S)
         logprobs_SV = torch.log_softmax(logits_SV, -1)

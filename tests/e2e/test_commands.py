@@ -19,7 +19,8 @@ def finished(tmp_path_factory):
 
 def test_the_run_directory(finished):
     names = {path.name for path in finished.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "tensorboard", "trace.json", "reward.png", "step_2"} <= names
+    assert {"config.yaml", "metrics.jsonl", "tensorboard", "trace.json", "reward.png", "step_2", "warm_6"} <= names
+    assert {"report.html", "samples.html", "samples"} <= names and "logs" not in names  # one process has the terminal
     found = rows(finished)
     evaluations = [row["step"] for row in found if "eval/accuracy" in row]
     assert evaluations == [0, 2]
@@ -136,16 +137,34 @@ def test_missing_dataset(tmp_path):
     )
 
 
-@pytest.mark.parametrize("lacking", ["pad_token", "chat_template"])
-def test_tokenizer_without_pad_token_or_template(finished, tmp_path, lacking):
+def test_a_base_model_trains_on_strings(finished, tmp_path):
+    """As Llama's: no pad token, no chat template. Messages and system prompts need one."""
     from gcore.prompts.tokenizer import build_char_tokenizer
 
     assert gcore("export", str(finished), str(tmp_path / "model")).returncode == 0
     tokenizer = build_char_tokenizer("0123456789+=")
-    setattr(tokenizer, lacking, None)
+    tokenizer.pad_token = tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    model = {"path": str(tmp_path / "model"), "tokenizer": str(tmp_path / "tokenizer")}
-    assert_refused(bad(tmp_path, lambda r: r.update(model=model)), lacking.replace("_", " "), "model.")
+    path = write_recipe(tmp_path, model={"path": str(tmp_path / "model"), "tokenizer": str(tmp_path / "tokenizer")})
+    done = gcore("train", str(path), "run.steps=1", "runtime=local")
+    assert done.returncode == 0, done.stderr
+    done = gcore("train", str(path), "data.system_prompt=add", "--dry-run")
+    assert_refused((done.returncode, done.stderr.strip()), "data.system_prompt", "model.chat_template")
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}) + "\n")
+    done = gcore("train", str(path), f"data.train={{path: {file}}}", "--dry-run")
+    assert_refused((done.returncode, done.stderr.strip()), "column 'messages'", "model.chat_template")
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm", "sglang"])
+def test_context_window_too_short(tmp_path, engine):
+    """Of the policy, for every engine, installed or not."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 19}')
+    path = write_recipe(tmp_path, model={"path": str(tmp_path / "model")}, generation={"max_response_length": 8})
+    done = gcore("train", str(path), f"generation.engine={engine}")
+    words = ("data.max_prompt_length + generation.max_response_length = 20", "context window", "19 tokens")
+    assert_refused((done.returncode, done.stderr.strip()), *words)
 
 
 def test_reward_that_does_not_import(tmp_path):

@@ -46,6 +46,57 @@ def test_kill_and_resume(tmp_path, uninterrupted, how):
     assert [untimed(row) for row in rows(run)] == uninterrupted
 
 
+SAVED = ("checkpoint.every=3", "checkpoint.keep=9")
+WARM = ("training.warm_start.steps=8", "run.steps=4", "algorithm.kl_coef=0.05", *SAVED)
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("warmed")
+    train(folder, "whole", "runtime=local", *WARM)
+    return folder / "runs" / "whole"
+
+
+@pytest.mark.parametrize("how", [("runtime=local",), ("runtime=ray", "controllers=2")])
+@pytest.mark.parametrize("last", ["warm_3", "warm_8"])
+def test_a_warm_start_goes_on_from_its_checkpoint(tmp_path, warmed, last, how):
+    """As a kill leaves it: rows that came later than the last checkpoint are there, and are written anew."""
+    run = tmp_path / "runs" / "part"
+    shutil.copytree(warmed, run)
+    order = ["warm_3", "warm_6", "warm_8", "step_3", "step_4"]
+    assert sorted(path.name for path in run.glob("*_[0-9]")) == sorted(order)
+    for later in order[order.index(last) + 1 :]:
+        shutil.rmtree(run / later)
+    command = ["train", str(write_recipe(tmp_path)), "run.name=part", *WARM, "run.resume=auto", *how]
+    done = gcore(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{last} at step {last[5:]} of the warm start" in done.stdout
+    assert [untimed(row) for row in rows(run)] == [untimed(row) for row in rows(warmed)]
+
+
+def test_a_kill_in_the_warm_start_is_resumed(tmp_path):
+    command = ["train", str(write_recipe(tmp_path)), "run.name=part", "runtime=local", "run.steps=1"]
+    command += ["checkpoint.every=2", "training.warm_start.steps=400"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gcore.cli", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+    )
+    run = tmp_path / "runs" / "part"
+    deadline = time.monotonic() + 120
+    while not list(run.glob("warm_*[0-9]")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    resumed = gcore(*command, "run.resume=auto")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "of the warm start" in resumed.stdout
+    found = [row["step"] for row in rows(run) if row.get("phase") == "warm_start"]
+    assert found == list(range(1, 401))
+
+
 def test_resume_of_a_finished_run_trains_on_when_asked_for_more(tmp_path):
     first = train(tmp_path, "more", "runtime=local", "run.steps=2")
     again = train(tmp_path, "more", "runtime=local", "run.steps=4", "run.resume=auto", "controllers=3")
@@ -58,9 +109,11 @@ def test_resume_of_a_finished_run_trains_on_when_asked_for_more(tmp_path):
 def test_auto_without_a_checkpoint_starts_anew_and_says_so(tmp_path):
     recipe = write_recipe(tmp_path)
     train(tmp_path, "none", "runtime=local", "run.steps=1")
-    shutil.rmtree(tmp_path / "runs" / "none" / "step_1")
+    for checkpoint in ("step_1", "warm_6"):
+        shutil.rmtree(tmp_path / "runs" / "none" / checkpoint)
     done = gcore("train", str(recipe), "run.name=none", "runtime=local", "run.steps=2", "run.resume=auto")
-    assert done.returncode == 0 and "no complete checkpoint; starting anew" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "no complete checkpoint; starting anew; the warm start begins again" in done.stdout
     assert [row["step"] for row in rows(tmp_path / "runs" / "none") if "samples_digest" in row] == [1, 2]
 
 

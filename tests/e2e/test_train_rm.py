@@ -132,7 +132,7 @@ def test_starting_from_a_language_model_and_from_a_scorer(recipe, trained, tmp_p
             ["data.eval.chosen_column=good"],
             "data.eval.chosen_column: no column 'good'; the dataset has chosen, prompt,",
         ),
-        (["model.build=", "model.path=nowhere"], "model.path: no such folder: nowhere"),
+        (["model.build=", "model.path=./nowhere"], "model.path: no such folder: nowhere"),
         (["data.max_length=3"], "none of the 301 pairs fits in 3 tokens (key: data.max_length)"),
         (["run.dir=/proc/nowhere"], "run.dir: cannot write /proc/nowhere/evens"),
     ],

@@ -7,8 +7,8 @@ r"""Writes verl_golden.json: random batches and what verl computes from them. Ru
         omegaconf pandas codetiming
     verlenv/bin/python tests/parity/make_verl_golden.py
 
-The tests (tests/unit/test_advantages.py, test_losses.py, test_samples.py) read only the file, so verl is not needed to
-run them.
+The tests (tests/unit/test_advantages.py, test_losses.py, test_preparation.py) read only the file, so verl is not
+needed to run them.
 """
 
 from __future__ import annotations

@@ -14,12 +14,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
 from gcore.config.tree import Sampling
-from gcore.controller import collect
 from gcore.controller.board import REWARD_ERROR
 from gcore.controller.collect import Collected, Collector, Filter, spread
 from gcore.controller.workflow import StageClock
@@ -51,9 +49,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 def run(main: Coroutine[Any, Any, Any], bound_s: float = 3600.0) -> Any:
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        clock = SimpleNamespace(monotonic=runner.get_loop().time)
-        with patch.object(collect, "time", clock):
-            return runner.run(asyncio.wait_for(main, bound_s))
+        return runner.run(asyncio.wait_for(main, bound_s))
 
 
 def prompt_at(number: int) -> Prompt:

@@ -129,6 +129,18 @@ def test_resume(tmp_path):
         store.find(str(tmp_path / "step_3"), tmp_path)
 
 
+def test_the_warm_start_comes_before_all_steps(tmp_path):
+    for kind, step in (("warm", 20), ("warm", 100), ("step", 0), ("step", 3)):
+        partial = store.begin(tmp_path, step, 0, kind)
+        (partial / "model").write_text("x")
+        store.commit(partial, {"step": 0}, keep=3)
+    assert names(tmp_path) == ["warm_100", "step_0", "step_3"]
+    assert store.find("auto", tmp_path) == tmp_path / "step_3"
+    (tmp_path / "warm_7.partial").mkdir()
+    store.begin(tmp_path, 4, 0)
+    assert not (tmp_path / "warm_7.partial").exists()
+
+
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     save(tmp_path, 1)
     usage = namedtuple("usage", "total used free")

@@ -15,12 +15,18 @@ STAGES = (
     "placement",
 )
 ALSO = {"simulate": ("gcore.placement", "gcore.generation.routing")}  # what is simulated is the code of a run
-COMMON = ("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe", "gcore.models", "gcore.wire", "gcore.line")
+COMMON = (
+    *("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe"),
+    *("gcore.hub", "gcore.models", "gcore.decoders", "gcore.wire", "gcore.line"),
+)
 PURE = (
     "gcore.types",
     "gcore.protocols",
     "gcore.config",
     "gcore.config.reference",
+    "gcore.hub",
+    "gcore.prompts",
+    "gcore.controller.sources",
     "gcore.preparation.balance",
     "gcore.preparation.advantages",
     "gcore.preparation.workload",
@@ -71,11 +77,14 @@ def test_ground_floor():
     for room, allowed in {
         "config": ("gcore.config", "gcore.types"),
         "observe": ("gcore.observe", "gcore.config", "gcore.types"),
-        "runtime": ("gcore.runtime", "gcore.protocols", "gcore.types"),
+        "runtime": ("gcore.runtime", "gcore.observe", "gcore.protocols", "gcore.types"),
     }.items():
         for path in files(room):
             assert all(within(name, allowed) for name in imports(path)), path
-    assert all(within(name, ("gcore.config", "gcore.types")) for name in imports(PACKAGE / "models.py"))
+    assert imports(PACKAGE / "decoders.py") == {"gcore.types"}
+    assert all(within(name, ("gcore.config", "gcore.types")) for name in imports(PACKAGE / "hub.py"))
+    below = ("gcore.config", "gcore.decoders", "gcore.hub", "gcore.types")
+    assert all(within(name, below) for name in imports(PACKAGE / "models.py"))
 
 
 def test_nobody_imports_the_command_line():

@@ -528,3 +528,28 @@ def test_a_chat_template_without_system_messages(monkeypatch):
     judge_of(lambda text, key: "1")[0].check(["prompt"])
     with pytest.raises(UserError, match=r"roles \['system', 'user'\]: no system role .*judges\.0\.system_prompt"):
         judge_of(lambda text, key: "1", system_prompt="s")[0].check(["prompt"])
+
+
+# --- what it said is kept beside the sample
+
+
+def test_the_texts_of_verdicts_are_handed_over():
+    source, _ = judge_of(lambda text, key: f"good {key[-2]}. 7", repeats=2)
+    assert answer(source, group_of("2", "3")).notes == [["good 0. 7", "good 1. 7"]] * 2
+    source, _ = judge_of(lambda text, key: "so long " * 600 + "7", max_response_length=9000)
+    (note,) = answer(source, group_of("2")).notes[0]
+    assert note.startswith("... ") and note.endswith("so long 7") and len(note) == 4004
+    scored = asyncio.run(Blend([source]).score(group_of("2")))
+    assert scored[0].notes == {"wise": [note]} and scored[0].reward == 7.0
+
+
+def test_of_a_pair_the_note_says_which_of_the_two_it_was():
+    source, _ = judge_of(
+        lambda text, key: "AB"[text.index("9") > text.index("8")], mode="pairwise", verdict="([AB])",
+        values={"A": 1, "B": 0},
+    )  # fmt: skip
+    found = answer(source, group_of("8", "9"))
+    assert found.notes == [
+        ["[first, against sibling 1] B", "[second, against sibling 1] A"],
+        ["[second, against sibling 0] B", "[first, against sibling 0] A"],
+    ]

@@ -17,7 +17,7 @@ import pytest
 
 from gcore import cli
 from gcore.controller import supervise
-from gcore.observe import page
+from gcore.observe import page, page_samples
 from gcore.observe.page import page_model, page_path, render, totals, write_page, write_report
 from gcore.observe.page_data import Segment, covered, read_source
 from gcore.observe.trace import Tracer, merge_traces
@@ -380,7 +380,7 @@ def test_a_run_with_a_trace_shows_its_processes(tmp_path: Path) -> None:
     assert of_step == [
         ("controller-0", "controller", "rollout", 10.0, 16.0),
         ("engine-0", "policy", "generate", 10.0, 14.0),
-        ("judge-critic-0", "judge", "generate", 11.0, 16.0),
+        ("judge-critic-0", "critic", "generate", 11.0, 16.0),
         ("engine-0", "switch", "sleep", 15.0, 16.0),
         ("trainer-0", "trainer", "update", 16.0, 19.0),
     ]
@@ -389,10 +389,22 @@ def test_a_run_with_a_trace_shows_its_processes(tmp_path: Path) -> None:
         ("save", 31.0, 32.0),
     ]
     row = source.steps[1]
-    assert (row["busy/policy"], row["busy/judge"], row["busy/trainer"]) == (0.5, 0.5, 0.3)
+    assert (row["busy/policy"], row["busy/critic"], row["busy/trainer"]) == (0.5, 0.5, 0.3)
     assert "busy/controller" not in row and "idle" not in row
     (shown,) = page_model([source])["sources"]
     assert shown["workers"] == 3 and shown["windows"][0][:4] == ["All", None, 0.0, 32.0]
+
+
+def test_two_judges_are_two_roles(tmp_path: Path) -> None:
+    """And have two colours: the script gives one to each role that has none of its own."""
+    folder = a_run(tmp_path / "sums")
+    a_trace(folder)
+    for name in ("judge-strict-0", "judge-strict-1", "scorer-style-0", "judge-trainer-0"):
+        tracer = Tracer(folder, name)
+        tracer.span_at("generate", 1011.0, 1012.0)
+        tracer.flush()
+    (shown,) = page_model([read_source(folder)])["sources"]
+    assert shown["roles"] == ["policy", "critic", "judge trainer", "strict", "style", "trainer", "switch", "controller"]
 
 
 def test_a_trace_that_grew_is_merged_anew(tmp_path: Path) -> None:
@@ -514,5 +526,5 @@ def test_the_parts_of_the_page_are_shipped() -> None:
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
         "gcore.observe"
     ]
-    for part in page.PARTS:
+    for part in {*page.PARTS, *page_samples.PARTS}:
         assert (root / "gcore" / "observe" / part).exists() and any(fnmatch.fnmatch(part, p) for p in patterns)

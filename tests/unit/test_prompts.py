@@ -21,6 +21,7 @@ from gcore.prompts import (
     measure,
     prompt_of,
 )
+from gcore.prompts.tokenizer import with_padding
 from gcore.types import UserError
 
 ALPHABET = BuildModel().alphabet
@@ -98,14 +99,73 @@ def edited(saved: Path, folder: Path, remove: str) -> str:
 @pytest.mark.parametrize(
     ("remove", "message"),
     [
-        ("pad_token", r"model\.path: .*no pad token .*pad_token in its tokenizer_config\.json.*model\.tokenizer"),
-        ("eos_token", r"model\.path: .*no eos token .*model\.tokenizer"),
-        ("chat_template", r"model\.path: .*no chat template .*model\.chat_template"),
+        ("eos_token", r"rewards\.judges\.0\.model\.path: .*no eos token .*rewards\.judges\.0\.model\.tokenizer"),
+        ("chat_template", r"rewards\.judges\.0\.model\.path: .*no chat template .*judges\.0\.model\.chat_template"),
     ],
 )
 def test_incomplete_tokenizers_are_named(saved, tmp_path, remove, message):
     with pytest.raises(UserError, match=message):
-        load_tokenizer(Model(path=edited(saved, tmp_path / "t", remove)))
+        load_tokenizer(Model(path=edited(saved, tmp_path / "t", remove)), "rewards.judges.0.model", chat=True)
+
+
+def test_a_tokenizer_needs_no_pad_token(saved, tmp_path):
+    """Training packs, and engines know their lengths. It is exported as it came."""
+    assert load_tokenizer(Model(path=edited(saved, tmp_path / "t", "pad_token"))).pad_token is None
+
+
+def test_scorers_get_a_pad_token_that_never_stops_a_text(saved, tmp_path):
+    model = Model(path=edited(saved, tmp_path / "t", "pad_token"))
+    assert with_padding(load_tokenizer(model), model).pad_token == "<pad>"  # it is in the vocabulary
+    tokenizer = load_tokenizer(model)
+    (tmp_path / "t" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))  # <eos>, <pad>
+    assert with_padding(tokenizer, model).pad_token == "<bos>"
+    assert with_padding(load_tokenizer(Model(path=str(saved))), model).pad_token == "<pad>"  # its own
+    (tmp_path / "t" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1, 2, 3]}))
+    assert with_padding(load_tokenizer(model), model).pad_token is None
+
+
+# --- prompts without a chat template
+
+
+@pytest.fixture
+def base(saved, tmp_path):
+    """The tokenizer of a base model, in the manner of Llama: bos before a text, no pad token, no template."""
+    from tokenizers import processors
+
+    tokenizer = load_tokenizer(Model(path=edited(saved, tmp_path / "base", "chat_template")))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    return tokenizer
+
+
+def test_strings_go_in_as_they_are_without_a_template(base):
+    templater = Templater(base, data_for(path="x"))
+    messages, text, tokens = templater.render(TRL)
+    assert (messages, text) == (({"role": "user", "content": "1+1="},), "1+1=")
+    assert base.convert_ids_to_tokens(tokens) == ["<bos>", "1", "+", "1", "="] and tokens.dtype == np.int32
+    for prompt in ("<bos>1+1=", "1+1="):  # one bos, not two
+        assert templater.render({"prompt": prompt})[2].tolist() == tokens.tolist()
+    assert base.convert_ids_to_tokens(templater.demonstration(TRL)) == ["2", "<eos>"]
+    assert templater.prompt(TRL, 0, 0).columns["prompt"] == "1+1="
+
+
+def test_a_prompt_is_not_ended_by_its_tokenizer(base):
+    from tokenizers import processors
+
+    special = [("<bos>", 1), ("<eos>", 2)]
+    ends = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
+    base.backend_tokenizer.post_processor = ends
+    tokens = Templater(base, data_for(path="x")).render(TRL)[2]
+    assert base.convert_ids_to_tokens(tokens) == ["<bos>", "1", "+", "1", "="]
+
+
+def test_messages_and_system_prompts_need_a_template(base, tokenizer):
+    with pytest.raises(UserError, match=r"data\.train: column 'prompt' holds messages: .*\(set model\.chat_template"):
+        Templater(base, data_for(path="x")).render(CHAT)
+    with pytest.raises(UserError, match=r"data\.system_prompt: .*no chat template .*model\.chat_template"):
+        Templater(base, Data(train=Dataset(path="x"), system_prompt="add"))
+    assert Templater(tokenizer, data_for(path="x")).render(TRL)[1] == "<bos>1+1="  # where there is one, it is used
 
 
 def test_missing_and_broken_tokenizers(tmp_path):
@@ -153,12 +213,14 @@ OPENRLHF = {"input": "1+1=", "label": "2"}
 
 
 @pytest.mark.parametrize("row", [TRL, CHAT, VERL, OPENRLHF], ids=["trl", "chat", "verl", "openrlhf"])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "lines.json", "parquet", "folder"])
 def test_conventions_in_every_format(row, kind, tmp_path):
-    rows = [row, {**row, "n": None}] if kind == "jsonl" else [row, row]
+    rows = [row, {**row, "n": None}] if "json" in kind else [row, row]
     path = str(tmp_path / f"d.{kind}")
     match kind:
-        case "jsonl":
+        case "json":
+            Path(path).write_text(json.dumps(rows, indent=1))
+        case "jsonl" | "lines.json":
             write_jsonl(Path(path), rows)
         case "parquet":
             import pyarrow as pa
@@ -223,8 +285,8 @@ def test_bad_datasets_are_named(tmp_path):
         load("a.jsonl", "\n")
     with pytest.raises(UserError, match=r"data\.train\.path: no such file"):
         load("gone.jsonl")
-    with pytest.raises(UserError, match=r"ends in '\.csv'; expected \.jsonl"):
-        load("a.csv", "prompt\n")
+    with pytest.raises(UserError, match=r"ends in '\.txt'; expected \.jsonl, \.json, \.csv, \.tsv, \.parquet or"):
+        load("a.txt", "prompt\n")
     with pytest.raises(UserError, match="not a readable parquet file"):
         load("a.parquet", "prompt\n")
     (tmp_path / "plain").mkdir()
@@ -240,10 +302,105 @@ def test_splits_of_a_dataset_folder(tmp_path):
     datasets.DatasetDict(test=made, dev=made).save_to_disk(tmp_path / "other")
     assert load_rows(Dataset(path=str(tmp_path / "both")))[0] == {"prompt": "a"}
     assert load_rows(Dataset(path=str(tmp_path / "both" / "test")), "data.eval")[0] == {"prompt": "b"}
-    with pytest.raises(UserError, match=r"has the splits test, dev; .*set data\.train\.path to .*other/SPLIT"):
+    assert load_rows(Dataset(path=str(tmp_path / "both"), split="test"), "data.eval")[0] == {"prompt": "b"}
+    with pytest.raises(UserError, match=r"data\.train\.split: not set, and .*other has test, dev"):
         load_rows(Dataset(path=str(tmp_path / "other")))
-    with pytest.raises(UserError, match=r"data\.eval\.path: .*splits train, test"):  # never the train split in silence
+    with pytest.raises(
+        UserError, match=r"data\.eval\.split: not set, and .* has train, test"
+    ):  # never train in silence
         load_rows(Dataset(path=str(tmp_path / "both")), "data.eval")
+    with pytest.raises(UserError, match=r"data\.train\.split=dev: .*both has train, test"):
+        load_rows(Dataset(path=str(tmp_path / "both"), split="dev"))
+    with pytest.raises(UserError, match=r"data\.train\.split=test: .*test has no splits"):
+        load_rows(Dataset(path=str(tmp_path / "both" / "test"), split="test"))
+
+
+def test_keys_that_would_do_nothing(tmp_path):
+    file = write_jsonl(tmp_path / "d.jsonl", [TRL])
+    with pytest.raises(UserError, match=r"data\.train\.split: .* is a file"):
+        load_rows(Dataset(path=file, split="test"))
+    with pytest.raises(UserError, match=r"data\.train\.revision=v1: .* is on this machine; expected a hub id"):
+        load_rows(Dataset(path=file, revision="v1"))
+    with pytest.raises(ValueError, match=r"split: of datasets with a path; this one has a task"):
+        Dataset(task="arithmetic", split="test")
+
+
+def test_tables_of_text(tmp_path):
+    """Values are strings as they stand, an empty one is null."""
+    (tmp_path / "d.csv").write_bytes(b'\xef\xbb\xbfprompt,answer,note\r\n"1,1\n=",007,\r\n\r\n2 =,"say ""2""",x\r\n')
+    found = load_rows(Dataset(path=str(tmp_path / "d.csv")))
+    assert list(found) == [
+        {"prompt": "1,1\n=", "answer": "007", "note": None},
+        {"prompt": "2 =", "answer": 'say "2"', "note": "x"},
+    ]
+    assert len(load_rows(Dataset(path=str(tmp_path / "d.csv"), size=1))) == 1
+    (tmp_path / "d.tsv").write_text("prompt\tanswer\n1,1=\t2\n")
+    assert list(load_rows(Dataset(path=str(tmp_path / "d.tsv")))) == [{"prompt": "1,1=", "answer": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.json",
+            '[\n {"prompt": "1"},\n {"prompt": }\n]',
+            r"data\.train\.path: .*a\.json, line 3: not JSON: Expecting",
+        ),
+        ("a.json", '[{"prompt": "1"},\n\n5]', r"a\.json, line 3: expected an object, got 5"),
+        ("a.json", '[{"prompt": "1"}\n{"prompt": "2"}]', r"a\.json, line 2: expected a comma or \] after an object"),
+        ("a.json", '{\n "prompt": "1"\n}', r"a\.json, line 1: not JSON: .*an array of objects, or one object per line"),
+        ("a.json", "[]", r"data\.train: no rows in .*a\.json"),
+        ("a.csv", "prompt,answer\n1,2\n1,2,3\n", r"a\.csv, line 3: 3 values; expected 2, one per column"),
+        ("a.csv", "prompt,prompt\n1,2\n", r"a\.csv, line 1: the first line names the columns, each once"),
+        ("a.csv", 'prompt\n"open\n', r"a\.csv, line 2: not a table: unexpected end of data"),
+        ("a.csv", "prompt\n", r"data\.train: no rows in .*a\.csv"),
+        ("a.csv", "", r"data\.train: no rows in .*a\.csv"),
+        ("a.tsv", "question\n\xff\n", r"a\.tsv is not UTF-8 text"),
+    ],
+)
+def test_bad_tables_are_named_with_their_line(tmp_path, name, text, message):
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=message) as caught:
+        load_rows(Dataset(path=str(tmp_path / name)))
+    assert "\n" not in str(caught.value)
+
+
+# --- pictures
+
+
+@pytest.mark.parametrize("column", ["image", "images", "video", "videos"])
+def test_columns_of_pictures_are_refused(column, tokenizer, tmp_path):
+    for value in ("cat.png", ["cat.png"], {"bytes": "AA", "path": None}):
+        with pytest.raises(
+            UserError, match=rf"data\.train: column '{column}' holds .*; only text is trained on so far"
+        ):
+            load_rows(Dataset(path=write_jsonl(tmp_path / "d.jsonl", [{**TRL, column: value}])))
+    mixed = [{**TRL, column: None}, {**TRL, column: []}]
+    spec = Dataset(path=write_jsonl(tmp_path / "d.jsonl", [*mixed, {**TRL, column: "cat.png"}]))
+    templater = Templater(tokenizer, Data(train=spec))
+    assert measure(load_rows(spec)[:2], templater, 99).kept == [0, 1]  # a column without pictures is text
+    with pytest.raises(UserError, match=rf"row 2: data\.train: column '{column}' holds 'cat.png'"):
+        measure(load_rows(spec), templater, 99)
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_image", "video"])
+def test_messages_with_pictures_are_refused(kind):
+    parts = [{"type": "text", "text": "what is it?"}, {"type": kind, kind: "cat.png"}]
+    with pytest.raises(UserError, match=rf"column 'prompt' has a message part of type '{kind}'; only text"):
+        prompt_of({"prompt": [{"role": "user", "content": parts}]}, Dataset(path="x"))
+    assert prompt_of({"prompt": [{"role": "user", "content": parts[:1]}]}, Dataset(path="x"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+def test_image_features_are_refused_whatever_the_column_is_called(kind, tmp_path):
+    datasets = pytest.importorskip("datasets")
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "picture": [datasets.Image()]})
+    made = datasets.Dataset.from_list([{"prompt": "a", "picture": []}], features=features)
+    path = str(tmp_path / f"d.{kind}")
+    (made.save_to_disk if kind == "folder" else made.to_parquet)(path)
+    with pytest.raises(UserError, match=r"data\.train: column 'picture' holds Image features; only text"):
+        load_rows(Dataset(path=path))
 
 
 @pytest.mark.parametrize("prompt", [5, [], [{"content": "x"}], ["x"], [{"role": "assistant", "content": "x"}]])
@@ -348,6 +505,13 @@ def test_demonstration_is_answer_and_eos(tokenizer):
     assert tokenizer.convert_ids_to_tokens(tokens) == ["1", "2", "<eos>"]
     with pytest.raises(UserError, match=r"data\.train\.answer_column"):
         Templater(tokenizer, data_for(path="x")).demonstration({"prompt": "9+3="})
+
+
+@pytest.mark.parametrize(("demonstration", "said"), [(None, "12"), ("13", "13"), (0, "0"), ("", "")])
+def test_a_null_demonstration_is_the_answer(tokenizer, demonstration, said):
+    row = {"prompt": "9+3=", "answer": 12, "demonstration": demonstration}
+    tokens = Templater(tokenizer, data_for(path="x")).demonstration(row)
+    assert tokenizer.convert_ids_to_tokens(tokens) == [*said, "<eos>"]
 
 
 def test_characters_without_a_token(tokenizer):

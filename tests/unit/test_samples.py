@@ -1,143 +1,110 @@
-"""From scored groups to samples: overlong rewards, masked samples, KL in the reward (parity with verl)."""
+"""The log of samples: the same few groups whoever holds them, in bounded size, and back to a step at a resume."""
 
-import asyncio
-import dataclasses
+from __future__ import annotations
+
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from gcore.config.tree import Algorithm
-from gcore.preparation.advantages import ESTIMATORS, grpo
-from gcore.preparation.samples import advantages_of, charge_kl, make_samples
-from gcore.protocols import Rendezvous
-from gcore.runtime.local import Hub, LocalGroup
-from gcore.types import KlSums, MicroBatch, MiniBatch, Prompt, Rollout, Scored, TrainBatch
-
-VERL = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())
-GOLDEN, KL_COEF = VERL["cases"], VERL["kl_coef"]
+from gcore.observe import samples
+from gcore.observe.samples import SampleLog, read_samples, rewind_samples, shortened
+from gcore.types import Prompt, Rollout, Scored
 
 
-def scored(prompt: int, sibling: int, reward: float, mask, finish="stop") -> Scored:
-    mask_S = np.array(mask, bool)
-    tokens_S = np.zeros(len(mask_S), np.int32)
-    floats = np.zeros(len(mask_S), np.float32)
-    given = Prompt(prompt, prompt, (), "", np.array([1, 2], np.int32))
-    return Scored(Rollout(given, sibling, tokens_S, floats, mask_S, "", tokens_S, finish), reward)
+def group_of(number: int, siblings: int = 2, text: str = "85") -> list[Scored]:
+    prompt = Prompt(
+        number, number % 7, ({"role": "user", "content": "27+58="},), "<s>27+58=", np.arange(3), {"answer": 85}
+    )
+    steps = np.array([4, 5, 2], np.int32)
+    made = Rollout(prompt, 0, steps, steps * 0.1, steps > 0, text, np.array([4, 3, 4], np.int32), "stop")
+    notes = {"critic": ["Right. Score: 9"]}
+    return [Scored(replace(made, sibling=i), i / 2, {"exact": 1.0, "critic": 0.9}, notes) for i in range(siblings)]
 
 
-def on_controllers(work, groups, size=1):
-    """`work(group of controllers, its share of the groups)` on each of them at once."""
-
-    async def run():
-        hub = Hub(size)
-        lines = [LocalGroup(Rendezvous(r, size, None, hub)) for r in range(size)]
-        return await asyncio.gather(*(work(line, groups[line.rank :: size]) for line in lines))
-
-    return asyncio.run(run())
-
-
-def samples_of(groups, algorithm, **options):
-    (found,) = on_controllers(lambda group, own: make_samples(own, algorithm, group, 0, **options), groups)
-    return {s.key: s for s in found}
+def test_a_row(tmp_path: Path) -> None:
+    SampleLog(tmp_path, rank=0, seed=0, per_step=1, steps=5).write(4, [70], [group_of(70, 1)])
+    assert read_samples(tmp_path) == [
+        {
+            "step": 4, "phase": "train", "prompt": 70, "row": 0, "messages": [["user", "27+58="]], "answer": "85",
+            "siblings": 1,
+            "samples": [
+                {"sibling": 0, "text": "85", "reward": 0.0, "parts": {"exact": 1.0, "critic": 0.9},
+                 "notes": {"critic": ["Right. Score: 9"]}, "version": 3, "finish": "stop", "length": 3}
+            ],
+        }
+    ]  # fmt: skip
 
 
-# --- overlong rewards and masks
+def test_the_choice_does_not_depend_on_the_number_of_controllers(tmp_path: Path) -> None:
+    found = []
+    for num in (1, 2, 5):
+        folder = tmp_path / str(num)
+        for step in range(1, 9):
+            prompts = range(step * 20, step * 20 + 20)
+            for rank in range(num):
+                mine = [group_of(p) for p in prompts if p % num == rank]
+                SampleLog(folder, rank, seed=3, per_step=2, steps=8).write(step, prompts, mine)
+        found.append(read_samples(folder))
+    assert found[0] == found[1] == found[2]
+    assert [row["step"] for row in found[0]] == [step for step in range(1, 9) for _ in range(2)]
+    places = {row["prompt"] % 20 for row in found[0]}
+    assert len(places) > 8  # not always the first
+    assert {row["prompt"] for row in found[0]} != {
+        p
+        for step in range(1, 9)
+        for p in SampleLog(tmp_path, 0, 4, 2, 8).choose(step, range(step * 20, step * 20 + 20))
+    }
 
 
-def test_overlong_rewards_change_advantages_and_no_reward():
-    group = [scored(0, i, 1.0, [1] * n) for i, n in enumerate((3, 8, 9, 10))]
-    found = samples_of([group], Algorithm(overlong_buffer=2, overlong_penalty=0.5), max_length=10)
-    expected = grpo(np.array([1.0, 1.0, 0.75, 0.5]))
-    assert [found[0, i].advantages_S[0] for i in range(4)] == pytest.approx(expected, abs=1e-6)
-    assert {s.reward for s in found.values()} == {1.0}
-    assert not any(s.advantages_S.any() for s in samples_of([group], Algorithm(), max_length=10).values())
+def test_long_runs_log_every_nth_step(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(samples, "MAX_GROUPS", 10)
+    log = SampleLog(tmp_path, 0, 0, per_step=2, steps=20)
+    assert [step for step in range(1, 21) if log.choose(step, [1, 2, 3])] == [4, 8, 12, 16, 20]
+    assert SampleLog(tmp_path, 0, 0, per_step=2, steps=5).choose(3, [1, 2, 3])
 
 
-def test_masked_truncated_samples_count_in_the_group_and_not_in_the_loss():
-    group = [scored(0, 0, 1.0, [1, 0, 1]), scored(0, 1, 0.0, [1, 1], "length"), scored(0, 2, 0.0, [1])]
-    found = samples_of([group], Algorithm(mask_truncated=True))
-    assert [found[0, i].mask_S.tolist() for i in range(3)] == [[True, False, True], [False, False], [True]]
-    assert [found[0, i].advantages_S[0] for i in range(3)] == pytest.approx(grpo(np.array([1.0, 0, 0])), abs=1e-6)
-    assert samples_of([group], Algorithm())[0, 1].mask_S.all()
+def test_evaluations_log_the_same_prompts(tmp_path: Path) -> None:
+    for rank in (1, 0):
+        log = SampleLog(tmp_path, rank, 0, per_step=3, steps=5)
+        for step in (0, 5):
+            log.write_eval(step, [group_of(p, 1) for p in range(10) if p % 2 == rank])
+    assert [(row["step"], row["prompt"]) for row in read_samples(tmp_path)] == [
+        (s, p) for s in (0, 5) for p in range(3)
+    ]
 
 
-def test_whitening_leaves_masked_samples_out():
-    group = [scored(0, 0, 1.0, [1, 1]), scored(0, 1, 0.0, [1]), scored(0, 2, 9.0, [1] * 5, "length")]
-    algorithm = Algorithm(adv_estimator="reinforce_pp", mask_truncated=True)
-    found = samples_of([group], algorithm)
-    tokens = np.array([1.0, 1.0, 0.0])
-    expected = (np.array([1.0, 0.0]) - tokens.mean()) / tokens.std(ddof=1)
-    assert [found[0, i].advantages_S[0] for i in range(2)] == pytest.approx(expected, abs=1e-6)
+def test_rewind(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        log = SampleLog(tmp_path, rank, 0, per_step=9, steps=3)
+        for step in (1, 2, 3):
+            log.write(step, [step], [group_of(step)])
+    torn = tmp_path / "samples" / "controller-1.jsonl"
+    torn.write_bytes(torn.read_bytes() + b'{"step": 1, "samp')
+    rewind_samples(tmp_path, 2)
+    assert [row["step"] for row in read_samples(tmp_path)] == [1, 1, 2, 2]
+    assert all(json.loads(line) for line in torn.read_text().splitlines())
+    rewind_samples(tmp_path, 0, warm_start=3)
+    assert read_samples(tmp_path) == []
 
 
-# --- KL in the reward. verl: apply_kl_penalty, then its estimators
+def test_size_is_bounded(tmp_path: Path) -> None:
+    text = "a" * 50_000 + "b" * 50_000
+    assert shortened(text) == "a" * 4000 + "\n[... 94,000 characters left out ...]\n" + "b" * 2000
+    SampleLog(tmp_path, 0, 0, per_step=1, steps=1).write(1, [1], [group_of(1, 40, text)])
+    (row,) = read_samples(tmp_path)
+    assert (row["siblings"], len(row["samples"])) == (40, 16)
+    assert (tmp_path / "samples" / "controller-0.jsonl").stat().st_size < 16 * 7000
 
 
-def verl_case(case: int, estimator: str):
-    """Groups, the KL per step, and what the ranks would say of it: see FsdpTrainer._kl_of."""
-    batch = GOLDEN[case]["batch"]
-    old, ref = (np.array(batch[name]) for name in ("old_log_prob", "ref_log_prob"))
-    d, mask = old - ref, np.array(batch["mask"])
-    kl = {"k1": d, "k2": d**2 / 2, "k3": np.minimum(np.exp(-d) + d - 1, 10)}[estimator] * mask
-    groups: dict[int, list[Scored]] = {}
-    sums, to_come = {}, {}
-    for i, prompt in enumerate(batch["group"]):
-        siblings = groups.setdefault(prompt, [])
-        siblings.append(scored(prompt, len(siblings), batch["rewards"][i], mask[i]))
-        key = (prompt, len(siblings) - 1)
-        to_come[key] = np.cumsum(kl[i][::-1])[::-1]
-        own = to_come[key][mask[i] > 0]
-        sums[key] = KlSums(kl[i].sum(), own.sum(), (own**2).sum())
-    return list(groups.values()), sums, to_come, mask
-
-
-@pytest.mark.parametrize("kl_estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("name", list(ESTIMATORS))
-@pytest.mark.parametrize("case", range(len(GOLDEN)))
-def test_kl_in_the_reward_same_as_verl(case, name, kl_estimator):
-    groups, sums, to_come, mask = verl_case(case, kl_estimator)
-    algorithm = Algorithm(adv_estimator=name, kl_coef=KL_COEF, kl_in="reward", kl_estimator=kl_estimator)
-
-    async def work(group, own):
-        return await advantages_of(own, algorithm, group, 0, sums)
-
-    ((found, scale),) = on_controllers(work, groups)
-    keys = [(s.rollout.prompt.id, s.rollout.sibling) for siblings in groups for s in siblings]
-    ours = np.array([found[key] - scale * to_come[key] for key in keys]) * mask
-    expected = np.array(GOLDEN[case]["kl_in_reward"][kl_estimator][name])
-    assert ours == pytest.approx(expected, abs=1e-6)
-    assert (scale > 0) == (name == "reinforce_pp")
-    moved = np.abs(expected - np.array(GOLDEN[case]["advantages"][name])).max()
-    assert moved > 1e-3 or (name == "grpo" and len(groups[0]) == 2)  # of two siblings one is up and one down
-
-
-@pytest.mark.parametrize("name", list(ESTIMATORS))
-def test_every_rank_gets_the_advantages_of_its_samples_whoever_drew_them(name):
-    groups, sums, _, _ = verl_case(1, "k1")
-    algorithm = Algorithm(adv_estimator=name, kl_coef=KL_COEF, kl_in="reward", kl_estimator="k1")
-    keys = sorted(sums)
-    batches = [TrainBatch(1, (MiniBatch((MicroBatch((tuple(part),), 8),), 1, 1),)) for part in (keys[:2], keys[2:], [])]
-    by_rank = [{key: sums[key] for key in batch.keys} for batch in batches]
-
-    async def work(group, own):
-        return await charge_kl(own, algorithm, group, 0, by_rank, batches)
-
-    (alone,) = on_controllers(work, groups)
-    assert [sorted(batch.advantages) for batch in alone] == [keys[:2], keys[2:], []]
-    assert len({batch.kl_scale for batch in alone}) == 1
-    for found in on_controllers(work, groups, size=4):  # the last has no group
-        for one, other in zip(alone, found, strict=True):
-            assert dataclasses.replace(other, advantages=None, kl_scale=0.0) == dataclasses.replace(
-                one, advantages=None, kl_scale=0.0
-            )
-            assert other.advantages == pytest.approx(one.advantages, abs=1e-12)
-            assert other.kl_scale == pytest.approx(one.kl_scale, abs=1e-12)
-
-
-def test_samples_wait_for_the_kl_without_advantages():
-    group = [scored(0, 0, 1.0, [1, 1]), scored(0, 1, 0.0, [1])]
-    found = samples_of([group], Algorithm(kl_coef=0.1, kl_in="reward"))
-    assert not any(s.advantages_S.any() for s in found.values())
-    assert any(s.advantages_S.any() for s in samples_of([group], Algorithm(kl_coef=0.1)).values())
+def test_text_of_any_kind(tmp_path: Path) -> None:
+    """Half a character (a lone surrogate), NaN, images."""
+    group = group_of(1, 1, "half \ud83d")
+    content = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    prompt = replace(group[0].rollout.prompt, messages=({"role": "user", "content": content},))
+    odd = replace(group[0], rollout=replace(group[0].rollout, prompt=prompt), parts={"x": float("nan")})
+    SampleLog(tmp_path, 0, 0, 1, 1).write(1, [1], [[odd]])
+    (row,) = read_samples(tmp_path)
+    assert row["messages"] == [["user", "[image]\nwhat?"]]
+    assert row["samples"][0]["text"] == "half ?" and row["samples"][0]["parts"] == {"x": None}

@@ -21,7 +21,7 @@ from gcore.config.tree import BuildModel, Model, ScalarReward
 from gcore.controller.train_rm import pair_of, read_pairs
 from gcore.models import load_model, load_scorer, score_texts
 from gcore.observe.trace import Tracer
-from gcore.prompts.tokenizer import load_tokenizer
+from gcore.prompts.tokenizer import load_tokenizer, with_padding
 from gcore.rewarding.rewarder import Blend
 from gcore.rewarding.scalar import ScalarModel, ScalarSource, padded_width
 from gcore.training.reward_model import PairTrainer, bradley_terry
@@ -194,6 +194,23 @@ def test_a_language_model_gets_a_seeded_head_for_training_and_is_refused_for_ser
     assert head(1).shape == (1, 32)
     with pytest.raises(UserError, match=r"Qwen3ForCausalLM.*expected a sequence-classification model with one label"):
         load_scorer(path, 0, torch.float32, CPU)
+
+
+def test_a_scorer_without_a_pad_token_reads_the_end_of_a_conversation(tmp_path):
+    """As Llama's: neither config.json nor the tokenizer has one. Padding with eos would hide the eos of a text."""
+    network, tokenizer = scorer_of("llama"), load_tokenizer(model_of())
+    texts = [tokens("1+1=2"), tokens("12+34=46")]
+    expected = score_texts(network, texts, 16)
+    assert not torch.equal(expected[:1], score_texts(network, [texts[0][:-1]], 16))  # the eos counts
+    network.config.pad_token_id = tokenizer.pad_token = None
+    network.config.architectures = ["LlamaForSequenceClassification"]
+    network.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = Model(path=str(tmp_path))
+    padded = with_padding(load_tokenizer(model), model)
+    assert padded.pad_token_id not in (None, padded.eos_token_id)
+    again = load_scorer(model, 0, torch.float32, CPU, tokenizer=padded)
+    assert torch.equal(score_texts(again, texts, 16), expected)
 
 
 def test_folders_that_are_no_scorer(tmp_path):

@@ -1,0 +1,146 @@
+"""The models and datasets that a recipe names, before anything starts and without torch.
+
+    recipe ──pin──> ids with commits ──check_models──> long enough? ──(other checks)──> fetch: weights to the cache
+
+The driver resolves every hub id once, and the run's config.yaml keeps the commit. Each process then opens id and commit
+in the cache of its own machine (gcore/hub.py), and downloads what that machine lacks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gcore.config.load import parse_yaml
+from gcore.config.reward_model import RewardModelConfig
+from gcore.config.tree import Config, Model
+from gcore.hub import is_id, model_folder, pin_model
+from gcore.prompts.rows import pin_rows
+from gcore.types import UserError
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+PINNED = (("path", "revision"), ("tokenizer", "tokenizer_revision"))
+
+
+def pin(config: Config) -> Config:
+    """The recipe with a commit for every hub id. A run that is resumed keeps the commits that it has."""
+    config = _as_before(config)
+    rewards = config.rewards
+    scorers = [
+        spec.model_copy(update={"model": pin_model(spec.model, f"rewards.models.{i}.model")})
+        for i, spec in enumerate(rewards.models)
+    ]
+    judges = [
+        spec.model_copy(update={"model": pin_model(spec.model, f"rewards.judges.{i}.model")}) if spec.model else spec
+        for i, spec in enumerate(rewards.judges)
+    ]
+    return config.model_copy(
+        update={
+            "model": pin_model(config.model),
+            "data": _pin_data(config.data),
+            "rewards": rewards.model_copy(update={"models": scorers, "judges": judges}),
+        }
+    )
+
+
+def pin_pairs(config: RewardModelConfig) -> RewardModelConfig:
+    """The same for `gcore train-rm`."""
+    return config.model_copy(update={"model": pin_model(config.model), "data": _pin_data(config.data)})
+
+
+def check_models(config: Config) -> None:
+    """Are they models, and are they long enough for what the recipe asks of them? UserError if not."""
+    longest = config.data.max_prompt_length + config.generation.max_response_length
+    _check(config.model, "model", "data.max_prompt_length + generation.max_response_length", longest)
+    for i, judge in enumerate(config.rewards.judges):
+        if judge.model is not None:
+            key = f"rewards.judges.{i}"
+            longest = judge.max_prompt_length + judge.max_response_length
+            _check(judge.model, f"{key}.model", f"{key}.max_prompt_length + {key}.max_response_length", longest)
+    for i, scorer in enumerate(config.rewards.models):
+        key, longest = f"rewards.models.{i}", 0 if scorer.max_length == "auto" else scorer.max_length
+        _check(scorer.model, f"{key}.model", f"{key}.max_length", longest)
+
+
+def fetch(config: Config) -> None:
+    """The weights of all models that are on the hub, into the cache of this machine."""
+    emulated = config.training.emulated is not None and config.generation.emulated is not None
+    for model, key, needed in (
+        (config.model, "model", not emulated),
+        *((spec.model, f"rewards.models.{i}.model", True) for i, spec in enumerate(config.rewards.models)),
+        *(
+            (spec.model, f"rewards.judges.{i}.model", spec.emulated is None)
+            for i, spec in enumerate(config.rewards.judges)
+        ),
+    ):
+        if needed and model is not None and model.path is not None and is_id(model.path):
+            model_folder(model, key, weights=True)
+
+
+def context_window(config: dict[str, Any]) -> int | None:
+    """Longest sequence by a model's config.json; None where it does not say.
+
+    RoPE scaling of the kinds linear, dynamic and yarn makes it longer by a factor. The other kinds (llama3, longrope)
+    come with positions that are scaled already.
+    """
+    text = {**config, **(config.get("text_config") or {})}
+    window = next((text[name] for name in POSITIONS if isinstance(text.get(name), int)), None)
+    if window is None:
+        return None
+    return max([window, *_scaled(text.get("rope_scaling"), window), *_scaled(text.get("rope_parameters"), window)])
+
+
+def _scaled(rope: Any, window: int) -> Iterator[int]:
+    if not isinstance(rope, dict):
+        return
+    for part in rope.values():  # one section per kind of layer
+        yield from _scaled(part, window)
+    factor = rope.get("factor")
+    if rope.get("rope_type", rope.get("type")) in ("linear", "dynamic", "yarn") and isinstance(factor, int | float):
+        yield int((rope.get("original_max_position_embeddings") or window) * factor)
+
+
+def _check(model: Model, key: str, asked: str, longest: int) -> None:
+    if model.path is None:
+        return
+    file = model_folder(model, key) / "config.json"
+    if not file.is_file():
+        raise UserError(f"{key}.path={model.path}: no config.json there; expected the folder of a Hugging Face model")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{key}.path={model.path}: its config.json is not JSON: {error}") from None
+    window = context_window(config) if isinstance(config, dict) else None
+    if window is not None and longest > window:
+        raise UserError(f"{asked} = {longest} exceeds the context window of {key}.path={model.path}: {window} tokens")
+
+
+def _pin_data(data: Any) -> Any:
+    parts = {name: getattr(data, name) for name in ("train", "eval")}
+    return data.model_copy(update={n: pin_rows(part, f"data.{n}") for n, part in parts.items() if part is not None})
+
+
+def _as_before(config: Config) -> Config:
+    """Revisions of the run that is resumed, for the ids that the recipe gives no revision."""
+    resume = config.run.resume
+    file = (config.run.folder if resume == "auto" else Path(resume).parent) / "config.yaml"
+    if resume == "never" or not file.is_file():
+        return config
+    tree = config.model_dump(exclude_unset=True)
+    _copy_revisions(parse_yaml(file.read_text()), tree)
+    return Config.model_validate(tree)
+
+
+def _copy_revisions(old: Any, new: Any) -> None:
+    if isinstance(old, list) and isinstance(new, list):
+        for old_item, new_item in zip(old, new, strict=False):
+            _copy_revisions(old_item, new_item)
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return
+    for path, revision in PINNED:
+        if new.get(path) is not None and new[path] == old.get(path) and new.get(revision) is None and old.get(revision):
+            new[revision] = old[revision]
+    for name in new:
+        _copy_revisions(old.get(name), new[name])

@@ -1,0 +1,126 @@
+"""A few groups of each step, for people to read: runs/NAME/samples/controller-N.jsonl.
+
+    trained prompts of a step (all controllers know them) ──choose──> the same few, whoever holds them ──> one line each
+
+Only the choice depends on the step, the seed and the prompts. Training does not: this reads groups that are trained on.
+Of long runs only every n-th step is logged, so that a run writes at most about MAX_GROUPS lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from gcore.observe.metrics import replace_lines, whole_lines
+from gcore.observe.values import Row, clean, step_of
+from gcore.types import Prompt, Scored
+
+FOLDER = "samples"
+MAX_GROUPS = 2000  # of one run
+MAX_SIBLINGS = 16  # of one group
+MAX_LENGTH = 6000  # characters of a text: two thirds of them from its beginning, the rest from its end
+Phase = Literal["train", "eval"]
+
+
+class SampleLog:
+    """SampleLog(Path("runs/a"), rank=0, seed=0, per_step=2, steps=150).write(12, [70, 71, 72], groups)"""
+
+    def __init__(self, folder: Path, rank: int, seed: int, per_step: int, steps: int) -> None:
+        self._path = folder / FOLDER / f"controller-{rank}.jsonl"
+        self._seed, self._per_step = seed, per_step
+        self._stride = max(1, math.ceil(steps * per_step / MAX_GROUPS))
+
+    def write(self, step: int, prompts: Collection[int], groups: Sequence[Sequence[Scored]]) -> None:
+        """`prompts`: of all groups of the step; `groups`: those that are here."""
+        self._append(step, "train", self.choose(step, prompts), groups)
+
+    def write_eval(self, step: int, groups: Sequence[Sequence[Scored]]) -> None:
+        """The first held-out prompts: the same ones at each evaluation, so that answers can be compared."""
+        self._append(step, "eval", set(range(self._per_step)) if step % self._stride == 0 else set(), groups)
+
+    def choose(self, step: int, prompts: Collection[int]) -> set[int]:
+        if step % self._stride:
+            return set()
+        return set(sorted(set(prompts), key=lambda prompt: _hash(self._seed, step, prompt))[: self._per_step])
+
+    def _append(self, step: int, phase: Phase, chosen: set[int], groups: Sequence[Sequence[Scored]]) -> None:
+        rows = [_row(step, phase, group) for group in groups if group and group[0].rollout.prompt.id in chosen]
+        if rows:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8", errors="replace") as file:
+                file.writelines(json.dumps(clean(row), ensure_ascii=False) + "\n" for row in rows)
+
+
+def read_samples(folder: Path) -> list[Row]:
+    """All that was logged, in the order of steps and prompts; a line that was cut off by a kill is left out."""
+    rows = [row for path in _files(folder) for _, row in whole_lines(path) if "samples" in row]
+    return sorted(rows, key=lambda row: (step_of(row), row.get("phase") != "eval", row.get("prompt", 0)))
+
+
+def rewind_samples(folder: Path, step: int, warm_start: int | None = None) -> None:
+    """Forget what a resume makes anew, as metrics.rewind does; within the warm start, that is all."""
+    for path in _files(folder):
+        kept = [line for line, row in whole_lines(path) if warm_start is None and step_of(row) <= step]
+        replace_lines(path, kept)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob("controller-*.jsonl"))
+
+
+def _hash(*key: int) -> bytes:
+    return hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+
+
+def _row(step: int, phase: Phase, group: Sequence[Scored]) -> Row:
+    prompt = group[0].rollout.prompt
+    answer = prompt.columns.get("answer")
+    return {
+        "step": step,
+        "phase": phase,
+        "prompt": prompt.id,
+        "row": prompt.row,
+        "messages": [[role, shortened(text)] for role, text in _messages(prompt)],
+        "answer": None if answer is None else shortened(str(answer)),
+        "siblings": len(group),
+        "samples": [_sample(scored) for scored in group[:MAX_SIBLINGS]],
+    }
+
+
+def _sample(scored: Scored) -> Row:
+    rollout = scored.rollout
+    return {
+        "sibling": rollout.sibling,
+        "text": shortened(rollout.text),
+        "reward": scored.reward,
+        "parts": dict(scored.parts),
+        "notes": {name: [shortened(text) for text in texts] for name, texts in scored.notes.items()},
+        "version": rollout.version,
+        "finish": rollout.finish,
+        "length": len(rollout.tokens_S),
+    }
+
+
+def _messages(prompt: Prompt) -> Iterable[tuple[str, str]]:
+    if not prompt.messages:
+        return [("", prompt.text)]
+    return [(str(m.get("role", "")), _text(m.get("content"))) for m in prompt.messages]
+
+
+def _text(content: Any) -> str:
+    """A message's text; of its parts, what they say or what they are."""
+    if isinstance(content, list | tuple):
+        parts = (part if isinstance(part, Mapping) else {"text": part} for part in content)
+        return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in parts)
+    return str(content or "")
+
+
+def shortened(text: str) -> str:
+    if len(text) <= MAX_LENGTH:
+        return text
+    head, tail = MAX_LENGTH * 2 // 3, MAX_LENGTH // 3
+    return f"{text[:head]}\n[... {len(text) - head - tail:,} characters left out ...]\n{text[-tail:]}"

@@ -1,0 +1,343 @@
+"""Model families: the embedded engine and the trainer compute what transformers computes.
+
+The reference is the library's own forward pass over one sequence: no padding, no cache, no mask given. The engine's
+logprobs of what it sampled and the trainer's logprobs, packed and alone, agree with it. Windows are smaller than the
+sequences, so a layer that sees too much or too little shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from gcore.config.tree import Model
+from gcore.decoders import traits_of
+from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.noise import noise_key
+from gcore.models import load_model, load_scorer, score_texts
+from gcore.training.micro import to_tensors
+from gcore.training.policy import Policy
+from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
+
+CPU = torch.device("cpu")
+VOCABULARY, WINDOW, LAYERS = 48, 5, 4
+CLOSE = 2e-5
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.2,  # ignored: training and sampling are of one policy
+}
+MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW}
+
+
+def family(name: str, **options: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, name)(**{**SIZES, **options})
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": family("LlamaConfig"),
+    "qwen3": family("Qwen3Config", head_dim=8),
+    "qwen2-mixed": family("Qwen2Config", layer_types=MIXED, **QWEN_WINDOW),
+    "qwen2-upper": family("Qwen2Config", max_window_layers=2, **QWEN_WINDOW),
+    "qwen3-mixed": family("Qwen3Config", head_dim=8, layer_types=MIXED, **QWEN_WINDOW),
+    "qwen2_moe": family(
+        "Qwen2MoeConfig", max_window_layers=3, shared_expert_intermediate_size=24, **QWEN_EXPERTS, **QWEN_WINDOW
+    ),
+    "qwen3_moe": family("Qwen3MoeConfig", head_dim=8, **QWEN_EXPERTS, **QWEN_WINDOW),
+    "mistral": family("MistralConfig", head_dim=8, sliding_window=WINDOW),
+    "mistral-full": family("MistralConfig", head_dim=8, sliding_window=None),
+    "mixtral": family("MixtralConfig", head_dim=8, sliding_window=WINDOW, router_jitter_noise=0.1, **EXPERTS),
+    "ministral": family("MinistralConfig", head_dim=8, sliding_window=WINDOW, layer_types=MIXED),
+    "ministral3": family("Ministral3Config", head_dim=8, sliding_window=WINDOW),
+    "phi3": family("Phi3Config", sliding_window=WINDOW),
+    "phi3-full": family("Phi3Config"),
+    "starcoder2": family("Starcoder2Config", sliding_window=WINDOW),
+    "gemma2": family(
+        "Gemma2Config",
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "vaultgemma": family("VaultGemmaConfig", head_dim=8, sliding_window=WINDOW, final_logit_softcapping=3.0),
+    "gemma2-uncapped": family(
+        "Gemma2Config", head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "gemma3": family(
+        "Gemma3TextConfig",
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=WINDOW,
+        sliding_window_pattern=2,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "gpt_oss": family(
+        "GptOssConfig",
+        head_dim=8,
+        sliding_window=WINDOW,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **EXPERTS,
+    ),
+    "olmo3": family("Olmo3Config", sliding_window=WINDOW, layer_types=MIXED),
+    "cohere": family("CohereConfig", logit_scale=0.25),
+    "cohere2": family("Cohere2Config", sliding_window=WINDOW, layer_types=MIXED, logit_scale=0.25),
+    "smollm3": family("SmolLM3Config", no_rope_layers=[1, 0] * 2, sliding_window=WINDOW, use_sliding_window=True),
+    "exaone4": family("Exaone4Config", sliding_window=WINDOW, sliding_window_pattern=2),
+    "granitemoe": family("GraniteMoeConfig", logits_scaling=2.0, **EXPERTS),
+    "granite": family("GraniteConfig", logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.7),
+}
+SOFT_CAPPED = ("gemma2", "vaultgemma")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            save(FAMILIES[name](), made[name])
+        return made[name]
+
+    return folder
+
+
+def save(config: Any, folder: Path, kind: Any = AutoModelForCausalLM) -> None:
+    """Weights large enough for distributions that are neither flat nor certain, and for attention that chooses."""
+    torch.manual_seed(0)
+    network = kind.from_config(config)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.4 if "embed" in name or "head" in name else parameter.shape[-1] ** -0.5 * 1.2)
+            elif "sinks" in name or name.endswith("bias"):
+                parameter.normal_(std=0.5)
+            elif "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    network.save_pretrained(folder)
+
+
+def ours(folder: Path) -> Any:
+    return load_model(Model(path=str(folder)), None, 0, torch.float32, CPU)
+
+
+def reference(folder: Path, name: str) -> Any:
+    """Soft-capped attention exists in the library's eager implementation alone; its sdpa leaves the cap out."""
+    how = {"attn_implementation": "eager"} if name in SOFT_CAPPED else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).eval()
+
+
+def plain(network: Any, tokens_T: np.ndarray, num_steps: int) -> torch.Tensor:
+    """Logprobs of the last steps of one sequence by the plain forward pass."""
+    tokens = torch.from_numpy(tokens_T.astype(np.int64))
+    logprobs = torch.log_softmax(network(tokens[None], use_cache=False).logits[0].float(), -1)
+    return logprobs[:-1].gather(-1, tokens[1:, None])[-num_steps:, 0]
+
+
+def samples_of(lengths: list[tuple[int, int]]) -> list[Sample]:
+    """(prompt, response) lengths -> random tokens."""
+    rng, found = np.random.default_rng(0), []
+    for i, (prompt, steps) in enumerate(lengths):
+        tokens = rng.integers(3, VOCABULARY, prompt + steps).astype(np.int32)
+        zeros = np.zeros(steps, np.float32)
+        found.append(Sample(i, 0, tokens, np.ones(steps, bool), zeros, zeros))
+    return found
+
+
+def trained(policy: Policy, samples: list[Sample], rows: tuple[tuple[int, ...], ...], width: int) -> list[torch.Tensor]:
+    """Logprobs of each sample, laid out in these rows, by the trainer's network."""
+    batch = MicroBatch(tuple(tuple(samples[i].key for i in row) for row in rows), width)
+    packed = to_tensors(batch, {s.key: s for s in samples}, CPU)
+    logprobs_S, _ = policy(*packed.inputs)
+    by_key = {key: logprobs_S[packed.sample_S == i] for i, key in enumerate(packed.keys)}
+    return [by_key[s.key] for s in samples]
+
+
+def generated(
+    network: Any, prompts: list[np.ndarray], max_tokens: list[int], max_length: int = 128, first_key: int = 0
+) -> list[Any]:
+    engine = EmbeddedEngine(network, max_concurrent=4, max_length=max_length)
+    try:
+        requests = [
+            Request(prompt.astype(np.int32), SamplingParams(max_tokens=n, temperature=1.0), noise_key(0, i))
+            for i, (prompt, n) in enumerate(zip(prompts, max_tokens, strict=True), start=first_key)
+        ]
+        return asyncio.run(engine.generate(requests))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_trainer_packed_and_alone_is_the_plain_forward_pass(name, folders):
+    samples = samples_of([(9, 14), (3, 20), (17, 6), (1, 2)])
+    network = reference(folders(name), name)
+    policy = Policy(ours(folders(name))).train()
+    with torch.no_grad():
+        expected = [plain(network, s.tokens_T, s.num_steps) for s in samples]
+        packed = trained(policy, samples, ((0, 1, 3), (2,)), 56)
+        alone = trained(policy, samples, ((0,), (1,), (2,), (3,)), 32)
+    for want, *got in zip(expected, packed, alone, strict=True):
+        assert want.std() > 0.1 or len(want) < 4
+        for found in got:
+            assert (found - want).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_engine_samples_with_the_logprobs_of_the_plain_forward_pass(name, folders):
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, VOCABULARY, n) for n in (1, 7, 23, 40, 12, 2)]
+    prompts.append(prompts[2])  # a sibling shares the prefill
+    found = generated(ours(folders(name)), prompts, [30, 12, 25, 9, 1, 18, 25])
+    network = reference(folders(name), name)
+    with torch.no_grad():
+        for prompt, completion in zip(prompts, found, strict=True):
+            want = plain(network, np.concatenate([prompt, completion.tokens_S]), len(completion.tokens_S))
+            assert np.abs(completion.logprobs_S - want.numpy()).max() < CLOSE
+
+
+@pytest.mark.parametrize("name", ["qwen2-mixed", "phi3", "gemma2", "gemma3", "gpt_oss", "cohere2", "granite"])
+def test_gradients_are_those_of_the_plain_forward_pass(name, folders):
+    samples = samples_of([(9, 14), (3, 20), (17, 6)])
+    network, policy = reference(folders(name), name), Policy(ours(folders(name))).train()
+    sum(plain(network, s.tokens_T, s.num_steps).sum() for s in samples).backward()  # type: ignore[union-attr]
+    torch.cat(trained(policy, samples, ((0, 2), (1,)), 48)).sum().backward()
+    wanted = dict(network.named_parameters())
+    for key, parameter in policy.network.named_parameters():
+        assert parameter.grad is not None, key
+        scale = float(wanted[key].grad.abs().max())
+        assert float((parameter.grad - wanted[key].grad).abs().max()) <= 1e-4 * scale + 1e-6, key
+
+
+@pytest.mark.parametrize("name", ["qwen2-mixed", "mistral", "phi3", "gemma3"])
+def test_company_changes_no_bit_of_a_sample(name, folders):
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, VOCABULARY, n) for n in (1, 7, 23, 40, 65)]
+    together = generated(ours(folders(name)), prompts, [30, 12, 25, 9, 18])
+    for prompt, completion, key in zip(prompts[:3], together, range(3), strict=False):
+        (alone,) = generated(ours(folders(name)), [prompt], [len(completion.tokens_S)], first_key=key)
+        assert np.array_equal(alone.tokens_S, completion.tokens_S)
+        assert np.array_equal(alone.logprobs_S, completion.logprobs_S)
+
+
+# --- long sequences
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
+def test_windows_in_sequences_longer_than_a_block_of_the_attention_kernel(name, folders):
+    """Whole blocks of keys (512 on CPU) lie before the window then."""
+    rng = np.random.default_rng(2)
+    prompt = rng.integers(3, VOCABULARY, 700)
+    (found,) = generated(ours(folders(name)), [prompt], [40], max_length=800)
+    tokens = np.concatenate([prompt, found.tokens_S]).astype(np.int32)
+    zeros, other = np.zeros(40, np.float32), samples_of([(30, 40)])[0]
+    sample = Sample(1, 0, tokens, np.ones(40, bool), zeros, zeros)
+    with torch.no_grad():
+        want = plain(reference(folders(name), name), tokens, 40)
+        packed = trained(Policy(ours(folders(name))).train(), [other, sample], ((0, 1),), 832)[1]
+    assert np.abs(found.logprobs_S - want.numpy()).max() < CLOSE
+    assert (packed - want).abs().max() < CLOSE
+
+
+# --- scorers: the library's forward pass with padding
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss"])
+def test_scorers_in_padded_batches_are_the_plain_forward_pass(name, tmp_path):
+    config = FAMILIES[name]()
+    config.num_labels = 1
+    save(config, tmp_path, AutoModelForSequenceClassification)
+    how = {"attn_implementation": "eager"} if name in SOFT_CAPPED else {}
+    plainly = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32, **how).eval()
+    scorer = load_scorer(Model(path=str(tmp_path)), 0, torch.float32, CPU)
+    texts = [sample.tokens_T for sample in samples_of([(9, 14), (3, 30), (1, 2)])]
+    with torch.no_grad():
+        want = [float(plainly(torch.from_numpy(text.astype(np.int64))[None]).logits[0, 0]) for text in texts]
+        assert score_texts(scorer, texts, 40).tolist() == pytest.approx(want, abs=CLOSE)
+
+
+# --- what is refused, in one line
+
+
+def refused(config: Any, folder: Path, **options: Any) -> str:
+    config.save_pretrained(folder)
+    with pytest.raises(UserError) as error:
+        load_model(Model(path=str(folder)), None, 0, torch.float32, CPU, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (family("Llama4TextConfig"), "layers of kind chunked_attention"),
+        (family("Qwen3NextConfig"), "layers of kind linear_attention"),
+        (family("MambaConfig"), "layers of kind linear_attention"),
+        (family("Lfm2Config", layer_types=["conv", "full_attention"] * 2), "layers of kind conv"),
+        (family("Dots1Config", layer_types=MIXED, sliding_window=7), "sliding_attention (sliding_window=7)"),
+        (family("LlamaConfig", layer_types=MIXED, sliding_window=7), "sliding_attention (sliding_window=7)"),
+        (family("PhimoeConfig", sliding_window=7), "sliding_attention (sliding_window=7)"),
+        (family("NanoChatConfig"), "scales its logits (final_logit_softcapping=15.0)"),
+        (family("Gemma3TextConfig", use_bidirectional_attention=True), "attends to later tokens"),
+        (lambda: transformers.Gemma3Config(), "holds more than a decoder of text"),
+        (family("LlamaConfig", quantization_config={"quant_method": "mxfp4"}), "quantised weights (mxfp4)"),
+    ],
+)
+def test_what_is_not_compared_is_refused_before_weights_are_read(config, why, tmp_path):
+    assert why in refused(config(), tmp_path)
+
+
+def test_layer_types_that_the_model_ignores_change_nothing(folders, tmp_path):
+    """Mistral's layers all have the window, whatever layer_types says."""
+    config = FAMILIES["mistral"]()
+    config.layer_types = ["full_attention"] * LAYERS
+    assert traits_of(config) == traits_of(FAMILIES["mistral"]())
+    assert traits_of(config).kinds == ("sliding_attention",) * LAYERS
+    assert traits_of(config).window == WINDOW
+
+
+def test_other_families_are_compared_at_the_start(tmp_path):
+    for name, config in {"gpt_neox": family("GPTNeoXConfig"), "olmo2": family("Olmo2Config")}.items():
+        save(config(), tmp_path / name)
+        assert not ours(tmp_path / name).training
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    save(family("BartConfig", **sizes)(), tmp_path / "bart")  # takes positions from the place in the row
+    with pytest.raises(UserError, match="type bart gives packed samples other logprobs"):
+        ours(tmp_path / "bart")
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_frequencies_that_change_with_length_are_refused_beyond_it(kind, tmp_path):
+    """Up to there, they do not change."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        ones = [1.0] * 4
+        rope |= {"short_factor": ones, "long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
+    limit = 64 if kind == "longrope" else 256
+    config = family("LlamaConfig", rope_parameters=rope, max_position_embeddings=256)()
+    config.save_pretrained(tmp_path)
+    save(config, tmp_path)
+    load_model(Model(path=str(tmp_path)), None, 0, torch.float32, CPU, max_length=limit)
+    assert f"expected at most {limit}," in refused(config, tmp_path, max_length=limit + 1)
