@@ -227,7 +227,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--filters", nargs="+", default=["none", "spread"])
     parser.add_argument("--controllers", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--oversampling", type=float, default=1.0)
+    parser.add_argument("--oversampling", type=lambda word: word if word == "auto" else float(word), default="auto")
     parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths")
     parser.add_argument("--tokens", type=float, default=256, help="mean of a response, before it is cut")
     parser.add_argument("--most-tokens", type=int, default=4096)

@@ -18,7 +18,8 @@ Reported over all steps (after `--skip` of each run) and seeds, in emulated seco
 - `request`: what one finished request took, from being sent to its answer; the median, for comparison;
 - of all tokens generated: those trained on, those of groups that the filter dropped, and those `thrown away` otherwise:
   aborted, or finished but beyond what the step took, or too old (what is kept for a next step counts as trained on);
-- `length`: mean length of the responses trained on, over that of all responses (1 is unbiased).
+- `length`: mean length of the responses trained on, over that of all responses (1 is unbiased). Engines have no seeds,
+  as on GPUs: a response that was aborted and is made again has another length. See also bench/bias.py.
 
 Engines: a decoding step takes `--base-s` plus `--per-sequence-s` for each request running, at most `--slots` at once.
 Controllers, filter, board, ticks, pools and aborts are the code of a run, in virtual time as in bench/streaming.py.
@@ -45,7 +46,7 @@ from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.pace import Pace  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 from gcore.simulate import VirtualLoop  # noqa: E402
-from gcore.simulate.engine import EmulatedEngine, log_normal  # noqa: E402
+from gcore.simulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
 
 CONTROLLERS = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -116,9 +117,8 @@ class Team:
         self.target = args.groups // CONTROLLERS if self.alone else args.groups
         median = args.tokens / math.exp(sigma**2 / 2)
         pace = Pace(args.base_s, args.per_sequence_s, 0.0, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
-        self.engines = [
-            EmulatedEngine(pace, lengths=log_normal(median, sigma), tokens=range(4, 14)) for _ in range(args.engines)
-        ]
+        lengths = unseeded(log_normal(median, sigma))  # as on GPUs: what is made again has fresh noise
+        self.engines = [EmulatedEngine(pace, lengths=lengths, tokens=range(4, 14)) for _ in range(args.engines)]
         handles = [Timed(f"engine-{i}", engine, self.times) for i, engine in enumerate(self.engines)]
         sampling = {"prompts_per_step": self.target, "filter": "spread", **WAYS[way]}
         hub = Hub(CONTROLLERS)

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "Train as a recipe says.")
     train.add_argument("recipe", help="YAML file, see recipes/")
     train.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    train.add_argument("--dry-run", action="store_true", help="check everything, print sizes and processes, and exit")
+    train.add_argument("--dry-run", action="store_true", help="check all, show sizes, a prompt and rewards, and exit")
     sft = add(
         "sft", _sft, "Only the supervised warm start of a recipe; ends with a checkpoint that `gcore export` takes."
     )
@@ -143,20 +143,9 @@ def _train(args: argparse.Namespace) -> int:
 
     config = load_config(args.recipe, args.overrides)
     if args.dry_run:
-        from gcore.config.advice import warnings
-        from gcore.controller.auto import settle
-        from gcore.controller.plan import make_plan, see_machine
-        from gcore.controller.preflight import model_megabytes, preflight
-        from gcore.controller.sources import check_models, pin
+        from gcore.controller.rehearsal import dry_run
 
-        machine = see_machine()
-        config = pin(config)
-        check_models(config)
-        config, why = settle(config, machine)
-        plan = make_plan(config, machine, model_megabytes(config))
-        preflight(config, plan)
-        print("\n".join([*plan.lines(config), *([f"             {why}"] if why else [])]))
-        print("".join(f"warning      {line}\n" for line in warnings(config)), end="")
+        dry_run(config)
         return 0
     return _run_and_report(config)
 
@@ -177,9 +166,13 @@ def _train_rm(args: argparse.Namespace) -> int:
 
     config = load_config(args.recipe, args.overrides, into=RewardModelConfig)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
-    from gcore.training.reward_model import PairTrainer
 
-    train_rm(config, PairTrainer, lambda line: print(line, flush=True))
+    def make_trainer(*args: Any) -> Any:
+        from gcore.training.reward_model import PairTrainer
+
+        return PairTrainer(*args)
+
+    train_rm(config, make_trainer, lambda line: print(line, flush=True))
     return 0
 
 
@@ -278,9 +271,10 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    from gcore.controller.plan import see_machine
     from gcore.observe.doctor import doctor
 
-    return doctor()
+    return doctor(see_machine().gpus)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,29 @@ def adapters_in(folder: Path, model: PolicyModel) -> Adapters | None:
         return adapters_of(AutoModelForCausalLM.from_config(config, **options), model.lora)
 
 
+def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
+    """Before anything starts and without weights: the network is of a kind that can be trained here, and has the layers
+    that model.lora names. Raises UserError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if model.build is None:
+        try:
+            config = AutoConfig.from_pretrained(str(model_folder(model)), local_files_only=True, **options)
+            traits_of(config)
+            check_length(config, max_length)
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError) as error:
+            raise _unloadable(model, error) from error
+    if model.lora is not None:
+        with torch.device("meta"):
+            if model.build is not None:
+                adapters_of(_build(model.build, tokenizer, 0, scorer=False), model.lora)
+            else:
+                adapters_of(AutoModelForCausalLM.from_config(config, **options), model.lora)
+
+
 def pick_device(name: str, index: int = 0) -> torch.device:
     """`auto` is a GPU if there is one. Several roles on one machine take GPU number `index` modulo what is visible."""
     if name == "auto":
@@ -193,8 +216,12 @@ def _load(model: Model, max_length: int | None) -> PreTrainedModel:
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"model.path={model.path}: cannot load a causal language model from there: {first}") from error
+        raise _unloadable(model, error) from error
+
+
+def _unloadable(model: Model, error: Exception) -> UserError:
+    first = str(error).strip().splitlines()[0]
+    return UserError(f"model.path={model.path}: cannot load a causal language model from there: {first}")
 
 
 def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:

@@ -169,7 +169,11 @@ class Runtime(Protocol):
         ...
 
     def processes(self) -> dict[str, int]:
-        """Role -> process id, for messages and debuggers."""
+        """Role -> process id, for messages and debuggers; also of roles that are still being built."""
+        ...
+
+    def ready(self) -> set[str]:
+        """Roles that are built, where they have processes of their own."""
         ...
 
     async def watch(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -13,6 +13,16 @@ Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+
+
+def _plain_name(name: str) -> str:
+    """The name of a folder in `run.dir`: it must not lead out of it, nor mean `run.dir` itself."""
+    if not name.strip() or name in (".", "..") or not name.isprintable() or set(name) & set("/\\"):
+        raise ValueError(f"got {name!r}; expected the plain name of a folder, without / or \\ (its place is run.dir)")
+    return name
+
+
+FolderName = Annotated[str, AfterValidator(_plain_name)]
 
 
 class Section(BaseModel):

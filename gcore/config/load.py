@@ -79,7 +79,37 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[B
 
 
 def parse_yaml(text: str) -> Any:
-    return yaml.load(text, _Loader)
+    """One document. Raises yaml.YAMLError, also for a key that is given twice, of which PyYAML keeps the last."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if twice := list(_given_twice(node, "", set())):
+            raise yaml.YAMLError("; ".join(twice))
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _given_twice(node: yaml.Node, path: str, seen: set[int]) -> Iterator[str]:
+    """Read from the composed nodes, before `<<` merges them: a key may stand beside a merged one of its name."""
+    if id(node) in seen:  # an alias
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _given_twice(item, f"{path}{index}.", seen)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[tuple[str, str], int] = {}
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines and key.value != "<<":
+                yield f"{path}{key.value} is given twice, in lines {lines[name]} and {line}"
+            lines.setdefault(name, line)
+            yield from _given_twice(value, f"{path}{key.value}.", seen)
 
 
 def validate(tree: dict[str, Any], source: str, into: type[Tree]) -> Tree:

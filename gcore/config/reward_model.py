@@ -7,12 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gcore.config.base import Auto, Count, Fraction, Model, NonNegative, PositiveInt, Section, Stored
+from gcore.config.base import Auto, Count, FolderName, Fraction, Model, NonNegative, PositiveInt, Section, Stored
 
 
 class ModelRun(Section):
-    name: str = "reward_model"
-    """Name of the model; it is written to `DIR/NAME`, a Hugging Face folder that `rewards.models` takes."""
+    name: FolderName = "reward_model"
+    """Name of the model, without path separators; it is written to `DIR/NAME`, a Hugging Face folder that
+    `rewards.models` takes."""
     dir: str = "runs"
     """Folder that holds it."""
     seed: int = 0

@@ -22,11 +22,12 @@ class RewardFunction(Section):
     name: str
     """Name in the logs: `reward/NAME`."""
     path: str
-    """`package.module:function` or `file.py:function`; TRL, verl and OpenRLHF signatures are recognised."""
+    """`package.module:NAME` or `file.py:NAME`: a function of TRL's, verl's or OpenRLHF's signature, a class whose
+    instances are called so, or a factory that returns such a function."""
     weight: float = 1.0
     """Weight in the sum."""
     args: dict[str, Any] = {}
-    """Extra keyword arguments."""
+    """Extra keyword arguments of every call; for a class or factory, the arguments that make the reward."""
     timeout_s: Seconds | None = None
     """A call that takes longer is killed and counts as failed; default: `rewards.timeout_s`."""
 

@@ -36,6 +36,11 @@ def adapter_folder(folder: Path) -> Path:
 
 def export(source: Path, folder: Path) -> float:
     """Write the policy to `folder`; returns the largest difference of logits after reloading it."""
+    run, checkpoint = locate(source)
+    config = load_config(run / "config.yaml")
+    for place in (folder, *([adapter_folder(folder)] if config.model.lora else [])):
+        if place.exists() and any(place.iterdir()):
+            raise UserError(f"{place}: is not empty; choose a new folder to export to")
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,11 +48,6 @@ def export(source: Path, folder: Path) -> float:
     from gcore.models import adapters_of, load_model
     from gcore.prompts.tokenizer import load_tokenizer
 
-    run, checkpoint = locate(source)
-    config = load_config(run / "config.yaml")
-    for place in (folder, *([adapter_folder(folder)] if config.model.lora else [])):
-        if place.exists() and any(place.iterdir()):
-            raise UserError(f"{place}: is not empty; choose a new folder to export to")
     tokenizer = load_tokenizer(config.model)
     network: Any = load_model(config.model, tokenizer, config.run.seed, torch.float32, torch.device("cpu"))
     weights = load_file(checkpoint / "model.safetensors")

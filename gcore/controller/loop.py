@@ -17,6 +17,7 @@ from typing import Any
 
 from gcore.config.tree import Config
 from gcore.controller.collect import Collected, Filter
+from gcore.controller.record import skipped_line
 from gcore.controller.session import Session
 from gcore.controller.workflow import Workflow
 from gcore.observe.trace import Tracer
@@ -101,7 +102,8 @@ class Controller:
             if not batches:  # no group of this step was worth training on
                 return []
             ranks = await self.session.dispatcher.on_ranks("update", [(batch,) for batch in batches])
-            self.session.check_gradients(step, ranks)
+            if line := skipped_line(step, ranks, self.session.folder):
+                self.session.note(line)
             return ranks
 
     async def weights(self, step: int) -> None:

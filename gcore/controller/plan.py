@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gcore.config.tree import Config
 from gcore.controller.seats import Seats, apart, together
@@ -15,8 +16,12 @@ MAX_AUTO = 4  # processes of a role on CPU: beyond that, threads do as well and 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
+    """Machine(cores=2, gpus=0, memory_mb=24105, free_mb=20311); 0 MB: not known"""
+
     cores: int
     gpus: int
+    memory_mb: int = 0
+    free_mb: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,27 @@ def see_machine() -> Machine:
             gpus = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
         except OSError:
             gpus = 0
-    return Machine(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, gpus)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(cores, gpus, *_see_memory())
+
+
+def _see_memory() -> tuple[int, int]:
+    """MB that this machine, or the container of this process, has in all and has free; 0: it does not say."""
+    found: dict[str, int] = {}
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            found[name] = int(value.split()[0]) // 1024
+    except (OSError, ValueError, IndexError):  # no Linux
+        return 0, 0
+    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = int(Path(file).read_text()) // 2**20
+        except (OSError, ValueError):  # none such, or "max"
+            continue
+        total, free = min(total, limit), min(free, limit)
+    return total, free
 
 
 def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:

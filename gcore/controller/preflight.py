@@ -1,62 +1,111 @@
-"""What can be found wrong before any process starts is found here: each as one line that names the key."""
+"""What can be found wrong before any process starts is found here: each as one line that names the key.
+
+    light_checks   without torch, transformers and ray: folders, packages, devices, sizes, datasets, users' functions,
+                   servers. They take about a second.
+    heavy_checks   with transformers, and torch where only it knows: tokenizers, templates, the layers of the network.
+
+Both look at a sample of the rows. `gcore train --dry-run` shows what they found (controller/rehearsal.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import importlib.util
+import os
 import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from gcore.config.tree import Config
+from gcore.checkpoint.store import MANIFEST
+from gcore.config.advice import warnings as advice
+from gcore.config.tree import Config, Dataset
 from gcore.controller.build import Roles, build_rewarder, load_filter, load_workflow, quiet
-from gcore.controller.plan import Plan
+from gcore.controller.footprint import check_sizes, num_parameters, parts
+from gcore.controller.plan import Machine, Plan, see_machine
 from gcore.hub import model_folder
 from gcore.observe.trackers import check_trackers
-from gcore.prompts.rows import load_rows
+from gcore.prompts.rows import PROMPTS, answer_of, load_rows, prompt_column, prompt_of
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
+from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
-from gcore.rewarding.rewarder import Blend
-from gcore.types import UserError
+from gcore.rewarding.threads import FunctionSource
+from gcore.rewarding.voice import RemoteVoice
+from gcore.types import Prompt, UserError
+
+SAMPLE = 200  # rows of each dataset that are looked at
+ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
+Split = Literal["train", "eval"]
 
 
-def preflight(config: Config, plan: Plan) -> None:
-    quiet()
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A dataset and the numbers of the rows to look at. Opened("train", Dataset(...), [...], (0, 1, 3, ...))"""
+
+    split: Split
+    spec: Dataset
+    rows: Sequence[dict[str, Any]]
+    sample: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        return f"data.{self.split}"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the sample showed. Seen("data.train", num_rows=7473, num_seen=200, too_long=(3, 9), longest=812, ...)"""
+
+    key: str
+    num_rows: int
+    num_seen: int
+    too_long: tuple[int, ...]  # row numbers
+    longest: int  # tokens
+    prompt: Prompt | None  # the first that fits
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """All is well, as far as can be seen, but for the warnings."""
+
+    warnings: list[str]
+    seen: list[Seen]
+    tokenizer: Any
+
+
+def preflight(config: Config, plan: Plan, machine: Machine | None = None, trains: bool = True) -> Checked:
+    """Raises UserError at the first thing that is wrong. `trains`: trainer ranks are started, too."""
+    warnings, datasets = light_checks(config, plan, machine or see_machine(), trains)
+    tokenizer, seen = heavy_checks(config, plan, datasets)
+    for each in seen:
+        if each.prompt is None:
+            warnings.append(
+                f"{each.key}: all {each.num_seen} prompts that were looked at are longer than "
+                f"data.max_prompt_length={config.data.max_prompt_length}"
+            )
+    return Checked(warnings, seen, tokenizer)
+
+
+# ---- light: neither torch nor transformers nor ray ------------------------------------------------------------------
+
+
+def light_checks(config: Config, plan: Plan, machine: Machine, trains: bool = True) -> tuple[list[str], list[Opened]]:
+    """Warnings, and the datasets, opened. What costs least is looked at first."""
     _disk(config)
-    check_trackers(config.observe)
-    if config.runtime == "ray" and importlib.util.find_spec("ray") is None:
-        raise UserError("runtime=ray: Ray is not installed; `pip install ray`, or use runtime=local")
-    for key, serving in (("generation", config.generation), *(("rewards.judges", j) for j in config.rewards.judges)):
-        if serving.engine in ("vllm", "sglang") and importlib.util.find_spec(serving.engine) is None:
-            name = {"vllm": "vLLM", "sglang": "SGLang"}[serving.engine]
-            said = f"{key}.engine={serving.engine}: {name} is not installed (see docs/engines.md)"
-            raise UserError(f"{said}, or use engine=embedded")
-    tokenizer = load_tokenizer(config.model)
+    _resume(config.run.resume)
+    _packages(config)
+    warnings = advice(config) if trains else []
+    if config.runtime == "local" or not os.environ.get("RAY_ADDRESS"):  # a cluster may have what is missing here
+        _devices(config)
+        warnings += check_sizes(parts(config, plan, trains), machine)
+    datasets = [_open("train", config.data.train), *([_open("eval", config.data.eval)] if config.data.eval else [])]
     load_workflow(config.workflow)
     load_filter(config.sampling.filter)
-    rewarder = build_rewarder(config, plan, Roles())
-    for split in ("train", "eval"):
-        dataset = config.data.train if split == "train" else config.data.eval
-        if dataset is None:
-            continue
-        rows = load_rows(dataset, f"data.{split}")
-        templater = Templater(tokenizer, config.data, split)
-        prompt = templater.prompt(rows[0], 0, 0)
-        rewarder.check(prompt.columns)
-        if split == "train" and config.training.warm_start is not None:
-            templater.demonstration(rows[0])
-    if any(judge.url is not None for judge in config.rewards.judges):
-        asyncio.run(_reach(rewarder))
-    rewarder.close()
-
-
-async def _reach(rewarder: Blend) -> None:
-    """Judges behind a URL are there, or the run does not start."""
-    judges = [source for source in rewarder.sources.values() if isinstance(source, JudgeSource)]
-    try:
-        await asyncio.gather(*(judge.reach() for judge in judges))
-    finally:
-        rewarder.close()
+    _sources(config, [_columns(data) for data in datasets])
+    return warnings, datasets
 
 
 def _disk(config: Config) -> None:
@@ -76,12 +125,173 @@ def _disk(config: Config) -> None:
         )
 
 
+def _resume(resume: str) -> None:
+    """The checkpoint is there. That it is as it was saved is for the controller to verify: checksums take a while."""
+    if resume not in ("never", "auto") and not (Path(resume) / MANIFEST).is_file():
+        raise UserError(
+            f"run.resume={resume}: no complete checkpoint there (expected `auto`, `never` or a folder step_N)"
+        )
+
+
+def _packages(config: Config) -> None:
+    check_trackers(config.observe)
+    if config.runtime == "ray" and importlib.util.find_spec("ray") is None:
+        raise UserError("runtime=ray: Ray is not installed; `pip install ray`, or use runtime=local")
+    judges = ((f"rewards.judges.{i}", judge) for i, judge in enumerate(config.rewards.judges))
+    for key, serving in (("generation", config.generation), *judges):
+        if serving.engine in ("vllm", "sglang") and importlib.util.find_spec(serving.engine) is None:
+            name = {"vllm": "vLLM", "sglang": "SGLang"}[serving.engine]
+            said = f"{key}.engine={serving.engine}: {name} is not installed (see docs/engines.md)"
+            raise UserError(f"{said}, or use engine=embedded")
+
+
+def _devices(config: Config) -> None:
+    """A GPU that is asked for by name is there, and PyTorch was built for one."""
+    keys = _on_cuda(config)
+    if not keys:
+        return
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or not any(any(Path("/dev").glob(name)) for name in ACCELERATORS):
+        why = "CUDA_VISIBLE_DEVICES hides all GPUs" if hidden else "this machine has no GPU"
+        raise UserError(f"{keys[0]}=cuda: {why}; use {keys[0]}=cpu (or auto)")
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if version.endswith("+cpu"):
+        raise UserError(f"{keys[0]}=cuda: PyTorch {version} is built for CPUs alone; use {keys[0]}=cpu (or auto)")
+
+
+def _on_cuda(config: Config) -> list[str]:
+    """The keys that ask for a GPU by name."""
+    rewards = config.rewards
+    asked = {"training.device": config.training.device, "generation.device": config.generation.device}
+    asked |= {f"rewards.judges.{i}.device": judge.device for i, judge in enumerate(rewards.judges)}
+    asked |= {f"rewards.models.{i}.device": scorer.device for i, scorer in enumerate(rewards.models)}
+    return [key for key, device in asked.items() if device == "cuda"]
+
+
+def _open(split: Split, spec: Dataset) -> Opened:
+    """The rows, of which a sample has prompts."""
+    rows = load_rows(spec, f"data.{split}")
+    data = Opened(split, spec, rows, sample_of(len(rows)))
+    for index in data.sample:
+        row = rows[index]
+        names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
+        if (empty := [name for name in names if name in row]) and all(row[name] is None for name in empty):
+            raise UserError(f"{data.key}: row {index} has no prompt: its column {empty[0]!r} is empty (null)")
+        try:
+            prompt_of(row, spec, data.key)
+        except UserError as error:
+            raise _of_row(error, data, index) from None
+    return data
+
+
+def sample_of(num_rows: int, most: int = SAMPLE) -> tuple[int, ...]:
+    """Rows to look at: all, or `most` of them, evenly from the first to the last. sample_of(9, 3) == (0, 4, 8)"""
+    if num_rows <= most:
+        return tuple(range(num_rows))
+    return tuple(i * (num_rows - 1) // (most - 1) for i in range(most))
+
+
+def _of_row(error: UserError, data: Opened, index: int) -> UserError:
+    return UserError(f"{data.key}: row {index}: {str(error).removeprefix(f'{data.key}: ')}")
+
+
+def _columns(data: Opened) -> set[str]:
+    """What rewards are given of the first row: see Templater.prompt."""
+    row, spec = data.rows[0], data.spec
+    answer = {"answer"} if answer_of(row, spec) is not None else set()
+    return {name for name in row if name != prompt_column(row, spec, data.key)} | {"prompt"} | answer
+
+
+def _sources(config: Config, columns: Sequence[Collection[str]]) -> None:
+    """Rewards that need no tokenizer: the user's functions are imported, servers are asked whether they are there."""
+    rewards = config.rewards
+    functions = [FunctionSource(spec, 1, f"rewards.functions.{i}") for i, spec in enumerate(rewards.functions)]
+    servers: list[HttpSource | JudgeSource] = [
+        HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)
+    ]
+    for i, judge in enumerate(rewards.judges):
+        if judge.url is not None:
+            place = f"rewards.judges.{i}"
+            servers.append(JudgeSource(judge, RemoteVoice(judge, lambda key: 0, place), place))
+    for source in (*functions, *servers):
+        for each in columns:
+            source.check(each)
+    if servers:
+        asyncio.run(_reach(servers))
+
+
+async def _reach(servers: Sequence[HttpSource | JudgeSource]) -> None:
+    try:
+        await asyncio.gather(*(server.reach() for server in servers))
+    finally:
+        for server in servers:
+            server.close()
+
+
+# ---- heavy: transformers, and torch where only it knows --------------------------------------------------------------
+
+
+def heavy_checks(config: Config, plan: Plan, datasets: Sequence[Opened]) -> tuple[Any, list[Seen]]:
+    """The policy's tokenizer, and what it makes of the sampled rows."""
+    quiet()
+    tokenizer = load_tokenizer(config.model)
+    seen = [_render(config, data, tokenizer) for data in datasets]
+    rewarder = build_rewarder(config, plan, Roles())
+    try:
+        for each in seen:
+            if each.prompt is not None:
+                rewarder.check(each.prompt.columns)
+    finally:
+        rewarder.close()
+    _network(config, tokenizer)
+    return tokenizer, seen
+
+
+def _network(config: Config, tokenizer: Any) -> None:
+    """What only torch knows. It is not imported for models that are built here, and need no look."""
+    if config.training.emulated is None and (config.model.path is not None or config.model.lora is not None):
+        from gcore.models import check_policy
+
+        longest = config.data.max_prompt_length + config.generation.max_response_length
+        check_policy(config.model, tokenizer, longest)
+    if _on_cuda(config) and not os.environ.get("RAY_ADDRESS"):
+        from gcore.models import pick_device
+
+        pick_device("cuda")
+
+
+def _render(config: Config, data: Opened, tokenizer: Any) -> Seen:
+    """The sampled rows as the model reads them, and their demonstrations where a warm start will imitate them."""
+    templater = Templater(tokenizer, config.data, data.split)
+    limit, longest = config.data.max_prompt_length, 0
+    too_long: list[int] = []
+    first: Prompt | None = None
+    for index in data.sample:
+        try:
+            prompt = templater.prompt(data.rows[index], index, 0)
+            if data.split == "train" and config.training.warm_start is not None:
+                templater.demonstration(data.rows[index])
+        except UserError as error:
+            raise _of_row(error, data, index) from None
+        longest = max(longest, len(prompt.tokens_P))
+        if len(prompt.tokens_P) > limit:
+            too_long.append(index)
+        elif first is None:
+            first = prompt
+    if first is None and len(data.sample) == len(data.rows):
+        raise UserError(
+            f"{data.key}: all {len(data.rows)} prompts are longer than data.max_prompt_length={limit} (the longest has "
+            f"{longest} tokens)"
+        )
+    return Seen(data.key, len(data.rows), len(data.sample), tuple(too_long), longest, first)
+
+
 def model_megabytes(config: Config) -> int:
     """Size of the policy, for the object store: of its files, or of the shape to be built in float32."""
     if config.model.path is not None:
         files = list(model_folder(config.model).glob("*.safetensors"))
         return int(sum(f.stat().st_size for f in files) / 2**20)
-    build = config.model.build
-    assert build is not None
-    per_layer = 4 * build.hidden_size**2 + 3 * build.hidden_size * build.intermediate_size
-    return 1 + (build.layers * per_layer + 200 * build.hidden_size) * 4 // 2**20
+    return 1 + num_parameters(config.model) * 4 // 2**20

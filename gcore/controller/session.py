@@ -28,7 +28,6 @@ from gcore.observe.progress import Status
 from gcore.observe.samples import SampleLog, rewind_samples
 from gcore.observe.trace import Tracer
 from gcore.placement.plan import POLICY, Ground
-from gcore.preparation.samples import overlong
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import PromptSource, Templater, measure
 from gcore.prompts.tokenizer import stop_tokens
@@ -343,13 +342,6 @@ class Session:
                 "sampling.max_draws are used up"
             )
 
-    def check_gradients(self, step: int, ranks: list[dict[str, float]]) -> None:
-        if skipped := int(ranks[0]["skipped"]):
-            self.note(
-                f"step {step}: {skipped} of {ranks[0]['updates']:.0f} update(s) skipped, NaN or infinite gradients; "
-                f"the samples are in {self.folder / 'bad_batches'}"
-            )
-
     async def record(
         self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: list[dict[str, float]]
     ) -> None:
@@ -360,7 +352,7 @@ class Session:
             aborted = 0, 0  # none of those is before the end of the step in prompt order
         sums = {
             **record.local_sums(collected, step - 1, aborted),
-            **self._overlong(collected),
+            **record.overlong_sum(collected, self.config),
             "counts": self.studio.rewarder.take_counts(),
             "bytes_out": self.dispatcher.bytes_out,
             "times": dict(self._times),
@@ -385,12 +377,6 @@ class Session:
         if self._samples is not None:
             self._samples.write(step, {meta.prompt_id for meta in metas}, collected.groups)
         self.tracer.flush()
-
-    def _overlong(self, collected: Collected) -> dict[str, Any]:
-        algorithm, longest = self.config.algorithm, self.config.generation.max_response_length
-        if not algorithm.overlong_buffer:
-            return {}
-        return {"overlong": exact(overlong(s.rollout, algorithm, longest) for group in collected.groups for s in group)}
 
     def _write(self, row: dict[str, Any]) -> None:
         self._rows = [*self._rows[-50:], row]

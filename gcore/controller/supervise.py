@@ -8,18 +8,18 @@ Whatever ends the run first decides: all controllers done, a role that raised, a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from gcore.checkpoint import store
 from gcore.config import Config, dump_config
-from gcore.config.advice import warnings
 from gcore.controller.auto import settle
 from gcore.controller.build import (
     Roles,
@@ -37,12 +37,14 @@ from gcore.controller.sources import check_models, fetch, pin
 from gcore.observe.logs import Peek
 from gcore.observe.metrics import read_rows
 from gcore.observe.page import write_report
-from gcore.observe.progress import Progress
+from gcore.observe.progress import Progress, Status
 from gcore.observe.report import plot_reward
 from gcore.observe.trace import merge_traces
 from gcore.protocols import Handle, RoleDied, RoleError, Runtime
 
 POLL_S = {"live": 0.25}  # how often the progress view asks; other views print a line a step
+LOOK_S = 0.5  # between two looks at what has started
+START_LINES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between two lines about it, where the view is not live
 GRACE_S = 1.5  # after the first failure, how long to wait for a more telling one
 Mode = Literal["train", "eval"]
 REVIVABLE = ("engine-", "judge-", "scorer-")  # roles that hold nothing but weights
@@ -55,7 +57,7 @@ def run(config: Config, mode: Mode = "train") -> Any:
     config = pin(config)
     check_models(config)
     config, why = settle(config, machine)
-    preflight(config, make_plan(config, machine))
+    checked = preflight(config, make_plan(config, machine), machine, mode == "train")
     fetch(config)
     plan = make_plan(config, machine, model_megabytes(config))
     if mode == "eval":
@@ -64,7 +66,7 @@ def run(config: Config, mode: Mode = "train") -> Any:
     if mode == "train":
         open_folder(config)
     try:
-        return asyncio.run(_run(config, plan, mode, why))
+        return asyncio.run(_run(config, plan, mode, [why, *checked.warnings] if why else checked.warnings))
     except asyncio.CancelledError:  # by SIGTERM
         raise KeyboardInterrupt from None
     except RoleError as error:
@@ -94,7 +96,7 @@ def open_folder(config: Config) -> Path:
     return folder
 
 
-async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
+async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()) -> Any:
     _end_at_sigterm()
     warm = config.training.warm_start
     history = read_rows(config.run.folder) if config.run.resume != "never" else []
@@ -107,16 +109,16 @@ async def _run(config: Config, plan: Plan, mode: Mode, note: str = "") -> Any:
     ) as progress:
         runtime: Runtime | None = None
         try:
-            if note:
-                progress.note(note)
-            for line in warnings(config) if mode == "train" else ():
-                progress.note(f"warning: {line}")
+            for text in notes:
+                progress.note(text)
             progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
             started = time.monotonic()
             peek = Peek(log_folder(config))
             runtime = build_runtime(config, plan)
             _end_at_sigterm()  # again: Ray has put an answer of its own there
-            controllers = await _start(runtime, config, plan, mode)
+            controllers = await _reporting_start(
+                _start(runtime, config, plan, mode), runtime, _wanted(plan, mode), progress
+            )
             progress.note(
                 f"{plan.controllers} controller(s), {plan.engines} engine(s), "
                 f"{plan.trainers if mode == 'train' else 0} trainer rank(s)"
@@ -160,6 +162,48 @@ async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> Se
         dict(zip(plan.scorers, map(list, others[num:]), strict=True)),
     )
     return await group("controller", build_controller, (config, plan, roles), plan.controllers)
+
+
+def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
+    """Processes of each kind, by the names that the runtime gives them, in the order in which they start."""
+    served = {"engine": plan.engines, "trainer": plan.trainers if mode == "train" else 0}
+    judges = {f"judge-{name}": count for name, count in plan.judges.items()}
+    scorers = {f"scorer-{name}": count for name, count in plan.scorers.items()}
+    return {**served, **judges, **scorers, "controller": plan.controllers}
+
+
+async def _reporting_start(
+    starting: Coroutine[Any, Any, Sequence[Handle]], runtime: Runtime, wanted: Mapping[str, int], progress: Progress
+) -> Sequence[Handle]:
+    """What `starting` returns. Meanwhile the screen says how many processes of each kind are up."""
+    task = asyncio.ensure_future(starting)
+    pauses, began = itertools.chain(START_LINES_S, itertools.repeat(START_LINES_S[-1])), time.monotonic()
+    due = next(pauses)
+    try:
+        while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+            waited = time.monotonic() - began
+            statuses = starting_statuses(wanted, runtime.processes(), runtime.ready())
+            if progress.mode == "live":
+                progress.update(statuses)
+            elif waited >= due:
+                due = waited + next(pauses)
+                ready = "; ".join(f"{status.role} {status.detail}" for status in statuses)
+                progress.note(f"starting, {waited:.0f} s: {ready}")
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return task.result()
+
+
+def starting_statuses(wanted: Mapping[str, int], up: Collection[str], ready: Collection[str]) -> list[Status]:
+    """One for each kind of process: Status("engine", "starting", "2 of 8 ready, 3 loading", 0)"""
+    running, built = (Counter(name.rpartition("-")[0] for name in names) for names in (up, ready))
+    found = []
+    for kind, count in wanted.items():
+        more = running[kind] - built[kind]
+        detail = f"{built[kind]} of {count} ready" + (f", {more} loading" if more else "")
+        found.append(Status(kind, "starting", detail, 0))
+    return [status for status in found if wanted[status.role]]
 
 
 async def _supervise(
@@ -215,7 +259,7 @@ async def _watch(runtime: Runtime, controllers: Sequence[Handle], progress: Prog
                 deaths[error.role] += 1
                 if deaths[error.role] > MAX_REVIVALS:
                     raise error
-                progress.note(_told(error, "; its requests go to other replicas while it is started again"))
+                progress.note(_with_notes(error, "; its requests go to other replicas while it is started again"))
                 returning.add(asyncio.ensure_future(bring_back(error.role)))
             else:
                 watching.cancel()
@@ -271,11 +315,14 @@ def explain(error: BaseException) -> None:
     if isinstance(error, RoleError):
         if not error.user_error:
             print(f"\nfirst traceback, from {error.role}:\n{error.traceback}", file=sys.stderr)
-        print(f"gcore: {error.message if error.user_error else _told(error)}", file=sys.stderr)
+        print(f"gcore: {error.message if error.user_error else _with_notes(error)}", file=sys.stderr)
     elif isinstance(error, RoleDied):
-        print("gcore: " + _told(error, "; run.resume=auto goes on from the last checkpoint, if any"), file=sys.stderr)
+        print(
+            "gcore: " + _with_notes(error, "; run.resume=auto goes on from the last checkpoint, if any"),
+            file=sys.stderr,
+        )
 
 
-def _told(error: BaseException, then: str = "") -> str:
+def _with_notes(error: BaseException, then: str = "") -> str:
     """The error, and below it what was added to it: the last lines of a log, or where they are."""
     return "\n".join([f"{error}{then}", *getattr(error, "__notes__", ())])

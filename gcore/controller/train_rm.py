@@ -24,6 +24,7 @@ from gcore.config.tree import Model, Observe
 from gcore.controller.build import quiet
 from gcore.controller.sources import pin_pairs
 from gcore.observe.metrics import MetricsWriter
+from gcore.prompts.files import Rows
 from gcore.prompts.rows import check_media, media_parts, read_rows
 from gcore.prompts.tokenizer import load_tokenizer, with_padding
 from gcore.rewarding.scalar import render, tokens_of
@@ -46,10 +47,25 @@ class Trainer(Protocol):
     def evaluate(self, pairs: Sequence[Pair]) -> dict[str, float]: ...
 
 
+def check_pairs(config: RewardModelConfig) -> None:
+    """What can be found wrong without torch: the files and their columns. Raises UserError."""
+    data = config.data
+    for key, spec in (("data.train", data.train), *([("data.eval", data.eval)] if data.eval else [])):
+        rows = open_pairs(spec, key)
+        if not len(rows):
+            raise UserError(f"{key}: no rows in {spec.path}; expected at least one")
+        try:
+            pair_of(rows[0], spec, key)
+        except ValueError as error:
+            raise UserError(f"{key}: row 0: {error}") from None
+
+
 def train_rm(
     config: RewardModelConfig, make_trainer: Callable[[Any, PairTraining, Any], Trainer], say: Callable[[str], None]
 ) -> Path:
     """Trains as the configuration says and returns the folder of the model. `say` takes a line for the terminal."""
+    config = pin_pairs(config)
+    check_pairs(config)
     quiet()
     import torch
     import transformers
@@ -57,7 +73,6 @@ def train_rm(
     from gcore.models import load_scorer, longest_text, pick_device, pick_dtype
 
     transformers.logging.disable_progress_bar()
-    config = pin_pairs(config)
     tokenizer = with_padding(load_tokenizer(config.model, chat=True), config.model)
     data, training = config.data, config.training
     train = read_pairs(data.train, tokenizer, "data.train")
@@ -147,14 +162,19 @@ def _endless(num: int, seed: int) -> Iterator[int]:
 # ---- pairs ----
 
 
-def read_pairs(spec: Pairs, tokenizer: Any, key: str) -> list[Pair]:
-    """The rows as tokens, chosen and rejected. Rows whose two answers are the same teach nothing and are left out."""
+def open_pairs(spec: Pairs, key: str) -> Rows:
     rows = read_rows(spec, spec.size, key)
     for name in ("chosen_column", "rejected_column"):
         if len(rows) and getattr(spec, name) not in rows.columns:
             raise UserError(
                 f"{key}.{name}: no column {getattr(spec, name)!r}; the dataset has {', '.join(sorted(rows.columns))}"
             )
+    return rows
+
+
+def read_pairs(spec: Pairs, tokenizer: Any, key: str) -> list[Pair]:
+    """The rows as tokens, chosen and rejected. Rows whose two answers are the same teach nothing and are left out."""
+    rows = open_pairs(spec, key)
     alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
     texts: list[str] = []  # chosen, rejected, chosen, rejected, ...
     for index, row in enumerate(rows):

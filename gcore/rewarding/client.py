@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession
 
 T = TypeVar("T")
+REACH_S = 5.0  # how long a server may take to say that it is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,19 @@ class JsonClient:
         async with slots, session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
             text = (await response.read()).decode("utf-8", "replace")
         return Reply(response.status, text, response.headers.get("Retry-After", ""))
+
+    async def reach(self, path: str, most_s: float = REACH_S) -> Reply:
+        """Before the run, one GET: any answer shows that a server is there. Raises UserError where there is none."""
+        address, most_s = self.address(path).partition("?")[0], min(most_s, self.timeout_s)
+        try:
+            async with asyncio.timeout(most_s):
+                return await self.exchange("GET", self.address(path))
+        except TimeoutError:
+            raise UserError(f"{self.key}.url: no answer from {address} in {most_s:g} s") from None
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{self.key}.url: no server answers at {address}: {self.named(error)}") from None
 
     def quoted(self, reply: Reply) -> str:
         """Status and complaint in one line. Most servers wrap it in JSON, each in its own way; the words are enough."""

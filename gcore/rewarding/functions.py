@@ -3,6 +3,8 @@
 TRL        f(prompts, completions, **columns) -> list[float | None]            one call for the siblings
 verl       compute_score(data_source, solution_str, ground_truth, extra_info)  one call a sample
 OpenRLHF   reward_func(queries, prompts, labels, **kw) -> {"rewards": ...}      one call for the siblings
+
+What a path names may also make such a function: a class (an instance of it is called) or a factory. See load_reward.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +85,88 @@ def _import_file(name: str, key: str) -> ModuleType:
             raise UserError(f"{key}: {name} does not import: {_one_line(error)}") from error
         raise
     return module
+
+
+def load_reward(path: str, args: Mapping[str, Any], key: str = "rewards.functions.0") -> Adapter:
+    """The reward that `path` names, and what `args` of the recipe mean to it:
+
+    a function of a reward's signature    called as it is; `args` are extra keyword arguments of every call
+    a class                               `Class(**args)` is made once per worker and called
+    any other function                    a factory: `factory(**args)` returns the function to call
+    """
+    found = load_function(path, f"{key}.path")
+    if isinstance(found, type):
+        return adapt(Instance(found, args, key), key=key)
+    if _style(_by_name(found)) is not None:
+        return adapt(found, args, key)
+    return adapt(_from_factory(found, args, key), key=key)
+
+
+class Instance:
+    """An object of a user's class, made when first called: the controller reads its signature, the worker makes it.
+
+    A constructor may load something large, which the controller should not hold.
+    """
+
+    def __init__(self, kind: type, args: Mapping[str, Any], key: str):
+        if not any("__call__" in vars(base) for base in kind.__mro__):
+            raise UserError(
+                f"{key}.path: {kind.__qualname__} is a class without __call__; expected one whose instances are "
+                f"called as {SIGNATURES}"
+            )
+        _check_binding(kind, args, key)
+        self.kind, self.args, self.key = kind, dict(args), key
+        self.__qualname__ = kind.__qualname__
+        method: Any = kind.__call__
+        _, *parameters = inspect.signature(method).parameters.values()
+        self.__signature__ = inspect.Signature(parameters)
+        self.is_async = inspect.iscoroutinefunction(method)
+        self._made: Any = None
+        self._lock = threading.Lock()  # functions may be called in threads
+
+    def make(self) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = _made(self.kind, self.args, self.key)
+        return self._made
+
+    def __call__(self, **call: Any) -> Any:
+        return self.make()(**call)
+
+
+def _from_factory(factory: Function, args: Mapping[str, Any], key: str) -> Function:
+    _check_binding(factory, args, key)
+    made = _made(factory, args, key)
+    if inspect.iscoroutine(made):
+        made.close()
+    if not callable(made):
+        raise UserError(
+            f"{key}.path: {describe(factory)}{_signature(factory)} has no reward's signature, so it was called as a "
+            f"factory, and returned {short(made)}; expected {SIGNATURES}, or a factory or class of such a function"
+        )
+    function: Function = made
+    return function
+
+
+def _check_binding(found: Function, args: Mapping[str, Any], key: str) -> None:
+    try:
+        inspect.signature(found).bind(**args)
+    except TypeError as error:
+        raise UserError(
+            f"{key}.path: got the signature {describe(found)}{_signature(found)}; expected {SIGNATURES}, or a class or "
+            f"factory that {key}.args fit ({error})"
+        ) from None
+    except ValueError:  # some builtins have no signature
+        pass
+
+
+def _made(found: Function, args: Mapping[str, Any], key: str) -> Any:
+    try:
+        return found(**args)
+    except Exception as error:
+        raise UserError(
+            f"{key}.args: {describe(found)}{_signature(found)} raised {_one_line(error)} (got {short(dict(args))})"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,29 +257,45 @@ class Adapter:
 
 def adapt(function: Function, args: Mapping[str, Any] | None = None, key: str = "rewards.functions") -> Adapter:
     """Recognise the signature by the names of its parameters."""
-    kinds = inspect.Parameter
-    try:
-        parameters = dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # some builtins have no signature
-        parameters = {}
-    by_name = {n: p for n, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
-    style: Style
-    if "completions" in by_name:
-        style = "trl"
-    elif {"solution_str", "ground_truth"} <= by_name.keys():
-        style = "verl"
-    elif "queries" in by_name:
-        style = "openrlhf"
-    else:
-        shown = ", ".join(map(str, parameters.values()))
-        raise UserError(f"{key}.path: got the signature {describe(function)}({shown}); expected {SIGNATURES}")
-    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
+    by_name = _by_name(function)
+    style = _style(by_name)
+    if style is None:
+        raise UserError(
+            f"{key}.path: got the signature {describe(function)}{_signature(function)}; expected {SIGNATURES}"
+        )
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(function).values())
     for name in args or {}:
         if name in OWN[style] or (name not in by_name and not takes_any):
             free = sorted(by_name.keys() - OWN[style])
             raise UserError(f"{key}.args.{name}: {describe(function)} takes no such argument; expected one of {free}")
-    required = frozenset(name for name, p in by_name.items() if p.default is kinds.empty and name not in OWN[style])
+    required = frozenset(name for name, p in by_name.items() if p.default is p.empty and name not in OWN[style])
     return Adapter(function, style, frozenset(by_name), required, takes_any, dict(args or {}))
+
+
+def _parameters(function: Function) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return {}
+
+
+def _by_name(function: Function) -> dict[str, inspect.Parameter]:
+    """The parameters that may be given by name."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: parameter for name, parameter in _parameters(function).items() if parameter.kind in kinds}
+
+
+def _style(names: Collection[str]) -> Style | None:
+    """Whose signature it is; None if it is no reward's."""
+    if "completions" in names:
+        return "trl"
+    if "solution_str" in names and "ground_truth" in names:
+        return "verl"
+    return "openrlhf" if "queries" in names else None
+
+
+def _signature(function: Function) -> str:
+    return f"({', '.join(map(str, _parameters(function).values()))})"
 
 
 def describe(function: Function) -> str:
@@ -218,6 +319,8 @@ def _columns(group: Sequence[Rollout]) -> dict[str, list[Any]]:
 
 
 def _is_async(function: Function) -> bool:
+    if isinstance(function, Instance):
+        return function.is_async
     call = getattr(function, "func", function)  # functools.partial
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
 

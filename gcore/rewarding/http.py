@@ -50,6 +50,10 @@ class HttpSource:
             if name not in columns:
                 raise UserError(f"{self.key}.columns: no column {name}; the dataset has {', '.join(sorted(columns))}")
 
+    async def reach(self) -> None:
+        """Is a server there? Whatever it says to a GET, it is."""
+        await self.client.reach("")
+
     async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
         prompt = group[0].prompt
         where = f"reward {self.name!r}, prompt {prompt.id}"

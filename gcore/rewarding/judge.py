@@ -103,6 +103,12 @@ class JudgeSource:
             [_notes(group, i, hearings) for i in range(n)],
         )
 
+    def preview(self, group: Sequence[Rollout]) -> str:
+        """What the judge would be shown of the first of the group (pairwise: of the first two). Raises RewardError."""
+        rollouts = group[: len(RESPONSES[self.spec.mode])]
+        self._case(group, tuple(range(len(rollouts))))  # is it short enough?
+        return self.voice.text(self._form.messages(rollouts[0].prompt, [rollout.text for rollout in rollouts]))
+
     async def say(self, messages: Sequence[Message], key: Key, **params: Any) -> str:
         """What the judge says to a conversation of the caller's own. `params` override fields of SamplingParams."""
         question = self.voice.question(messages, f"judge {self.name!r}")

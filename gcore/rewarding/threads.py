@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from gcore.config.tree import RewardFunction
-from gcore.rewarding.functions import adapt, load_function
+from gcore.rewarding.functions import load_reward
 from gcore.rewarding.source import Answer
 from gcore.types import RewardError, Rollout, UserError
 
@@ -20,7 +20,7 @@ class FunctionSource:
     def __init__(self, spec: RewardFunction, attempts: int, key: str):
         self.name, self.weight, self.attempts = spec.name, spec.weight, attempts
         self.counts: Counter[str] = Counter()
-        self.adapter = adapt(load_function(spec.path, f"{key}.path"), spec.args, key)
+        self.adapter = load_reward(spec.path, spec.args, key)
 
     def check(self, columns: Collection[str]) -> None:
         if missing := self.adapter.missing(columns):

@@ -8,7 +8,6 @@ messages ──question──> ──answer──> text
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections import Counter
@@ -20,14 +19,13 @@ import numpy as np
 from jinja2 import TemplateError
 
 from gcore.config.tree import Judge
-from gcore.rewarding.client import JsonClient, Pauses
+from gcore.rewarding.client import REACH_S, JsonClient, Pauses
 from gcore.rewarding.source import BadAnswer, short
 from gcore.types import Completion, Ints, Message, RewardError, SamplingParams, UserError
 
 Key = tuple[object, ...]  # names the noise
 Ask = Callable[[Ints, SamplingParams, Key], Awaitable[Completion]]
 
-REACH_S = 5.0  # how long a server may take to say that it is there
 OWN = {  # not for `extra`, and why
     "messages": "made from template and system_prompt",
     "model": "that is served_model",
@@ -61,6 +59,10 @@ class Voice(Protocol):
 
     def question(self, messages: Sequence[Message], where: str) -> Any:
         """What `answer` takes. Raises RewardError, which begins with `where`, when it cannot be asked."""
+        ...
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The conversation as the model reads it, as far as that is known here."""
         ...
 
     async def answer(self, question: Any, params: SamplingParams, key: Key) -> str: ...
@@ -108,6 +110,9 @@ class EngineVoice:
                 f"{self.spec.max_prompt_length} (key: {self.key}.max_prompt_length)"
             )
         return tokens
+
+    def text(self, messages: Sequence[Message]) -> str:
+        return self._render(messages)
 
     async def answer(self, question: Ints, params: SamplingParams, key: Key) -> str:
         params = replace(params, stop_tokens=params.stop_tokens or self.stop_tokens)
@@ -170,16 +175,8 @@ class RemoteVoice:
 
     async def reach(self) -> None:
         """One GET of URL/models. Not every server has that; a refusal of the token, and silence, would last."""
-        address, most_s = self.client.address("models").partition("?")[0], min(REACH_S, self.spec.timeout_s)
-        try:
-            async with asyncio.timeout(most_s):
-                reply = await self.client.exchange("GET", self.client.address("models"))
-        except TimeoutError:
-            raise UserError(f"{self.key}.url: no answer from {address} in {most_s:g} s") from None
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"{self.key}.url: nobody at {address}: {self.client.named(error)}") from None
+        reply = await self.client.reach("models", REACH_S)
+        address = self.client.address("models").partition("?")[0]
         said = f"{address} answered {self.client.quoted(reply)}"
         if reply.status in (401, 403):
             token = f"the token in {self.spec.token_env}" if self.spec.token_env else "a token, and none is set"
@@ -192,6 +189,10 @@ class RemoteVoice:
 
     def question(self, messages: Sequence[Message], where: str) -> Question:
         return Question(list(messages), where)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The server has the chat template."""
+        return "\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
 
     async def answer(self, question: Question, params: SamplingParams, key: Key) -> str:
         if params.stop_tokens:

@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gcore.rewarding.functions import Adapter, adapt, load_function
+from gcore.rewarding.functions import Adapter, Instance, load_reward
 from gcore.rewarding.source import BadAnswer, short
 from gcore.types import RewardError, UserError
 
@@ -75,7 +75,10 @@ def main() -> None:
     serve = _Async(link) if is_async else _Sync(link)
     threading.Thread(target=_watch, args=(link, serve.deliver), daemon=True).start()
     try:
-        adapters = {index: adapt(load_function(place)) for index, place in functions.items()}
+        adapters = {index: load_reward(*what) for index, what in functions.items()}
+        for adapter in adapters.values():
+            if isinstance(adapter.function, Instance):
+                adapter.function.make()  # within the time to start, not within that of the first call
     except BaseException as error:
         said = str(error) if isinstance(error, UserError) else _failure(error)[1]
         link.send((0, BAD, said, ""))

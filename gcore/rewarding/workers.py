@@ -50,7 +50,8 @@ class WorkerSource(FunctionSource):
 
     def __init__(self, pool: WorkerPool, index: int, spec: RewardFunction, rewards: Rewards):
         super().__init__(spec, rewards.attempts, f"rewards.functions.{index}")
-        self.pool, self.index, self.path = pool, index, spec.path
+        self.pool, self.index = pool, index
+        self.origin = spec.path, spec.args, f"rewards.functions.{index}"  # for load_reward, in the worker
         self.timeout_s = rewards.timeout_s if spec.timeout_s is None else spec.timeout_s
 
     async def _ask(self, group: Sequence[Rollout]) -> Answer:
@@ -323,7 +324,7 @@ class _Worker:
             )
         pool.processes.add(self.process)
         reader, self.writer = await asyncio.open_unix_connection(sock=self.socket)
-        functions = {source.index: source.path for source in self.lane.sources}
+        functions = {source.index: source.origin for source in self.lane.sources}
         self._write((path, {} if old is None else {"PYTHONPATH": old}, functions, self.lane.is_async))
         return reader
 

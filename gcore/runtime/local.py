@@ -55,6 +55,9 @@ class LocalRuntime:
     def processes(self) -> dict[str, int]:
         return {}
 
+    def ready(self) -> set[str]:
+        return set()
+
     async def watch(self) -> None:
         await asyncio.Event().wait()
 

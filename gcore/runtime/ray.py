@@ -55,6 +55,9 @@ class Process:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def build(self, factory: Callable[..., Any], args: tuple[Any, ...], rendezvous: Rendezvous) -> int:
         import ray
 
@@ -172,6 +175,7 @@ class RayRuntime:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **(own if self._owns_cluster else {}))
         self._actors: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
+        self._ready: set[str] = set()
         self._down: set[str] = set()  # roles whose death was told, and that are not back
         self._recipes: dict[str, tuple[Any, ...]] = {}  # what each role was built of
         self._memory: dict[str, float] = {}
@@ -221,19 +225,25 @@ class RayRuntime:
             raise UserError(
                 f"{names[0]} found no place in the Ray cluster within {START_S} s (key: placement)"
             ) from None
-        builds = [
-            translate(name, actor.build.remote(factory, arguments, Rendezvous(rank, len(args), address, None)))
-            for rank, (name, actor, arguments) in enumerate(zip(names, actors, args, strict=True))
-        ]
-        pids = await asyncio.gather(*builds)
-        self._look()
-        self._pids |= dict(zip(names, pids, strict=True))
         rendezvous = [Rendezvous(rank, len(args), address, None) for rank in range(len(args))]
+
+        async def build(name: str, actor: Any, arguments: tuple[Any, ...], place: Rendezvous) -> None:
+            """One that runs is among `processes()` at once, and among `ready()` when its role is there."""
+            self._pids[name] = await translate(name, actor.pid.remote())
+            await translate(name, actor.build.remote(factory, arguments, place))
+            self._ready.add(name)
+
+        await asyncio.gather(*map(build, names, actors, args, rendezvous))
+        self._pids |= {name: self._pids.pop(name) for name in names}  # by rank again, not by who was first
+        self._look()
         self._recipes |= dict(zip(names, ((factory, a, r) for a, r in zip(args, rendezvous, strict=True)), strict=True))
         return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
 
     def processes(self) -> dict[str, int]:
         return dict(self._pids)
+
+    def ready(self) -> set[str]:
+        return set(self._ready)
 
     async def watch(self) -> None:
         up = [(name, actor) for name, actor in self._actors.items() if name not in self._down]

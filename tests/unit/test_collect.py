@@ -43,7 +43,9 @@ MODES: dict[str, dict[str, Any]] = {  # those in which timing decides
 
 
 def sampling(**changes: Any) -> Sampling:
-    return Sampling(**{"prompts_per_step": 5, "samples_per_prompt": 2, "filter": "spread", **changes})
+    return Sampling(
+        **{"prompts_per_step": 5, "samples_per_prompt": 2, "filter": "spread", "oversampling": 1, **changes}
+    )
 
 
 def fixed(prompts: int) -> Sampling:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from gcore.config import dump_config, load_config
-from gcore.config.load import all_keys
+from gcore.config.load import all_keys, parse_yaml
 from gcore.config.reference import reference
 from gcore.config.reward_model import RewardModelConfig
 from gcore.types import UserError
@@ -236,3 +236,32 @@ def test_reference_is_up_to_date():
     if not path.exists():
         pytest.skip("docs/configuration.md is not here; `make docs` writes it")
     assert path.read_text() == reference(), "run `make docs`"
+
+
+# --- names and keys that mislead
+
+
+@pytest.mark.parametrize("name", ["../../etc", "/etc", "a/b", "a\\b", "..", ".", "' '", "''"])
+def test_a_run_has_a_plain_name(recipe, name):
+    """`run.dir/run.name` must stay in run.dir, and must not be run.dir."""
+    shown = repr(name.strip("'"))
+    expected = f"run.name: got {shown}; expected the plain name of a folder, without / or \\ (its place is run.dir)"
+    assert refused(recipe, f"run.name={name}") == f"{recipe}: {expected}"
+    with pytest.raises(UserError) as error:
+        load_config(ROOT / "recipes" / "reward_model.yaml", [f"run.name={name}"], into=RewardModelConfig)
+    assert str(error.value).endswith(expected)
+
+
+def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("run: {name: x}\ntraining:\n  lr: 1\n  eps: 1\n  lr: 2\nrewards:\n  http: [{name: a, name: b}]\n")
+    assert refused(path) == (
+        f"{path}: not valid YAML: training.lr is given twice, in lines 3 and 5; "
+        "rewards.http.0.name is given twice, in lines 7 and 7"
+    )
+
+
+def test_a_merged_key_may_be_given_again():
+    text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b, x: 3}\nd: *b\n"
+    found = parse_yaml(text)
+    assert found["b"] == found["d"] == {"x": 2, "y": 1} and found["c"] == {"x": 3, "y": 1}

@@ -17,6 +17,7 @@ import pytest
 
 from gcore import cli
 from gcore.controller import supervise
+from gcore.controller.preflight import Checked
 from gcore.observe import page, page_samples
 from gcore.observe.page import page_model, page_path, render, totals, write_page, write_report
 from gcore.observe.page_data import Segment, covered, read_source
@@ -505,8 +506,9 @@ def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = tmp_path / "sums"
     config = SimpleNamespace(run=SimpleNamespace(folder=folder))
     monkeypatch.setattr(supervise, "settle", lambda config, machine: (config, ""))
-    for name in ("make_plan", "see_machine", "model_megabytes", "preflight"):
+    for name in ("make_plan", "see_machine", "model_megabytes"):
         monkeypatch.setattr(supervise, name, lambda *args: None)
+    monkeypatch.setattr(supervise, "preflight", lambda *args: Checked([], [], None))
     monkeypatch.setattr(supervise, "open_folder", lambda config: a_run(folder))
 
     async def fails(*args: Any) -> None:

@@ -531,5 +531,6 @@ def test_preflight_asks_whether_somebody_is_there(tmp_path):
         config = config_of({"url": f"{url}?key=s3cr3t"}, run={"name": "x", "steps": 1, "dir": str(tmp_path)})
         with pytest.raises(UserError) as caught:
             preflight(config, make_plan(config, Machine(2, 0)))
-    assert str(caught.value).startswith(f"rewards.judges.0.url: nobody at {url}/models: ClientConnectorError: ")
+    said = f"rewards.judges.0.url: no server answers at {url}/models: ClientConnectorError: "
+    assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value) and "s3cr3t" not in str(caught.value)

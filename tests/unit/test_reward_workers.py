@@ -294,10 +294,69 @@ def test_paths_and_signatures_fail_in_the_constructor(place):
 
     with pytest.raises(UserError, match=r"rewards\.functions\.0\.path: .*no 'okk'; did you mean ok\?"):
         make(f"{place}/users.py:okk")
-    with pytest.raises(UserError, match=r"rewards\.functions\.0\.path: got the signature Awkward"):
+    with pytest.raises(UserError, match=r"rewards\.functions\.0\.path: Awkward is a class without __call__"):
         make(f"{place}/users.py:Awkward")
     with pytest.raises(UserError, match=r"rewards\.functions\.0\.args\.x: ok takes no such argument"):
         make(f"{place}/users.py:ok", x=1)
+
+
+MAKERS = """
+import os
+class Scaled:
+    def __init__(self, scale, log):
+        open(log, "a").write(f"{os.getpid()}\\n")
+        self.scale = scale
+    def __call__(self, completions, answer): return [self.scale * (c == a) for c, a in zip(completions, answer)]
+class Later(Scaled):
+    async def __call__(self, completions): return [self.scale + 1] * len(completions)
+def factory(scale):
+    def per_sample(solution_str, ground_truth): return scale * len(solution_str)
+    return per_sample
+class Broken:
+    def __init__(self): self.table = {}["none"]
+    def __call__(self, completions): return [0.0] * len(completions)
+"""
+
+
+def test_classes_and_factories_are_made_with_args(place):
+    """An instance is made once per worker, and never in the parent."""
+    (place / "makers.py").write_text(MAKERS)
+    log = place / "made"
+    specs = [
+        RewardFunction(name=name, path=f"{place}/makers.py:{made}", args=args)
+        for name, made, args in (
+            ("a", "Scaled", {"scale": 3, "log": str(log)}),
+            ("b", "Later", {"scale": 4, "log": str(log)}),
+            ("c", "factory", {"scale": 5}),
+        )
+    ]
+    pool = WorkerPool(Rewards(functions=specs), 1)
+    assert not log.exists()
+    group = group_of("2", "33", answer="2")
+
+    async def each():
+        return [(await source.answer(group, 0)).values for _ in range(2) for source in pool.sources]
+
+    try:
+        assert asyncio.run(each()) == [[3.0, 0.0], [5.0, 5.0], [5.0, 10.0]] * 2
+        assert len(log.read_text().split()) == 2 and str(os.getpid()) not in log.read_text().split()
+    finally:
+        pool.close()
+    with pytest.raises(UserError, match="a needs answer; the dataset has level"):
+        pool.sources[0].check(["level"])
+
+
+def test_a_constructor_that_raises_is_told_by_its_key(place):
+    (place / "makers.py").write_text(MAKERS)
+    spec = RewardFunction(name="f", path=f"{place}/makers.py:Broken")
+    pool = WorkerPool(Rewards(functions=[spec], attempts=1), 1)
+    try:
+        assert error(pool) == (
+            "reward 'f', prompt 70: its worker did not start: rewards.functions.0.args: Broken() raised "
+            "KeyError: 'none' (got {}) (tried 1 times)"
+        )
+    finally:
+        pool.close()
 
 
 def test_columns_and_preflight_are_checked_before_the_run(place, pool_of):

@@ -288,6 +288,59 @@ def test_arguments_nobody_takes():
         rewarder_of(lambda completions, **_: [1.0], completions=2)
 
 
+# --- what makes a reward
+
+
+class Longer:
+    made = 0
+
+    def __init__(self, than: int = 0):
+        type(self).made += 1
+        self.than = than
+
+    def __call__(self, prompts, completions, **columns):
+        return [float(len(c) > self.than) for c in completions]
+
+
+def test_a_class_is_made_once_with_args_and_its_instance_called():
+    Longer.made = 0
+    rewarder = rewarder_of(Longer, than=1)
+    assert Longer.made == 0  # not before it is called
+    for _ in range(2):
+        assert [s.reward for s in score(rewarder, group_of("2", "33"))] == [0.0, 1.0]
+    assert Longer.made == 1
+
+
+def test_a_factory_is_called_with_args_and_what_it_returns_is_the_reward():
+    def longer(than):
+        return Longer(than)
+
+    assert [s.reward for s in score(rewarder_of(longer, than=1), group_of("2", "33"))] == [0.0, 1.0]
+
+
+def test_a_reward_keeps_its_args_as_keyword_arguments():
+    def longer(completions, than=0):
+        return [float(len(c) > than) for c in completions]
+
+    assert [s.reward for s in score(rewarder_of(longer, than=1), group_of("2", "33"))] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("found", "args", "message"),
+    [
+        (Longer, {"then": 1}, r"0\.path: got the signature Longer\(than: int = 0\); .*got an unexpected .*'then'"),
+        (Exception, {}, r"0\.path: Exception is a class without __call__; expected one whose instances are called"),
+        (lambda text, label: 1.0, {}, r"got the signature .*\(text, label\); .*missing a required argument: 'text'"),
+        (lambda scale=1: scale, {}, r"\(scale=1\) has no reward's signature, .* and returned 1; expected f\("),
+        (lambda **k: k["x"], {}, r"0\.args: .*\(\*\*k\) raised KeyError: 'x' \(got {}\)"),
+        (lambda: lambda text: 1.0, {}, r"0\.path: got the signature .*\(text\); expected f\("),
+    ],
+)
+def test_what_makes_no_reward(found, args, message):
+    with pytest.raises(UserError, match=message):
+        rewarder_of(found, **args)
+
+
 # --- the rewarder
 
 

@@ -1,0 +1,150 @@
+"""How much memory the processes of a run take at least, and whether this machine has that much. Without torch.
+
+    config, plan ──parts──> [Part(what, count, MB each, key)] ──check_sizes──> UserError | warnings
+
+A part is a constant of its kind of process plus the weights that it holds. Activations, KV caches, CUDA contexts and
+what is under way between processes come on top: the sum is a lower bound, and what exceeds the machine is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gcore.config.base import Serving
+from gcore.config.tree import Config, Model, ScalarReward
+from gcore.controller.plan import Machine, Plan
+from gcore.hub import model_folder
+from gcore.types import UserError
+
+# private memory in MB of each kind of process beside its weights, in a run of a 30k-parameter model (torch 2.13, CPU)
+ENGINE_MB, TRAINER_MB, CONTROLLER_MB, EMULATED_MB, WORKER_MB = 290, 295, 215, 65, 20
+DRIVER_MB = 450  # with Ray's own processes
+CROWDED = 8  # processes per core from which on a warning is due
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part("engine", count=64, each_mb=290, key="placement.policy.replicas", idle=False)"""
+
+    what: str
+    count: int
+    each_mb: float
+    key: str
+    idle: bool = False  # no process of its own, or one that takes next to no CPU
+
+    @property
+    def total_mb(self) -> float:
+        return self.count * self.each_mb
+
+
+def parts(config: Config, plan: Plan, trains: bool = True) -> list[Part]:
+    """Every kind of process of the run; `trains`: with trainer ranks. In one process (runtime=local) weights count."""
+    local = config.runtime == "local"
+
+    def part(what: str, count: int, key: str, base_mb: float, weights_mb: float = 0.0, idle: bool = False) -> Part:
+        return Part(what, count, weights_mb + (0 if local else base_mb), key, idle or local)
+
+    def served(what: str, count: int, key: str, model: Model, by: Serving | ScalarReward) -> Part:
+        if isinstance(by, Serving) and by.emulated is not None:
+            return part(what, count, key, EMULATED_MB, idle=True)
+        on_gpu = plan.gpus > 0 and (by.device if by.device != "auto" else config.training.device) != "cpu"
+        width = 0 if on_gpu else 2 if by.dtype == "bfloat16" else 4
+        return part(what, count, key, ENGINE_MB, num_parameters(model) * width / 2**20)
+
+    def key(own: str) -> str:
+        return own if plan.ground is None else "placement.slots"
+
+    found = [Part("driver", 1, DRIVER_MB, "runtime", idle=True)]
+    found.append(served("engine", plan.engines, key("placement.policy.replicas"), config.model, config.generation))
+    for i, judge in enumerate(config.rewards.judges):
+        if judge.model is not None:
+            count = plan.judges[judge.name]
+            found.append(served(f"judge {judge.name}", count, key(f"rewards.judges.{i}.replicas"), judge.model, judge))
+    for i, scorer in enumerate(config.rewards.models):
+        count = plan.scorers[scorer.name]
+        found.append(served(f"scorer {scorer.name}", count, f"rewards.models.{i}.replicas", scorer.model, scorer))
+    if trains and config.training.emulated is not None:
+        found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", EMULATED_MB, idle=True))
+    elif trains:
+        weights_mb = _trained_mb(config, plan)
+        found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", TRAINER_MB, weights_mb))
+    found.append(part("controller", plan.controllers, "controllers", CONTROLLER_MB))
+    workers = plan.controllers * plan.reward_workers
+    found.append(Part("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))
+    return [each for each in found if each.count]
+
+
+def check_sizes(found: Sequence[Part], machine: Machine) -> list[str]:
+    """Warnings about more processes than this machine runs well; UserError for more than it has memory for."""
+    total = sum(part.total_mb for part in found)
+    largest = max(found, key=lambda part: part.total_mb)
+    if machine.memory_mb and total > machine.memory_mb:
+        fewer = f"lower {largest.key}={largest.count}" if largest.count > 1 else "take a smaller model or more memory"
+        raise UserError(
+            f"this run needs at least {size(total)} of memory, and this machine has {size(machine.memory_mb)}: "
+            f"{_listed(found)}; {fewer}"
+        )
+    said = []
+    if machine.free_mb and total > machine.free_mb:
+        said.append(f"this run needs at least {size(total)} of memory, and {size(machine.free_mb)} are free now")
+    busy = [part for part in found if not part.idle]
+    count = sum(part.count for part in busy)
+    if count > CROWDED * machine.cores:
+        most = max(busy, key=lambda part: part.count)
+        said.append(
+            f"{count} processes share {machine.cores} core(s) ({_listed(busy)}): they take minutes to start, and more "
+            f"processes than cores make no run faster; lower {most.key}={most.count}"
+        )
+    return said
+
+
+def memory_line(found: Sequence[Part], machine: Machine) -> str:
+    """For --dry-run: at least 2.2 GB of 24 GB"""
+    of = f" of {size(machine.memory_mb)}" if machine.memory_mb else ""
+    return f"at least {size(sum(part.total_mb for part in found))}{of}"
+
+
+def num_parameters(model: Model) -> int:
+    """By the size of its files, or of the shape to be built; 0 where there are no files yet."""
+    if model.path is not None:
+        folder = model_folder(model)
+        files = list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin"))
+        return sum(file.stat().st_size for file in files) // _bytes_per_weight(folder / "config.json")
+    build = model.build
+    assert build is not None
+    per_layer = 4 * build.hidden_size**2 + 3 * build.hidden_size * build.intermediate_size
+    return build.layers * per_layer + 200 * build.hidden_size
+
+
+def _bytes_per_weight(file: Path) -> int:
+    try:
+        config = json.loads(file.read_text())
+        kind = config.get("dtype") or config.get("torch_dtype") or config["text_config"]["dtype"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        kind = ""
+    return {"float32": 4, "float64": 8}.get(str(kind), 2)
+
+
+def _trained_mb(config: Config, plan: Plan) -> float:
+    """Weights, gradients and two moments in float32; a frozen copy is the reference; adapters leave weights alone."""
+    if plan.gpus > 0 and config.training.device != "cpu":
+        return 0.0
+    copies = 1 if config.model.lora else 4 + (1 if config.algorithm.kl_coef > 0 else 0)
+    return num_parameters(config.model) * 4 * copies / plan.shard / 2**20
+
+
+def _listed(found: Sequence[Part]) -> str:
+    """The larger ones first: 64 x engine of 290 MB, 1 x driver of 450 MB"""
+    ordered = sorted(found, key=lambda part: -part.total_mb)
+    return ", ".join(f"{part.count} x {part.what} of {size(part.each_mb)}" for part in ordered)
+
+
+def size(megabytes: float) -> str:
+    """290 MB, 1.5 GB, 24 GB"""
+    if megabytes < 1000:
+        return f"{megabytes:.0f} MB"
+    gigabytes = megabytes / 1024
+    return f"{gigabytes:.0f} GB" if gigabytes >= 10 else f"{gigabytes:.1f} GB"

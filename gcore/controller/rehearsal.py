@@ -1,0 +1,248 @@
+"""`gcore train --dry-run`: everything is checked, nothing is started, and what a run would see is shown.
+
+    preflight ──> sizes ──> datasets, one prompt as the model reads it ──> rewards of two answers ──> judges' prompts
+
+The two answers are a made-up one and the reference answer of the row, where it has one. Reward functions and servers
+are called for real, functions in their worker and with their time-out. Models and judges are not: the run would serve
+them, and one behind a URL may cost money.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gcore.config.tree import Config
+from gcore.controller.auto import settle
+from gcore.controller.build import Roles, build_rewarder
+from gcore.controller.footprint import memory_line, parts
+from gcore.controller.plan import Plan, make_plan, see_machine
+from gcore.controller.preflight import Checked, Seen, model_megabytes, preflight
+from gcore.controller.sources import check_models, pin
+from gcore.rewarding.judge import JudgeSource
+from gcore.rewarding.rewarder import Blend
+from gcore.rewarding.source import BadAnswer, Source, TimedOut
+from gcore.types import Prompt, RewardError, Rollout, UserError
+
+MADE_UP = ("This is a made-up answer: 42.", "42", "7")  # the first that the policy could give
+LABEL = 13  # columns of the names at the left
+HEAD_LINES, TAIL_LINES = 14, 6  # of a long prompt: its end shows where the model goes on
+HEAD_CHARS, TAIL_CHARS = 900, 400
+TRACE_LINES = 6  # of a reward that failed
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reward said of the answers. Score("exact", 1.0, values=[0.0, 1.0], failure="", trace="")"""
+
+    name: str
+    weight: float
+    values: list[float | None]
+    failure: str = ""
+    trace: str = ""
+
+
+def dry_run(config: Config) -> None:
+    """Prints what a run would do. Raises UserError for what is wrong, after printing what is right."""
+    machine = see_machine()
+    config = pin(config)
+    check_models(config)
+    config, why = settle(config, machine)
+    plan = make_plan(config, machine, model_megabytes(config))
+    checked = preflight(config, plan, machine)
+    *lines, files = plan.lines(config)
+    _print([*lines, *_labelled("memory", memory_line(parts(config, plan), machine)), files])
+    _print([f"{'':{LABEL}}{why}"] if why else [])
+    print()
+    for seen in checked.seen:
+        _print(_labelled(seen.key, _dataset(seen, config.data.max_prompt_length)))
+    prompt = next((seen.prompt for seen in checked.seen if seen.prompt is not None), None)
+    failed: list[Score] = []
+    if prompt is not None:
+        failed = _show_prompt(config, plan, checked, prompt)
+    for warning in checked.warnings:
+        print(f"\nwarning: {warning}")
+    sys.stdout.flush()  # before the line about what failed, which goes to stderr
+    if failed:
+        first, *others = failed
+        more = f" ({len(others)} more failed)" if others else ""
+        raise UserError(f"reward {first.name!r} fails on row {prompt.row if prompt else 0}: {first.failure}{more}")
+
+
+def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -> list[Score]:
+    """The prompt, its answers, their rewards. Returns the rewards that failed."""
+    print()
+    where = f"row {prompt.row} as the model reads it, {len(prompt.tokens_P):,} tokens"
+    _print([*_labelled("prompt", where), *_quoted(prompt.text)])
+    group = answers(prompt, checked.tokenizer, config.generation.max_response_length)
+    titles = ["made-up", "reference"][: len(group)]
+    print()
+    for label, title, rollout in zip(("answers", ""), titles, group, strict=False):
+        _print(_labelled(label, f"{title:<10} {_one_line(rollout.text)}"))
+    # functions are called in a worker, whose calls end in time, also where a run would have them in threads
+    workers = max(1, plan.reward_workers) if config.rewards.functions else 0
+    rewarder = build_rewarder(config, replace(plan, reward_workers=workers), Roles())
+    try:
+        called = [*(spec.name for spec in config.rewards.functions), *(spec.name for spec in config.rewards.http)]
+        scores = asyncio.run(_ask([rewarder.sources[name] for name in called], group))
+        print()
+        _print(_table(config, scores, titles))
+        _print(_verdict(config, scores, len(group)))
+        for score in scores:
+            if score.trace:
+                print()
+                _print([*_labelled(score.name, "the end of its traceback"), *_quoted(score.trace)])
+        return [score for score in [*scores, *_show_judges(config, rewarder, group)] if score.failure]
+    finally:
+        rewarder.close()
+
+
+def answers(prompt: Prompt, tokenizer: Any, max_length: int) -> list[Rollout]:
+    """Two siblings as an engine would have sampled them: made up, and the reference answer if that is a text."""
+    column = prompt.columns.get("answer")
+    reference = [str(column)] if isinstance(column, str | int | float) else []
+
+    def tokens(text: str) -> Any:
+        return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    alphabet = getattr(tokenizer, "alphabet", "")  # of a model that is built here
+    own = (*MADE_UP, alphabet[-1:]) if alphabet else MADE_UP
+    said = [text for text in own if not alphabet or set(text) <= set(alphabet)]
+    short_enough = [text for text in said if text not in reference and len(tokens(text)) <= max_length]
+    group = []
+    for sibling, text in enumerate([(short_enough or said)[0], *reference]):
+        tokens_S = tokens(text)
+        zeros = np.zeros(len(tokens_S))
+        steps: dict[str, Any] = {"logprobs_S": zeros.astype(np.float32), "versions_S": zeros.astype(np.int32)}
+        group.append(Rollout(prompt, sibling, tokens_S, mask_S=zeros == 0, text=text, finish="stop", **steps))
+    return group
+
+
+async def _ask(sources: Sequence[Source], group: Sequence[Rollout]) -> list[Score]:
+    """One call each, as a run makes it. All at once."""
+    return list(await asyncio.gather(*(_score(source, group) for source in sources)))
+
+
+async def _score(source: Source, group: Sequence[Rollout]) -> Score:
+    try:
+        return Score(source.name, source.weight, (await source.answer(group, 0)).values)
+    except (BadAnswer, TimedOut, RewardError, UserError) as error:
+        trace = "\n".join(getattr(error, "__notes__", ()))
+        last = "\n".join(trace.strip().splitlines()[-TRACE_LINES:])
+        return Score(source.name, source.weight, [], _reason(error, source.name, group[0].prompt), last)
+
+
+def _reason(error: Exception, name: str, prompt: Prompt) -> str:
+    """Without the place, which is told anyway."""
+    return str(error).removeprefix(f"reward {name!r}, prompt {prompt.id}: ")
+
+
+def _show_judges(config: Config, rewarder: Blend, group: Sequence[Rollout]) -> Iterator[Score]:
+    """What each judge would be asked; a Score for one that cannot be."""
+    for spec in config.rewards.judges:
+        source = rewarder.sources[spec.name]
+        assert isinstance(source, JudgeSource)
+        print()
+        if spec.mode == "pairwise" and len(group) < 2:
+            _print(_labelled("judge", f"{spec.name}: compares two answers, and the row has no reference answer"))
+            continue
+        what = "the two answers" if spec.mode == "pairwise" else "the made-up answer"
+        try:
+            text = source.preview(group)
+        except (RewardError, UserError) as error:
+            reason = _reason(error, spec.name, group[0].prompt)
+            _print(_labelled("judge", f"{spec.name} FAILED: {reason}"))
+            yield Score(spec.name, spec.weight, [], reason)
+        else:
+            _print([*_labelled("judge", f"{spec.name} reads of {what}"), *_quoted(text)])
+
+
+# ---- lines ----------------------------------------------------------------------------------------------------
+
+
+def _dataset(seen: Seen, limit: int) -> str:
+    looked = "all" if seen.num_seen == seen.num_rows else f"{seen.num_seen}"
+    said = f"{seen.num_rows:,} rows, {looked} looked at: the longest prompt has {seen.longest:,} tokens"
+    if not seen.too_long:
+        return f"{said}, none is over data.max_prompt_length={limit}"
+    rows = ", ".join(map(str, seen.too_long[:5])) + (", ..." if len(seen.too_long) > 5 else "")
+    return f"{said}; {len(seen.too_long)} are over data.max_prompt_length={limit} and will be dropped (rows {rows})"
+
+
+def _table(config: Config, scores: Sequence[Score], titles: Sequence[str]) -> list[str]:
+    rewards = config.rewards
+    rows = [("reward", "weight", *titles)]
+    rows += [
+        (s.name, f"{s.weight:g}", *(["FAILED", *[""] * (len(titles) - 1)] if s.failure else map(_number, s.values)))
+        for s in scores
+    ]
+    rows += [(m.name, f"{m.weight:g}", "not called: a model that the run serves") for m in rewards.models]
+    rows += [
+        (j.name, f"{j.weight:g}", f"not called: a judge {'behind a URL' if j.url else 'that the run serves'}")
+        for j in rewards.judges
+    ]
+    wide, narrow = (max(len(row[i]) for row in rows) for i in range(2))
+    first, *others = (
+        f"{name:<{wide}}  {weight:>{narrow}}  {'  '.join(f'{cell:>10}' for cell in cells)}".rstrip()
+        for name, weight, *cells in rows
+    )
+    return [*_labelled("rewards", first), *(" " * LABEL + line for line in others)]
+
+
+def _verdict(config: Config, scores: Sequence[Score], num: int) -> list[str]:
+    """What came out, in a sentence: a reference answer usually scores higher than a made-up one."""
+    if any(score.failure for score in scores):
+        return [" " * LABEL + f"FAILED {score.name}: {score.failure}" for score in scores if score.failure]
+    if not scores or num < 2:
+        return []
+    made_up, reference = (sum(s.weight * (s.values[i] or 0.0) for s in scores) for i in range(2))
+    called = "" if len(scores) == len(config.rewards.names) else "of the rewards that were called, "
+    said = f"{called}the reference answer gets {_number(reference)} and the made-up one {_number(made_up)}"
+    if reference > made_up:
+        return [f"{'':{LABEL}}{said}: as it should be"]
+    return [
+        f"{'':{LABEL}}{said}: a reference answer usually gets more",
+        f"{'':{LABEL}}(is the answer column the right one, in the form that the rewards expect?)",
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    return [f"{label:<{LABEL}}{text}"]
+
+
+def _quoted(text: str) -> list[str]:
+    """A text between bars; the middle of a long one is left out."""
+    lines = shortened(text).split("\n")
+    return [f"{'':<{LABEL}}│ {line}".rstrip() for line in lines]
+
+
+def shortened(text: str) -> str:
+    """Head and tail of a long text, and how much is between them."""
+    lines = text.split("\n")
+    if len(lines) > HEAD_LINES + TAIL_LINES + 1:
+        left_out = len(lines) - HEAD_LINES - TAIL_LINES
+        lines = [*lines[:HEAD_LINES], f"... {left_out} lines ...", *lines[-TAIL_LINES:]]
+    text = "\n".join(lines)
+    if len(text) > HEAD_CHARS + TAIL_CHARS + 100:
+        left_out = len(text) - HEAD_CHARS - TAIL_CHARS
+        text = f"{text[:HEAD_CHARS]} ... {left_out:,} characters ... {text[-TAIL_CHARS:]}"
+    return text
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 90 else f"{line[:60]} ... {line[-25:]}"
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line)
