@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gcore.types import Completion, Message, Prompt, Request, Rollout, Sample, Scored, TrainBatch
+from gcore.types import Completion, Key, KlSums, Message, Prompt, Request, Rollout, Sample, Scored, TrainBatch
 
 Weights = Mapping[str, Any]  # name -> array; names as in the Hugging Face checkpoint, or as PEFT's where adapters come
 Stats = dict[str, float]
@@ -90,8 +90,9 @@ class Trainer(Protocol):
         """Take the samples that controller `source` holds for this rank."""
         ...
 
-    async def prepare(self, batch: TrainBatch) -> None:
-        """Logprobs of the policy before the update and of the reference model, where the algorithm asks for them."""
+    async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
+        """Logprobs of the policy before the update and of the reference model, where the algorithm asks for them.
+        Returns the KL of each of this rank's samples where it is part of the reward, else nothing."""
         ...
 
     async def update(self, batch: TrainBatch) -> Stats:

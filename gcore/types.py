@@ -22,6 +22,7 @@ Bools = npt.NDArray[np.bool_]
 Pixels = npt.NDArray[np.uint8]  # an image: height x width x 3, red, green, blue
 Message = dict[str, Any]
 Finish = Literal["stop", "length", "abort"]
+Key = tuple[int, int]  # of a sample: prompt id, sibling
 FAMILIAR_PARAMS = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -62,6 +63,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     stop_tokens: tuple[int, ...] = ()
+    keep_mask: bool = False  # answer with the tokens that top-k and top-p left, and logprobs among them alone
 
     def override(self, given: Mapping[str, Any], what: str) -> SamplingParams:
         """With these fields instead. `what` was called with them, by a user's workflow."""
@@ -87,15 +89,38 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that top-k and top-p left to choose from, step after step; a step with none had all of them.
+
+    Two steps, {4, 9} and all: Kept(ids_K=[4, 9], counts_S=[2, 0])
+    """
+
+    ids_K: Ints
+    counts_S: Ints
+
+    @staticmethod
+    def joined(*parts: tuple[Kept | None, int]) -> Kept | None:
+        """Of stretches of steps, each with its length, one after another; None if none of them has any."""
+        if not any(kept for kept, _ in parts):
+            return None
+        nothing = np.zeros(0, np.int32)
+        ids = [kept.ids_K if kept else nothing for kept, _ in parts]
+        counts = [kept.counts_S if kept else np.zeros(length, np.int32) for kept, length in parts]
+        return Kept(np.concatenate(ids), np.concatenate(counts))
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What an engine answers. Completion(tokens_S=[12, 9], logprobs_S=[-.1, -.7], versions_S=[3, 3], finish="stop")"""
 
     tokens_S: Ints
     logprobs_S: (
-        Floats  # of the sampled tokens, temperature applied, before top-k and top-p: what the trainer computes too
+        Floats  # of the sampled tokens, temperature applied, before top-k and top-p: what the trainer computes too;
+        # with `kept`, among those tokens alone
     )
     versions_S: Ints  # of the policy's weights at each token: they may change while a sample is being generated
     finish: Finish
+    kept: Kept | None = None  # where it was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +136,7 @@ class Rollout:
     versions_S: Ints
     finish: Finish
     temperature: float = 1.0  # it was sampled at; the trainer computes logprobs at the same
+    kept: Kept | None = None  # and among the same tokens
 
     @property
     def version(self) -> int:
@@ -139,9 +165,11 @@ class Sample:
     rollout_logprobs_S: Floats
     advantages_S: Floats
     temperature: float = 1.0
+    reward: float | None = None  # what the rewards of the recipe gave; None for demonstrations
+    kept: Kept | None = None  # tokens that could be sampled at each step, where logprobs are those among them alone
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> Key:
         return (self.prompt_id, self.sibling)
 
     @property
@@ -162,6 +190,18 @@ class SampleMeta:
     @property
     def key(self) -> tuple[int, int]:
         return (self.prompt_id, self.sibling)
+
+
+@dataclass(frozen=True, slots=True)
+class KlSums:
+    """KL of one sample to the reference, summed over its actions. KL to come: that of a step and all after it.
+
+    KLs of 0.1 and 0.3: KlSums(total=0.4, to_come=0.4 + 0.3, to_come_squares=0.16 + 0.09)
+    """
+
+    total: float
+    to_come: float
+    to_come_squares: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +228,9 @@ class TrainBatch:
     step: int
     mini_batches: tuple[MiniBatch, ...]
     objective: Literal["policy", "imitation"] = "policy"
+    advantages: Mapping[Key, float] | None = None  # instead of the samples' own, where the KL is part of the reward
+    kl_scale: float = 0.0  # and then each step's advantage is less by this many times the KL to come
+
+    @property
+    def keys(self) -> list[Key]:
+        return [key for mini in self.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row]

@@ -60,7 +60,9 @@ class PairTraining(Section):
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
     weight_decay: NonNegative = 0.0
-    """AdamW."""
+    """AdamW; of matrices alone, see `weight_decay_norms`."""
+    weight_decay_norms: bool = False
+    """Decay norms and biases (parameters of fewer than two dimensions) as well."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0

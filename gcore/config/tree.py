@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from gcore.config.algorithm import Algorithm as Algorithm
+from gcore.config.algorithm import with_preset
 from gcore.config.base import (
     Auto,
     Count,
@@ -92,51 +94,33 @@ class Data(Section):
     """Draw the rows of each epoch in a seeded random order."""
 
 
-class Algorithm(Section):
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    """How rewards become advantages: see preparation/advantages.py."""
-    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """The surrogate: see training/losses.py."""
-    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    """`token_mean`: every token of the global batch weighs the same (DAPO); `sequence_mean`: every sample weighs the
-    same (the GRPO paper); `fixed_length`: sum of tokens over samples x max_response_length (Dr.GRPO)."""
-    clip_ratio_low: NonNegative = 0.2
-    """Lower clipping range of the probability ratio."""
-    clip_ratio_high: NonNegative = 0.2
-    """Upper clipping range of the probability ratio (0.28 in DAPO's clip-higher)."""
-    clip_ratio_dual: float | None = Field(default=None, gt=1)
-    """Dual clip: bound on the ratio for negative advantages; off by default."""
-    kl_coef: NonNegative = 0.0
-    """Weight of the KL penalty to the starting policy in the loss; above 0 a reference model is kept."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    importance: Literal["token", "sequence", "none"] = "token"
-    """Truncated importance sampling: each token's loss is weighted by how much likelier the trainer's policy finds what
-    was sampled than the engine did, at most `importance_cap`. Corrects for stale samples and for engines that compute
-    differently. `token`: token by token; `sequence`: one weight a sample (geometric mean)."""
-    importance_cap: Annotated[float, Field(gt=0)] = 2.0
-    """Upper bound of those weights."""
-    mini_batches: PositiveInt = 1
-    """Optimizer steps a training step; must not exceed `sampling.prompts_per_step`."""
-
-    @property
-    def needs_logprobs(self) -> bool:
-        """Old or reference logprobs; with one mini-batch and no KL, the update's own forward pass is all there is."""
-        return self.mini_batches > 1 or self.kl_coef > 0
-
-
 class Generation(Serving):
     max_response_length: PositiveInt = 256
     """Most tokens a response may have."""
     temperature: NonNegative = 1.0
     """Sampling temperature of the rollouts."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1 is off."""
+    """Nucleus sampling; 1 is off. With top-p or top-k the policy that samples is not the one that is trained: logprobs
+    and importance weights are those of the full distribution, in which the tokens that were left out still count, see
+    `keep_sampling_mask`."""
     top_k: Count = 0
-    """Sample among the k likeliest tokens; 0 is off."""
+    """Sample among the k likeliest tokens; 0 is off. For importance weights see `top_p`."""
+    keep_sampling_mask: bool = False
+    """Correct for top-p and top-k: the engine also returns the tokens that they left at each step, and all logprobs
+    (engine, trainer, reference) are those among these tokens alone. `embedded` only: the other engines do not return
+    them."""
     sleep: Literal["auto", 0, 1, 2] = "auto"
     """vLLM: what engines give back while the trainer works. 0: nothing; 1: all, weights go to host memory; 2: all.
     `auto`: 2 on GPUs (1 with `model.lora`), 0 on CPU and where generation goes on meanwhile."""
+
+    @model_validator(mode="after")
+    def _mask(self) -> Generation:
+        if self.keep_sampling_mask and self.engine != "embedded":
+            raise ValueError(
+                f"keep_sampling_mask=true needs engine=embedded: engine={self.engine} does not return the tokens that "
+                "top_p and top_k left; set generation.keep_sampling_mask=false, or top_p=1 and top_k=0"
+            )
+        return self
 
 
 class WarmStart(Section):
@@ -160,9 +144,10 @@ class Training(Section):
     lr: NonNegative = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up."""
+    """What the learning rate does after the warm-up. `linear` and `cosine` end with `run.steps`, also when some steps
+    have fewer updates than `algorithm.mini_batches`, or none."""
     warmup_steps: Count = 0
-    """Optimizer steps of linear warm-up."""
+    """Optimizer steps of linear warm-up; those that were skipped do not count."""
     min_lr_ratio: Fraction = 0.0
     """Where linear and cosine end, as a share of `lr`."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -170,7 +155,9 @@ class Training(Section):
     eps: NonNegative = 1e-8
     """AdamW."""
     weight_decay: NonNegative = 0.0
-    """AdamW."""
+    """AdamW; of matrices alone, see `weight_decay_norms`."""
+    weight_decay_norms: bool = False
+    """Decay norms and biases (parameters of fewer than two dimensions) as well."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this global norm."""
     max_tokens_per_gpu: PositiveInt = 16384
@@ -178,7 +165,8 @@ class Training(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more work."""
     max_bad_updates: PositiveInt = 3
-    """Updates with NaN or infinite gradients are skipped and counted; this many in a row end the run."""
+    """Updates with NaN or infinite gradients are skipped and counted, and their samples written to
+    `runs/NAME/bad_batches/` (the first 8 of each rank); this many in a row end the run."""
     warm_start: WarmStart | None = None
     """Supervised training on the dataset's answers before reinforcement learning."""
 
@@ -291,6 +279,13 @@ class Config(Section):
     observe: Observe = Observe()
     """Evaluation, progress and logs."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        return with_preset(tree, Generation.model_fields["max_response_length"].default)
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         if self.algorithm.mini_batches > self.sampling.prompts_per_step:
@@ -298,10 +293,15 @@ class Config(Section):
                 f"algorithm.mini_batches={self.algorithm.mini_batches} exceeds "
                 f"sampling.prompts_per_step={self.sampling.prompts_per_step}: every mini-batch needs a prompt"
             )
-        if self.algorithm.adv_estimator in ("grpo", "dr_grpo", "rloo") and self.sampling.samples_per_prompt < 2:
+        if self.algorithm.adv_estimator != "reinforce_pp" and self.sampling.samples_per_prompt < 2:
             raise ValueError(
                 f"algorithm.adv_estimator={self.algorithm.adv_estimator} compares siblings: "
                 f"sampling.samples_per_prompt must be at least 2, got {self.sampling.samples_per_prompt}"
+            )
+        if self.algorithm.overlong_buffer > self.generation.max_response_length:
+            raise ValueError(
+                f"algorithm.overlong_buffer={self.algorithm.overlong_buffer} exceeds "
+                f"generation.max_response_length={self.generation.max_response_length}: expected at most that many"
             )
         if self.runtime == "local" and self.placement.trainer.ranks not in (1, "auto"):
             raise ValueError(

@@ -77,7 +77,7 @@ def _ask(config: Config, slots: int, gpu: Gpu) -> Answer:
         max_response_length=generation.max_response_length,
         verdict_length=max(1, widest.max_response_length // 2),
         repeats=max(judge.repeats for judge in judges),
-        logprob_passes=int(config.algorithm.mini_batches > 1) + int(config.algorithm.kl_coef > 0),
+        logprob_passes=int(config.algorithm.needs_old_logprobs) + int(config.algorithm.kl_coef > 0),
     )
     constraints = Constraints(
         policy_tp=generation.tensor_parallel,

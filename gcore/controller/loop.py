@@ -17,11 +17,12 @@ from typing import Any
 
 from gcore.config.tree import Config
 from gcore.controller.collect import Collected, Filter
+from gcore.controller.record import skipped_line
 from gcore.controller.session import Session
 from gcore.controller.workflow import Workflow
 from gcore.observe.trace import Tracer
 from gcore.placement.plan import Ground
-from gcore.preparation.samples import make_samples
+from gcore.preparation.samples import charge_kl, make_samples
 from gcore.protocols import Group, Handle, Rewarder
 from gcore.types import SampleMeta, TrainBatch
 
@@ -85,19 +86,25 @@ class Controller:
 
     async def preparation(self, step: int, collected: Collected) -> tuple[list[SampleMeta], list[TrainBatch]]:
         with self.session.timed("preparation", step):
-            estimator, staleness = self.config.algorithm.adv_estimator, self.config.sampling.staleness
-            samples = await make_samples(collected.groups, estimator, self.group, step - 1, staleness)
+            algorithm, groups = self.config.algorithm, collected.groups
+            longest, staleness = self.config.generation.max_response_length, self.config.sampling.staleness
+            samples = await make_samples(groups, algorithm, self.group, step - 1, staleness, longest)
             metas, batches = await self.session.dispatcher.hand_over(step, samples)
             await self.session.check_failures(step, metas, collected)
-            if self.config.algorithm.needs_logprobs and batches:
-                await self.session.dispatcher.on_ranks("prepare", [(batch,) for batch in batches])
+            if algorithm.needs_logprobs and batches:
+                kl = await self.session.dispatcher.on_ranks("prepare", [(batch,) for batch in batches])
+                if algorithm.kl_in_reward:
+                    batches = await charge_kl(groups, algorithm, self.group, longest, kl, batches)
             return metas, batches
 
     async def training(self, step: int, batches: list[TrainBatch]) -> list[dict[str, float]]:
         with self.session.timed("training", step):
             if not batches:  # no group of this step was worth training on
                 return []
-            return await self.session.dispatcher.on_ranks("update", [(batch,) for batch in batches])
+            ranks = await self.session.dispatcher.on_ranks("update", [(batch,) for batch in batches])
+            if line := skipped_line(step, ranks, self.session.folder):
+                self.session.note(line)
+            return ranks
 
     async def weights(self, step: int) -> None:
         with self.session.timed("weights", step):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gcore.checkpoint.store import MANIFEST
+from gcore.config.advice import warnings as advice
 from gcore.config.tree import Config, Dataset
 from gcore.controller.build import Roles, build_rewarder, load_filter, load_workflow, quiet
 from gcore.controller.footprint import check_sizes, num_parameters, parts
@@ -96,7 +97,7 @@ def light_checks(config: Config, plan: Plan, machine: Machine, trains: bool = Tr
     _disk(config)
     _resume(config.run.resume)
     _packages(config)
-    warnings: list[str] = []
+    warnings = advice(config) if trains else []
     if config.runtime == "local" or not os.environ.get("RAY_ADDRESS"):  # a cluster may have what is missing here
         _devices(config)
         warnings += check_sizes(parts(config, plan, trains), machine)

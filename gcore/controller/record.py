@@ -7,13 +7,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gcore.config.tree import Config
 from gcore.controller.board import REWARD_ERROR
 from gcore.controller.collect import Collected
-from gcore.preparation.samples import samples_digest
+from gcore.preparation.samples import overlong, samples_digest
 from gcore.types import SampleMeta
 
 
@@ -61,6 +63,15 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
     }
 
 
+def overlong_sum(collected: Collected, config: Config) -> dict[str, Fraction]:
+    """What responses lost by their length, where algorithm.overlong_buffer is set."""
+    if not config.algorithm.overlong_buffer:
+        return {}
+    longest = config.generation.max_response_length
+    scored = [s for group in collected.groups for s in group]
+    return {"overlong": exact(overlong(s.rollout, config.algorithm, longest) for s in scored)}
+
+
 def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:
     def total(name: str) -> float:
         return float(sum(part[name] for part in gathered))
@@ -77,6 +88,7 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
         "response_length/mean": total("tokens") / samples,
         "response_length/max": max(part["max_length"] for part in gathered),
         "response_length/clipped_frac": total("clipped") / samples,
+        **({"reward/overlong_penalty": total("overlong") / samples} if "overlong" in gathered[0] else {}),
         **_length_bias(total),
         "batch/samples": int(total("samples")),
         "sampling/drawn": int(total("drawn")),
@@ -129,10 +141,21 @@ def actor_row(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
         "rollout/logprob_diff_mean": total("logprob_diff") / actions,
         "rollout/importance_mean": total("importance") / actions,
         "rollout/importance_capped_frac": total("importance_capped") / actions,
+        "rollout/importance_floored_frac": total("importance_floored") / actions,
     }
     if any("kl" in rank for rank in ranks):
         row["actor/kl"] = total("kl") / actions
     return row
+
+
+def skipped_line(step: int, ranks: Sequence[dict[str, float]], folder: Path) -> str | None:
+    """For the user, where gradients were NaN or infinite."""
+    if not ranks or not ranks[0]["skipped"]:
+        return None
+    return (
+        f"step {step}: {ranks[0]['skipped']:.0f} of {ranks[0]['updates']:.0f} update(s) skipped, NaN or infinite "
+        f"gradients; the samples are in {folder / 'bad_batches'}"
+    )
 
 
 def peak_rss_mb() -> float:

@@ -352,6 +352,7 @@ class Session:
             aborted = 0, 0  # none of those is before the end of the step in prompt order
         sums = {
             **record.local_sums(collected, step - 1, aborted),
+            **record.overlong_sum(collected, self.config),
             "counts": self.studio.rewarder.take_counts(),
             "bytes_out": self.dispatcher.bytes_out,
             "times": dict(self._times),

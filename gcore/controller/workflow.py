@@ -23,7 +23,7 @@ from gcore.config.tree import Config
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.protocols import Context, Rewarder
-from gcore.types import Completion, Ints, Message, Prompt, Request, Rollout, SamplingParams, Scored, UserError
+from gcore.types import Completion, Ints, Kept, Message, Prompt, Request, Rollout, SamplingParams, Scored, UserError
 
 Workflow = Callable[[Context, Prompt], Awaitable[list[Scored]]]
 PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "\u00a7"})
@@ -98,6 +98,7 @@ class Studio:
             generation.top_p,
             generation.top_k,
             stop_tokens,
+            generation.keep_sampling_mask,
         )
         self.least_siblings = 1 if greedy else least_siblings(config)
         self.clock = StageClock()
@@ -254,4 +255,5 @@ class SampleContext:
             versions_S=np.concatenate([start.versions_S, np.repeat(before, num), end.versions_S]).astype(np.int32),
             finish=end.finish,
             temperature=start.temperature,
+            kept=Kept.joined((start.kept, len(start.tokens_S)), (None, num), (end.kept, len(end.tokens_S))),
         )

@@ -40,7 +40,7 @@ from gcore.generation.futures import fail, finish, finish_all, post
 from gcore.generation.sampling import Rows, sample
 from gcore.models import Adapters
 from gcore.observe.trace import Tracer
-from gcore.types import Completion, Finish, Request
+from gcore.types import Completion, Finish, Ints, Kept, Request
 
 ROW_BLOCK = 8
 KEY_BLOCK = 32
@@ -59,10 +59,12 @@ class _Job:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[Ints] = field(default_factory=list)  # of each token, where it was asked for
 
     def completion(self, finish: Finish) -> Completion:
         arrays = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), np.array(self.versions, np.int32)
-        return Completion(*arrays, finish)
+        counts = np.array([len(ids) for ids in self.kept], np.int32)
+        return Completion(*arrays, finish, Kept(np.concatenate(self.kept), counts) if self.kept else None)
 
 
 class EmbeddedEngine:
@@ -334,7 +336,7 @@ class EmbeddedEngine:
             logits = self._fused.step(tokens_B, positions_B, [masks[kind] for kind in self._traits.kinds], self._cache)
         else:
             logits = self._forward(tokens_B[:, None], positions_B[:, None], masks)
-        tokens, logprobs = sample(logits[:n], self._rows)
+        tokens, logprobs, kept = sample(logits[:n], self._rows)
         self._lengths[:n] += 1
         self._last[:n] = tokens
         self._generated += n
@@ -343,6 +345,8 @@ class EmbeddedEngine:
             job.tokens.append(token)
             job.logprobs.append(logprob)
             job.versions.append(self.version)
+            if i in kept:
+                job.kept.append(kept[i])
             if token in job.request.params.stop_tokens or len(job.tokens) == job.request.params.max_tokens:
                 done.append(i)
         self._deliver(done)

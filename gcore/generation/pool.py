@@ -26,7 +26,7 @@ import numpy as np
 
 from gcore.generation.routing import Router, own_replicas
 from gcore.protocols import Handle, RoleDied, RoleError
-from gcore.types import Completion, Ints, Request
+from gcore.types import Completion, Ints, Kept, Request
 
 Reason = Literal["dead", "drained", "paused", "suspect"]
 REMEMBERED = 2048  # lengths between two reports
@@ -415,4 +415,5 @@ def _joined(start: Completion, end: Completion) -> Completion:
         np.concatenate([start.logprobs_S, end.logprobs_S]),
         np.concatenate([start.versions_S, end.versions_S]),
         end.finish,
+        Kept.joined((start.kept, len(start.tokens_S)), (end.kept, len(end.tokens_S))),
     )

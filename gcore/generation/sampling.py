@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gcore.generation.noise import uniforms
-from gcore.types import Request
+from gcore.types import Ints, Request
 
 
 class Rows:
@@ -18,20 +18,25 @@ class Rows:
         self.top_p = np.ones(capacity, np.float32)
         self.top_k = np.zeros(capacity, np.int64)
         self.noise_key = np.zeros(capacity, np.uint64)
+        self.keep_mask = np.zeros(capacity, np.bool_)
         self.position = np.zeros(capacity, np.int64)  # of the next token in the sample's stream of noise
 
     def put(self, row: int, request: Request) -> None:
         params = request.params
         self.temperature[row], self.top_p[row], self.top_k[row] = params.temperature, params.top_p, params.top_k
+        self.keep_mask[row] = params.keep_mask and params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
         self.noise_key[row], self.position[row] = request.noise_key, request.position
 
     def move(self, source: int, target: int) -> None:
-        for array in (self.temperature, self.top_p, self.top_k, self.noise_key, self.position):
+        for array in (self.temperature, self.top_p, self.top_k, self.keep_mask, self.noise_key, self.position):
             array[target] = array[source]
 
 
-def sample(logits: Tensor, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """The next token of each of the first rows and its logprob; positions move on by one. Temperature 0 is greedy."""
+def sample(logits: Tensor, rows: Rows) -> tuple[np.ndarray, np.ndarray, dict[int, Ints]]:
+    """The next token of each of the first rows and its logprob; positions move on by one. Temperature 0 is greedy.
+
+    Rows with `keep_mask` also give the tokens that top-k and top-p left, and the logprob among these alone.
+    """
     n, device = len(logits), logits.device
     temperature = rows.temperature[:n]
     greedy = temperature == 0
@@ -49,7 +54,12 @@ def sample(logits: Tensor, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(device), logits.argmax(-1), tokens)
     logprobs = logprobs_BV.gather(-1, tokens[:, None])[:, 0]
-    return tokens.cpu().numpy(), logprobs.cpu().numpy()
+    kept: dict[int, Ints] = {}
+    if (keeping := np.flatnonzero(rows.keep_mask[:n])).size:
+        chosen_KV = probs_BV[torch.from_numpy(keeping).to(device)]
+        kept = {int(i): row.nonzero()[:, 0].int().cpu().numpy() for i, row in zip(keeping, chosen_KV, strict=True)}
+        logprobs[torch.from_numpy(keeping).to(device)] -= chosen_KV.sum(-1).log()
+    return tokens.cpu().numpy(), logprobs.cpu().numpy(), kept
 
 
 def _truncate(probs_BV: Tensor, rows: Rows) -> Tensor:

@@ -1,54 +1,128 @@
-"""Scored groups -> samples with advantages, and the metadata that stands for them in collectives."""
+"""Scored groups -> samples with advantages, and the metadata that stands for them in collectives.
+
+rewards, less what is too long ──advantages──> samples ──> ranks
+KL in the reward: samples ──> ranks ──KlSums──> rewards, less KL ──advantages──> TrainBatch.advantages ──> ranks
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gcore.preparation.advantages import ESTIMATORS, Moments, whiten
+from gcore.config.tree import Algorithm
+from gcore.preparation.advantages import ESTIMATORS, Array, Moments, overlong_penalty, whiten
 from gcore.protocols import Group
-from gcore.types import Sample, SampleMeta, Scored
+from gcore.types import Key, KlSums, Rollout, Sample, SampleMeta, Scored, TrainBatch
+
+Groups = Sequence[Sequence[Scored]]
+NO_KL = KlSums(0.0, 0.0, 0.0)
 
 
 async def make_samples(
-    groups: Sequence[Sequence[Scored]], adv_estimator: str, group: Group, version: int, staleness: int = 0
+    groups: Groups, algorithm: Algorithm, group: Group, version: int, staleness: int = 0, max_length: int = 0
 ) -> list[Sample]:
-    """Advantages of every group; only three sums cross to other controllers, and only for estimators that whiten.
+    """Samples with their advantages; without, where these need the KL that the ranks have yet to compute.
 
     `version` is the policy that will be trained; samples may be up to `staleness` versions older, and never newer.
+    `max_length` is generation.max_response_length.
     """
     rollouts = [s.rollout for siblings in groups for s in siblings]
     versions = {v for r in rollouts for v in (r.version, int(r.versions_S.max()))}
     odd = {v for v in versions if not version - staleness <= v <= version}
     assert not odd, f"samples of policy versions {sorted(odd)} in a step that trains version {version}"
-    estimator = ESTIMATORS[adv_estimator]
     scored = [s for siblings in groups for s in siblings]
-    advantages = [estimator.group(np.array([s.reward for s in siblings], np.float64)) for siblings in groups]
-    flat = np.concatenate(advantages) if advantages else np.zeros(0)
+    if algorithm.kl_in_reward:
+        found = dict.fromkeys(map(_key, scored), 0.0)
+    else:
+        found, _ = await advantages_of(groups, algorithm, group, max_length)
+    return [to_sample(s, found[_key(s)], algorithm.mask_truncated) for s in scored]
+
+
+async def advantages_of(
+    groups: Groups, algorithm: Algorithm, group: Group, max_length: int, kl: Mapping[Key, KlSums] | None = None
+) -> tuple[dict[Key, float], float]:
+    """The advantage of each sample, and how many times the KL to come each of its steps has less.
+
+    Only three sums cross to other controllers, and only for estimators that whiten. `kl`: where the KL is part of the
+    reward. It lowers the score of a sample by all of its KL, before the group is compared; with `reinforce_pp` each
+    step by the KL to come.
+    """
+    estimator, coef = ESTIMATORS[algorithm.adv_estimator], algorithm.kl_coef
+    scored = [s for siblings in groups for s in siblings]
+    scores = {_key(s): s.reward + overlong(s.rollout, algorithm, max_length) for s in scored}
+    per_step = kl if estimator.per_step else None
+    if kl is not None and per_step is None:
+        scores = {key: score - coef * kl[key].total for key, score in scores.items()}
+    parts = [estimator.group(np.array([scores[_key(s)] for s in siblings], np.float64)) for siblings in groups]
+    flat = np.concatenate(parts) if parts else np.zeros(0)
+    scale = 0.0
     if estimator.whiten:
-        num_actions = np.array([s.rollout.mask_S.sum() for s in scored], np.float64)
-        parts: list[tuple[float, ...]] = await group.all_gather("advantage moments", _values(flat, num_actions))
-        flat = whiten(flat, Moments.sum([Moments(*part) for part in parts]))
-    return [to_sample(s, advantage) for s, advantage in zip(scored, flat, strict=True)]
+        sums = [per_step[_key(s)] if per_step is not None else NO_KL for s in scored]
+        num_actions = np.array([_mask(s.rollout, algorithm.mask_truncated).sum() for s in scored], np.float64)
+        to_come, squares = (_column(sums, name) for name in ("to_come", "to_come_squares"))
+        own = Moments.of(flat, num_actions, to_come, squares, coef)
+        gathered = await group.all_gather("advantage moments", dataclasses.astuple(own))
+        moments = Moments.sum([Moments(*part) for part in gathered])
+        flat, scale = whiten(flat, moments), coef / moments.spread if per_step is not None else 0.0
+    return {_key(s): float(value) for s, value in zip(scored, flat, strict=True)}, scale
 
 
-def _values(flat: np.ndarray, num_actions: np.ndarray) -> tuple[float, ...]:
-    moments = Moments.of(flat, num_actions)
-    return (moments.count, moments.total, moments.squares)
+async def charge_kl(
+    groups: Groups,
+    algorithm: Algorithm,
+    group: Group,
+    max_length: int,
+    kl: Sequence[Mapping[Key, KlSums]],
+    batches: Sequence[TrainBatch],
+) -> list[TrainBatch]:
+    """The batches with advantages of rewards less KL, which the ranks found (`kl`). Scalars alone cross."""
+    every = {key: sums for part in kl for key, sums in part.items()}
+    own, scale = await advantages_of(groups, algorithm, group, max_length, every)
+    found = {key: a for part in await group.all_gather("advantages after KL", own) for key, a in part.items()}
+    return [
+        dataclasses.replace(batch, advantages={key: found[key] for key in batch.keys}, kl_scale=scale)
+        for batch in batches
+    ]
 
 
-def to_sample(scored: Scored, advantage: float) -> Sample:
+def overlong(rollout: Rollout, algorithm: Algorithm, max_length: int) -> float:
+    """What a response that comes near the length limit loses: 0 or less."""
+    return overlong_penalty(
+        len(rollout.tokens_S),
+        max_length=max_length,
+        buffer=algorithm.overlong_buffer,
+        penalty=algorithm.overlong_penalty,
+    )
+
+
+def _key(scored: Scored) -> Key:
+    return (scored.rollout.prompt.id, scored.rollout.sibling)
+
+
+def _column(sums: Sequence[KlSums], name: str) -> Array:
+    return np.array([getattr(s, name) for s in sums], np.float64)
+
+
+def _mask(rollout: Rollout, mask_truncated: bool) -> np.ndarray:
+    """The steps that count in the loss."""
+    return np.zeros_like(rollout.mask_S) if mask_truncated and rollout.finish == "length" else rollout.mask_S
+
+
+def to_sample(scored: Scored, advantage: float, mask_truncated: bool = False) -> Sample:
     rollout = scored.rollout
     return Sample(
         prompt_id=rollout.prompt.id,
         sibling=rollout.sibling,
         tokens_T=np.concatenate([rollout.prompt.tokens_P, rollout.tokens_S]).astype(np.int32),
-        mask_S=rollout.mask_S,
+        mask_S=_mask(rollout, mask_truncated),
         rollout_logprobs_S=rollout.logprobs_S,
         advantages_S=np.full(len(rollout.tokens_S), advantage, np.float32),
         temperature=rollout.temperature,
+        reward=scored.reward,
+        kept=rollout.kept,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,9 @@ from gcore.config.base import EmulatedTraining
 from gcore.config.tree import Config
 from gcore.hub import model_folder
 from gcore.protocols import Stats, Weights
-from gcore.types import Sample, TrainBatch, UserError
+from gcore.types import Key, KlSums, Sample, TrainBatch, UserError
 
 FILE = "emulated_trainer.json"
-Key = tuple[int, int]
 
 
 class EmulatedTrainer:
@@ -48,17 +47,19 @@ class EmulatedTrainer:
             assert sample.key not in self._samples, f"sample {sample.key} pushed twice (now by controller {source})"
             self._samples[sample.key] = sample
 
-    async def prepare(self, batch: TrainBatch) -> None:
-        """A forward pass: a third of what an update takes."""
-        await self._work(self._of(_keys(batch)), 1 / 3)
+    async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
+        """A forward pass: a third of what an update takes. The policy never leaves the reference."""
+        await self._work(self._of(batch.keys), 1 / 3)
+        return {key: KlSums(0.0, 0.0, 0.0) for key in batch.keys}
 
     async def update(self, batch: TrainBatch) -> Stats:
-        samples = self._of(_keys(batch))
+        samples = self._of(batch.keys)
         await self._work(samples, 1.0)
         self._samples.clear()
         updates = len(batch.mini_batches)
         self.updates += updates
-        nothing = ("loss", "pg_loss", "entropy", "clipped", "approx_kl", "logprob_diff", "importance_capped")
+        nothing = [f"importance_{bound}" for bound in ("capped", "floored")]
+        nothing += ["loss", "pg_loss", "entropy", "clipped", "approx_kl", "logprob_diff"]
         actions = float(sum(int(sample.mask_S.sum()) for sample in samples))
         return {
             **dict.fromkeys(nothing, 0.0),
@@ -106,10 +107,6 @@ def trainer_of(config: Config, section: EmulatedTraining, rank: int) -> Emulated
     return EmulatedTrainer(
         section.seconds_per_token, hidden_size=width, lr=config.training.lr, rank=rank, speed=section.speed
     )
-
-
-def _keys(batch: TrainBatch) -> Iterable[Key]:
-    return (key for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row)
 
 
 def _tokens(samples: Sequence[Sample]) -> int:

@@ -1,6 +1,7 @@
 """The FSDP2 trainer: one object a rank.
 
     push (samples by key, from every controller) ──> prepare (old and reference logprobs) ──> update ──> weights
+                                                        └──KL of each sample, for the reward──> controllers
 
 All arithmetic runs in one thread of its own, so that the rank answers while it computes. Loss denominators come with
 the batch and are global; FSDP averages gradients over ranks, so the loss is scaled by their number: the gradient is
@@ -18,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,11 +30,11 @@ from torch.distributed.tensor import DTensor
 from gcore.config.tree import Config
 from gcore.line import Sender
 from gcore.observe.trace import Tracer
-from gcore.training import lora, losses, state
+from gcore.training import bad_batches, lora, losses, objective, state
 from gcore.training.micro import Packed, to_tensors
 from gcore.training.policy import Policy
-from gcore.training.schedule import learning_rate
-from gcore.types import MiniBatch, Sample, TrainBatch, UserError
+from gcore.training.schedule import decay_groups, learning_rate
+from gcore.types import Key, KlSums, MicroBatch, MiniBatch, Sample, TrainBatch, UserError
 from gcore.wire import OnGpu, in_host_memory, seal
 
 T = TypeVar("T")
@@ -59,12 +61,13 @@ class FsdpTrainer:
         self._make_network, self._dtype = make_network, dtype
         self._serve, self._sender = serve, sender
         self._copies, self._sharded = self._world // shard, shard
-        self._samples: dict[tuple[int, int], Sample] = {}
-        self._old: dict[tuple[int, int], Tensor] = {}
-        self._ref: dict[tuple[int, int], Tensor] = {}
+        self._samples: dict[Key, Sample] = {}
+        self._old: dict[Key, Tensor] = {}
+        self._ref: dict[Key, Tensor] = {}
+        self._kl_to_come: dict[Key, np.ndarray] = {}  # per step, where the KL is part of the reward
         self._reference: Policy | None = None
         self._reference_adapters: dict[str, Tensor] | None = None  # with model.lora, all that the reference is
-        self.updates = 0  # optimizer steps since `begin`; drives the schedule
+        self.updates = 0  # optimizer steps since `begin`, without those that were skipped; drives the warm-up
         self._bad_in_a_row = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._pool.submit(self._set_up, threads).result()
@@ -99,13 +102,9 @@ class FsdpTrainer:
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         training = self._config.training
-        return torch.optim.AdamW(
-            lora.learned(self._policy.network).values(),
-            lr=training.lr,
-            betas=training.betas,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-        )
+        learned = lora.learned(self._policy.network).values()
+        groups = decay_groups(learned, training.weight_decay, training.weight_decay_norms)
+        return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, eps=training.eps)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
@@ -128,8 +127,8 @@ class FsdpTrainer:
         """The policy as it is now is where reinforcement learning starts: reference of the KL, fresh optimizer."""
         await self._in_thread(self._begin)
 
-    async def prepare(self, batch: TrainBatch) -> None:
-        await self._in_thread(self._prepare, batch)
+    async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
+        return await self._in_thread(self._prepare, batch)
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         return await self._in_thread(self._update, batch)
@@ -169,26 +168,38 @@ class FsdpTrainer:
         return result
 
     @torch.no_grad()
-    def _prepare(self, batch: TrainBatch) -> None:
-        """Old logprobs matter only when the policy moves between the rollout and the last mini-batch of the step."""
-        wanted: list[tuple[AbstractContextManager[Any], dict[tuple[int, int], Tensor]]] = []
-        if len(batch.mini_batches) > 1 and batch.objective == "policy":
+    def _prepare(self, batch: TrainBatch) -> dict[Key, KlSums]:
+        """Old logprobs matter when the policy moves between the rollout and the last mini-batch of the step, and for
+        the KL in the reward."""
+        algorithm = self._config.algorithm
+        wanted: list[tuple[AbstractContextManager[Any], dict[Key, Tensor]]] = []
+        if batch.objective == "policy" and (len(batch.mini_batches) > 1 or algorithm.kl_in_reward):
             wanted.append((nullcontext(self._policy), self._old))
         if self._reference_adapters is not None and batch.objective == "policy":
             wanted.append((lora.put_back(self._policy, self._reference_adapters), self._ref))
         elif self._reference is not None and batch.objective == "policy":
             wanted.append((nullcontext(self._reference), self._ref))
-        if not wanted:
-            return
         micros = [micro for mini in batch.mini_batches for micro in mini.micro_batches]
-        with self._tracer.span("logprobs", step=batch.step):
-            for context, store in wanted:
-                with context as policy:
-                    for micro in micros:
-                        packed = to_tensors(micro, self._samples, self._device)
-                        logprobs_S, _ = self._forward(policy, packed)
-                        for i, key in enumerate(packed.keys):
-                            store[key] = logprobs_S[packed.sample_S == i]
+        if wanted:
+            with self._tracer.span("logprobs", step=batch.step):
+                for context, store in wanted:
+                    with context as policy:
+                        self._logprobs(policy, micros, store)
+        return self._kl_of(batch) if algorithm.kl_in_reward else {}
+
+    def _logprobs(self, policy: Policy, micros: Sequence[MicroBatch], store: dict[Key, Tensor]) -> None:
+        for micro in micros:
+            packed = to_tensors(micro, self._samples, self._device)
+            logprobs_S, _ = self._forward(policy, packed)
+            for i, key in enumerate(packed.keys):
+                store[key] = logprobs_S[packed.sample_S == i]
+
+    def _kl_of(self, batch: TrainBatch) -> dict[Key, KlSums]:
+        found: dict[Key, KlSums] = {}
+        for key in batch.keys:
+            kl_S = losses.kl_penalty(self._old[key], self._ref[key], self._config.algorithm.kl_estimator)
+            self._kl_to_come[key], found[key] = objective.kl_to_come(kl_S.cpu().numpy(), self._samples[key].mask_S)
+        return found
 
     def _weights(self, part: int) -> dict[str, Any]:
         dtype, way = self._serve
@@ -209,116 +220,110 @@ class FsdpTrainer:
         self._lent.clear()
         if self._sender is not None:
             self._sender.settle()
+        for key, advantage in (batch.advantages or {}).items():
+            advantages_S = advantage - batch.kl_scale * self._kl_to_come[key]
+            self._samples[key] = dataclasses.replace(self._samples[key], advantages_S=advantages_S.astype(np.float32))
         totals: dict[str, float] = {}
         with self._tracer.span("update", step=batch.step):
-            for mini in batch.mini_batches:
-                for name, value in self._mini_batch(batch, mini).items():
+            for number in range(len(batch.mini_batches)):
+                for name, value in self._mini_batch(batch, number).items():
                     totals[name] = totals.get(name, 0.0) + value
         self._tracer.flush()
-        self._samples.clear()
-        self._old.clear()
-        self._ref.clear()
+        for store in (self._samples, self._old, self._ref, self._kl_to_come):
+            store.clear()
         return totals
 
-    def _mini_batch(self, batch: TrainBatch, mini: MiniBatch) -> dict[str, float]:
-        sums: dict[str, Any] = {}
-        for number, micro in enumerate(mini.micro_batches, start=1):
+    def _mini_batch(self, batch: TrainBatch, number: int) -> dict[str, float]:
+        mini, sums = batch.mini_batches[number], dict[str, Any]()
+        for count, micro in enumerate(mini.micro_batches, start=1):
             packed = to_tensors(micro, self._samples, self._device)
-            cast(FSDPModule, self._policy).set_requires_gradient_sync(number == len(mini.micro_batches))
+            cast(FSDPModule, self._policy).set_requires_gradient_sync(count == len(mini.micro_batches))
             logprobs_S, entropy_S = self._forward(self._policy, packed)
             loss, parts = self._loss(batch, mini, packed, logprobs_S, entropy_S)
             (loss * self._world).backward()
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()
         result = {name: float(value) for name, value in sums.items()}
-        return {**result, **self._optimizer_step(batch)}
+        return {**result, **self._optimizer_step(batch, number)}
 
     def _loss(
         self, batch: TrainBatch, mini: MiniBatch, packed: Packed, logprobs_S: Tensor, entropy_S: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        algorithm = self._config.algorithm
-        num_local = len(packed.keys)
-        weights_S = losses.weights(
-            packed.loss_mask_S,
-            packed.sample_S,
-            num_local,
-            aggregation=algorithm.loss_aggregation if batch.objective == "policy" else "token_mean",
-            num_actions=mini.num_actions,
-            num_samples=mini.num_samples,
-            max_response_length=self._config.generation.max_response_length,
-        )
         if batch.objective == "imitation":
-            loss = -(logprobs_S * weights_S).sum()
-            return loss, {"loss": loss}
-        old_S = self._stored(self._old, packed)
-        before_S = logprobs_S.detach() if old_S is None else old_S
-        steps = losses.Steps(logprobs_S, before_S, packed.advantages_S, packed.loss_mask_S, packed.sample_S, num_local)
-        loss_S, clipped_S = losses.POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
-        mask_S = packed.loss_mask_S
-        importance_S, capped_S = losses.importance(before_S, packed.rollout_logprobs_S, steps, algorithm)
-        if algorithm.importance != "none":
-            loss_S = loss_S * importance_S
-        pg_loss = (loss_S * weights_S).sum()
-        loss = pg_loss - algorithm.entropy_coef * (entropy_S * weights_S).sum()
-        parts = {
-            "pg_loss": pg_loss,
-            "entropy": (entropy_S * mask_S).sum(),
-            "clipped": (clipped_S * mask_S).sum(),
-            "approx_kl": ((before_S - logprobs_S) * mask_S).sum(),
-            "logprob_diff": ((before_S - packed.rollout_logprobs_S).abs() * mask_S).sum(),
-            "importance": (importance_S * mask_S).sum(),
-            "importance_capped": (capped_S * mask_S).sum(),
-            "actions": mask_S.sum(),
-        }
-        ref_S = self._stored(self._ref, packed)
-        if ref_S is not None:
-            kl_S = losses.kl_penalty(logprobs_S, ref_S)
-            loss = loss + algorithm.kl_coef * (kl_S * weights_S).sum()
-            parts["kl"] = (kl_S * mask_S).sum()
-        return loss, {"loss": loss, **parts}
+            return objective.imitation(packed, mini, logprobs_S)
+        return objective.policy(
+            self._config.algorithm,
+            packed,
+            mini,
+            logprobs_S,
+            entropy_S,
+            self._stored(self._old, packed),
+            self._stored(self._ref, packed),
+            self._config.generation.max_response_length,
+        )
 
-    def _stored(self, store: dict[tuple[int, int], Tensor], packed: Packed) -> Tensor | None:
+    def _stored(self, store: dict[Key, Tensor], packed: Packed) -> Tensor | None:
         if not store:
             return None
         if packed.is_padding:
             return torch.zeros(1, device=self._device)
         return torch.cat([store[key] for key in packed.keys])
 
-    def _optimizer_step(self, batch: TrainBatch) -> dict[str, float]:
+    def _optimizer_step(self, batch: TrainBatch, number: int) -> dict[str, float]:
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.training.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        lr = self._learning_rate(batch)
+        lr = self._learning_rate(batch, number)
         finite = math.isfinite(grad_norm)
         if finite:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
+            self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        self.updates += 1
+        if not finite:
+            self._dump(batch, number)
         self._bad_in_a_row = 0 if finite else self._bad_in_a_row + 1
         if self._bad_in_a_row >= self._config.training.max_bad_updates:
             raise FloatingPointError(
-                f"{self._bad_in_a_row} updates in a row had NaN or infinite gradients (step {batch.step}); "
-                "lower training.lr, or raise training.max_bad_updates to skip more"
+                f"{self._bad_in_a_row} updates in a row had NaN or infinite gradients (step {batch.step}; the samples "
+                f"are in {self._config.run.folder / bad_batches.FOLDER}); lower training.lr, or raise "
+                "training.max_bad_updates to skip more"
             )
         return {"grad_norm": grad_norm if finite else 0.0, "lr": lr, "updates": 1.0, "skipped": float(not finite)}
 
-    def _learning_rate(self, batch: TrainBatch) -> float:
-        training = self._config.training
+    @torch.no_grad()
+    def _dump(self, batch: TrainBatch, number: int) -> None:
+        """Write down what this rank computed the gradients from. All ranks are here: the forward pass is collective."""
+        mini, now = batch.mini_batches[number], dict[Key, Tensor]()
+        self._logprobs(self._policy, mini.micro_batches, now)
+        if not bad_batches.may_dump(self._config.run.folder, self._rank):
+            return
+        samples = [self._samples[key] for micro in mini.micro_batches for row in micro.rows for key in row]
+        columns = {"logprobs": now, "old_logprobs": self._old, "reference_logprobs": self._ref}
+        bad_batches.dump(self._config.run.folder, (batch.step, number + 1, self._rank), samples, columns)
+
+    def _learning_rate(self, batch: TrainBatch, number: int) -> float:
+        """Of the mini-batch `number` of a step. Progress goes by steps: a step may have fewer mini-batches, or none."""
+        training, planned = self._config.training, self._config.algorithm.mini_batches
         if batch.objective == "imitation":
             assert training.warm_start is not None
             steps = training.warm_start.steps
             return learning_rate(
-                self.updates, peak=training.warm_start.lr, total=steps, warmup=max(1, steps // 10), schedule="linear"
+                self.updates,
+                peak=training.warm_start.lr,
+                total=steps,
+                warmup=max(1, steps // 10),
+                schedule="linear",
+                position=batch.step - 1,
             )
-        total = self._config.run.steps * self._config.algorithm.mini_batches
         return learning_rate(
             self.updates,
             peak=training.lr,
-            total=total,
+            total=self._config.run.steps * planned,
             warmup=training.warmup_steps,
             schedule=training.schedule,
             min_ratio=training.min_lr_ratio,
+            position=(batch.step - 1) * planned + number * planned / len(batch.mini_batches),
         )
 
     def _save(self, folder: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gcore.config.tree import Algorithm
 
 MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +60,49 @@ PolicyLoss = Callable[[Steps, Algorithm], tuple[Tensor, Tensor]]
 POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
 
 
-def importance(before_S: Tensor, rollout_S: Tensor, steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """How much each step counts because another policy sampled it: min(p_trainer / p_engine, cap), without gradient.
+def importance(
+    before_S: Tensor, rollout_S: Tensor, steps: Steps, algorithm: Algorithm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How much each step counts because another policy sampled it, without gradient.
 
-    `before_S` are the trainer's logprobs before the update, `rollout_S` those the tokens were sampled with. Returns the
-    weights and where the cap decided.
+    `before_S` are the trainer's logprobs before the update, `rollout_S` those the tokens were sampled with. The ratio
+    p_trainer / p_engine is that of the step (`token`, and for the log where there are no weights), the product over
+    the actions of the sample (`sequence`) or their geometric mean (`geometric`); its logarithm is kept within +-20.
+    Returns the weights, and where the ratio was above the cap and below the floor.
     """
-    log_ratio = (before_S - rollout_S).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = (before_S - rollout_S).detach()
     if algorithm.importance == "sequence":
-        log_ratio = _sample_mean(log_ratio, steps)[steps.sample_S]
-    ratio = log_ratio.exp()
-    return ratio.clamp(max=algorithm.importance_cap), ratio > algorithm.importance_cap
+        log_ratio = _sample_sum(log_ratio, steps)[steps.sample_S]
+    elif algorithm.importance == "geometric":
+        log_ratio = _sample_mean(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), steps)[steps.sample_S]
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    above, below = ratio > algorithm.importance_cap, ratio < algorithm.importance_floor
+    if algorithm.importance_mode == "mask":
+        return ratio.masked_fill(above | below, 0.0), above, below
+    return ratio.clamp(algorithm.importance_floor, algorithm.importance_cap), above, below
 
 
-def kl_penalty(logprobs_S: Tensor, ref_logprobs_S: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(policy || reference): never negative, unbiased, low variance."""
-    difference = (ref_logprobs_S - logprobs_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return difference.exp() - difference - 1
+def kl_penalty(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: str = "k3") -> Tensor:
+    """Schulman's estimates of KL(policy || reference) per step; algorithm.kl_estimator has the formulas.
+
+    Only k3 is bounded. The value of k1 and k3 is unbiased, their gradient is not that of the KL; k2's is. `k1+` and
+    `k3+` take the value of the one and the gradient of the other.
+    """
+    difference = logprobs_S - ref_logprobs_S
+    match estimator.removesuffix("+"):
+        case "k1":
+            value = difference
+        case "k2":
+            value = difference.square() / 2
+        case "k3":
+            towards_ref = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            value = (towards_ref.exp() - towards_ref - 1).clamp(max=MAX_K3)
+        case _:
+            raise AssertionError(estimator)
+    if not estimator.endswith("+"):
+        return value
+    gradient = difference.square() / 2
+    return value.detach() + gradient - gradient.detach()
 
 
 def weights(
@@ -93,7 +120,9 @@ def weights(
         case "token_mean":
             return steps_mask_S / max(num_actions, 1)
         case "sequence_mean":
-            lengths = torch.zeros(num_local, device=sample_S.device).index_add_(0, sample_S, steps_mask_S)
+            lengths = torch.zeros(num_local, device=sample_S.device, dtype=steps_mask_S.dtype).index_add_(
+                0, sample_S, steps_mask_S
+            )
             return steps_mask_S / lengths.clamp(min=1)[sample_S] / max(num_samples, 1)
         case "fixed_length":
             return steps_mask_S / (max(num_samples, 1) * max_response_length)
@@ -105,11 +134,15 @@ def _log_ratio(steps: Steps) -> Tensor:
     return (steps.logprobs_S - steps.old_logprobs_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _sample_mean(values_S: Tensor, steps: Steps) -> Tensor:
+def _sample_sum(values_S: Tensor, steps: Steps) -> Tensor:
+    """Over the actions of each sample."""
     zeros = torch.zeros(steps.num_samples, device=values_S.device, dtype=values_S.dtype)
-    total = zeros.index_add(0, steps.sample_S, values_S * steps.mask_S)
-    count = zeros.index_add(0, steps.sample_S, steps.mask_S)
-    return total / count.clamp(min=1)
+    return zeros.index_add(0, steps.sample_S, values_S * steps.mask_S)
+
+
+def _sample_mean(values_S: Tensor, steps: Steps) -> Tensor:
+    count = _sample_sum(torch.ones_like(values_S), steps)
+    return _sample_sum(values_S, steps) / count.clamp(min=1)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcore.types import MicroBatch, Sample
+from gcore.types import Kept, MicroBatch, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Packed:
     temperature_S: Tensor
     sample_S: Tensor
     keys: tuple[tuple[int, int], ...]  # samples in the order of sample_S
+    kept: tuple[Tensor, Tensor] | None = None  # ids_K, counts_S: the tokens that could be sampled, as in types.Kept
     is_padding: bool = False  # this rank had nothing left; it only keeps the others company in collectives
 
     @property
@@ -43,6 +44,7 @@ class Packed:
             self.select_S,
             self.targets_S,
             self.temperature_S,
+            *(self.kept or (None, None)),
         )
 
 
@@ -86,7 +88,15 @@ def to_tensors(batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], dev
         temperature_S=steps([np.full(s.num_steps, s.temperature) for s in ordered], torch.float32),
         sample_S=steps([np.full(s.num_steps, i) for i, s in enumerate(ordered)], torch.int64),
         keys=tuple(s.key for s in ordered),
+        kept=_kept(ordered, device),
     )
+
+
+def _kept(samples: list[Sample], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    kept = Kept.joined(*((s.kept, s.num_steps) for s in samples))
+    if kept is None:
+        return None
+    return torch.from_numpy(kept.ids_K).to(device, torch.int64), torch.from_numpy(kept.counts_S).to(device, torch.int64)
 
 
 def _padding(tokens: np.ndarray, positions: np.ndarray, device: torch.device) -> Packed:

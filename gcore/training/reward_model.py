@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gcore.config.reward_model import PairTraining
 from gcore.models import score_texts
-from gcore.training.schedule import learning_rate
+from gcore.training.schedule import decay_groups, learning_rate
 from gcore.types import Ints, UserError
 
 if TYPE_CHECKING:
@@ -39,9 +39,8 @@ class PairTrainer:
         self.network, self._training, self._dtype = network, training, dtype
         if training.threads != "auto":
             torch.set_num_threads(training.threads)
-        self._optimizer = torch.optim.AdamW(
-            network.parameters(), lr=training.lr, betas=training.betas, weight_decay=training.weight_decay
-        )
+        groups = decay_groups(network.parameters(), training.weight_decay, training.weight_decay_norms)
+        self._optimizer = torch.optim.AdamW(groups, lr=training.lr, betas=training.betas)
         self.updates = self._bad_in_a_row = 0
 
     def update(self, pairs: Sequence[Pair]) -> dict[str, float]:

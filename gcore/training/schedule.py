@@ -1,18 +1,42 @@
-"""The learning rate as a pure function of the update number."""
+"""The learning rate as a pure function of the update, and which parameters decay."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
 
 
 def learning_rate(
-    update: int, *, peak: float, total: int, warmup: int = 0, schedule: str = "constant", min_ratio: float = 0.0
+    update: int,
+    *,
+    peak: float,
+    total: int,
+    warmup: int = 0,
+    schedule: str = "constant",
+    min_ratio: float = 0.0,
+    position: float | None = None,
 ) -> float:
-    """Linear warm-up, then constant, or linear or cosine down to `min_ratio * peak` at update `total`."""
-    if update < warmup:
-        return peak * (update + 1) / warmup
-    if schedule == "constant":
-        return peak
-    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    """Linear warm-up over updates, then constant, or linear or cosine down to `min_ratio * peak` at `total`.
+
+    `update` counts the updates that happened. `position` is where the run is on the way to `total`, in updates as they
+    were planned: a step with fewer mini-batches, or none, moves on as far as any other. Default: as `update`.
+    """
+    rate = peak * (update + 1) / warmup if update < warmup else peak
+    place = update if position is None else position
+    if schedule == "constant" or place < warmup:
+        return rate
+    progress = min(1.0, (place - warmup) / max(1, total - warmup))
     falling = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * (min_ratio + (1 - min_ratio) * falling)
+    return rate * (min_ratio + (1 - min_ratio) * falling)
+
+
+def decay_groups(parameters: Iterable[Tensor], weight_decay: float, norms: bool) -> list[dict[str, Any]]:
+    """Parameters for AdamW. Those of fewer than two dimensions (norms, biases) decay only if asked (`norms`)."""
+    found = list(parameters)
+    matrices = [p for p in found if p.ndim >= 2 or norms]
+    others = [p for p in found if p.ndim < 2 and not norms]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -41,12 +41,14 @@ def test_processes_under_ray(tmp_path, one, overrides):
     assert_same_run(steps(train(tmp_path, "ray", *overrides)), one)
 
 
-def test_mini_batches_and_kl(tmp_path):
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_mini_batches_and_kl(tmp_path, kl_in):
     """The same with old and reference logprobs in play, and an estimator that needs sums over all controllers."""
     extra = (
         "runtime=local",
         "algorithm.mini_batches=3",
         "algorithm.kl_coef=0.1",
+        f"algorithm.kl_in={kl_in}",
         "algorithm.adv_estimator=reinforce_pp",
     )
     a = steps(train(tmp_path, "a", *extra, "controllers=1"))

@@ -7,7 +7,8 @@ r"""Writes verl_golden.json: random batches and what verl computes from them. Ru
         omegaconf pandas codetiming
     verlenv/bin/python tests/parity/make_verl_golden.py
 
-The tests (tests/unit/test_advantages.py, test_losses.py) read only the file, so verl is not needed to run them.
+The tests (tests/unit/test_advantages.py, test_losses.py, test_preparation.py) read only the file, so verl is not
+needed to run them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from verl.trainer.ppo import core_algos
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config import FSDPActorConfig
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LOSSES = ("vanilla", "gspo", "cispo")
+KL = ("k1", "k2", "k3", "k1+", "k3+")
+KL_COEF = 0.05
+THRESHOLDS = {"truncate": 1.5, "mask": "0.6_1.5"}  # a single bound is TIS, two are IcePop
 MAX_RESPONSE_LENGTH = 12  # the divisor of seq-mean-token-sum-norm; wider than any response here
 
 
@@ -38,6 +43,9 @@ def batch(seed: int, groups: int, siblings: int, width: int) -> dict[str, Any]:
     mask = np.arange(width) < lengths[:, None]
     holes = rng.random((n, width)) < 0.15
     holes[:, 0] = False  # verl leaves a response without any action out of the mean; G-Core counts it
+    later = np.random.default_rng([seed, 1])  # so that older columns stay as they are
+    rollout = old + later.normal(0, 0.3, (n, width))
+    rollout[0, 0] -= 25  # beyond the bound of e^20
     return {
         "group": np.repeat(np.arange(groups), siblings).tolist(),
         "rewards": rng.normal(0.3, 1.0, n).round(3).tolist(),
@@ -46,6 +54,7 @@ def batch(seed: int, groups: int, siblings: int, width: int) -> dict[str, Any]:
         "log_prob": log.round(4).tolist(),
         "old_log_prob": old.round(4).tolist(),
         "ref_log_prob": ref.round(4).tolist(),
+        "rollout_log_prob": rollout.round(4).tolist(),
         "advantages": rng.normal(0, 1, n).round(3).tolist(),
         "clip_ratio_low": 0.2,
         "clip_ratio_high": 0.28,
@@ -56,23 +65,67 @@ def batch(seed: int, groups: int, siblings: int, width: int) -> dict[str, Any]:
 
 def answers(b: dict[str, Any]) -> dict[str, Any]:
     mask = torch.tensor(b["mask"], dtype=torch.float64)
-    rewards = torch.zeros_like(mask)
-    rewards[:, 0] = torch.tensor(b["rewards"], dtype=torch.float64)
-    index = np.array(b["group"])
-    estimators = {
-        "grpo": core_algos.compute_grpo_outcome_advantage(rewards, mask, index),
-        "dr_grpo": core_algos.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False),
-        "rloo": core_algos.compute_rloo_outcome_advantage(rewards, mask, index),
-        "reinforce_pp": core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, index),
-    }
-    found: dict[str, Any] = {"advantages": {name: value[0].tolist() for name, value in estimators.items()}}
-    log_prob, old, ref = (torch.tensor(b[k], dtype=torch.float64) for k in ("log_prob", "old_log_prob", "ref_log_prob"))
+    log_prob, old, ref, rollout = (
+        torch.tensor(b[k], dtype=torch.float64)
+        for k in ("log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob")
+    )
+    found: dict[str, Any] = {"advantages": estimates(b, mask, torch.zeros_like(mask))}
     found["low_var_kl"] = core_algos.kl_penalty(log_prob, ref, "low_var_kl").tolist()
+    found["kl_in_reward"] = {name: kl_in_reward(b, mask, old, ref, name) for name in ("k1", "k2", "k3")}
+    found["importance"] = {
+        level: {
+            mode: rollout_corr_helper.compute_rollout_correction_weights(old - rollout, mask, level, bounds)[0].tolist()
+            for mode, bounds in THRESHOLDS.items()
+        }
+        for level in ("token", "sequence")
+    }
+    found["geometric_kept"] = rollout_corr_helper.compute_rollout_rejection_mask(
+        rollout - old,
+        mask,
+        "seq_mean_k1",
+        "0.8_1.25",  # its k1 is minus what it is given
+    )[0].tolist()
     advantages = torch.tensor(b["advantages"], dtype=torch.float64)[:, None].expand_as(mask)
     found["losses"] = {
         loss: {mode: policy_loss(b, loss, mode, log_prob, old, advantages, mask) for mode in AGGREGATIONS}
         for loss in LOSSES
     }
+    return found
+
+
+def estimates(b: dict[str, Any], mask: torch.Tensor, penalty: torch.Tensor) -> dict[str, Any]:
+    """Advantages of all estimators; each step's reward is less by `penalty`, the last action also has the score."""
+    rewards = -penalty * mask
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
+    rewards[torch.arange(len(mask)), last] += torch.tensor(b["rewards"], dtype=torch.float64)
+    index = np.array(b["group"])
+    found = {
+        "grpo": core_algos.compute_grpo_outcome_advantage(rewards, mask, index),
+        "dr_grpo": core_algos.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False),
+        "rloo": core_algos.compute_rloo_outcome_advantage(rewards, mask, index),
+        "reinforce_pp": core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, AlgoConfig(gamma=1.0)),
+        "reinforce_pp_baseline": core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(
+            rewards, mask, index
+        ),
+    }
+    return {name: value[0].tolist() for name, value in found.items()}
+
+
+def kl_in_reward(b: dict[str, Any], mask: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, name: str) -> Any:
+    """As verl's apply_kl_penalty: the reward of each step is less by kl_coef times its KL."""
+    return estimates(b, mask, KL_COEF * core_algos.kl_penalty(old, ref, name))
+
+
+def kl_estimates() -> dict[str, Any]:
+    """Values and gradients far beyond every bound."""
+    log_prob = torch.tensor([-30.0, -24.0, -6.0, -4.0, -3.0, -1.5, -1.0, -0.5, -0.2], dtype=torch.float64)
+    ref = torch.tensor([-0.5, -1.0, -0.1, -1.0, -3.0, -1.4, -2.0, -5.0, -40.0], dtype=torch.float64)
+    found: dict[str, Any] = {"log_prob": log_prob.tolist(), "ref_log_prob": ref.tolist()}
+    for name in KL:
+        leaf = log_prob.clone().requires_grad_()
+        value = core_algos.kl_penalty(leaf, ref, name)
+        value.sum().backward()
+        found[name] = {"value": value.tolist(), "gradient": leaf.grad.tolist()}
     return found
 
 
@@ -115,7 +168,8 @@ def rounded(value: Any) -> Any:
 
 def main() -> None:
     batches = [batch(seed, *shape) for seed, shape in enumerate([(2, 4, 5), (3, 2, 8), (2, 3, 4)])]
-    golden = {"verl": version("verl"), "cases": [{"batch": b, **answers(b)} for b in batches]}
+    golden: dict[str, Any] = {"verl": version("verl"), "kl": kl_estimates(), "kl_coef": KL_COEF}
+    golden["cases"] = [{"batch": b, **answers(b)} for b in batches]
     path = Path(__file__).with_name("verl_golden.json")
     path.write_text(json.dumps(rounded(golden)) + "\n")
     print(f"{path}: {path.stat().st_size} bytes")

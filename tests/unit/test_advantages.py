@@ -6,7 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.preparation.advantages import ESTIMATORS, Moments, dr_grpo, grpo, reinforce_pp, rloo, whiten
+from gcore.preparation.advantages import (
+    ESTIMATORS,
+    Moments,
+    dr_grpo,
+    grpo,
+    overlong_penalty,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+    whiten,
+)
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())["cases"]
 
@@ -47,11 +57,11 @@ def test_rloo_leaves_itself_out():
     assert rloo(of(1, 0)).tolist() == [1.0, -1.0]
 
 
-def test_reinforce_pp_takes_the_group_mean_where_there_is_a_group():
-    assert reinforce_pp(of(0, 4, 2)).tolist() == [-2.0, 2.0, 0.0]
-    alone = of(5.0)
-    assert reinforce_pp(alone).tolist() == [5.0]
-    assert reinforce_pp(alone) is not alone
+def test_reinforce_pp_has_no_baseline_but_the_batch():
+    rewards = of(0, 4, 2)
+    assert reinforce_pp(rewards).tolist() == [0.0, 4.0, 2.0]
+    assert reinforce_pp(rewards) is not rewards
+    assert reinforce_pp_baseline(rewards).tolist() == [-2.0, 2.0, 0.0]
 
 
 def test_moments_weigh_by_actions():
@@ -83,7 +93,30 @@ def test_whiten_does_not_depend_on_the_split_over_controllers():
 
 
 def test_estimators_that_whiten():
-    assert {name for name, estimator in ESTIMATORS.items() if estimator.whiten} == {"reinforce_pp"}
+    assert {name for name, estimator in ESTIMATORS.items() if estimator.whiten} == {
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+    }
+
+
+def test_moments_of_steps_that_are_charged_with_the_kl_to_come():
+    # two actions with KL to come of 0.4 and 0.3, one with 0.2; coefficient 0.5
+    steps = of(2 - 0.5 * 0.4, 2 - 0.5 * 0.3, -1 - 0.5 * 0.2)
+    found = Moments.of(of(2, -1), of(2, 1), of(0.7, 0.2), of(0.25, 0.04), 0.5)
+    assert (found.count, found.total, found.squares) == pytest.approx((3, steps.sum(), (steps**2).sum()), abs=1e-12)
+    assert (found.mean, found.spread) == pytest.approx((steps.mean(), steps.std(ddof=1)), abs=1e-8)
+
+
+def test_soft_overlong_punishment():
+    """DAPO, equation 13: 0 up to max - cache, then linearly to -1 at max, and -1 beyond."""
+
+    def found(length, **more):
+        return overlong_penalty(length, **{"max_length": 20, "buffer": 4, "penalty": 1.0, **more})
+
+    assert [found(n) for n in (1, 16, 17, 18, 20, 25)] == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert found(18, penalty=3.0) == -1.5
+    assert found(20, buffer=0) == 0.0
+    assert found(10, buffer=20) == -0.5
 
 
 # --- verl 0.9.1. Its epsilon (1e-6), spread (n - 1) and whitening (n - 1, 1e-8) are ours too. A group of one, which

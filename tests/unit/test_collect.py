@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gcore.config.tree import Sampling
+from gcore.config.tree import Algorithm, Sampling
 from gcore.controller.build import load_filter
 from gcore.controller.collect import Collected, answer_all, merge_places, no_filter
 from gcore.controller.workflow import StageClock, generate_and_reward
@@ -320,7 +320,7 @@ def check_ages(world: World, first_step: int = 1) -> Counter[int]:
     ages = Counter[int]()
     for step, found in enumerate(world.steps, first_step):
         groups = [group for part in found for group in part.groups]
-        asyncio.run(make_samples(groups, "grpo", world.groups[0], step - 1, world.sampling.staleness))
+        asyncio.run(make_samples(groups, Algorithm(), world.groups[0], step - 1, world.sampling.staleness))
         ages.update(step - 1 - oldest(group) for group in groups)
     return ages
 

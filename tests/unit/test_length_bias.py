@@ -12,7 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from gcore.config.tree import Sampling
+from gcore.config.advice import warnings
+from gcore.config.tree import Config, Sampling
 from gcore.controller.record import rollout_row
 from gcore.simulate import VirtualLoop
 from tests.unit.rollouts import World, numbers, run
@@ -102,3 +103,15 @@ def test_the_row_has_the_ratio_of_the_means():
     }
     assert rollout_row([part], [])["rollout/length_bias"] == 0.75
     assert "rollout/length_bias" not in rollout_row([{**part, "tokens": 0, "tokens_eligible": 0}], [])
+
+
+def test_the_biased_mode_is_warned_of():
+    def said(**sampling: object) -> list[str]:
+        tree = {"model": {"build": {}}, "data": {"train": {"task": "arithmetic"}, "max_prompt_length": 64}}
+        tree |= {"rewards": {"functions": [{"name": "f", "path": "x:f"}]}, "generation": {"max_response_length": 64}}
+        return [line for line in warnings(Config.model_validate({**tree, "sampling": sampling})) if "short" in line]
+
+    (line,) = said(filter="spread", deterministic=False, surplus="abort")
+    assert "surplus=abort prefers short responses" in line
+    for sampling in ({}, {"filter": "spread"}, {"filter": "spread", "deterministic": False}, {"max_staleness": 1}):
+        assert said(**sampling) == []

@@ -345,7 +345,7 @@ def test_logits_and_gradients_are_those_of_peft():
     trainer._old.clear()
     gradients: dict[str, torch.Tensor] = {}
 
-    def look(batch: Any) -> dict[str, float]:
+    def look(batch: Any, number: int) -> dict[str, float]:
         parameters = trainer._policy.network.named_parameters()
         gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
         return {}

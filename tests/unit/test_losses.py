@@ -10,7 +10,8 @@ import torch
 from gcore.config.tree import Algorithm
 from gcore.training.losses import POLICY_LOSSES, Steps, importance, kl_penalty, weights
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())["cases"]
+VERL = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())
+GOLDEN, KL = VERL["cases"], VERL["kl"]
 LN = math.log
 
 
@@ -105,56 +106,101 @@ def test_k3_is_unbiased():
     assert (p * kl_penalty(p.log(), q.log())).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-6)
 
 
-# --- truncated importance sampling
+# --- importance weights
 
 
 def weigh_by_policy(ratios, mask=None, sample=None, **options):
-    """ratios: how much likelier the trainer finds each token than the engine did."""
+    """ratios: how much likelier the trainer finds each token than the engine did. Weights, and where a bound decided:
+    1 above the cap, -1 below the floor."""
     before = torch.tensor([-1.5] * len(ratios), dtype=torch.float64, requires_grad=True)
     rollout = before.detach() - torch.tensor([LN(r) for r in ratios], dtype=torch.float64)
     given = steps(ratios=[1.0] * len(ratios), advantages=[1.0] * len(ratios), mask=mask, sample=sample)
-    weights_S, capped_S = importance(before, rollout, given, Algorithm(**options))
-    assert not weights_S.requires_grad and not capped_S.requires_grad  # a weight, not a way to be likelier
-    return weights_S.tolist(), capped_S.tolist()
+    weights_S, capped_S, floored_S = importance(before, rollout, given, Algorithm(**options))
+    assert not weights_S.requires_grad  # a weight, not a way to be likelier
+    return weights_S.tolist(), (capped_S.int() - floored_S.int()).tolist()
 
 
-def test_importance_is_the_ratio_up_to_the_cap():
-    found, capped = weigh_by_policy([0.25, 1.0, 1.99, 2.01, 50.0])
+def test_token_weights_are_the_ratio_up_to_the_cap():
+    found, bound = weigh_by_policy([0.25, 1.0, 1.99, 2.01, 50.0])
     assert found == pytest.approx([0.25, 1.0, 1.99, 2.0, 2.0], abs=1e-12)
-    assert capped == [False, False, False, True, True]
-    assert weigh_by_policy([0.25, 4.0], importance_cap=5.0) == (pytest.approx([0.25, 4.0], abs=1e-12), [False, False])
-    assert weigh_by_policy([0.25, 4.0], importance_cap=0.1) == (pytest.approx([0.1, 0.1], abs=1e-12), [True, True])
+    assert bound == [0, 0, 0, 1, 1]
+    assert weigh_by_policy([0.25, 4.0], importance_cap=5.0) == (pytest.approx([0.25, 4.0], abs=1e-12), [0, 0])
+    assert weigh_by_policy([0.25, 4.0], importance_cap=0.1) == (pytest.approx([0.1, 0.1], abs=1e-12), [1, 1])
+
+
+def test_masked_weights_are_0_outside_the_bounds():
+    ratios, bounds = [0.25, 0.5001, 1.0, 4.999, 5.001], {"importance_cap": 5.0, "importance_floor": 0.5}
+    assert weigh_by_policy(ratios, importance_mode="mask", **bounds) == (
+        pytest.approx([0, 0.5001, 1.0, 4.999, 0], abs=1e-12),
+        [-1, 0, 0, 0, 1],
+    )
+    assert weigh_by_policy(ratios, **bounds) == (
+        pytest.approx([0.5, 0.5001, 1.0, 4.999, 5.0], abs=1e-12),
+        [-1, 0, 0, 0, 1],
+    )
 
 
 def test_importance_of_the_same_policy_is_one_exactly():
     logprobs = torch.tensor([-0.1, -3.0, 0.0], dtype=torch.float64)
     given = steps(ratios=[1.0] * 3, advantages=[1.0] * 3)
-    for mode in ("token", "sequence"):
-        weights_S, capped_S = importance(logprobs, logprobs.clone(), given, Algorithm(importance=mode))
-        assert (weights_S.tolist(), capped_S.any().item()) == ([1.0] * 3, False)
+    for level in ("token", "sequence", "geometric", "none"):
+        weights_S, *bound = importance(logprobs, logprobs.clone(), given, Algorithm(importance=level))
+        assert (weights_S.tolist(), any(b.any() for b in bound)) == ([1.0] * 3, False)
 
 
-def test_importance_of_a_sequence_is_the_geometric_mean_of_its_actions():
-    # sample 0: 2 and 1/2, and 100 that is no action of the policy: 1; sample 1: 9 and 1: 3, capped; sample 2: 1/4
-    found, capped = weigh_by_policy(
-        [2, 0.5, 100, 9, 1, 0.25],
-        mask=[1.0, 1, 0, 1, 1, 1],
-        sample=[0, 0, 0, 1, 1, 2],
-        importance="sequence",
+SEQUENCES = {  # sample 0: 2 and 1/2, and 100 that is no action of the policy; sample 1: 9 and 1; sample 2: 1/4, 1/4
+    "ratios": [2, 0.5, 100, 9, 1, 0.25, 0.25],
+    "mask": [1.0, 1, 0, 1, 1, 1, 1],
+    "sample": [0, 0, 0, 1, 1, 2, 2],
+}
+
+
+def test_sequence_weights_are_the_product_over_the_actions_of_a_sample():
+    found, bound = weigh_by_policy(**SEQUENCES, importance="sequence", importance_cap=8.0)
+    assert found == pytest.approx([1, 1, 1, 8, 8, 1 / 16, 1 / 16], abs=1e-12)
+    assert bound == [0, 0, 0, 1, 1, 0, 0]
+    masked, bound = weigh_by_policy(
+        **SEQUENCES, importance="sequence", importance_mode="mask", importance_cap=10.0, importance_floor=0.1
     )
-    assert found == pytest.approx([1, 1, 1, 2, 2, 0.25], abs=1e-12)
-    assert capped == [False, False, False, True, True, False]
+    assert masked == pytest.approx([1, 1, 1, 9, 9, 0, 0], abs=1e-12)
+    assert bound == [0, 0, 0, 0, 0, -1, -1]
 
 
-def test_importance_of_a_sample_without_actions_is_one():
-    found, _ = weigh_by_policy([5.0, 3.0, 0.5], mask=[0.0, 0, 1], sample=[0, 0, 1], importance="sequence")
+def test_geometric_weights_are_the_geometric_mean():
+    found, bound = weigh_by_policy(**SEQUENCES, importance="geometric")
+    assert found == pytest.approx([1, 1, 1, 2, 2, 0.25, 0.25], abs=1e-12)
+    assert bound == [0, 0, 0, 1, 1, 0, 0]
+
+
+def test_sequence_weights_are_unbiased_and_geometric_ones_are_not():
+    """All 9 sequences of two tokens: the mean over what the engine samples, weighted, is that of the trainer."""
+    trainer, engine = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.3, 0.2], [0.2, 0.3, 0.5]))
+    value = torch.arange(9, dtype=torch.float64)  # of each sequence
+    first, second = torch.arange(9) // 3, torch.arange(9) % 3
+    tokens = torch.stack([first, second], 1).flatten()
+    given = steps(ratios=[1.0] * 18, advantages=[1.0] * 18, sample=[i // 2 for i in range(18)])
+
+    def mean(level):
+        algorithm = Algorithm(importance=level, importance_cap=1e6)
+        found, *_ = importance(trainer.log()[tokens], engine.log()[tokens], given, algorithm)
+        return float((engine[first] * engine[second] * found[::2] * value).sum())
+
+    expected = float((trainer[first] * trainer[second] * value).sum())
+    assert expected == pytest.approx(2.8, abs=1e-9) and mean("sequence") == pytest.approx(2.8, abs=1e-9)
+    assert abs(mean("geometric") - expected) > 0.2 and abs(mean("token") - expected) > 0.2
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_importance_of_a_sample_without_actions_is_one(level):
+    found, _ = weigh_by_policy([5.0, 3.0, 0.5], mask=[0.0, 0, 1], sample=[0, 0, 1], importance=level)
     assert found == pytest.approx([1.0, 1.0, 0.5], abs=1e-12)
 
 
-def test_importance_stays_finite():
-    given = steps(ratios=[1.0] * 2, advantages=[1.0] * 2)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_importance_stays_finite(level):
+    given = steps(ratios=[1.0] * 2, advantages=[1.0] * 2, sample=[0, 1])
     far = torch.tensor([-500.0, 0.0], dtype=torch.float64), torch.tensor([0.0, -500.0], dtype=torch.float64)
-    weights_S, capped_S = importance(*far, given, Algorithm(importance_cap=1e12))
+    weights_S, capped_S, _ = importance(*far, given, Algorithm(importance=level, importance_cap=1e12))
     assert weights_S.tolist() == pytest.approx([math.exp(-20), math.exp(20)]) and not capped_S.any()
 
 
@@ -187,9 +233,9 @@ def test_weights_of_a_sample_without_actions_are_zero():
         assert found.tolist() == [0.0, 0.0]
 
 
-# --- verl 0.9.1. Common ground: `clip_ratio_c` = 1e9 turns off its dual clip, which is always on; its k3 stops at 10,
-# --- where no step here comes near; every response has an action (verl leaves the others out of the mean over
-# --- sequences, G-Core counts them); its GSPO ratio stops at e^10, ours at e^20.
+# --- verl 0.9.1. Common ground: `clip_ratio_c` = 1e9 turns off its dual clip, which is always on; every response has an
+# --- action (verl leaves the others out of the mean over sequences, G-Core counts them); its GSPO ratio stops at e^10,
+# --- ours at e^20.
 
 VERL_NAMES = {"ppo": "vanilla", "gspo": "gspo", "cispo": "cispo"}
 VERL_AGGREGATIONS = {
@@ -259,3 +305,44 @@ def test_kl_same_as_verl(case):
     expected = flat({**batch, "kl": GOLDEN[case]["low_var_kl"]}, "kl")
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
     assert found.max() < 10
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k1+", "k3+"])
+def test_kl_estimators_and_their_gradients_same_as_verl(estimator):
+    given, ref = (torch.tensor(KL[name], dtype=torch.float64) for name in ("log_prob", "ref_log_prob"))
+    found = kl_penalty(given.requires_grad_(), ref, estimator)
+    found.sum().backward()
+    assert found.tolist() == pytest.approx(KL[estimator]["value"], abs=1e-8)
+    assert given.grad.tolist() == pytest.approx(KL[estimator]["gradient"], abs=1e-8)
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("case", range(len(GOLDEN)))
+def test_importance_same_as_verl(case, level, mode):
+    """verl's rollout_is: one threshold is truncation, two are IcePop. It writes 0 where there is no action."""
+    floor = 0.6 if mode == "mask" else 0.0
+    found_S, mask_S, batch = verl_importance(case, level, importance_mode=mode, importance_floor=floor)
+    expected = flat({**batch, "found": GOLDEN[case]["importance"][level][mode]}, "found")
+    assert (found_S * mask_S).tolist() == pytest.approx(expected.tolist(), abs=1e-8)
+    assert not torch.equal(found_S * mask_S, mask_S)
+
+
+@pytest.mark.parametrize("case", range(len(GOLDEN)))
+def test_geometric_mask_same_as_verl(case):
+    """verl has the geometric mean as rejection (rollout_rs: seq_mean_k1), without weights."""
+    found_S, mask_S, batch = verl_importance(
+        case, "geometric", importance_mode="mask", importance_floor=0.8, importance_cap=1.25
+    )
+    expected = flat({**batch, "found": GOLDEN[case]["geometric_kept"]}, "found")
+    assert ((found_S > 0) * mask_S).tolist() == expected.tolist()
+
+
+def verl_importance(case, level, **options):
+    batch = GOLDEN[case]["batch"]
+    samples = len(batch["lengths"])
+    sample_S = torch.repeat_interleave(torch.arange(samples), torch.tensor(batch["lengths"]))
+    mask_S, old_S = flat(batch, "mask"), flat(batch, "old_log_prob")
+    given = Steps(old_S, old_S, flat(batch, "advantages"), mask_S, sample_S, samples)
+    algorithm = Algorithm(**{"importance": level, "importance_cap": 1.5, **options})
+    return importance(old_S, flat(batch, "rollout_log_prob"), given, algorithm)[0], mask_S, batch

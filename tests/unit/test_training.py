@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -191,7 +192,7 @@ def gradients_of(trainer: FsdpTrainer, samples, batch: TrainBatch) -> tuple[dict
     """What reaches the optimizer."""
     found: dict[str, torch.Tensor] = {}
 
-    def look(batch):
+    def look(batch, number):
         for name, parameter in trainer._policy.network.named_parameters():
             found[name] = parameter.grad.full_tensor().clone()
         trainer._optimizer.zero_grad(set_to_none=True)
@@ -242,7 +243,7 @@ def test_gradient_does_not_depend_on_the_split(aggregation, loss):
     assert split_stats == pytest.approx(stats, abs=1e-5)
 
 
-@pytest.mark.parametrize("importance", ["none", "token", "sequence"])
+@pytest.mark.parametrize("importance", ["none", "token", "sequence", "geometric"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradient_is_that_of_the_formula(aggregation, importance):
     """On policy: sum of -A w logp over the steps that count, each sample alone, divided as the paper says; w is how
@@ -255,7 +256,9 @@ def test_gradient_is_that_of_the_formula(aggregation, importance):
         mask, advantage = torch.from_numpy(s.mask_S), float(s.advantages_S[0])
         logprobs = alone(network, s)[0][mask]
         log_ratio = logprobs.detach() - torch.from_numpy(s.rollout_logprobs_S)[mask]
-        log_ratio = log_ratio.mean().expand_as(log_ratio) if importance == "sequence" else log_ratio
+        if importance in ("sequence", "geometric"):
+            whole = log_ratio.sum() if importance == "sequence" else log_ratio.mean()
+            log_ratio = whole.expand_as(log_ratio)
         ratios.append(log_ratio.exp())
         weights = 1 if importance == "none" else ratios[-1].clamp(max=2)
         losses.append((-advantage * weights * logprobs).sum() / (mask.sum() if "seq" in aggregation else 1))
@@ -323,13 +326,37 @@ def test_an_update_is_one_clipped_adamw_step():
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5) and norm > 0.05
     assert (stats["lr"], stats["updates"], stats["skipped"]) == (1e-2, 1.0, 0.0)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    norms = [p for p in network.parameters() if p.ndim < 2]
+    groups = [{"params": [p for p in network.parameters() if p.ndim >= 2]}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for name, parameter in network.named_parameters():
         parameter.grad = gradients[name] * 0.05 / (norm + 1e-6)
     optimizer.step()
     for name, value in weights_of(trainer).items():
         expected = network.get_parameter(name).detach().numpy()
         assert np.allclose(value, expected, atol=1e-5, rtol=0), name
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_norms_and_biases_decay_only_if_asked(asked):
+    """No gradient and a decay of lr x weight_decay = 0.1: each parameter is 0.9 of what it was, or what it was."""
+    model = {"build": {**RECIPE["model"]["build"], "architecture": "qwen2"}}  # has biases
+    training = {"lr": 0.2, "weight_decay": 0.5, "weight_decay_norms": asked}
+    trainer, samples = trainer_of(config_of(model=model, training=training)), samples_of()
+    with torch.no_grad():
+        for parameter in trainer._policy.network.parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(0.5)
+    before = weights_of(trainer)
+    silent = [dataclasses.replace(s, advantages_S=s.advantages_S * 0) for s in samples]
+    update(trainer, silent, batch_of(silent))
+    kinds = {"norm.weight": 0, ".bias": 0, "proj.weight": 0, "embed_tokens.weight": 0}
+    for name, value in weights_of(trainer).items():
+        factor = 0.9 if value.ndim > 1 or asked else 1.0
+        assert np.allclose(value, before[name] * np.float32(factor), atol=1e-7, rtol=0), name
+        for kind in kinds:
+            kinds[kind] += name.endswith(kind)
+    assert all(kinds.values())
 
 
 def test_weights_are_a_copy_under_the_library_s_names():
@@ -360,8 +387,7 @@ def test_later_mini_batches_are_compared_with_the_policy_before_the_step():
     asyncio.run(trainer.prepare(batch))
     for key, expected in logprobs.items():
         assert torch.allclose(trainer._old[key], expected, atol=1e-5, rtol=0)
-    first = trainer._mini_batch(batch, batch.mini_batches[0])
-    second = trainer._mini_batch(batch, batch.mini_batches[1])
+    first, second = trainer._mini_batch(batch, 0), trainer._mini_batch(batch, 1)
     assert abs(first["approx_kl"]) < 1e-4 < abs(second["approx_kl"])
     mask = np.concatenate([s.mask_S for s in samples[:6]])
     off = np.concatenate([logprobs[s.key].numpy() - s.rollout_logprobs_S for s in samples[:6]])
@@ -376,8 +402,9 @@ def poisoned(samples) -> list[Sample]:
     return [dataclasses.replace(first, advantages_S=first.advantages_S * np.nan), *rest]
 
 
-def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row():
-    trainer, samples = trainer_of(config_of(training={"max_bad_updates": 2})), samples_of()
+def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row(tmp_path):
+    run = {"dir": str(tmp_path)}
+    trainer, samples = trainer_of(config_of(run=run, training={"max_bad_updates": 2})), samples_of()
     update(trainer, samples, batch_of(samples))
     before = weights_of(trainer)
     moments = [v["exp_avg"].full_tensor().clone() for v in trainer._optimizer.state.values()]
@@ -388,10 +415,97 @@ def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row():
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
     good = update(trainer, samples, batch_of(samples))  # breaks the row
     assert good["skipped"] == 0.0 and not same(weights_of(trainer), before)
-    assert trainer.updates == 3
+    assert trainer.updates == 2
     update(trainer, poisoned(samples), batch_of(samples))
     with pytest.raises(FloatingPointError, match=r"2 updates in a row .*training\.max_bad_updates"):
         update(trainer, poisoned(samples), batch_of(samples))
+
+
+def test_the_samples_of_a_bad_update_are_written_down(tmp_path):
+    config = config_of(
+        run={"dir": str(tmp_path), "name": "sick"}, algorithm={"mini_batches": 2, "kl_coef": 0.1}, training=PATIENT
+    )
+    trainer = trainer_of(config)
+    asyncio.run(trainer.begin())
+    samples = [dataclasses.replace(s, reward=0.5 + s.sibling) for s in samples_of()]
+    sick = [*samples[:6], *poisoned(samples[6:])]  # the second half of the prompts is the second mini-batch
+    expected = {s.key: alone(network_of(config), s)[0].detach().numpy() for s in samples}
+    stats = update(trainer, sick, batch_of(samples, mini_batches=2))
+    assert (stats["skipped"], stats["updates"], trainer.updates) == (1.0, 2.0, 1)
+    (file,) = (tmp_path / "sick" / "bad_batches").iterdir()
+    assert file.name == "step_1_update_2_rank_0.json"
+    rows = {(row["prompt_id"], row["sibling"]): row for row in json.loads(file.read_text())}
+    assert sorted(rows) == [s.key for s in samples[6:]]
+    for s in sick[6:]:
+        row = rows[s.key]
+        assert row["tokens"] == s.tokens_T.tolist() and row["mask"] == s.mask_S.tolist()
+        assert row["reward"] == s.reward and row["temperature"] == 1.0
+        for column, values in {"advantages": s.advantages_S, "rollout_logprobs": s.rollout_logprobs_S}.items():
+            assert np.array_equal(row[column], values, equal_nan=True)
+        assert np.allclose(row["old_logprobs"], expected[s.key], atol=1e-5)
+        assert np.allclose(row["reference_logprobs"], expected[s.key], atol=1e-5)
+        assert len(row["logprobs"]) == s.num_steps and row["logprobs"] != row["old_logprobs"]  # one update later
+    assert math.isnan(rows[samples[6].key]["advantages"][0])
+
+
+PATIENT = {"max_bad_updates": 100}
+
+
+def test_the_number_of_files_is_bounded(tmp_path):
+    config = config_of(run={"dir": str(tmp_path), "name": "sick"}, training=PATIENT)
+    trainer, samples = trainer_of(config), samples_of(prompts=1)
+    for step in range(1, 12):
+        update(trainer, poisoned(samples), dataclasses.replace(batch_of(samples), step=step))
+    names = sorted(file.name for file in (tmp_path / "sick" / "bad_batches").iterdir())
+    assert names == sorted(f"step_{step}_update_1_rank_0.json" for step in range(1, 9))
+
+
+# --- KL in the reward
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_prepare_gives_the_kl_of_each_sample_and_update_charges_it(estimator):
+    algorithm = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": estimator, "importance": "none"}
+    trainer, samples = trainer_of(config_of(algorithm=algorithm)), samples_of()
+    reference = network_of(trainer._config)
+    asyncio.run(trainer.begin())
+    with torch.no_grad():
+        for parameter in trainer._policy.network.parameters():
+            parameter.mul_(1.05)  # away from the reference
+    policy = trainer_network(trainer)
+    batch = batch_of(samples, 40)
+    asyncio.run(trainer.push(0, samples))
+    found = asyncio.run(trainer.prepare(batch))
+    assert sorted(found) == sorted(s.key for s in samples)
+    given = {s.key: 0.1 * (i - 5) for i, s in enumerate(samples)}
+    losses = []
+    for s in samples:
+        own, other = alone(policy, s)[0], alone(reference, s)[0].detach()
+        d = (own - other).detach().numpy().astype(np.float64)
+        kl = (d if estimator == "k1" else np.exp(-d) + d - 1) * s.mask_S
+        to_come = np.array([kl[i:].sum() for i in range(len(kl))])
+        sums = found[s.key]
+        assert (sums.total, sums.to_come, sums.to_come_squares) == pytest.approx(
+            (kl.sum(), to_come[s.mask_S].sum(), (to_come[s.mask_S] ** 2).sum()), abs=1e-4
+        )
+        advantages = torch.from_numpy(given[s.key] - 0.7 * to_come)
+        losses.append(-(advantages * own * torch.from_numpy(s.mask_S)).sum())
+    (sum(losses) / sum(int(s.mask_S.sum()) for s in samples)).backward()
+    trainer._samples.clear()
+    charged = dataclasses.replace(batch, advantages=given, kl_scale=0.7)
+    gradients, stats = gradients_of(trainer, samples, charged)
+    for name, parameter in policy.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3), name
+    assert stats["loss"] == stats["pg_loss"] and stats["kl"] == pytest.approx(
+        sum(s.total for s in found.values()), rel=1e-4
+    )
+
+
+def test_prepare_gives_nothing_where_the_kl_is_in_the_loss():
+    trainer, samples = trainer_of(config_of(algorithm={"kl_coef": 0.5})), samples_of()
+    asyncio.run(trainer.begin())
+    asyncio.run(trainer.push(0, samples))
+    assert asyncio.run(trainer.prepare(batch_of(samples))) == {}
 
 
 # --- reference
@@ -439,8 +553,8 @@ def test_state_round_trip_is_exact(tmp_path, kl_coef):
     assert other.updates == trainer.updates == 3
     assert same(weights_of(other), weights_of(trainer))
     assert same(state_of(other), state_of(trainer))
-    a = update(trainer, samples, batch_of(samples))
-    b = update(other, samples, batch_of(samples))
+    fourth = dataclasses.replace(batch_of(samples), step=4)
+    a, b = update(trainer, samples, fourth), update(other, samples, fourth)
     assert a == b and a["lr"] < config.training.lr
     assert same(weights_of(other), weights_of(trainer)) and same(state_of(other), state_of(trainer))
 
@@ -477,20 +591,38 @@ def test_cosine():
     assert found == pytest.approx([2.0, 1.55, 1.1, 0.65, 0.2, 0.2], abs=1e-12)
 
 
-def test_schedule_counts_optimizer_steps():
-    """10 steps x 2 mini-batches: halfway after 10 updates. The warm start has a rate of its own, up and down."""
+def test_warm_up_counts_updates_and_the_rest_goes_by_progress():
+    """Warm-up of 2 updates; position 4 of 10 after a single update: the rate is still rising, and already falling."""
+    given = {"peak": 8.0, "total": 10, "warmup": 2, "schedule": "linear"}
+    assert learning_rate(0, position=4, **given) == 4.0 * 0.75
+    assert learning_rate(1, position=4, **given) == 8.0 * 0.75
+    assert learning_rate(9, position=9.5, **given) == 8.0 * 0.0625
+    assert learning_rate(3, position=3, **given) == learning_rate(3, **given)
+
+
+def test_schedule_ends_with_the_run_whatever_the_steps_have_in_updates():
+    """10 steps of 4 mini-batches as planned; some have fewer, some none: each takes the rate of its place."""
     config = config_of(
         run={"steps": 10},
-        algorithm={"mini_batches": 2},
+        algorithm={"mini_batches": 4},
         training={"lr": 4.0, "schedule": "linear", "warm_start": {"steps": 30, "lr": 0.5}},
     )
-    trainer, batch = trainer_of(config), batch_of(samples_of())
-    trainer.updates = 10
-    assert trainer._learning_rate(batch) == 2.0
-    warm = batch_of(samples_of(), objective="imitation")
-    rates = {0: 0.5 / 3, 3: 0.5, 12: 0.5 * 18 / 27, 30: 0.0}
-    for trainer.updates, rate in rates.items():
-        assert trainer._learning_rate(warm) == pytest.approx(rate, abs=1e-12)
+    trainer = trainer_of(config)
+
+    def rates(step: int, updates: int) -> list[float]:
+        batch = TrainBatch(step, (MiniBatch((), 1, 1),) * updates)
+        return [trainer._learning_rate(batch, number) for number in range(updates)]
+
+    assert rates(1, 4) == [4.0, 3.9, 3.8, 3.7]
+    trainer.updates = 4  # nothing was trained on in steps 2 to 5
+    assert rates(6, 4) == pytest.approx([2.0, 1.9, 1.8, 1.7], abs=1e-12)
+    assert rates(6, 2) == pytest.approx([2.0, 1.8], abs=1e-12)
+    assert rates(10, 1) == pytest.approx([0.4], abs=1e-12)
+    rates_of_warm_start = {1: 0.5 / 3, 4: 0.5, 13: 0.5 * 18 / 27, 31: 0.0}
+    for step, rate in rates_of_warm_start.items():
+        trainer.updates = step - 1
+        warm = TrainBatch(step, (MiniBatch((), 1, 1),), "imitation")
+        assert trainer._learning_rate(warm, 0) == pytest.approx(rate, abs=1e-12)
 
 
 def test_weights_arrive_as_they_were_sent():

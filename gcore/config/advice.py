@@ -1,0 +1,111 @@
+"""Settings that are valid and yet contradict each other, or the preset that the recipe names. Pure: config -> lines.
+
+Shown when a run starts and by `--dry-run`. What cannot work at all is refused by the validators instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gcore.config.algorithm import Algorithm, preset_values
+from gcore.config.tree import Config
+
+SMALL_CLIP, LARGE_CLIP = 0.01, 0.05  # ratios of whole samples are clipped at about 4e-4, those of tokens at 0.2
+
+
+def warnings(config: Config) -> list[str]:
+    """One line per contradiction."""
+    algorithm = config.algorithm
+    return [*_departures(config), *_loss(algorithm), *_kl(algorithm), *_samples(config)]
+
+
+def _departures(config: Config) -> Iterator[str]:
+    preset = config.algorithm.preset
+    if preset is None:
+        return
+    for section, values in preset_values(preset, config.generation.max_response_length).items():
+        for name, value in values.items():
+            got = getattr(getattr(config, section), name)
+            if got != value:
+                yield f"{section}.{name}={got} where algorithm.preset={preset} has {value}; the recipe's value is used"
+
+
+def _loss(algorithm: Algorithm) -> Iterator[str]:
+    loss, clip = algorithm.policy_loss, max(algorithm.clip_ratio_low, algorithm.clip_ratio_high)
+    if loss == "gspo" and algorithm.loss_aggregation != "sequence_mean":
+        yield (
+            f"algorithm.policy_loss=gspo has one ratio per sample, and loss_aggregation={algorithm.loss_aggregation} "
+            "weighs samples by their length; GSPO uses sequence_mean"
+        )
+    if loss == "gspo" and clip > LARGE_CLIP:
+        yield (
+            f"algorithm.policy_loss=gspo with clip_ratio_low={algorithm.clip_ratio_low}, clip_ratio_high="
+            f"{algorithm.clip_ratio_high}: the ratio of a whole sample hardly moves that far, so the clip has no "
+            "effect; GSPO uses 3e-4 and 4e-4"
+        )
+    if loss == "ppo" and clip < SMALL_CLIP:
+        yield (
+            f"algorithm.policy_loss=ppo with clip_ratio_low={algorithm.clip_ratio_low}, clip_ratio_high="
+            f"{algorithm.clip_ratio_high} clips nearly every token; these are ranges of policy_loss=gspo"
+        )
+    if loss in ("gspo", "cispo") and algorithm.mini_batches == 1:
+        yield (
+            f"algorithm.policy_loss={loss} with mini_batches=1: with one update per step all ratios are 1, and the "
+            "gradient is that of policy_loss=ppo"
+        )
+    if loss == "cispo" and algorithm.clip_ratio_dual is not None:
+        yield "algorithm.clip_ratio_dual has no effect with policy_loss=cispo"
+    if algorithm.adv_estimator == "dr_grpo" and algorithm.loss_aggregation == "sequence_mean":
+        yield (
+            "algorithm.adv_estimator=dr_grpo with loss_aggregation=sequence_mean: dividing by the length of each "
+            "sample favours short correct and long wrong answers; Dr.GRPO uses fixed_length"
+        )
+
+
+def _kl(algorithm: Algorithm) -> Iterator[str]:
+    estimator, given = algorithm.kl_estimator, algorithm.model_fields_set - {"preset"}
+    if algorithm.kl_coef == 0:
+        if algorithm.preset is None and (unused := sorted(given & {"kl_in", "kl_estimator"})):
+            yield f"algorithm.{' and '.join(unused)}: no effect with algorithm.kl_coef=0"
+        return
+    if algorithm.kl_in == "loss" and estimator == "k1":
+        yield (
+            "algorithm.kl_estimator=k1 with kl_in=loss: its gradient is 0 on average, so it does not hold the policy "
+            "near the reference; use k2, k1+ or k3+, or kl_in=reward"
+        )
+    if algorithm.kl_in == "reward" and estimator.endswith("+"):
+        yield (
+            f"algorithm.kl_estimator={estimator} with kl_in=reward: a reward has no gradient, so this is "
+            f"{estimator.removesuffix('+')}"
+        )
+    if algorithm.kl_in == "reward" and algorithm.adv_estimator == "grpo":
+        yield (
+            "algorithm.kl_in=reward with adv_estimator=grpo: where all rewards of a group are equal, the KL alone is "
+            "divided by its own spread, whatever kl_coef is; use kl_in=loss, or another adv_estimator"
+        )
+
+
+def _samples(config: Config) -> Iterator[str]:
+    algorithm, generation = config.algorithm, config.generation
+    if config.sampling.prefers_short:
+        yield (
+            "sampling.deterministic=false with surplus=abort prefers short responses: those that finish first are trained "
+            "on, and the others are thrown away; use surplus=keep (docs/sampling.md), and watch rollout/length_bias"
+        )
+    if algorithm.importance == "none" and config.sampling.staleness:
+        yield (
+            f"algorithm.importance=none with samples up to {config.sampling.staleness} version(s) old "
+            "(sampling.max_staleness, sampling.surplus): they train as if the current policy had made them"
+        )
+    if algorithm.mask_truncated and algorithm.overlong_buffer:
+        yield (
+            "algorithm.mask_truncated=true with overlong_buffer > 0: samples of full length are punished in their "
+            "group, and do not train; DAPO uses one of the two"
+        )
+    is_truncated = (generation.top_p < 1 or generation.top_k > 0) and generation.temperature > 0
+    if is_truncated and not generation.keep_sampling_mask:
+        yield (
+            f"generation.top_p={generation.top_p}, top_k={generation.top_k}: importance weights compare full "
+            "distributions and do not correct for tokens that are never sampled; use top_p=1 and top_k=0, or "
+            "keep_sampling_mask=true with engine=embedded"
+        )

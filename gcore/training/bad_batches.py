@@ -1,0 +1,55 @@
+"""What a rank trained on when gradients were NaN or infinite, as JSON in runs/NAME/bad_batches/.
+
+step_12_update_1_rank_0.json:
+
+    [{"prompt_id": 70, "sibling": 3, "reward": 1.0, "tokens": [...], "mask": [...], "advantages": [...],
+      "rollout_logprobs": [...], "logprobs": [...], "old_logprobs": [...], "reference_logprobs": [...]}, ...]
+
+`tokens` begin with the prompt; the other lists have one entry per response token. NaN and Infinity are written as such,
+as Python's `json` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from gcore.types import Key, Sample
+
+FOLDER = "bad_batches"
+MAX_FILES = 8  # of one rank in one run
+
+
+def may_dump(folder: Path, rank: int) -> bool:
+    return len(list((folder / FOLDER).glob(f"*_rank_{rank}.json"))) < MAX_FILES
+
+
+def dump(
+    folder: Path,
+    name: tuple[int, int, int],
+    samples: Sequence[Sample],
+    columns: Mapping[str, Mapping[Key, Tensor]],
+) -> Path:
+    """`name`: step, mini-batch of the step, rank; `columns`: more numbers per response token, where there are some."""
+    step, number, rank = name
+    path = folder / FOLDER / f"step_{step}_update_{number}_rank_{rank}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "prompt_id": s.prompt_id,
+            "sibling": s.sibling,
+            "reward": s.reward,
+            "temperature": s.temperature,
+            "tokens": s.tokens_T.tolist(),
+            "mask": s.mask_S.tolist(),
+            "advantages": s.advantages_S.tolist(),
+            "rollout_logprobs": s.rollout_logprobs_S.tolist(),
+            **{name: values[s.key].tolist() for name, values in columns.items() if s.key in values},
+        }
+        for s in samples
+    ]
+    path.write_text(json.dumps(rows) + "\n")
+    return path

@@ -1,0 +1,126 @@
+"""Presets set what a paper says, explicit keys win, and what contradicts itself is told."""
+
+import copy
+
+import pytest
+import yaml
+
+from gcore.config import dump_config, load_config
+from gcore.config.advice import warnings
+from gcore.config.algorithm import PRESETS
+from gcore.config.load import validate
+from gcore.config.tree import Config
+from gcore.types import UserError
+from tests.e2e.helpers import RECIPE
+
+
+def config_of(**sections) -> Config:
+    tree = copy.deepcopy(RECIPE)
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return validate(tree, "test", Config)
+
+
+PAPERS = {  # (estimator, loss, aggregation, clip low, clip high, KL coefficient, its estimator, where)
+    "grpo": ("grpo", "ppo", "sequence_mean", 0.2, 0.2, 0.04, "k3", "loss"),
+    "dr_grpo": ("dr_grpo", "ppo", "fixed_length", 0.2, 0.2, 0.0, "k3", "loss"),
+    "dapo": ("grpo", "ppo", "token_mean", 0.2, 0.28, 0.0, "k3", "loss"),
+    "gspo": ("grpo", "gspo", "sequence_mean", 3e-4, 4e-4, 0.0, "k3", "loss"),
+    "cispo": ("grpo", "cispo", "token_mean", 1.0, 4.0, 0.0, "k3", "loss"),
+    "reinforce_pp": ("reinforce_pp", "ppo", "token_mean", 0.2, 0.2, 0.001, "k1", "reward"),
+    "reinforce_pp_baseline": ("reinforce_pp_baseline", "ppo", "token_mean", 0.2, 0.2, 0.001, "k2", "loss"),
+    "rloo": ("rloo", "ppo", "fixed_length", 0.2, 0.2, 0.05, "k1", "reward"),
+}
+NAMES = ("adv_estimator", "policy_loss", "loss_aggregation", "clip_ratio_low", "clip_ratio_high")
+NAMES += ("kl_coef", "kl_estimator", "kl_in")
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_a_preset_is_one_line(preset):
+    config = config_of(algorithm={"preset": preset}, generation={"max_response_length": 10})
+    assert tuple(getattr(config.algorithm, name) for name in NAMES) == PAPERS[preset]
+    is_dapo = preset == "dapo"
+    assert config.sampling.filter == ("spread" if is_dapo else "none")
+    assert (config.algorithm.overlong_buffer, config.algorithm.overlong_penalty) == (2 if is_dapo else 0, 1.0)
+    assert not any("preset" in line for line in warnings(config))
+
+
+def test_the_resolved_file_shows_what_came_of_it(tmp_path):
+    config = config_of(algorithm={"preset": "dapo", "clip_ratio_low": 0.1}, generation={"max_response_length": 10})
+    tree = yaml.safe_load(dump_config(config))
+    shown = {name: tree["algorithm"][name] for name in ("preset", "clip_ratio_low", "clip_ratio_high")}
+    assert shown == {"preset": "dapo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.28}
+    assert (tree["algorithm"]["overlong_buffer"], tree["sampling"]["filter"]) == (2, "spread")
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_explicit_keys_win_and_departures_are_told():
+    config = config_of(algorithm={"preset": "gspo", "clip_ratio_high": 0.2, "mini_batches": 2})
+    assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high) == (3e-4, 0.2)
+    first, *_ = warnings(config)
+    assert first == "algorithm.clip_ratio_high=0.2 where algorithm.preset=gspo has 0.0004; the recipe's value is used"
+    config = config_of(algorithm={"preset": "dapo"}, sampling={"filter": "none"})
+    assert warnings(config) == [
+        "sampling.filter=none where algorithm.preset=dapo has spread; the recipe's value is used"
+    ]
+
+
+def test_without_a_preset_nothing_changes():
+    assert config_of().algorithm == config_of(algorithm={"preset": None}).algorithm
+    assert warnings(config_of()) == []
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match=r"algorithm\.preset: .*'dapo'.*got 'ppo'"):
+        config_of(algorithm={"preset": "ppo"})
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"algorithm": {"importance_floor": 2.0}}, "importance_floor=2.0 must be below importance_cap=2.0"),
+        (
+            {"algorithm": {"overlong_buffer": 11}, "generation": {"max_response_length": 10}},
+            "algorithm.overlong_buffer=11 exceeds generation.max_response_length=10",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "reinforce_pp_baseline"}, "sampling": {"samples_per_prompt": 1}},
+            "adv_estimator=reinforce_pp_baseline compares siblings",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(sections, expected):
+    with pytest.raises(UserError, match=expected):
+        config_of(**sections)
+
+
+CONTRADICTIONS = {
+    "GSPO uses sequence_mean": {
+        "algorithm": {"policy_loss": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "mini_batches": 2}
+    },
+    "GSPO uses 3e-4 and 4e-4": {
+        "algorithm": {"policy_loss": "gspo", "loss_aggregation": "sequence_mean", "mini_batches": 2}
+    },
+    "ranges of policy_loss=gspo": {"algorithm": {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}},
+    "all ratios are 1": {"algorithm": {"policy_loss": "cispo"}},
+    "no effect with policy_loss=cispo": {
+        "algorithm": {"policy_loss": "cispo", "mini_batches": 2, "clip_ratio_dual": 3.0}
+    },
+    "Dr.GRPO uses fixed_length": {"algorithm": {"adv_estimator": "dr_grpo", "loss_aggregation": "sequence_mean"}},
+    "algorithm.kl_in: no effect with algorithm.kl_coef=0": {"algorithm": {"kl_in": "reward"}},
+    "its gradient is 0 on average": {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1"}},
+    "a reward has no gradient, so this is k3": {
+        "algorithm": {"kl_coef": 0.1, "kl_estimator": "k3+", "kl_in": "reward", "adv_estimator": "rloo"}
+    },
+    "divided by its own spread": {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}},
+    "up to 2 version(s) old": {"algorithm": {"importance": "none"}, "sampling": {"max_staleness": 2}},
+    "DAPO uses one of the two": {"algorithm": {"mask_truncated": True, "overlong_buffer": 2}},
+    "generation.top_p=0.9, top_k=0": {"generation": {"top_p": 0.9}},
+}
+
+
+@pytest.mark.parametrize("expected", list(CONTRADICTIONS))
+def test_contradictions_are_told_one_line_each(expected):
+    (line,) = warnings(config_of(**CONTRADICTIONS[expected]))
+    assert expected in line and "\n" not in line
