@@ -89,8 +89,8 @@ def _samples(config: Config) -> Iterator[str]:
     algorithm, generation = config.algorithm, config.generation
     if config.sampling.prefers_short:
         yield (
-            "sampling.deterministic=false with surplus=abort prefers short responses: those that finish first are trained "
-            "on, and the others are thrown away; use surplus=keep (docs/sampling.md), and watch rollout/length_bias"
+            "sampling.deterministic=false with surplus=abort prefers short responses: those that finish first are "
+            "trained on, the others are thrown away; use surplus=keep (docs/sampling.md), and watch rollout/length_bias"
         )
     if algorithm.importance == "none" and config.sampling.staleness:
         yield (
