@@ -38,6 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from workflow import HERE, make_config, make_source  # noqa: E402
 
+from gcore.controller import collect  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.pace import Pace  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
@@ -54,6 +55,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 BIASED = ("first come, abort",)
 NORMAL = statistics.NormalDist()
+TICK_S = (0.1, 0.5)  # ten times longer than in a run, where steps take longer too: ticks are most of the work here
 
 
 def combinations(args: argparse.Namespace) -> list[tuple[str, str, int, bool]]:
@@ -193,6 +195,7 @@ def main() -> None:
 
     args = parse()
     quiet()
+    collect.TICK_S = TICK_S
     print(
         f"{args.groups} groups x {args.siblings} per step, {args.accept:.0%} of the prompts pass `spread`, lengths "
         f"log-normal with sigma {args.sigma:g} around {args.tokens:g} tokens, cut at {args.most_tokens}; "
