@@ -85,6 +85,10 @@ class View:
     moving: frozenset[int] = frozenset()  # blocks between two roles: they are nobody's
     since_move_s: float = math.inf
     stopping: bool = False  # the target is met: nothing more is worth a move
+    elapsed_s: float = 0.0  # since the rollout began
+    groups: float = 0.0  # before a rollout: groups that it must keep; 0: too little is known for a forecast
+    rate: float = 1.0  # before a rollout: share of groups that are kept
+    samples: int = 1  # siblings of a group
 
 
 @dataclass(frozen=True, slots=True)

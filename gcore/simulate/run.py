@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gcore.placement import policy as rules
-from gcore.placement.plan import POLICY, Split, all_splits, shares, split_by
+from gcore.placement.guard import Guarded, Memory
+from gcore.placement.plan import POLICY, Move, Split, all_splits, shares, split_by
 from gcore.placement.policy import Costs, Decide, Dynamic, Load, Utilisation, View
 from gcore.simulate.cluster import Place, Rollout, Simulation, State
 from gcore.simulate.scenario import Scenario, StepWork
@@ -94,6 +95,9 @@ def regime_of(name: str, scenario: Scenario) -> Regime:
     ground = scenario.ground
     whole = Split((POLICY,) * ground.num_blocks)
     if name == "dynamic":
+        guarded = _Guarded()
+        return Regime(name, guarded.begin, guarded)
+    if name == "unguarded":
         dynamic = Dynamic()
         return Regime(name, lambda view, costs, _: dynamic.begin(view, costs), dynamic)
     if name in ("colocated", "colocated-early"):
@@ -108,6 +112,20 @@ def regime_of(name: str, scenario: Scenario) -> Regime:
         fixed = split_by(ground, {POLICY: blocks, **_rest(scenario, ground.num_blocks - blocks)})
         return Regime(name, lambda view, costs, _: fixed, rules.static)
     raise UserError(f"placement policy {name!r}; expected one of {', '.join(NAMES)}")
+
+
+class _Guarded:
+    """The rule of a run, and what it remembers from step to step."""
+
+    def __init__(self) -> None:
+        self.rule, self.memory = Guarded(), Memory()
+
+    def begin(self, view: View, costs: Costs, last: Rollout | None) -> Split:
+        self.memory = self.rule.plan(self.memory, view, costs, last.seconds if last else None)
+        return self.memory.splits[self.memory.way]
+
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+        return self.rule.decide(self.memory, split, view, costs)
 
 
 def _blocks(name: str, scenario: Scenario) -> int:
@@ -210,7 +228,7 @@ def expectation(scenario: Scenario, state: State) -> View:
             lengths=memory[judge.name],
             prompt=(scenario.prompt_length + response) / judge.repeats,
         )
-    return View(loads)
+    return View(loads, groups=scenario.prompts, rate=state.rate, samples=scenario.samples)
 
 
 def first_state(scenario: Scenario) -> State:

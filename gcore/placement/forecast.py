@@ -1,0 +1,301 @@
+"""How long the next rollout will take under a placement, from what a run knows before it begins. Pure.
+
+    View (groups, acceptance, lengths) + Costs (paces) ──Forecast──> seconds, for a split and a rule that moves blocks
+
+The formulas of policy.py say when work ends that is under way. The division for a whole rollout needs more: a group that
+is dropped is replaced by another, so late verdicts delay generation. So a small model of the rollout is run, event by
+event. A role is one pool: all its requests make a token per step, and share the replicas evenly, except that requests
+stay where they are when blocks join. Groups are quantiles of the lengths seen lately, in a fixed order; at most GROUPS
+of them stand for all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+
+from gcore.placement.pace import Pace
+from gcore.placement.plan import POLICY, Move, Split, split_by
+from gcore.placement.policy import Costs, Decide, Load, View, room
+
+GROUPS = 64  # groups of a step that are told apart; of more, each stands for several
+PRIOR = 0.25  # how controllers weigh the last acceptance rate against this step's (controller/collect.py)
+LEAST_RATE = 0.25  # controllers start no more than 4 times the missing groups
+EVEN = 0.6180339887  # step of an evenly spread sequence of quantiles
+LUCK = 4 * GROUPS
+LOOKS = (0.25, 0.025)  # seconds between two looks: at least so many, and this share of the rollout
+STUCK = 400  # looks without an event: the rule never ends this rollout
+
+
+class Pool:
+    """The replicas of one role. Every request here stands for `weight` requests."""
+
+    def __init__(self, pace: Pace, replicas: int, room: int, weight: float, least: float) -> None:
+        self.pace, self.replicas, self.room, self.weight = pace, replicas, room, weight
+        self.least = least  # requests in the batch of a replica that has any: siblings stay together
+        self.used = float(replicas)  # replicas that share what runs
+        self.at = self.clock = self.stall = self.began = 0.0  # clock: tokens made by a request that began at 0
+        self.running = 0
+        self.ending: list[tuple[float, int]] = []  # when on the clock, group
+        self.waiting: deque[tuple[int, float, float]] = deque()  # group, tokens, prompt
+
+    @property
+    def step_s(self) -> float:
+        batch = max(self.running * self.weight / self.used, self.least)
+        return self.pace.base_s + self.pace.per_sequence_s * min(batch, self.pace.max_concurrent)
+
+    @property
+    def age(self) -> float:
+        return self.clock - self.began / self.running if self.running else 0.0
+
+    def next_s(self) -> float:
+        """When the next request ends."""
+        if not self.ending or not self.used:
+            return math.inf
+        return self.at + self.stall + max(0.0, self.ending[0][0] - self.clock) * self.step_s
+
+    def advance(self, to: float) -> None:
+        passed, self.at = to - self.at, to
+        stalled = min(self.stall, passed)
+        self.stall -= stalled
+        if self.running and self.used:
+            self.clock += (passed - stalled) / self.step_s
+
+    def end(self) -> int:
+        """The next request ends; its group."""
+        when, group = heapq.heappop(self.ending)
+        self.clock = max(self.clock, when)
+        self.began -= self.began / self.running
+        self.running -= 1
+        return group
+
+    def admit(self) -> None:
+        """Requests that wait go to replicas that have room. New ones go to replicas that joined, old ones stay."""
+        most = self.replicas * self.room / self.weight
+        while self.waiting and self.running < most:
+            group, tokens, prompt = self.waiting.popleft()
+            grown = self.used * (self.running + 1) / self.running if self.running else self.replicas
+            self.used = min(self.replicas, grown)
+            self.running += 1
+            self.began += self.clock
+            self.stall += prompt * self.weight * self.pace.prefill_s_per_token / self.replicas
+            heapq.heappush(self.ending, (self.clock + tokens, group))
+
+    def resize(self, replicas: int) -> None:
+        if replicas < self.replicas and replicas:  # what runs there is read once more elsewhere
+            moved = self.running * self.weight * (self.replicas - replicas) / self.replicas
+            self.stall += moved * self.age * self.pace.prefill_s_per_token / replicas
+        self.replicas = replicas
+        self.used = min(self.used, replicas) or float(replicas)
+        self.admit()
+
+
+class Forecast:
+    """One expected rollout, to be tried under several placements."""
+
+    def __init__(self, view: View, costs: Costs, seed: int = 0) -> None:
+        """`view`: before the rollout, with `groups`, `rate` and `samples`. `seed`: of lengths and acceptance, the same
+        for all placements that are compared."""
+        dice = random.Random(seed)
+        self.offset, self.luck = dice.random(), [dice.random() for _ in range(LUCK)]
+        self.costs, self.loads, self.samples = costs, view.loads, max(1, view.samples)
+        policy = view.loads[POLICY]
+        self.weight = max(1.0, view.groups / GROUPS)
+        self.groups, self.rate = max(1, round(view.groups / self.weight)), min(1.0, max(view.rate, 0.05))
+        self.over = max(1.0, policy.waiting / policy.needed) if policy.needed else 1.0
+        self.longest = policy.longest or policy.lengths
+        longest, others = sum(self.longest) / len(self.longest), self.samples - 1
+        self.other = 1.0  # length of the other siblings, against that of the longest
+        if others:
+            self.other = min(1.0, max(0.02, (self.samples * policy.mean / longest - 1) / others))
+        self.rooms = {role: room(view.loads[role], costs.paces[role]) for role in costs.ground.roles}
+        self.rooms[POLICY] = costs.paces[POLICY].max_concurrent
+        self.judges = [role for role in costs.ground.roles if role != POLICY]
+        per_response = {role: view.loads[role].needed / max(1e-9, policy.needed) for role in self.judges}
+        self.verdicts = {role: max(1, round(self.samples * per_response[role])) for role in self.judges}
+
+    def seconds(self, split: Split, decide: Decide | None = None, look_s: float = 1.0) -> float:
+        """Of the rollout that begins with this split; None: no block moves. inf: it never ends."""
+        return _Rollout(self, split, decide, look_s).run()
+
+    def accepted(self, group: int) -> bool:
+        return self.luck[group % LUCK] < self.rate
+
+    def lengths_of(self, group: int) -> list[float]:
+        """Tokens of the siblings."""
+        others, longest = self.samples - 1, self.quantile(self.longest, group)
+        return [longest] + [
+            min(longest, longest * self.other * (0.6 + 0.8 * k / max(1, others - 1))) for k in range(others)
+        ]
+
+    def quantile(self, values: Sequence[float], i: int) -> float:
+        return values[int((self.offset + i * EVEN) % 1.0 * len(values))]
+
+
+
+
+class _Rollout:
+    def __init__(self, about: Forecast, split: Split, decide: Decide | None, look_s: float) -> None:
+        self.about, self.split, self.decide, self.look_s = about, split, decide, look_s
+        self.ground, self.now = about.costs.ground, 0.0
+        counts = split.counts()
+        self.pools = {
+            role: Pool(
+                about.costs.paces[role],
+                counts.get(role, 0) * self.ground.per_block(role),
+                about.rooms[role],
+                about.weight,
+                float(about.samples) if role == POLICY else 1.0,
+            )
+            for role in self.ground.roles
+        }
+        self.policy = self.pools[POLICY]
+        self.kept = self.dropped = self.drawn = self.judged = 0
+        self.generating = self.judging = 0  # groups
+        self.left: dict[int, int] = {}  # requests of a group's present stage
+        self.arriving: list[tuple[float, int, Move]] = []  # when, block
+
+    def run(self) -> float:
+        self._fill()
+        next_look, idle = self.look_s if self.decide is not None else math.inf, 0
+        while self.kept < self.about.groups:
+            role, pool = min(self.pools.items(), key=lambda item: item[1].next_s())
+            ends_s = pool.next_s()
+            arrives_s = self.arriving[0][0] if self.arriving else math.inf
+            self.now = min(ends_s, arrives_s, next_look)
+            if self.now == math.inf or idle > STUCK:
+                return math.inf
+            idle = idle + 1 if self.now == next_look < min(ends_s, arrives_s) else 0
+            if self.now == ends_s:
+                pool.advance(self.now)
+                self._ended(role, pool.end())
+                pool.admit()
+            elif self.now == arrives_s:
+                self._arrive()
+            else:
+                self._look()
+                next_look += self.look_s
+        return self.now
+
+    def _fill(self) -> None:
+        about = self.about
+        rate = max(self._rate(), LEAST_RATE)
+        wanted = math.ceil((about.groups * about.over - self.kept) / rate - 1e-9)
+        prompt = about.loads[POLICY].prompt
+        self.policy.advance(self.now)
+        while self.generating + self.judging < wanted:
+            self.policy.waiting.extend((self.drawn, tokens, prompt) for tokens in about.lengths_of(self.drawn))
+            self.left[self.drawn] = about.samples
+            self.drawn += 1
+            self.generating += 1
+        self.policy.admit()
+
+    def _rate(self) -> float:
+        prior = PRIOR * self.about.groups
+        return (prior * self.about.rate + self.kept) / (prior + self.kept + self.dropped)
+
+    def _ended(self, role: str, group: int) -> None:
+        about = self.about
+        self.left[group] -= 1
+        if self.left[group]:
+            return
+        if role == POLICY:
+            self.generating -= 1
+            self.judging += 1
+            self.left[group] = sum(about.verdicts.values())
+            for judge in about.judges:
+                self._ask(judge, group)
+            if about.judges:
+                return
+        self.judging -= 1
+        good = about.accepted(group)
+        self.kept, self.dropped = self.kept + good, self.dropped + (not good)
+        self._fill()
+
+    def _ask(self, judge: str, group: int) -> None:
+        pool, load = self.pools[judge], self.about.loads[judge]
+        pool.advance(self.now)
+        for _ in range(self.about.verdicts[judge]):
+            self.judged += 1
+            pool.waiting.append((group, self.about.quantile(load.lengths, self.judged), load.prompt))
+        pool.admit()
+
+    # ---- moves ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        assert self.decide is not None
+        for pool in self.pools.values():
+            pool.advance(self.now)
+        for move in self.decide(self.split, self._view(), self.about.costs):
+            self.split = self.split.after([move])
+            source = self.pools[move.source]
+            source.resize(source.replicas - self.ground.per_block(move.source))
+            arrives_s = self.now + self.about.costs.switch_s(move)
+            heapq.heappush(self.arriving, (arrives_s, move.block, move))
+
+    def _arrive(self) -> None:
+        move = heapq.heappop(self.arriving)[2]
+        pool = self.pools[move.target]
+        pool.advance(self.now)
+        pool.resize(pool.replicas + self.ground.per_block(move.target))
+
+    def _view(self) -> View:
+        """As the controllers would see it."""
+        about, weight = self.about, self.about.weight
+        groups = (about.groups - self.kept) / max(self._rate(), 0.05)
+        missing = max(0.0, groups - self.judging)  # still to generate
+        loads, work = {}, dict[int, float]()
+        moving = frozenset(block for _, block, _ in self.arriving)
+        for role, pool in self.pools.items():
+            under_way = (pool.running + len(pool.waiting)) * weight
+            if role == POLICY:
+                share = min(1.0, missing / max(1, self.generating))
+                more = max(0.0, missing - self.generating) * about.samples
+            else:
+                share, more = min(1.0, groups / max(1, self.judging)), missing * about.verdicts[role]
+            load = about.loads[role]
+            loads[role] = Load(
+                round(pool.running * weight), round(len(pool.waiting) * weight), share * under_way + more * weight,
+                pool.age, load.lengths, load.longest, load.prompt,
+            )  # fmt: skip
+            self._work(role, pool, moving, work)
+        return View(loads, work, moving, elapsed_s=self.now)
+
+    def _work(self, role: str, pool: Pool, moving: frozenset[int], work: dict[int, float]) -> None:
+        """Siblings stay together, and so do requests that were there before others joined: the rest is empty."""
+        blocks = [block for block in self.split.blocks(role) if block not in moving]
+        per_block, there = self.ground.per_block(role), pool.running * pool.weight
+        calls = self.generating * pool.weight if role == POLICY else there
+        used = min(len(blocks), math.ceil(min(pool.used, calls) / per_block))
+        work.update((block, there / used if i < used else 0.0) for i, block in enumerate(blocks))
+
+
+def looks_s(expected_s: float) -> float:
+    return max(LOOKS[0], LOOKS[1] * expected_s)
+
+
+def best_still(forecast: Forecast, near: Split, stride: int) -> tuple[float, Split]:
+    """The split without moves that ends first, by local search: `stride` blocks from one role to another, then fewer."""
+    ground = forecast.costs.ground
+    roles = ground.roles
+    counts = {role: near.owners.count(role) for role in roles}
+    best = forecast.seconds(split_by(ground, counts))
+    tried = {tuple(counts.values())}
+    while stride:
+        found = None
+        for source, target in itertools.permutations(roles, 2):
+            trial = counts | {source: counts[source] - stride, target: counts[target] + stride}
+            if trial[source] < 1 or tuple(trial.values()) in tried:
+                continue
+            tried.add(tuple(trial.values()))
+            if (seconds := forecast.seconds(split_by(ground, trial))) < best:
+                best, found = seconds, trial
+        if found is None:
+            stride //= 2
+        else:
+            counts = found
+    return best, split_by(ground, counts)

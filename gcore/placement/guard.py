@@ -1,0 +1,113 @@
+"""Whether moving blocks pays, decided from step to step. Pure: a Memory goes in, another comes out.
+
+    Memory + what the last rollout took + what is expected of the next ──plan──> Memory: a way to place, and its split
+    Memory + Split + View ──decide──> moves
+
+There are three ways: `moving` (the rule of policy.py), `still` (the split that is forecast to be best, no moves) and
+`turns` (all blocks generate, then all judge). Before every rollout each way is forecast on the lengths of the last one,
+with the split that had been planned for it before they were known: how well would it have done? What the rollout really
+took corrects the forecast of the way that was used. The way with the least expected time is used next; moving must win
+by a margin. A way that comes close is tried now and then, ever less often while it does not win.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from gcore.placement.forecast import Forecast, best_still, looks_s
+from gcore.placement.plan import POLICY, Move, Split
+from gcore.placement.policy import Costs, Decide, Dynamic, View, colocated
+
+MOVING, STILL, TURNS = "moving", "still", "turns"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is remembered from rollout to rollout. Memory(way="still", splits={"still": Split(...), ...})"""
+
+    way: str = MOVING
+    splits: Mapping[str, Split] = field(default_factory=dict)  # planned for the rollout under way, by way
+    expected_s: float = math.inf  # of the rollout under way
+    costs: Mapping[str, float] = field(default_factory=dict)  # log of the time of each way against the best still split
+    errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # log of measured / forecast: sum, weight
+    tried: Mapping[str, int] = field(default_factory=dict)  # the last step of each way
+    wait: int = 4  # steps before a way that comes close is tried again
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """G-Core's placement rule."""
+
+    rule: Dynamic = field(default_factory=Dynamic)
+    margin: float = 0.01  # of the time: what moving must win against standing still
+    keep: float = 0.01  # of the time: what another still split, or another way, must win against the present one
+    fade: float = 0.75  # how much of older costs stays at every step
+    trust: float = 3.0  # steps of a way whose measured times weigh as much as the forecast
+    close: float = 0.1  # of the time: ways that are no further behind are tried now and then
+    late: float = 1.5  # times the expected seconds, after which blocks may move whatever the way
+
+    def plan(self, memory: Memory, view: View, costs: Costs, took_s: float | None) -> Memory:
+        """Before a rollout. `took_s`: seconds of the last one; None: there is none, or it tells nothing."""
+        ground, moving = costs.ground, self.rule.begin(view, costs)
+        step = memory.step + 1
+        if not view.groups or ground.num_blocks < len(ground.roles) or len(ground.roles) < 2:
+            return replace(memory, way=MOVING, splits={MOVING: moving}, expected_s=math.inf, step=step)
+        forecast = Forecast(view, costs, step)
+        best_s, still = self._still(memory, forecast, view, costs)
+        look_s = looks_s(best_s)
+        fresh = {MOVING: moving, STILL: still, TURNS: Split((POLICY,) * ground.num_blocks)}
+        before = fresh | dict(memory.splits)
+        seconds = {way: forecast.seconds(before[way], self.mover(way), look_s) for way in fresh}
+        now = {way: math.log(min(seconds[way] / best_s, 1e3)) for way in fresh}
+        fade = self.fade if memory.costs else 0.0
+        known = {way: fade * memory.costs.get(way, 0.0) + (1 - fade) * now[way] for way in fresh}
+        errors = dict(memory.errors)
+        if took_s is not None and memory.splits and seconds[memory.way] < math.inf:
+            total, weight = errors.get(memory.way, (0.0, 0.0))
+            errors[memory.way] = 0.9 * total + math.log(took_s / seconds[memory.way]), 0.9 * weight + 1
+        tried = {**memory.tried, memory.way: memory.step} if memory.splits else {}
+        memory = replace(memory, splits=fresh, costs=known, errors=errors, tried=tried, step=step)
+        return self._choose(memory, best_s)
+
+    def _still(self, memory: Memory, forecast: Forecast, view: View, costs: Costs) -> tuple[float, Split]:
+        if (last := memory.splits.get(STILL)) is None:
+            start = replace(self.rule, patience=math.inf).begin(view, costs)
+            return best_still(forecast, start, max(1, costs.ground.num_blocks // 8))
+        best_s, found = best_still(forecast, last, max(1, costs.ground.num_blocks // 32))
+        return best_s, found if forecast.seconds(last) > (1 + self.keep) * best_s else last
+
+    def _choose(self, memory: Memory, best_s: float) -> Memory:
+        """The way with the least expected time, or one that has not been tried for long."""
+        total = sum(s for s, _ in memory.errors.values())
+        count = sum(weight for _, weight in memory.errors.values())
+        common = total / count if count else 0.0  # the forecast is as far off for all ways
+
+        def score(way: str) -> float:
+            error, weight = memory.errors.get(way, (0.0, 0.0))
+            own = (error - weight * common) / (weight + self.trust)
+            held = 0.0 if way == STILL else self.margin if way == MOVING else 2 * self.margin
+            return memory.costs[way] + own + held - (self.keep if way == memory.way else 0.0)
+
+        scores = {way: score(way) for way in memory.costs}
+        way, wait = min(scores, key=lambda w: scores[w]), memory.wait
+        for other in scores:
+            since = memory.step - memory.tried.get(other, 0)
+            if other != way and scores[other] < scores[way] + self.close and since > wait and memory.tried:
+                way, wait = other, 2 * wait
+                break
+        return replace(memory, way=way, wait=wait, expected_s=best_s * math.exp(memory.costs[way] + common))
+
+    def mover(self, way: str) -> Decide | None:
+        return {MOVING: self.rule, STILL: None, TURNS: colocated}[way]
+
+    def decide(self, memory: Memory, split: Split, view: View, costs: Costs) -> list[Move]:
+        """During a rollout."""
+        if memory.way == TURNS:
+            return colocated(split, view, costs)
+        stranded = any(load.at_hand and not split.blocks(role) for role, load in view.loads.items())
+        if memory.way == MOVING or stranded or view.elapsed_s > self.late * memory.expected_s:
+            return self.rule(split, view, costs)
+        return []
