@@ -15,7 +15,7 @@ import heapq
 import itertools
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from gcore.placement.pace import Pace
@@ -86,6 +86,8 @@ class Pool:
             heapq.heappush(self.ending, (self.clock + tokens, group))
 
     def resize(self, replicas: int) -> None:
+        if replicas:
+            self.stall *= self.replicas / replicas
         if replicas < self.replicas and replicas:  # what runs there is read once more elsewhere
             moved = self.running * self.weight * (self.replicas - replicas) / self.replicas
             self.stall += moved * self.age * self.pace.prefill_s_per_token / replicas
@@ -238,10 +240,14 @@ class _Rollout:
             heapq.heappush(self.arriving, (arrives_s, move.block, move))
 
     def _arrive(self) -> None:
-        move = heapq.heappop(self.arriving)[2]
-        pool = self.pools[move.target]
-        pool.advance(self.now)
-        pool.resize(pool.replicas + self.ground.per_block(move.target))
+        """Blocks that arrive together share what waits for them."""
+        joined = Counter[str]()
+        while self.arriving and self.arriving[0][0] <= self.now:
+            joined[heapq.heappop(self.arriving)[2].target] += 1
+        for role, blocks in joined.items():
+            pool = self.pools[role]
+            pool.advance(self.now)
+            pool.resize(pool.replicas + blocks * self.ground.per_block(role))
 
     def _view(self) -> View:
         """As the controllers would see it."""
@@ -263,7 +269,7 @@ class _Rollout:
                 pool.age, load.lengths, load.longest, load.prompt,
             )  # fmt: skip
             self._work(role, pool, moving, work)
-        return View(loads, work, moving, elapsed_s=self.now)
+        return View(loads, work, moving, elapsed_s=self.now, rate=self._rate())
 
     def _work(self, role: str, pool: Pool, moving: frozenset[int], work: dict[int, float]) -> None:
         """Siblings stay together, and so do requests that were there before others joined: the rest is empty."""

@@ -13,7 +13,7 @@ by a margin. A way that comes close is tried now and then, ever less often while
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gcore.placement.forecast import Forecast, best_still, looks_s
@@ -30,8 +30,9 @@ class Memory:
     way: str = MOVING
     splits: Mapping[str, Split] = field(default_factory=dict)  # planned for the rollout under way, by way
     expected_s: float = math.inf  # of the rollout under way
-    costs: Mapping[str, float] = field(default_factory=dict)  # log of the time of each way against the best still split
+    costs: Mapping[str, float] = field(default_factory=dict)  # log of the time of each way against standing still
     errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # log of measured / forecast: sum, weight
+    noise: float = 0.01  # mean square of that from rollout to rollout, within a way
     tried: Mapping[str, int] = field(default_factory=dict)  # the last step of each way
     wait: int = 4  # steps before a way that comes close is tried again
     step: int = 0
@@ -42,12 +43,13 @@ class Guarded:
     """G-Core's placement rule."""
 
     rule: Dynamic = field(default_factory=Dynamic)
-    margin: float = 0.01  # of the time: what moving must win against standing still
-    keep: float = 0.01  # of the time: what another still split, or another way, must win against the present one
+    margin: float = 0.015  # of the time: what moving must win against standing still
+    keep: float = 0.005  # of the time: what another still split, or another way, must win against the present one
+    tries: int = 3  # forecasts of each way, with lengths and acceptance drawn anew
     fade: float = 0.75  # how much of older costs stays at every step
-    trust: float = 3.0  # steps of a way whose measured times weigh as much as the forecast
+    unsure: float = 0.05  # how far the forecast may be off for one way and not for another; it is believed against noise
     close: float = 0.1  # of the time: ways that are no further behind are tried now and then
-    late: float = 1.5  # times the expected seconds, after which blocks may move whatever the way
+    late: float = 1.25  # times the expected seconds, after which blocks may move whatever the way
 
     def plan(self, memory: Memory, view: View, costs: Costs, took_s: float | None) -> Memory:
         """Before a rollout. `took_s`: seconds of the last one; None: there is none, or it tells nothing."""
@@ -55,22 +57,33 @@ class Guarded:
         step = memory.step + 1
         if not view.groups or ground.num_blocks < len(ground.roles) or len(ground.roles) < 2:
             return replace(memory, way=MOVING, splits={MOVING: moving}, expected_s=math.inf, step=step)
-        forecast = Forecast(view, costs, step)
-        best_s, still = self._still(memory, forecast, view, costs)
-        look_s = looks_s(best_s)
+        forecasts = [Forecast(view, costs, self.tries * step + i) for i in range(self.tries)]
+        best_s, still = self._still(memory, forecasts[0], view, costs)
         fresh = {MOVING: moving, STILL: still, TURNS: Split((POLICY,) * ground.num_blocks)}
         before = fresh | dict(memory.splits)
-        seconds = {way: forecast.seconds(before[way], self.mover(way), look_s) for way in fresh}
-        now = {way: math.log(min(seconds[way] / best_s, 1e3)) for way in fresh}
+        seconds = {way: self._forecast(forecasts, before[way], way, best_s) for way in fresh}
+        if took_s is not None and memory.splits and seconds[memory.way] < math.inf:
+            memory = self._learn(memory, seconds[memory.way], took_s)
+        now = {way: math.log(min(seconds[way] / seconds[STILL], 1e3)) for way in fresh}
         fade = self.fade if memory.costs else 0.0
         known = {way: fade * memory.costs.get(way, 0.0) + (1 - fade) * now[way] for way in fresh}
-        errors = dict(memory.errors)
-        if took_s is not None and memory.splits and seconds[memory.way] < math.inf:
-            total, weight = errors.get(memory.way, (0.0, 0.0))
-            errors[memory.way] = 0.9 * total + math.log(took_s / seconds[memory.way]), 0.9 * weight + 1
-        tried = {**memory.tried, memory.way: memory.step} if memory.splits else {}
-        memory = replace(memory, splits=fresh, costs=known, errors=errors, tried=tried, step=step)
-        return self._choose(memory, best_s)
+        memory = replace(memory, splits=fresh, costs=known, step=step)
+        return self._choose(memory, seconds[STILL])
+
+    def _forecast(self, forecasts: Sequence[Forecast], split: Split, way: str, best_s: float) -> float:
+        """Mean over the tries."""
+        found = [forecast.seconds(split, self.mover(way), looks_s(best_s)) for forecast in forecasts]
+        return sum(found) / len(found)
+
+    def _learn(self, memory: Memory, forecast_s: float, took_s: float) -> Memory:
+        """The last rollout was forecast in hindsight, and took so long."""
+        error = math.log(took_s / forecast_s)
+        total, weight = memory.errors.get(memory.way, (0.0, 0.0))
+        noise = memory.noise
+        if weight:
+            noise = 0.8 * noise + 0.2 * (error - total / weight) ** 2
+        errors = {**memory.errors, memory.way: (0.9 * total + error, 0.9 * weight + 1)}
+        return replace(memory, errors=errors, noise=noise, tried={**memory.tried, memory.way: memory.step})
 
     def _still(self, memory: Memory, forecast: Forecast, view: View, costs: Costs) -> tuple[float, Split]:
         if (last := memory.splits.get(STILL)) is None:
@@ -79,15 +92,17 @@ class Guarded:
         best_s, found = best_still(forecast, last, max(1, costs.ground.num_blocks // 32))
         return best_s, found if forecast.seconds(last) > (1 + self.keep) * best_s else last
 
-    def _choose(self, memory: Memory, best_s: float) -> Memory:
+    def _choose(self, memory: Memory, still_s: float) -> Memory:
         """The way with the least expected time, or one that has not been tried for long."""
         total = sum(s for s, _ in memory.errors.values())
         count = sum(weight for _, weight in memory.errors.values())
         common = total / count if count else 0.0  # the forecast is as far off for all ways
 
+        doubt = max(1.0, memory.noise / self.unsure**2)  # rollouts that weigh as much as the forecast
+
         def score(way: str) -> float:
             error, weight = memory.errors.get(way, (0.0, 0.0))
-            own = (error - weight * common) / (weight + self.trust)
+            own = (error - weight * common) / (weight + doubt)
             held = 0.0 if way == STILL else self.margin if way == MOVING else 2 * self.margin
             return memory.costs[way] + own + held - (self.keep if way == memory.way else 0.0)
 
@@ -98,7 +113,7 @@ class Guarded:
             if other != way and scores[other] < scores[way] + self.close and since > wait and memory.tried:
                 way, wait = other, 2 * wait
                 break
-        return replace(memory, way=way, wait=wait, expected_s=best_s * math.exp(memory.costs[way] + common))
+        return replace(memory, way=way, wait=wait, expected_s=still_s * math.exp(memory.costs[way] + common))
 
     def mover(self, way: str) -> Decide | None:
         return {MOVING: self.rule, STILL: None, TURNS: colocated}[way]

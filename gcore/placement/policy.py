@@ -87,8 +87,8 @@ class View:
     stopping: bool = False  # the target is met: nothing more is worth a move
     elapsed_s: float = 0.0  # since the rollout began
     groups: float = 0.0  # before a rollout: groups that it must keep; 0: too little is known for a forecast
-    rate: float = 1.0  # before a rollout: share of groups that are kept
-    samples: int = 1  # siblings of a group
+    rate: float = 1.0  # share of groups that are kept
+    samples: int = 1  # before a rollout: siblings of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,9 @@ class Dynamic:
         budget = {role: min(count, max(1, int(count * self.at_once), empty[role])) for role, count in free.items()}
         outlook = Outlook(view, costs)
         now = end = outlook.end_s(counts)
-        wanted: list[tuple[str, str]] = []  # from, to
+        wanted = self._for_the_stranded(view, counts, budget)
+        if wanted:
+            end = outlook.end_s(counts)
         while (found := self._best(outlook, counts, budget, end)) is not None:
             end, donor, taker = found
             counts[donor] -= 1
@@ -141,6 +143,9 @@ class Dynamic:
             return []
         switch_s = {pair: costs.switch_s(Move(0, *pair)) for pair in set(wanted)}  # the same for every block
         cost = sum(switch_s[pair] for pair in wanted) / costs.ground.num_blocks
+        taker = next((taker for donor, taker in wanted if donor == POLICY), None)
+        if taker is not None and not counts[POLICY] and view.rate < 1:  # if a group is dropped, others are generated
+            cost += switch_s[POLICY, taker] + costs.switch_s(Move(0, taker, POLICY))
         least = max(self.least_s, self.margin * now)
         if now < math.inf and now - end <= cost + least:  # whichever blocks go
             return []
@@ -150,6 +155,22 @@ class Dynamic:
             return []
         won = f"{now - end:.1f} s sooner, for {cost:.1f} s" if now < math.inf else "it had none"
         return [Move(m.block, m.source, m.target, f"{m.target} needs it: {won}") for m in moves]
+
+    def _for_the_stranded(
+        self, view: View, counts: dict[str, int], budget: dict[str, int]
+    ) -> list[tuple[str, str]]:
+        """A block for each role that has requests and none: without it there is no end. From who needs none, or has
+        most. Counts and budget change accordingly."""
+        wanted = []
+        for taker in [role for role, load in view.loads.items() if load.at_hand and load.needed and not counts[role]]:
+            donors = [r for r in counts if budget[r] and (counts[r] > 1 or view.loads[r].needed <= 0)]
+            if donors:
+                donor = max(donors, key=lambda r: (view.loads[r].needed <= 0, counts[r]))
+                counts[donor] -= 1
+                counts[taker] += 1
+                budget[donor] -= 1
+                wanted.append((donor, taker))
+        return wanted
 
     def begin(self, view: View, costs: Costs) -> Split:
         """At the start all engines wake anyway, so the first division is free.
