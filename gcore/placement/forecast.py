@@ -2,9 +2,9 @@
 
     View (groups, acceptance, lengths) + Costs (paces) ──Forecast──> seconds, for a split and a rule that moves blocks
 
-The formulas of policy.py say when work ends that is under way. The division for a whole rollout needs more: a group that
-is dropped is replaced by another, so late verdicts delay generation. So a small model of the rollout is run, event by
-event. A role is one pool: all its requests make a token per step, and share the replicas evenly, except that requests
+The formulas of policy.py say when work ends that is under way. The division for a whole rollout needs more: a group
+that is dropped is replaced by another, so late verdicts delay generation. So a small model of the rollout is run, event
+by event. A role is one pool: all its requests make a token per step, and share the replicas evenly, except that requests
 stay where they are when blocks join. Groups are quantiles of the lengths seen lately, in a fixed order; at most GROUPS
 of them stand for all.
 """
@@ -12,14 +12,13 @@ of them stand for all.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
 
 from gcore.placement.pace import Pace
-from gcore.placement.plan import POLICY, Move, Split, split_by
+from gcore.placement.plan import POLICY, Move, Split, neighbours
 from gcore.placement.policy import Costs, Decide, Load, View, room
 
 GROUPS = 64  # groups of a step that are told apart; of more, each stands for several
@@ -103,6 +102,7 @@ class Forecast:
         """`view`: before the rollout, with `groups`, `rate` and `samples`. `seed`: of lengths and acceptance, the same
         for all placements that are compared."""
         dice = random.Random(seed)
+        self.first, self.head = list[int](), 0  # groups that are first in line, and the first of the others
         self.offset, self.luck = dice.random(), [dice.random() for _ in range(LUCK)]
         self.costs, self.loads, self.samples = costs, view.loads, max(1, view.samples)
         policy = view.loads[POLICY]
@@ -124,6 +124,13 @@ class Forecast:
         """Of the rollout that begins with this split; None: no block moves. inf: it never ends."""
         return _Rollout(self, split, decide, look_s).run()
 
+    def follow(self, split: Split) -> Forecast:
+        """From now on for the rollout after one with this split: what that aborts is first in line. Long groups are."""
+        before = _Rollout(self, split, None, 1.0)
+        if before.run() < math.inf:
+            self.first, self.head = sorted(before.left), before.drawn
+        return self
+
     def accepted(self, group: int) -> bool:
         return self.luck[group % LUCK] < self.rate
 
@@ -136,8 +143,6 @@ class Forecast:
 
     def quantile(self, values: Sequence[float], i: int) -> float:
         return values[int((self.offset + i * EVEN) % 1.0 * len(values))]
-
-
 
 
 class _Rollout:
@@ -156,7 +161,8 @@ class _Rollout:
             for role in self.ground.roles
         }
         self.policy = self.pools[POLICY]
-        self.kept = self.dropped = self.drawn = self.judged = 0
+        self.kept = self.dropped = self.judged = 0
+        self.first, self.drawn = deque(about.first), about.head
         self.generating = self.judging = 0  # groups
         self.left: dict[int, int] = {}  # requests of a group's present stage
         self.arriving: list[tuple[float, int, Move]] = []  # when, block
@@ -190,9 +196,9 @@ class _Rollout:
         prompt = about.loads[POLICY].prompt
         self.policy.advance(self.now)
         while self.generating + self.judging < wanted:
-            self.policy.waiting.extend((self.drawn, tokens, prompt) for tokens in about.lengths_of(self.drawn))
-            self.left[self.drawn] = about.samples
-            self.drawn += 1
+            group, self.drawn = (self.first.popleft(), self.drawn) if self.first else (self.drawn, self.drawn + 1)
+            self.policy.waiting.extend((group, tokens, prompt) for tokens in about.lengths_of(group))
+            self.left[group] = about.samples
             self.generating += 1
         self.policy.admit()
 
@@ -213,6 +219,7 @@ class _Rollout:
                 self._ask(judge, group)
             if about.judges:
                 return
+        del self.left[group]
         self.judging -= 1
         good = about.accepted(group)
         self.kept, self.dropped = self.kept + good, self.dropped + (not good)
@@ -285,23 +292,16 @@ def looks_s(expected_s: float) -> float:
 
 
 def best_still(forecast: Forecast, near: Split, stride: int) -> tuple[float, Split]:
-    """The split without moves that ends first, by local search: `stride` blocks from one role to another, then fewer."""
-    ground = forecast.costs.ground
-    roles = ground.roles
-    counts = {role: near.owners.count(role) for role in roles}
-    best = forecast.seconds(split_by(ground, counts))
-    tried = {tuple(counts.values())}
+    """The split without moves that ends first, and when: `stride` blocks from one role to another, then fewer."""
+    ground, best, best_s = forecast.costs.ground, near, forecast.seconds(near)
+    tried = {tuple(near.counts().items())}
     while stride:
-        found = None
-        for source, target in itertools.permutations(roles, 2):
-            trial = counts | {source: counts[source] - stride, target: counts[target] + stride}
-            if trial[source] < 1 or tuple(trial.values()) in tried:
-                continue
-            tried.add(tuple(trial.values()))
-            if (seconds := forecast.seconds(split_by(ground, trial))) < best:
-                best, found = seconds, trial
-        if found is None:
+        last = best
+        for split in neighbours(last, ground, stride):
+            if (key := tuple(split.counts().items())) not in tried:
+                tried.add(key)
+                if (seconds := forecast.seconds(split)) < best_s:
+                    best, best_s = split, seconds
+        if best == last:
             stride //= 2
-        else:
-            counts = found
-    return best, split_by(ground, counts)
+    return best_s, best

@@ -16,9 +16,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from gcore.placement.baselines import colocated
 from gcore.placement.forecast import Forecast, best_still, looks_s
 from gcore.placement.plan import POLICY, Move, Split
-from gcore.placement.policy import Costs, Decide, Dynamic, View, colocated
+from gcore.placement.policy import Costs, Decide, Dynamic, View
 
 MOVING, STILL, TURNS = "moving", "still", "turns"
 
@@ -33,6 +34,7 @@ class Memory:
     costs: Mapping[str, float] = field(default_factory=dict)  # log of the time of each way against standing still
     errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # log of measured / forecast: sum, weight
     noise: float = 0.01  # mean square of that from rollout to rollout, within a way
+    still_s: float = 0.0  # forecast of the rollout under way, standing still
     tried: Mapping[str, int] = field(default_factory=dict)  # the last step of each way
     wait: int = 4  # steps before a way that comes close is tried again
     step: int = 0
@@ -43,11 +45,13 @@ class Guarded:
     """G-Core's placement rule."""
 
     rule: Dynamic = field(default_factory=Dynamic)
-    margin: float = 0.015  # of the time: what moving must win against standing still
-    keep: float = 0.005  # of the time: what another still split, or another way, must win against the present one
+    margin: float = 0.02  # of the time: what moving must win against standing still
+    keep: float = 0.01  # of the time: what another still split, or another way, must win against the present one
     tries: int = 3  # forecasts of each way, with lengths and acceptance drawn anew
-    fade: float = 0.75  # how much of older costs stays at every step
-    unsure: float = 0.05  # how far the forecast may be off for one way and not for another; it is believed against noise
+    fade: float = 0.6  # how much of older costs stays at every step
+    unsure: float = (
+        0.03  # how far the forecast may be off for one way and not for another; it is believed against noise
+    )
     close: float = 0.1  # of the time: ways that are no further behind are tried now and then
     late: float = 1.25  # times the expected seconds, after which blocks may move whatever the way
 
@@ -57,18 +61,20 @@ class Guarded:
         step = memory.step + 1
         if not view.groups or ground.num_blocks < len(ground.roles) or len(ground.roles) < 2:
             return replace(memory, way=MOVING, splits={MOVING: moving}, expected_s=math.inf, step=step)
-        forecasts = [Forecast(view, costs, self.tries * step + i) for i in range(self.tries)]
-        best_s, still = self._still(memory, forecasts[0], view, costs)
+        last = memory.splits.get(STILL) or self._guess(view, costs)
+        forecasts = [Forecast(view, costs, self.tries * step + i).follow(last) for i in range(self.tries)]
+        best_s, still = self._still(memory, forecasts[0], last)
         fresh = {MOVING: moving, STILL: still, TURNS: Split((POLICY,) * ground.num_blocks)}
         before = fresh | dict(memory.splits)
         seconds = {way: self._forecast(forecasts, before[way], way, best_s) for way in fresh}
+        assert seconds[STILL] < math.inf, "every role has a block"
         if took_s is not None and memory.splits and seconds[memory.way] < math.inf:
             memory = self._learn(memory, seconds[memory.way], took_s)
         now = {way: math.log(min(seconds[way] / seconds[STILL], 1e3)) for way in fresh}
         fade = self.fade if memory.costs else 0.0
         known = {way: fade * memory.costs.get(way, 0.0) + (1 - fade) * now[way] for way in fresh}
-        memory = replace(memory, splits=fresh, costs=known, step=step)
-        return self._choose(memory, seconds[STILL])
+        memory = replace(memory, splits=fresh, costs=known, step=step, still_s=seconds[STILL])
+        return self._choose(memory)
 
     def _forecast(self, forecasts: Sequence[Forecast], split: Split, way: str, best_s: float) -> float:
         """Mean over the tries."""
@@ -85,35 +91,39 @@ class Guarded:
         errors = {**memory.errors, memory.way: (0.9 * total + error, 0.9 * weight + 1)}
         return replace(memory, errors=errors, noise=noise, tried={**memory.tried, memory.way: memory.step})
 
-    def _still(self, memory: Memory, forecast: Forecast, view: View, costs: Costs) -> tuple[float, Split]:
-        if (last := memory.splits.get(STILL)) is None:
-            start = replace(self.rule, patience=math.inf).begin(view, costs)
-            return best_still(forecast, start, max(1, costs.ground.num_blocks // 8))
-        best_s, found = best_still(forecast, last, max(1, costs.ground.num_blocks // 32))
-        return best_s, found if forecast.seconds(last) > (1 + self.keep) * best_s else last
+    def _guess(self, view: View, costs: Costs) -> Split:
+        return replace(self.rule, patience=math.inf).begin(view, costs)
 
-    def _choose(self, memory: Memory, still_s: float) -> Memory:
+    def _still(self, memory: Memory, forecast: Forecast, last: Split) -> tuple[float, Split]:
+        blocks = len(last.owners)
+        best_s, found = best_still(forecast, last, max(1, blocks // (32 if STILL in memory.splits else 8)))
+        if STILL in memory.splits and forecast.seconds(last) <= (1 + self.keep) * best_s:
+            return best_s, last
+        return best_s, found
+
+    def _choose(self, memory: Memory) -> Memory:
         """The way with the least expected time, or one that has not been tried for long."""
         total = sum(s for s, _ in memory.errors.values())
         count = sum(weight for _, weight in memory.errors.values())
         common = total / count if count else 0.0  # the forecast is as far off for all ways
-
         doubt = max(1.0, memory.noise / self.unsure**2)  # rollouts that weigh as much as the forecast
 
         def score(way: str) -> float:
             error, weight = memory.errors.get(way, (0.0, 0.0))
             own = (error - weight * common) / (weight + doubt)
-            held = 0.0 if way == STILL else self.margin if way == MOVING else 2 * self.margin
+            held = {STILL: 0.0, MOVING: self.margin, TURNS: 2 * self.margin}[way]
             return memory.costs[way] + own + held - (self.keep if way == memory.way else 0.0)
 
         scores = {way: score(way) for way in memory.costs}
         way, wait = min(scores, key=lambda w: scores[w]), memory.wait
         for other in scores:
-            since = memory.step - memory.tried.get(other, 0)
-            if other != way and scores[other] < scores[way] + self.close and since > wait and memory.tried:
+            since, close = memory.step - memory.tried.get(other, 0), self.close
+            if other == STILL and STILL not in memory.tried and way in memory.errors:  # how long would that take?
+                close += max(0.0, memory.errors[way][0] / memory.errors[way][1])
+            if other != way and scores[other] < scores[way] + close and since > wait and memory.tried:
                 way, wait = other, 2 * wait
                 break
-        return replace(memory, way=way, wait=wait, expected_s=still_s * math.exp(memory.costs[way] + common))
+        return replace(memory, way=way, wait=wait, expected_s=memory.still_s * math.exp(memory.costs[way] + common))
 
     def mover(self, way: str) -> Decide | None:
         return {MOVING: self.rule, STILL: None, TURNS: colocated}[way]

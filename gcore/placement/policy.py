@@ -143,9 +143,9 @@ class Dynamic:
             return []
         switch_s = {pair: costs.switch_s(Move(0, *pair)) for pair in set(wanted)}  # the same for every block
         cost = sum(switch_s[pair] for pair in wanted) / costs.ground.num_blocks
-        taker = next((taker for donor, taker in wanted if donor == POLICY), None)
-        if taker is not None and not counts[POLICY] and view.rate < 1:  # if a group is dropped, others are generated
-            cost += switch_s[POLICY, taker] + costs.switch_s(Move(0, taker, POLICY))
+        given = [pair for pair in wanted if pair[0] == POLICY]
+        if given and not counts[POLICY] and view.rate < 1:  # if a group is dropped, another must be generated
+            cost += switch_s[given[0]] + costs.switch_s(Move(0, given[0][1], POLICY))
         least = max(self.least_s, self.margin * now)
         if now < math.inf and now - end <= cost + least:  # whichever blocks go
             return []
@@ -156,9 +156,7 @@ class Dynamic:
         won = f"{now - end:.1f} s sooner, for {cost:.1f} s" if now < math.inf else "it had none"
         return [Move(m.block, m.source, m.target, f"{m.target} needs it: {won}") for m in moves]
 
-    def _for_the_stranded(
-        self, view: View, counts: dict[str, int], budget: dict[str, int]
-    ) -> list[tuple[str, str]]:
+    def _for_the_stranded(self, view: View, counts: dict[str, int], budget: dict[str, int]) -> list[tuple[str, str]]:
         """A block for each role that has requests and none: without it there is no end. From who needs none, or has
         most. Counts and budget change accordingly."""
         wanted = []
@@ -368,51 +366,3 @@ class Outlook:
             last = max([t + (1 - share) * future for t, share in zip(times, FRACTIONS, strict=True)]) + alone
             end = max(end, work, last if future else alone)
         return end
-
-
-# ---- baselines --------------------------------------------------------------------------------------------------
-
-
-def static(split: Split, view: View, costs: Costs) -> list[Move]:
-    """What was decided before the run stays."""
-    return []
-
-
-def colocated(split: Split, view: View, costs: Costs) -> list[Move]:
-    """Everybody has all the devices in turn: generation to its end, then judging to its end."""
-    now = split[0]
-    if view.moving or view.stopping or view.loads[now].at_hand:
-        return []
-    for role in costs.ground.roles:
-        if role != now and view.loads[role].at_hand:
-            return [Move(b, now, role, f"{now} is done, {role} has all") for b in split.blocks(now)]
-    return []
-
-
-def colocated_early(split: Split, view: View, costs: Costs) -> list[Move]:
-    """The same, but generation pauses as soon as enough responses are there to be judged; others keep their place."""
-    if split[0] == POLICY and not view.moving and not view.stopping and view.loads[POLICY].needed <= 0:
-        waiting = [role for role in costs.ground.roles if role != POLICY and view.loads[role].at_hand]
-        if waiting:
-            return [Move(b, POLICY, waiting[0], "enough responses are there") for b in split.blocks(POLICY)]
-    return colocated(split, view, costs)
-
-
-@dataclass(frozen=True, slots=True)
-class Utilisation:
-    """The paper's rule as far as it is told: slots go gradually from the least to the most utilised role."""
-
-    high: float = 0.9
-    low: float = 0.7
-    cool_down_s: float = 10.0
-
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        if view.stopping or view.moving or view.since_move_s < self.cool_down_s:
-            return []
-        busy = {role: view.loads[role].busy for role in costs.ground.roles}
-        most, least = max(busy, key=lambda r: busy[r]), min(busy, key=lambda r: busy[r])
-        spare = split.blocks(least)
-        if busy[most] < self.high or busy[least] > self.low or len(spare) < 2:
-            return []
-        block = min(spare, key=lambda b: view.work.get(b, 0.0))
-        return [Move(block, least, most, f"{most} is {busy[most]:.0%} busy, {least} {busy[least]:.0%}")]

@@ -27,6 +27,9 @@ PURE = (
     "gcore.controller.plan",
     "gcore.placement.plan",
     "gcore.placement.policy",
+    "gcore.placement.baselines",
+    "gcore.placement.forecast",
+    "gcore.placement.guard",
     "gcore.placement.pace",
     "gcore.simulate.table",
 )

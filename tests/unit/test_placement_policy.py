@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from gcore.placement.baselines import Utilisation, colocated, colocated_early, early_swap, static
 from gcore.placement.pace import Pace
 from gcore.placement.plan import POLICY, Ground, Move, Split, shares, split_by
 from gcore.placement.policy import (
@@ -13,15 +14,11 @@ from gcore.placement.policy import (
     Dynamic,
     Load,
     Outlook,
-    Utilisation,
     View,
-    colocated,
-    colocated_early,
     end_s,
     generated_s,
     judged_s,
     room,
-    static,
     useful_concurrency,
 )
 
@@ -225,7 +222,9 @@ def random_view(rng, roles, blocks):
 
 
 @pytest.mark.parametrize("roles", [(POLICY, JUDGE), (POLICY, JUDGE, "critic")])
-@pytest.mark.parametrize("decide", [Dynamic(), Utilisation(cool_down_s=0.0), colocated, colocated_early, static])
+@pytest.mark.parametrize(
+    "decide", [Dynamic(), Utilisation(cool_down_s=0.0), colocated, colocated_early, early_swap, static]
+)
 def test_every_move_is_valid(decide, roles):
     rng = random.Random(7)
     for _ in range(300):

@@ -106,7 +106,7 @@ class Scripted:
     script: Script
     look: int = 0
 
-    def begin(self, view: View, costs: Costs, last: Split) -> Split:
+    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
         return self.world.first or last
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
