@@ -4,9 +4,9 @@
 
 The formulas of policy.py say when work ends that is under way. The division for a whole rollout needs more: a group
 that is dropped is replaced by another, so late verdicts delay generation. So a small model of the rollout is run, event
-by event. A role is one pool: all its requests make a token per step, and share the replicas evenly, except that requests
-stay where they are when blocks join. Groups are quantiles of the lengths seen lately, in a fixed order; at most GROUPS
-of them stand for all.
+by event. A role is one pool: all its requests make a token per step and share the replicas evenly, except that they
+stay where they are when blocks join. Groups are quantiles of the lengths seen lately; at most GROUPS of them stand for
+all. What the rollout before aborted is first in line.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Pool:
 
     @property
     def step_s(self) -> float:
-        batch = max(self.running * self.weight / self.used, self.least)
-        return self.pace.base_s + self.pace.per_sequence_s * min(batch, self.pace.max_concurrent)
+        batch, most = max(self.running * self.weight / self.used, self.least), self.pace.max_concurrent
+        return (self.pace.base_s + self.pace.per_sequence_s * min(batch, most)) * max(1.0, batch / most)
 
     @property
     def age(self) -> float:
@@ -137,9 +137,9 @@ class Forecast:
     def lengths_of(self, group: int) -> list[float]:
         """Tokens of the siblings."""
         others, longest = self.samples - 1, self.quantile(self.longest, group)
-        return [longest] + [
-            min(longest, longest * self.other * (0.6 + 0.8 * k / max(1, others - 1))) for k in range(others)
-        ]
+        width = min(0.4, 1 / self.other - 1)  # none is longer than the longest
+        places = [(2 * k + 1) / others - 1 for k in range(others)]  # from -1 to 1
+        return [longest, *(longest * self.other * (1 + width * place) for place in places)]
 
     def quantile(self, values: Sequence[float], i: int) -> float:
         return values[int((self.offset + i * EVEN) % 1.0 * len(values))]

@@ -45,14 +45,16 @@ class Guarded:
     """G-Core's placement rule."""
 
     rule: Dynamic = field(default_factory=Dynamic)
-    margin: float = 0.02  # of the time: what moving must win against standing still
-    keep: float = 0.01  # of the time: what another still split, or another way, must win against the present one
+    margin: float = 0.025  # of the time: what moving must win against standing still
+    keep: float = (
+        0.01  # of the time: what another split without moves, or another way, must win against the present one
+    )
     tries: int = 3  # forecasts of each way, with lengths and acceptance drawn anew
-    fade: float = 0.6  # how much of older costs stays at every step
+    fade: float = 0.7  # how much of older costs stays at every step
     unsure: float = (
         0.03  # how far the forecast may be off for one way and not for another; it is believed against noise
     )
-    close: float = 0.1  # of the time: ways that are no further behind are tried now and then
+    close: float = 0.05  # of the time: ways that are no further behind are tried now and then
     late: float = 1.25  # times the expected seconds, after which blocks may move whatever the way
 
     def plan(self, memory: Memory, view: View, costs: Costs, took_s: float | None) -> Memory:
@@ -109,10 +111,11 @@ class Guarded:
         doubt = max(1.0, memory.noise / self.unsure**2)  # rollouts that weigh as much as the forecast
 
         def score(way: str) -> float:
-            error, weight = memory.errors.get(way, (0.0, 0.0))
-            own = (error - weight * common) / (weight + doubt)
+            error, weight = memory.errors.get(way, (common, 1.0))
+            own, chance = error / weight - common, math.sqrt(memory.noise / weight)
+            own = math.copysign(max(0.0, abs(own) - chance), own) * weight / (weight + doubt)
             held = {STILL: 0.0, MOVING: self.margin, TURNS: 2 * self.margin}[way]
-            return memory.costs[way] + own + held - (self.keep if way == memory.way else 0.0)
+            return memory.costs[way] + own + held - (self.keep if way == memory.way != MOVING else 0.0)
 
         scores = {way: score(way) for way in memory.costs}
         way, wait = min(scores, key=lambda w: scores[w]), memory.wait
