@@ -34,6 +34,7 @@ class Memory:
     costs: Mapping[str, float] = field(default_factory=dict)  # log of the time of each way against standing still
     errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # log of measured / forecast: sum, weight
     noise: float = 0.01  # mean square of that from rollout to rollout, within a way
+    regret: float = 0.0  # log of what the best split without moves would have saved against the planned one, lately
     still_s: float = 0.0  # forecast of the rollout under way, standing still
     tried: Mapping[str, int] = field(default_factory=dict)  # the last step of each way
     wait: int = 4  # steps before a way that comes close is tried again
@@ -46,14 +47,11 @@ class Guarded:
 
     rule: Dynamic = field(default_factory=Dynamic)
     margin: float = 0.025  # of the time: what moving must win against standing still
-    keep: float = (
-        0.01  # of the time: what another split without moves, or another way, must win against the present one
-    )
+    keep: float = 0.01  # of the time: what another way must win against standing still or taking turns
+    change: tuple[float, float] = (0.015, 0.1)  # regret at which another split stands still: lately, in one step
     tries: int = 3  # forecasts of each way, with lengths and acceptance drawn anew
     fade: float = 0.7  # how much of older costs stays at every step
-    unsure: float = (
-        0.03  # how far the forecast may be off for one way and not for another; it is believed against noise
-    )
+    unsure: float = 0.03  # how far the forecast may be off for one way and not for the others
     close: float = 0.05  # of the time: ways that are no further behind are tried now and then
     late: float = 1.25  # times the expected seconds, after which blocks may move whatever the way
 
@@ -65,7 +63,7 @@ class Guarded:
             return replace(memory, way=MOVING, splits={MOVING: moving}, expected_s=math.inf, step=step)
         last = memory.splits.get(STILL) or self._guess(view, costs)
         forecasts = [Forecast(view, costs, self.tries * step + i).follow(last) for i in range(self.tries)]
-        best_s, still = self._still(memory, forecasts[0], last)
+        best_s, still, regret = self._still(memory, forecasts[0], last)
         fresh = {MOVING: moving, STILL: still, TURNS: Split((POLICY,) * ground.num_blocks)}
         before = fresh | dict(memory.splits)
         seconds = {way: self._forecast(forecasts, before[way], way, best_s) for way in fresh}
@@ -75,7 +73,7 @@ class Guarded:
         now = {way: math.log(min(seconds[way] / seconds[STILL], 1e3)) for way in fresh}
         fade = self.fade if memory.costs else 0.0
         known = {way: fade * memory.costs.get(way, 0.0) + (1 - fade) * now[way] for way in fresh}
-        memory = replace(memory, splits=fresh, costs=known, step=step, still_s=seconds[STILL])
+        memory = replace(memory, splits=fresh, costs=known, step=step, still_s=seconds[STILL], regret=regret)
         return self._choose(memory)
 
     def _forecast(self, forecasts: Sequence[Forecast], split: Split, way: str, best_s: float) -> float:
@@ -96,12 +94,16 @@ class Guarded:
     def _guess(self, view: View, costs: Costs) -> Split:
         return replace(self.rule, patience=math.inf).begin(view, costs)
 
-    def _still(self, memory: Memory, forecast: Forecast, last: Split) -> tuple[float, Split]:
-        blocks = len(last.owners)
-        best_s, found = best_still(forecast, last, max(1, blocks // (32 if STILL in memory.splits else 8)))
-        if STILL in memory.splits and forecast.seconds(last) <= (1 + self.keep) * best_s:
-            return best_s, last
-        return best_s, found
+    def _still(self, memory: Memory, forecast: Forecast, last: Split) -> tuple[float, Split, float]:
+        """The best seconds, the split to stand still with, the regret. The lengths of one step are chance in part, so
+        the split changes when others would have been better for a while, or by much."""
+        is_first = STILL not in memory.splits
+        best_s, best = best_still(forecast, last, max(1, len(last.owners) // (8 if is_first else 32)))
+        lost = math.log(forecast.seconds(last) / best_s)
+        regret = self.fade * memory.regret + (1 - self.fade) * lost
+        if is_first or regret > self.change[0] or lost > self.change[1]:
+            return best_s, best, 0.0
+        return best_s, last, regret
 
     def _choose(self, memory: Memory) -> Memory:
         """The way with the least expected time, or one that has not been tried for long."""
