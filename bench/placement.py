@@ -6,6 +6,7 @@
     python bench/placement.py where-not                   # about two minutes
     python bench/placement.py robust --seeds 5            # about half an hour; --only NAME: one scenario
     python bench/placement.py unseen --seeds 5            # the same on scenarios that were set aside
+    python bench/placement.py guarded --seeds 3           # about four minutes
     python bench/placement.py speed                       # about three minutes: drift-512, 1,000 steps of 256 prompts
 
 `drift`: each policy runs at its own best oversampling out of 1.0, 1.1, 1.25 and 1.5, chosen in hindsight for every
@@ -13,7 +14,8 @@ seed; `best static` is the best split at the best oversampling. `--oracle` (slow
 step. `stationary`: nothing drifts; dynamic against the best static split, and how many blocks move in each step.
 `variable`: the load jumps from step to step, several seeds. `where-not`: cases made to be hard for dynamic placement.
 `robust`: small scenarios that are hard for it, against co-location, early swap, every static split and the oracle;
-`unseen`: the same table for scenarios on which the rule was not tuned.
+`unseen`: the same table for scenarios on which the rule was not tuned. `guarded`: the larger scenarios with and
+without the guard.
 
 Everything is simulated with the code of gcore/placement and gcore/generation/routing.py; times are those of the
 simulated cluster, except for `speed`.
@@ -233,6 +235,39 @@ def robust(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def guarded(args: argparse.Namespace) -> list[Row]:
+    """What the guard costs or saves on the larger scenarios, and what is left against co-location."""
+    rows = []
+    widths = [26, 11, 13, 13, 16, 17, 8, 8]
+    print(f"{args.steps} steps, mean of {args.seeds} seeds; oversampling as in the scenario")
+    heads = [
+        "scenario",
+        "dynamic s",
+        "unguarded s",
+        "colocated s",
+        "over unguarded",
+        "below colocated",
+        "idle",
+        "moves",
+    ]
+    print_row(heads, widths)
+    cases = {f"drift-64, judge {judge}": ("drift-64", *judged_by(judge)) for judge in JUDGES}
+    cases |= {name: (name,) for name in ("variable-64", "stationary-64", "two-judges", "no-tail")}
+    for label, (name, *keys) in cases.items():
+        seeds = [scenario(name, f"seed={n}", f"steps={args.steps}", *keys) for n in range(args.seeds)]
+        runs = {way: [simulate(case, way) for case in seeds] for way in ("dynamic", "unguarded", "colocated")}
+        mean = {way: statistics.mean(run.rollout_s for run in found) for way, found in runs.items()}
+        found = {key: statistics.mean(facts(run)[key] for run in runs["dynamic"]) for key in ("idle", "moves")}
+        over, below = mean["dynamic"] / mean["unguarded"] - 1, 1 - mean["dynamic"] / mean["colocated"]
+        print_row(
+            [label, *(f"{mean[way]:.0f}" for way in mean), f"{over:+.1%}", f"{below:+.1%}", f"{found['idle']:.1%}",
+             f"{found['moves']:.0f}"],
+            widths,
+        )  # fmt: skip
+        rows.append({"scenario": label, "seconds": mean, "over_unguarded": over, "below_colocated": below, **found})
+    return rows
+
+
 def _every_way(case: Scenario) -> dict[str, Run]:
     statics = [static_name(split, case.ground) for split in all_splits(case.ground)]
     names = ["dynamic", "unguarded", "colocated", "early-swap", "oracle", *statics]
@@ -263,6 +298,7 @@ TABLES: dict[str, tuple[Callable[[argparse.Namespace], list[Row]], int]] = {
     "where-not": (where_not, 0),
     "robust": (robust, 0),
     "unseen": (robust, 0),
+    "guarded": (guarded, 16),
     "speed": (speed, 1000),
 }
 
