@@ -36,6 +36,7 @@ class Memory:
     noise: float = 0.01  # mean square of that from rollout to rollout, within a way
     regret: float = 0.0  # log of what the best split without moves would have saved against the planned one, lately
     still_s: float = 0.0  # forecast of the rollout under way, standing still
+    trend: float = 0.0  # log of its change from step to step, lately
     tried: Mapping[str, int] = field(default_factory=dict)  # the last step of each way
     wait: int = 4  # steps before a way that comes close is tried again
     step: int = 0
@@ -46,7 +47,8 @@ class Guarded:
     """G-Core's placement rule."""
 
     rule: Dynamic = field(default_factory=Dynamic)
-    margin: float = 0.025  # of the time: what moving must win against standing still
+    margin: tuple[float, float] = (0.045, 0.015)  # of the time: what moving must win; less if the load drifts
+    steady: float = 0.04  # trend of the rollout's time from step to step, above which the load drifts
     keep: float = 0.01  # of the time: what another way must win against standing still or taking turns
     change: tuple[float, float] = (0.015, 0.1)  # regret at which another split stands still: lately, in one step
     tries: int = 3  # forecasts of each way, with lengths and acceptance drawn anew
@@ -73,8 +75,11 @@ class Guarded:
         now = {way: math.log(min(seconds[way] / seconds[STILL], 1e3)) for way in fresh}
         fade = self.fade if memory.costs else 0.0
         known = {way: fade * memory.costs.get(way, 0.0) + (1 - fade) * now[way] for way in fresh}
-        memory = replace(memory, splits=fresh, costs=known, step=step, still_s=seconds[STILL], regret=regret)
-        return self._choose(memory)
+        trend = memory.trend
+        if memory.still_s:
+            trend = 0.8 * trend + 0.2 * math.log(seconds[STILL] / memory.still_s)
+        memory = replace(memory, splits=fresh, costs=known, step=step, regret=regret, trend=trend)
+        return self._choose(replace(memory, still_s=seconds[STILL]))
 
     def _forecast(self, forecasts: Sequence[Forecast], split: Split, way: str, best_s: float) -> float:
         """Mean over the tries."""
@@ -110,22 +115,24 @@ class Guarded:
         total = sum(s for s, _ in memory.errors.values())
         count = sum(weight for _, weight in memory.errors.values())
         common = total / count if count else 0.0  # the forecast is as far off for all ways
+        margin = self.margin[abs(memory.trend) > self.steady]
         doubt = max(1.0, memory.noise / self.unsure**2)  # rollouts that weigh as much as the forecast
 
-        def score(way: str) -> float:
+        def expected(way: str) -> float:
             error, weight = memory.errors.get(way, (common, 1.0))
             own, chance = error / weight - common, math.sqrt(memory.noise / weight)
-            own = math.copysign(max(0.0, abs(own) - chance), own) * weight / (weight + doubt)
-            held = {STILL: 0.0, MOVING: self.margin, TURNS: 2 * self.margin}[way]
-            return memory.costs[way] + own + held - (self.keep if way == memory.way != MOVING else 0.0)
+            return memory.costs[way] + math.copysign(max(0.0, abs(own) - chance), own) * weight / (weight + doubt)
 
-        scores = {way: score(way) for way in memory.costs}
-        way, wait = min(scores, key=lambda w: scores[w]), memory.wait
-        for other in scores:
+        times = {way: expected(way) for way in memory.costs}
+        held = {STILL: 0.0, MOVING: margin, TURNS: self.margin[0]}
+        if memory.way != MOVING:
+            held[memory.way] -= self.keep
+        way, wait = min(times, key=lambda w: times[w] + held[w]), memory.wait
+        for other in times:
             since, close = memory.step - memory.tried.get(other, 0), self.close
             if other == STILL and STILL not in memory.tried and way in memory.errors:  # how long would that take?
                 close += max(0.0, memory.errors[way][0] / memory.errors[way][1])
-            if other != way and scores[other] < scores[way] + close and since > wait and memory.tried:
+            if other != way and times[other] < times[way] + close and since > wait and memory.tried:
                 way, wait = other, 2 * wait
                 break
         return replace(memory, way=way, wait=wait, expected_s=memory.still_s * math.exp(memory.costs[way] + common))
