@@ -39,13 +39,18 @@ class Pool:
         self.used = float(replicas)  # replicas that share what runs
         self.at = self.clock = self.stall = self.began = 0.0  # clock: tokens made by a request that began at 0
         self.running = 0
+        self.step_s = pace.base_s
         self.ending: list[tuple[float, int]] = []  # when on the clock, group
         self.waiting: deque[tuple[int, float, float]] = deque()  # group, tokens, prompt
 
-    @property
-    def step_s(self) -> float:
-        batch, most = max(self.running * self.weight / self.used, self.least), self.pace.max_concurrent
-        return (self.pace.base_s + self.pace.per_sequence_s * min(batch, most)) * max(1.0, batch / most)
+    def _changed(self) -> None:
+        """Requests or replicas are others: so is the time of a step."""
+        if self.used:
+            pace = self.pace
+            batch, most = max(self.running * self.weight / self.used, self.least), pace.max_concurrent
+            self.step_s = pace.base_s + pace.per_sequence_s * min(batch, most)
+            if batch > most:
+                self.step_s *= batch / most
 
     @property
     def age(self) -> float:
@@ -55,14 +60,17 @@ class Pool:
         """When the next request ends."""
         if not self.ending or not self.used:
             return math.inf
-        return self.at + self.stall + max(0.0, self.ending[0][0] - self.clock) * self.step_s
+        rest = self.ending[0][0] - self.clock
+        return self.at + self.stall + (rest * self.step_s if rest > 0.0 else 0.0)
 
     def advance(self, to: float) -> None:
         passed, self.at = to - self.at, to
-        stalled = min(self.stall, passed)
-        self.stall -= stalled
+        if self.stall:
+            stalled = min(self.stall, passed)
+            self.stall -= stalled
+            passed -= stalled
         if self.running and self.used:
-            self.clock += (passed - stalled) / self.step_s
+            self.clock += passed / self.step_s
 
     def end(self) -> int:
         """The next request ends; its group."""
@@ -70,11 +78,14 @@ class Pool:
         self.clock = max(self.clock, when)
         self.began -= self.began / self.running
         self.running -= 1
+        self._changed()
         return group
 
     def admit(self) -> None:
         """Requests that wait go to replicas that have room. New ones go to replicas that joined, old ones stay."""
         most = self.replicas * self.room / self.weight
+        if not self.waiting or self.running >= most:
+            return
         while self.waiting and self.running < most:
             group, tokens, prompt = self.waiting.popleft()
             grown = self.used * (self.running + 1) / self.running if self.running else self.replicas
@@ -83,6 +94,7 @@ class Pool:
             self.began += self.clock
             self.stall += prompt * self.weight * self.pace.prefill_s_per_token / self.replicas
             heapq.heappush(self.ending, (self.clock + tokens, group))
+        self._changed()
 
     def resize(self, replicas: int) -> None:
         if replicas:
@@ -92,6 +104,7 @@ class Pool:
             self.stall += moved * self.age * self.pace.prefill_s_per_token / replicas
         self.replicas = replicas
         self.used = min(self.used, replicas) or float(replicas)
+        self._changed()
         self.admit()
 
 
@@ -102,6 +115,7 @@ class Forecast:
         """`view`: before the rollout, with `groups`, `rate` and `samples`. `seed`: of lengths and acceptance, the same
         for all placements that are compared."""
         dice = random.Random(seed)
+        self._still: dict[Split, float] = {}  # seconds without moves, as far as they were asked for
         self.first, self.head = list[int](), 0  # groups that are first in line, and the first of the others
         self.offset, self.luck = dice.random(), [dice.random() for _ in range(LUCK)]
         self.costs, self.loads, self.samples = costs, view.loads, max(1, view.samples)
@@ -122,13 +136,18 @@ class Forecast:
 
     def seconds(self, split: Split, decide: Decide | None = None, look_s: float = 1.0) -> float:
         """Of the rollout that begins with this split; None: no block moves. inf: it never ends."""
-        return _Rollout(self, split, decide, look_s).run()
+        if decide is not None:
+            return _Rollout(self, split, decide, look_s).run()
+        if split not in self._still:
+            self._still[split] = _Rollout(self, split, None, look_s).run()
+        return self._still[split]
 
     def follow(self, split: Split) -> Forecast:
         """From now on for the rollout after one with this split: what that aborts is first in line. Long groups are."""
         before = _Rollout(self, split, None, 1.0)
         if before.run() < math.inf:
             self.first, self.head = sorted(before.left), before.drawn
+            self._still.clear()
         return self
 
     def accepted(self, group: int) -> bool:
@@ -170,9 +189,12 @@ class _Rollout:
     def run(self) -> float:
         self._fill()
         next_look, idle = self.look_s if self.decide is not None else math.inf, 0
+        role, pool = POLICY, self.policy
         while self.kept < self.about.groups:
-            role, pool = min(self.pools.items(), key=lambda item: item[1].next_s())
-            ends_s = pool.next_s()
+            ends_s = math.inf
+            for name, some in self.pools.items():
+                if (next_s := some.next_s()) < ends_s:
+                    ends_s, role, pool = next_s, name, some
             arrives_s = self.arriving[0][0] if self.arriving else math.inf
             self.now = min(ends_s, arrives_s, next_look)
             if self.now == math.inf or idle > STUCK:
