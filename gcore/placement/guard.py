@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from gcore.placement.baselines import colocated
 from gcore.placement.forecast import Forecast, best_still, looks_s
-from gcore.placement.plan import POLICY, Move, Split
+from gcore.placement.plan import POLICY, Move, Split, neighbours
 from gcore.placement.policy import Costs, Decide, Dynamic, View
 
 MOVING, STILL, TURNS = "moving", "still", "turns"
@@ -48,7 +48,7 @@ class Guarded:
 
     rule: Dynamic = field(default_factory=Dynamic)
     margin: tuple[float, float] = (0.045, 0.015)  # of the time: what moving must win; less if the load drifts
-    steady: float = 0.04  # trend of the rollout's time from step to step, above which the load drifts
+    steady: float = 0.06  # trend of the rollout's time from step to step, above which the load drifts
     keep: float = 0.01  # of the time: what another way must win against standing still or taking turns
     change: tuple[float, float] = (0.015, 0.1)  # regret at which another split stands still: lately, in one step
     tries: int = 3  # forecasts of each way, with lengths and acceptance drawn anew
@@ -72,11 +72,14 @@ class Guarded:
         assert seconds[STILL] < math.inf, "every role has a block"
         if took_s is not None and memory.splits and seconds[memory.way] < math.inf:
             memory = self._learn(memory, seconds[memory.way], took_s)
+        drifts = abs(memory.trend) > self.steady
+        if still != last and not drifts:  # the old split tells nothing any more of what standing still costs
+            seconds[STILL] = self._forecast(forecasts, still, STILL, best_s)
         now = {way: math.log(min(seconds[way] / seconds[STILL], 1e3)) for way in fresh}
-        fade = self.fade if memory.costs else 0.0
+        fade = self.fade if memory.costs and (still == last or drifts) else 0.0
         known = {way: fade * memory.costs.get(way, 0.0) + (1 - fade) * now[way] for way in fresh}
         trend = memory.trend
-        if memory.still_s:
+        if memory.step > 1 and memory.still_s:  # the first forecast is made of guesses
             trend = 0.8 * trend + 0.2 * math.log(seconds[STILL] / memory.still_s)
         memory = replace(memory, splits=fresh, costs=known, step=step, regret=regret, trend=trend)
         return self._choose(replace(memory, still_s=seconds[STILL]))
@@ -101,14 +104,17 @@ class Guarded:
 
     def _still(self, memory: Memory, forecast: Forecast, last: Split) -> tuple[float, Split, float]:
         """The best seconds, the split to stand still with, the regret. The lengths of one step are chance in part, so
-        the split changes when others would have been better for a while, or by much."""
+        the split changes by a step when others would have been better for a while, and at once if by much."""
         is_first = STILL not in memory.splits
         best_s, best = best_still(forecast, last, max(1, len(last.owners) // (8 if is_first else 32)))
         lost = math.log(forecast.seconds(last) / best_s)
         regret = self.fade * memory.regret + (1 - self.fade) * lost
-        if is_first or regret > self.change[0] or lost > self.change[1]:
+        if is_first or lost > self.change[1]:
             return best_s, best, 0.0
-        return best_s, last, regret
+        if regret <= self.change[0]:
+            return best_s, last, regret
+        near = neighbours(last, forecast.costs.ground, max(1, len(last.owners) // 16))
+        return best_s, min(near, key=forecast.seconds), 0.0
 
     def _choose(self, memory: Memory) -> Memory:
         """The way with the least expected time, or one that has not been tried for long."""

@@ -114,8 +114,8 @@ def test_it_moves_while_that_is_forecast_to_pay():
     assert Guarded()._choose(memory()).way == MOVING
     little = memory(costs={MOVING: -0.03, STILL: 0.0, TURNS: 0.5})
     assert Guarded()._choose(little).way == STILL
-    assert Guarded()._choose(replace(little, trend=0.05)).way == MOVING
-    assert Guarded()._choose(replace(little, trend=-0.05)).way == MOVING
+    assert Guarded()._choose(replace(little, trend=0.07)).way == MOVING
+    assert Guarded()._choose(replace(little, trend=-0.07)).way == MOVING
     found = Guarded()._choose(memory())
     assert found.expected_s == pytest.approx(10.0 * math.exp(-0.05))
 
