@@ -4,12 +4,18 @@
     python bench/placement.py stationary                  # about three minutes
     python bench/placement.py variable                    # about three minutes
     python bench/placement.py where-not                   # about two minutes
+    python bench/placement.py robust --seeds 5            # about half an hour; --only NAME: one scenario
+    python bench/placement.py unseen --seeds 5            # the same on scenarios that were set aside
+    python bench/placement.py guarded --seeds 3           # about four minutes
     python bench/placement.py speed                       # about three minutes: drift-512, 1,000 steps of 256 prompts
 
 `drift`: each policy runs at its own best oversampling out of 1.0, 1.1, 1.25 and 1.5, chosen in hindsight for every
 seed; `best static` is the best split at the best oversampling. `--oracle` (slow) adds the best of many ways, step by
 step. `stationary`: nothing drifts; dynamic against the best static split, and how many blocks move in each step.
 `variable`: the load jumps from step to step, several seeds. `where-not`: cases made to be hard for dynamic placement.
+`robust`: small scenarios that are hard for it, against co-location, early swap, every static split and the oracle;
+`unseen`: the same table for scenarios on which the rule was not tuned. `guarded`: the larger scenarios with and
+without the guard.
 
 Everything is simulated with the code of gcore/placement and gcore/generation/routing.py; times are those of the
 simulated cluster, except for `speed`.
@@ -29,7 +35,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gcore.simulate.run import Run, simulate  # noqa: E402
+from gcore.placement.plan import all_splits  # noqa: E402
+from gcore.simulate.run import Run, simulate, static_name  # noqa: E402
 from gcore.simulate.scenario import Scenario, load_scenario  # noqa: E402
 from gcore.simulate.table import best_static  # noqa: E402
 
@@ -43,6 +50,13 @@ LOADS = {
     "judge 14B": ("judges.0.model=14B", "judges.0.tensor_parallel=1"),
     "judge 72B": ("judges.0.model=72B", "judges.0.tensor_parallel=8"),
 }
+HARD = {
+    "robust": ("equal-lengths", "heavy-tail", "few-prompts", "large-judge", "constant", "three-judges"),
+    "unseen": tuple(
+        f"unseen-{name}" for name in ("prefill-judge", "shrinking", "jumps", "nearly-equal", "wide-policy")
+    ),
+}
+
 Row = dict[str, Any]
 
 
@@ -111,7 +125,7 @@ def _at_its_best(at: Callable[[float], Scenario], name: str) -> Run:
 def _best_split(at: Callable[[float], Scenario]) -> Run:
     found: list[Run] = []
     for over in OVERSAMPLING:
-        near = int(found[-1].regime.partition(":")[2]) if found else None
+        near = found[-1].regime if found else None
         found.append(best_static(at(over), near))
     return min(found, key=lambda run: run.rollout_s)
 
@@ -129,7 +143,7 @@ def stationary(args: argparse.Namespace) -> list[Row]:
         for seed in range(args.seeds):
             case = scenario("stationary-64", f"seed={seed}", f"steps={args.steps}", *overrides, *args.overrides)
             mine, fixed = simulate(case, "dynamic"), best_static(case, near)
-            near = int(fixed.regime.partition(":")[2])
+            near = fixed.regime
             moves = [step["moves"] for step in mine.steps]
             worse = mine.rollout_s / fixed.rollout_s - 1
             print_row(
@@ -150,7 +164,7 @@ def variable(args: argparse.Namespace) -> list[Row]:
     for seed in range(args.seeds):
         case = scenario("variable-64", f"seed={seed}", f"steps={args.steps}", *args.overrides)
         mine, fixed, turns = simulate(case, "dynamic"), best_static(case, near), simulate(case, "colocated")
-        near = int(fixed.regime.partition(":")[2])
+        near = fixed.regime
         wins = [1 - mine.rollout_s / other.rollout_s for other in (fixed, turns)]
         print_row(
             [str(seed), f"{mine.rollout_s:.0f}", f"{fixed.rollout_s:.0f} ({fixed.regime})", f"{turns.rollout_s:.0f}",
@@ -193,6 +207,79 @@ def where_not(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def robust(args: argparse.Namespace) -> list[Row]:
+    rows = []
+    widths = [21, 11, 9, 12, 17, 12, 12, 12, 9, 14]
+    print(f"rollout seconds, mean of {args.seeds} seeds; then how much more time dynamic takes than ...")
+    print("`best split`: the one static split that is best over all seeds; `of each seed`: the best of each seed in")
+    print("hindsight, mean and worst seed. Moves per step: in the first and in the last quarter of the run")
+    heads = ["scenario", "dynamic s", "(of it)", "best split", "of each seed", "co-located", "early swap", "unguarded"]
+    print_row([*heads, "oracle", "moves"], widths)
+    for name in [name for name in HARD[args.table] if args.only in (None, name)]:
+        seeds = [_every_way(scenario(name, f"seed={seed}", *args.overrides)) for seed in range(args.seeds)]
+        mean = {way: statistics.mean(runs[way].rollout_s for runs in seeds) for way in seeds[0]}
+        splits = [way for way in mean if way.startswith("static:")]
+        split = min(splits, key=lambda way: mean[way])
+        each = [runs["dynamic"].rollout_s / min(runs[way].rollout_s for way in splits) - 1 for runs in seeds]
+        against = {way: mean["dynamic"] / mean[way] - 1 for way in mean}
+        early, late = zip(*(_moves(runs["dynamic"]) for runs in seeds), strict=True)
+        deviation = statistics.stdev(each) if len(each) > 1 else 0.0
+        print_row(
+            [name, f"{mean['dynamic']:.0f}", split.partition(":")[2], f"{against[split]:+.1%}",
+             f"{statistics.mean(each):+.1%} ({max(each):+.1%})",
+             *(f"{against[way]:+.1%}" for way in ("colocated", "early-swap", "unguarded", "oracle")),
+             f"{statistics.mean(early):.1f}, {statistics.mean(late):.1f}"],
+            widths,
+        )  # fmt: skip
+        rows.append({"scenario": name, "seconds": mean, "against": against, "each": each, "deviation": deviation})
+    return rows
+
+
+def guarded(args: argparse.Namespace) -> list[Row]:
+    """What the guard costs or saves on the larger scenarios, and what is left against co-location."""
+    rows = []
+    widths = [26, 11, 13, 13, 16, 17, 8, 8]
+    print(f"{args.steps} steps, mean of {args.seeds} seeds; oversampling as in the scenario")
+    heads = [
+        "scenario",
+        "dynamic s",
+        "unguarded s",
+        "colocated s",
+        "over unguarded",
+        "below colocated",
+        "idle",
+        "moves",
+    ]
+    print_row(heads, widths)
+    cases = {f"drift-64, judge {judge}": ("drift-64", *judged_by(judge)) for judge in JUDGES}
+    cases |= {name: (name,) for name in ("variable-64", "stationary-64", "two-judges", "no-tail")}
+    for label, (name, *keys) in cases.items():
+        seeds = [scenario(name, f"seed={n}", f"steps={args.steps}", *keys) for n in range(args.seeds)]
+        runs = {way: [simulate(case, way) for case in seeds] for way in ("dynamic", "unguarded", "colocated")}
+        mean = {way: statistics.mean(run.rollout_s for run in found) for way, found in runs.items()}
+        found = {key: statistics.mean(facts(run)[key] for run in runs["dynamic"]) for key in ("idle", "moves")}
+        over, below = mean["dynamic"] / mean["unguarded"] - 1, 1 - mean["dynamic"] / mean["colocated"]
+        print_row(
+            [label, *(f"{mean[way]:.0f}" for way in mean), f"{over:+.1%}", f"{below:+.1%}", f"{found['idle']:.1%}",
+             f"{found['moves']:.0f}"],
+            widths,
+        )  # fmt: skip
+        rows.append({"scenario": label, "seconds": mean, "over_unguarded": over, "below_colocated": below, **found})
+    return rows
+
+
+def _every_way(case: Scenario) -> dict[str, Run]:
+    statics = [static_name(split, case.ground) for split in all_splits(case.ground)]
+    names = ["dynamic", "unguarded", "colocated", "early-swap", "oracle", *statics]
+    return {name: simulate(case, name) for name in names}
+
+
+def _moves(run: Run) -> tuple[float, float]:
+    moves = [step["moves"] for step in run.steps]
+    quarter = max(1, len(moves) // 4)
+    return statistics.mean(moves[:quarter]), statistics.mean(moves[-quarter:])
+
+
 def speed(args: argparse.Namespace) -> list[Row]:
     case = scenario("drift-512", f"steps={args.steps}", "prompts=256", *args.overrides)
     began, wall = time.process_time(), time.perf_counter()
@@ -209,6 +296,9 @@ TABLES: dict[str, tuple[Callable[[argparse.Namespace], list[Row]], int]] = {
     "stationary": (stationary, 16),
     "variable": (variable, 40),
     "where-not": (where_not, 0),
+    "robust": (robust, 0),
+    "unseen": (robust, 0),
+    "guarded": (guarded, 16),
     "speed": (speed, 1000),
 }
 
@@ -221,12 +311,13 @@ def main() -> None:
     parser.add_argument("--judge", action="append", choices=JUDGES, help="of drift; default: all three")
     parser.add_argument("--oracle", action="store_true", help="in drift, at dynamic's oversampling; slow")
     parser.add_argument("--steps", type=int, help="default: 24, 16, 40 and 1000")
-    parser.add_argument("--seeds", type=int, help="of drift (3), stationary (3) and variable (5)")
+    parser.add_argument("--seeds", type=int, help="of drift (3), stationary (3), variable, robust and unseen (5)")
+    parser.add_argument("--only", help="scenario of robust and unseen; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     args = parser.parse_intermixed_args()
     table, steps = TABLES[args.table]
     args.steps = args.steps or steps
-    args.seeds = args.seeds or (5 if args.table == "variable" else 3)
+    args.seeds = args.seeds or (5 if args.table in ("variable", *HARD) else 3)
     rows = table(args)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -15,10 +15,11 @@ from typing import Any
 
 from gcore.config.tree import Config
 from gcore.controller.plan import first_split
-from gcore.placement import policy
+from gcore.placement.baselines import colocated
+from gcore.placement.guard import Guarded, Memory
 from gcore.placement.monitor import Monitor
 from gcore.placement.plan import POLICY, Ground, Move, Split
-from gcore.placement.policy import Costs, Dynamic, View
+from gcore.placement.policy import Costs, View
 from gcore.placement.switch import Load, Placer, Pool, Progress, Rule
 from gcore.protocols import Group, Handle
 
@@ -29,7 +30,7 @@ class Kept:
 
     split: Split
 
-    def begin(self, view: View, costs: Costs, last: Split) -> Split:
+    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
         return self.split
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
@@ -40,24 +41,26 @@ class Kept:
 class InTurn:
     """placement.mode: colocated."""
 
-    def begin(self, view: View, costs: Costs, last: Split) -> Split:
+    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
         return Split((POLICY,) * costs.ground.num_blocks)
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        return policy.colocated(split, view, costs)
+        return colocated(split, view, costs)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Moving:
-    """placement.mode: dynamic."""
+    """placement.mode: dynamic. All controllers are told the same, so all remember the same."""
 
-    rule: Dynamic = field(default_factory=Dynamic)
+    rule: Guarded = field(default_factory=Guarded)
+    memory: Memory = field(default_factory=Memory)
 
-    def begin(self, view: View, costs: Costs, last: Split) -> Split:
-        return self.rule.begin(view, costs)
+    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+        self.memory = self.rule.plan(self.memory, view, costs, took_s)
+        return self.memory.splits[self.memory.way]
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        return self.rule(split, view, costs)
+        return self.rule.decide(self.memory, split, view, costs)
 
 
 class Placement:

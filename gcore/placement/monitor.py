@@ -143,10 +143,12 @@ class Monitor:
             if block not in moving
         }
         stopping = all(part.done for part in parts)
-        return View(loads, work, frozenset(moving), since_move_s, stopping)
+        rate = min(1.0, sum(part.rate for part in parts) / len(parts))
+        return View(loads, work, frozenset(moving), since_move_s, stopping, rate=rate)
 
     def expected(self, groups: float, rate: float, samples: int) -> View:
-        """Before a rollout: so many groups are needed, and nothing is under way."""
+        """Before a rollout: so many groups are needed, and nothing is under way. Before all paces and lengths were
+        measured, `groups` of the view is 0: a forecast would be made of guesses."""
         self._samples = samples
         needed = groups / max(rate, 0.05)
         loads = {}
@@ -155,7 +157,8 @@ class Monitor:
             waiting = round(requests) if role == POLICY else 0
             lengths, longest = self._seen(role)
             loads[role] = Load(waiting=waiting, needed=requests, lengths=lengths, longest=longest)
-        return View(loads)
+        known = all(self.knows(role) and self._lengths[role] for role in self._ground.roles)
+        return View(loads, groups=groups if known else 0.0, rate=min(1.0, max(rate, 0.05)), samples=samples)
 
     def _seen(self, role: str) -> tuple[list[float], list[float]]:
         lengths = quantiles(self._lengths[role]) or [128.0]
@@ -236,9 +239,9 @@ class Monitor:
             if groups >= 4:
                 self._per_group[role] = max(1.0, (self._ended_before[role] + self._ended[role]) / groups)
 
-    def ended_rollout(self) -> None:
+    def ended_rollout(self) -> bool:
         """The next one begins; what was counted weighs half from now on. An evaluation decides on no groups, and its
-        requests tell nothing about them."""
+        requests tell nothing about them: then False."""
         if decided := sum(self._decided.values()):
             self._decided_before = (self._decided_before + decided) / 2
             self._ended_before = {role: (self._ended_before[role] + count) / 2 for role, count in self._ended.items()}
@@ -246,6 +249,7 @@ class Monitor:
         self._at_s, self._before = None, {}
         self._per_group = {}
         self._count_per_group(0)
+        return decided > 0
 
 
 def quantiles(lengths: Sequence[int]) -> list[float]:

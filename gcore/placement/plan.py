@@ -10,6 +10,8 @@ role has its place for good; the replicas of the roles that do not have a block 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -117,10 +119,24 @@ def split_by(ground: Ground, blocks: Mapping[str, int]) -> Split:
 
 
 def all_splits(ground: Ground) -> list[Split]:
-    """Every division of the blocks among two roles, with at least one for each; the policy's come first."""
-    first, second = ground.roles
+    """Every division of the blocks with at least one for each role; fewest for the first role come first."""
+    total, roles = ground.num_blocks, ground.roles
+    cuts = itertools.combinations(range(1, total), len(roles) - 1)
+    sizes = ([end - start for start, end in itertools.pairwise((0, *cut, total))] for cut in cuts)
+    return [split_by(ground, dict(zip(roles, some, strict=True))) for some in sizes]
+
+
+def num_splits(ground: Ground) -> int:
+    return math.comb(ground.num_blocks - 1, len(ground.roles) - 1)
+
+
+def neighbours(split: Split, ground: Ground, stride: int) -> list[Split]:
+    """Splits in which one role has so many blocks more, and another has them less. Every role keeps one."""
+    counts = {role: split.owners.count(role) for role in ground.roles}
     return [
-        split_by(ground, {first: count, second: ground.num_blocks - count}) for count in range(1, ground.num_blocks)
+        split_by(ground, counts | {source: counts[source] - stride, target: counts[target] + stride})
+        for source, target in itertools.permutations(ground.roles, 2)
+        if counts[source] > stride
     ]
 
 

@@ -85,6 +85,10 @@ class View:
     moving: frozenset[int] = frozenset()  # blocks between two roles: they are nobody's
     since_move_s: float = math.inf
     stopping: bool = False  # the target is met: nothing more is worth a move
+    elapsed_s: float = 0.0  # since the rollout began
+    groups: float = 0.0  # before a rollout: groups that it must keep; 0: too little is known for a forecast
+    rate: float = 1.0  # share of groups that are kept
+    samples: int = 1  # before a rollout: siblings of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,9 @@ class Dynamic:
         budget = {role: min(count, max(1, int(count * self.at_once), empty[role])) for role, count in free.items()}
         outlook = Outlook(view, costs)
         now = end = outlook.end_s(counts)
-        wanted: list[tuple[str, str]] = []  # from, to
+        wanted = self._for_the_stranded(view, counts, budget)
+        if wanted:
+            end = outlook.end_s(counts)
         while (found := self._best(outlook, counts, budget, end)) is not None:
             end, donor, taker = found
             counts[donor] -= 1
@@ -137,6 +143,9 @@ class Dynamic:
             return []
         switch_s = {pair: costs.switch_s(Move(0, *pair)) for pair in set(wanted)}  # the same for every block
         cost = sum(switch_s[pair] for pair in wanted) / costs.ground.num_blocks
+        given = [pair for pair in wanted if pair[0] == POLICY]
+        if given and not counts[POLICY] and view.rate < 1:  # if a group is dropped, another must be generated
+            cost += switch_s[given[0]] + costs.switch_s(Move(0, given[0][1], POLICY))
         least = max(self.least_s, self.margin * now)
         if now < math.inf and now - end <= cost + least:  # whichever blocks go
             return []
@@ -146,6 +155,20 @@ class Dynamic:
             return []
         won = f"{now - end:.1f} s sooner, for {cost:.1f} s" if now < math.inf else "it had none"
         return [Move(m.block, m.source, m.target, f"{m.target} needs it: {won}") for m in moves]
+
+    def _for_the_stranded(self, view: View, counts: dict[str, int], budget: dict[str, int]) -> list[tuple[str, str]]:
+        """A block for each role that has requests and none: without it there is no end. From who needs none, or has
+        most. Counts and budget change accordingly."""
+        wanted = []
+        for taker in [role for role, load in view.loads.items() if load.at_hand and load.needed and not counts[role]]:
+            donors = [r for r in counts if budget[r] and (counts[r] > 1 or view.loads[r].needed <= 0)]
+            if donors:
+                donor = max(donors, key=lambda r: (view.loads[r].needed <= 0, counts[r]))
+                counts[donor] -= 1
+                counts[taker] += 1
+                budget[donor] -= 1
+                wanted.append((donor, taker))
+        return wanted
 
     def begin(self, view: View, costs: Costs) -> Split:
         """At the start all engines wake anyway, so the first division is free.
@@ -343,51 +366,3 @@ class Outlook:
             last = max([t + (1 - share) * future for t, share in zip(times, FRACTIONS, strict=True)]) + alone
             end = max(end, work, last if future else alone)
         return end
-
-
-# ---- baselines --------------------------------------------------------------------------------------------------
-
-
-def static(split: Split, view: View, costs: Costs) -> list[Move]:
-    """What was decided before the run stays."""
-    return []
-
-
-def colocated(split: Split, view: View, costs: Costs) -> list[Move]:
-    """Everybody has all the devices in turn: generation to its end, then judging to its end."""
-    now = split[0]
-    if view.moving or view.stopping or view.loads[now].at_hand:
-        return []
-    for role in costs.ground.roles:
-        if role != now and view.loads[role].at_hand:
-            return [Move(b, now, role, f"{now} is done, {role} has all") for b in split.blocks(now)]
-    return []
-
-
-def colocated_early(split: Split, view: View, costs: Costs) -> list[Move]:
-    """The same, but generation pauses as soon as enough responses are there to be judged; others keep their place."""
-    if split[0] == POLICY and not view.moving and not view.stopping and view.loads[POLICY].needed <= 0:
-        waiting = [role for role in costs.ground.roles if role != POLICY and view.loads[role].at_hand]
-        if waiting:
-            return [Move(b, POLICY, waiting[0], "enough responses are there") for b in split.blocks(POLICY)]
-    return colocated(split, view, costs)
-
-
-@dataclass(frozen=True, slots=True)
-class Utilisation:
-    """The paper's rule as far as it is told: slots go gradually from the least to the most utilised role."""
-
-    high: float = 0.9
-    low: float = 0.7
-    cool_down_s: float = 10.0
-
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        if view.stopping or view.moving or view.since_move_s < self.cool_down_s:
-            return []
-        busy = {role: view.loads[role].busy for role in costs.ground.roles}
-        most, least = max(busy, key=lambda r: busy[r]), min(busy, key=lambda r: busy[r])
-        spare = split.blocks(least)
-        if busy[most] < self.high or busy[least] > self.low or len(spare) < 2:
-            return []
-        block = min(spare, key=lambda b: view.work.get(b, 0.0))
-        return [Move(block, least, most, f"{most} is {busy[most]:.0%} busy, {least} {busy[least]:.0%}")]

@@ -44,7 +44,10 @@ class Pool(Protocol):
 class Rule(Protocol):
     """How to place: see policy.py."""
 
-    def begin(self, view: View, costs: Costs, last: Split) -> Split: ...
+    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+        """`took_s`: seconds of the last rollout, by controller 0's clock; None: there was none since the last call."""
+        ...
+
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]: ...
 
 
@@ -89,6 +92,8 @@ class Placer:
         self._failed: dict[int, str] = {}
         self._last_move = -1e9
         self._rollout_s = 0.0
+        self._began_s = self._ended_s = 0.0  # the rollout, by controller 0's clock: the same on all
+        self._took_s: float | None = None
         keys = [(role, i) for role, pool in pools.items() for i in range(len(pool.replicas))]
         self._awake: dict[tuple[str, int], bool | None] = dict.fromkeys(keys, True)  # role, replica; None: not known
         self._orders = {key: asyncio.Lock() for key in keys}  # one at a time puts a replica to sleep, wakes or mends it
@@ -101,7 +106,8 @@ class Placer:
     async def begin(self, groups: int, rate: float, samples: int) -> None:
         """Choose the split of the next rollout. Nothing is under way, so owners may change at no cost but waking."""
         view = self.monitor.expected(groups, rate, samples)
-        self.split = self._rule.begin(view, self.monitor.costs, self.split).check(self.ground)
+        self.split = self._rule.begin(view, self.monitor.costs, self.split, self._took_s).check(self.ground)
+        self._took_s = None
         if self._rank == 0:
             await self._settle()
         await self._line.all_gather("engines in place", None)
@@ -199,9 +205,11 @@ class Placer:
             raise errors.exceptions[0] from None
         self.tally.close(_now())
         self._rollout_s = self.tally.seconds
-        self.monitor.ended_rollout()
+        if self.monitor.ended_rollout():
+            self._took_s = self._ended_s - self._began_s
 
     async def _looks(self, progress: Progress, done: asyncio.Event, step: int) -> None:
+        self._began_s = (await self._line.all_gather(f"placement begins at step {step}", _now()))[0]
         while True:
             wait_s = max(self._look_s, LOOKS * self._rollout_s)
             with contextlib.suppress(TimeoutError):
@@ -216,11 +224,12 @@ class Placer:
             self._make_room(view)
             self._go_on(parts, now)
             if all(part.done for part in parts):
+                self._ended_s = now
                 if not self._moving:
                     return
                 continue
             self._alone = {block: until for block, until in self._alone.items() if now < until}
-            view = replace(view, moving=view.moving | self._alone.keys())
+            view = replace(view, moving=view.moving | self._alone.keys(), elapsed_s=now - self._began_s)
             for move in self._rule(self.split, view, self.monitor.costs):
                 if move.block not in self._moving and move.block not in self._alone:
                     self._start(move, now)

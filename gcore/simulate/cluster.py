@@ -233,7 +233,8 @@ class Simulation:
                 needed = min(1.0, groups / max(1, self.judging)) * fleet.under_way + missing * samples * fleet.repeats
             loads[role] = self._load(fleet, needed, work)
         since_s = self.clock.now - self._last_move
-        return View(loads, work, frozenset(self.moving), since_s, self.kept >= self.scenario.prompts)
+        over = self.kept >= self.scenario.prompts
+        return View(loads, work, frozenset(self.moving), since_s, over, self.clock.now, rate=self._rate_now())
 
     def _load(self, fleet: Fleet, needed: float, work: dict[int, float]) -> Load:
         blocks = fleet.blocks

@@ -15,16 +15,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gcore.placement import policy as rules
-from gcore.placement.plan import POLICY, Split, all_splits, shares, split_by
-from gcore.placement.policy import Costs, Decide, Dynamic, Load, Utilisation, View
+from gcore.placement import baselines as rules
+from gcore.placement.baselines import Utilisation
+from gcore.placement.guard import Guarded, Memory
+from gcore.placement.plan import POLICY, Ground, Move, Split, all_splits, shares, split_by
+from gcore.placement.policy import Costs, Decide, Dynamic, Load, View
 from gcore.simulate.cluster import Place, Rollout, Simulation, State
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError
 
 Begin = Callable[[View, Costs, Rollout | None], Split]
-NAMES = ("dynamic", "colocated", "colocated-early", "static:N", "proportional", "paper", "oracle")
+NAMES = (
+    *("dynamic", "unguarded", "colocated", "colocated-early", "early-swap", "static:N", "proportional", "paper"),
+    "oracle",
+)
 ORACLE_SPLITS = 16  # static splits the oracle tries, besides the dynamic policy
+
+
+TURNS: dict[str, Decide] = {
+    "colocated": rules.colocated,
+    "colocated-early": rules.colocated_early,
+    "early-swap": rules.early_swap,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +106,61 @@ def regime_of(name: str, scenario: Scenario) -> Regime:
     ground = scenario.ground
     whole = Split((POLICY,) * ground.num_blocks)
     if name == "dynamic":
+        guarded = _Guarded()
+        return Regime(name, guarded.begin, guarded)
+    if name == "unguarded":
         dynamic = Dynamic()
         return Regime(name, lambda view, costs, _: dynamic.begin(view, costs), dynamic)
-    if name in ("colocated", "colocated-early"):
-        rule = rules.colocated if name == "colocated" else rules.colocated_early
-        return Regime(name, lambda view, costs, _: whole, rule)
+    if name in TURNS:
+        return Regime(name, lambda view, costs, _: whole, TURNS[name])
     if name == "proportional":
         return Regime(name, lambda view, costs, last: _in_proportion(costs, last), rules.static)
     if name == "paper":
         return Regime(name, lambda view, costs, last: last.split if last else _evenly(costs), Utilisation())
     if name.startswith("static:"):
-        blocks = _blocks(name, scenario)
-        fixed = split_by(ground, {POLICY: blocks, **_rest(scenario, ground.num_blocks - blocks)})
+        fixed = static_split(name, scenario)
         return Regime(name, lambda view, costs, _: fixed, rules.static)
     raise UserError(f"placement policy {name!r}; expected one of {', '.join(NAMES)}")
 
 
-def _blocks(name: str, scenario: Scenario) -> int:
-    blocks, judges = name.partition(":")[2], len(scenario.judges)
-    most = scenario.ground.num_blocks - judges
-    if not blocks.isdigit() or not 1 <= int(blocks) <= most:
-        raise UserError(f"placement policy {name!r}; expected static:N with N blocks for the policy, from 1 to {most}")
-    return int(blocks)
+class _Guarded:
+    """The rule of a run, and what it remembers from step to step."""
+
+    def __init__(self) -> None:
+        self.rule, self.memory = Guarded(), Memory()
+
+    def begin(self, view: View, costs: Costs, last: Rollout | None) -> Split:
+        self.memory = self.rule.plan(self.memory, view, costs, last.seconds if last else None)
+        return self.memory.splits[self.memory.way]
+
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+        return self.rule.decide(self.memory, split, view, costs)
+
+
+def static_name(split: Split, ground: Ground) -> str:
+    """static:5 for two roles, static:2-4-1-1 for more: blocks of the policy, then of each judge."""
+    counts = [split.owners.count(role) for role in ground.roles]
+    return f"static:{'-'.join(map(str, counts if len(counts) > 2 else counts[:1]))}"
+
+
+def static_split(name: str, scenario: Scenario) -> Split:
+    return split_by(scenario.ground, _blocks(name, scenario))
+
+
+def _blocks(name: str, scenario: Scenario) -> dict[str, int]:
+    """static:N: the judges share the rest evenly. static:N-M-...: for every role."""
+    total, roles = scenario.ground.num_blocks, scenario.ground.roles
+    most = total - len(scenario.judges)
+    given = name.partition(":")[2].split("-")
+    numbers = [int(part) for part in given if part.isdigit()]
+    if len(numbers) == len(given) == 1 and 1 <= numbers[0] <= most:
+        return {POLICY: numbers[0], **_rest(scenario, total - numbers[0])}
+    if len(numbers) == len(given) == len(roles) and min(numbers) >= 1 and sum(numbers) == total:
+        return dict(zip(roles, numbers, strict=True))
+    raise UserError(
+        f"placement policy {name!r}; expected static:N with N blocks for the policy, from 1 to {most}, or blocks for "
+        f"each of {', '.join(roles)} with dashes between, {total} in all"
+    )
 
 
 def _rest(scenario: Scenario, blocks: int) -> dict[str, int]:
@@ -178,14 +223,14 @@ def _steps(scenario: Scenario, name: str, regimes: list[Regime], kept: set[int],
 def _oracle(scenario: Scenario) -> list[Regime]:
     """Knows every length before: of many ways it takes the one that turns out best, step by step."""
     ground = scenario.ground
-    splits = all_splits(ground) if len(ground.roles) == 2 else []
+    splits = all_splits(ground)
     stride = max(1, len(splits) // ORACLE_SPLITS)
     dynamic = Dynamic()
 
     def fixed(split: Split) -> Begin:
         return lambda view, costs, _: split
 
-    ways = [regime_of("dynamic", scenario)]
+    ways = [regime_of("unguarded", scenario), regime_of("colocated", scenario)]
     for split in splits[::stride]:
         ways += [Regime("oracle", fixed(split), rules.static), Regime("oracle", fixed(split), dynamic)]
     return ways
@@ -210,7 +255,7 @@ def expectation(scenario: Scenario, state: State) -> View:
             lengths=memory[judge.name],
             prompt=(scenario.prompt_length + response) / judge.repeats,
         )
-    return View(loads)
+    return View(loads, groups=scenario.prompts, rate=state.rate, samples=scenario.samples)
 
 
 def first_state(scenario: Scenario) -> State:

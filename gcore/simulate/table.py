@@ -5,19 +5,20 @@ scenario + names ──compare──> {"dynamic": Run, "colocated": Run, "best s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from gcore.observe.values import duration
-from gcore.simulate.run import Run, regime_of, simulate
+from gcore.placement.plan import Split, all_splits, neighbours, num_splits, shares
+from gcore.simulate.run import Run, regime_of, simulate, static_name, static_split
 from gcore.simulate.scenario import Scenario
 
 BEST_STATIC = "best-static"  # of all splits, chosen when all are known
 USUAL = ("dynamic", "colocated", BEST_STATIC)
-FEW, COARSE = 8, 6  # up to so many splits all are tried; of more, first so many spread over them
+ALL = 128  # up to so many splits all are tried
 TIMELINES = 8  # steps that are kept slot by slot
 COLUMNS = ("rollout", "run", "against dynamic", "idle", "switching", "moves", "wasted")
 
@@ -44,33 +45,33 @@ def spread(steps: int, count: int) -> list[int]:
     return sorted({1 + round(i * (steps - 1) / max(1, count - 1)) for i in range(count)})
 
 
-def best_static(scenario: Scenario, near: int | None = None, report: Report = lambda _: None) -> Run:
-    """The static split with the shortest rollouts, in hindsight: all of few; of many first some, then between them.
+def best_static(scenario: Scenario, near: str | None = None, report: Report = lambda _: None) -> Run:
+    """The static split with the shortest rollouts, in hindsight: all splits are tried, up to ALL of them; of more, some
+    that lie far apart, then others nearer and nearer to the best.
 
-    `near`: the best one of a similar scenario, in blocks of the policy; then the search begins there.
+    `near`: the best one of a similar scenario, by its name; then only its neighbours are tried.
     """
-    most = scenario.ground.num_blocks - len(scenario.judges)
-    tried: dict[int, Run] = {}
+    ground = scenario.ground
+    tried: dict[str, Run] = {}
 
-    def best(counts: Sequence[int]) -> int:
-        for count in counts:
-            if count not in tried and 1 <= count <= most:
-                tried[count] = simulate(scenario, f"static:{count}", report=report)
-        return min(tried, key=lambda count: tried[count].rollout_s)
+    def best(splits: Iterable[Split]) -> Split:
+        names = {static_name(split, ground): split for split in splits}
+        for name in names:
+            if name not in tried:
+                tried[name] = simulate(scenario, name, report=report)
+        return names[min(names, key=lambda name: tried[name].rollout_s)]
 
-    if most <= FEW:
-        return tried[best(range(1, most + 1))]
-    if near is None:
-        stride = max(1, most // COARSE)
-        found = best(range(max(1, stride // 2), most + 1, stride))
+    if near is None and num_splits(ground) <= ALL:
+        found = best(all_splits(ground))
     else:
-        stride, found = max(1, most // (2 * COARSE)), near
-        while found != (found := best([found - stride, found, found + stride])):
-            pass
-    while stride > 1:
-        stride = (stride + 1) // 2
-        found = best([found - stride, found + stride])
-    return tried[found]
+        found = shares(ground, dict.fromkeys(ground.roles, 1.0)) if near is None else static_split(near, scenario)
+        stride = max(1, ground.num_blocks // (4 if near is None else 12))
+        while stride:
+            last = found
+            found = best([found, *neighbours(found, ground, stride)])
+            if found == last:
+                stride //= 2
+    return tried[static_name(found, ground)]
 
 
 def show(scenario: Scenario, runs: Mapping[str, Run], console: Console | None = None) -> None:

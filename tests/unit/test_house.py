@@ -37,6 +37,9 @@ PURE = (
     "gcore.controller.supervise",
     "gcore.placement.plan",
     "gcore.placement.policy",
+    "gcore.placement.baselines",
+    "gcore.placement.forecast",
+    "gcore.placement.guard",
     "gcore.placement.pace",
     "gcore.simulate.table",
 )

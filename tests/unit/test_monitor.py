@@ -282,6 +282,18 @@ def test_expected():
     assert monitor.expected(16, 0.0, 4).loads[POLICY].needed == 16 / 0.05 * 4  # a rate of nothing means nothing
 
 
+def test_a_forecast_needs_measurements():
+    """Until every pace was measured 8 times and lengths were seen, the number of groups is not told."""
+    monitor = make()
+    rollout(monitor, 8, each=4, verdicts=12)
+    assert monitor.expected(16, 0.5, 4).groups == 0.0
+    for line in monitor._lines.values():
+        for running in range(1, 10):
+            line.add(running, 0.01)
+    view = monitor.expected(16, 0.5, 4)
+    assert (view.groups, view.rate, view.samples) == (16, 0.5, 4) and make().expected(16, 0.5, 4).groups == 0.0
+
+
 def test_equal_reports_make_equal_views():
     one, other = make(), make()
     engine, judge = Engine(), Engine()

@@ -106,7 +106,8 @@ class Scripted:
     script: Script
     look: int = 0
 
-    def begin(self, view: View, costs: Costs, last: Split) -> Split:
+    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+        self.world.took[self.rank].append(took_s)
         return self.world.first or last
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
@@ -125,6 +126,7 @@ class World:
     groups: int = 12  # of each controller and step
     steps: int = 1
     rests: bool = True
+    decides: bool = False  # else as in an evaluation: no group is decided on
     seed: int = 0
     spread_s: float = 4.0  # over which the groups of a step begin
     look_s: float = 0.25
@@ -136,6 +138,7 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.logs: list[list[Any]] = [[] for _ in range(self.size)]
+        self.took: list[list[float | None]] = [[] for _ in range(self.size)]
         self.replicas = {
             role: [Replica(self, role, i) for i in range(self.ground.num_blocks * self.ground.per_block(role))]
             for role in self.ground.roles
@@ -216,7 +219,9 @@ class World:
                     await transfer(member._trainers, own, step)
                 await group.all_gather("weights", None)
             left = [self.groups]
-            async with placer.during(lambda left=left: (self.groups, 0, 0, left[0], 1.0), step):
+            async with placer.during(
+                lambda left=left: (self.groups, 0, (self.groups - left[0]) * self.decides, left[0], 1.0), step
+            ):
                 await asyncio.gather(*(self.sample(rank, n, left) for n in range(self.groups)))
             assert not placer._moving
             await group.all_gather("end", None)
@@ -372,6 +377,17 @@ def test_the_next_rollout_begins_as_the_rule_says():
     for rests in (True, False):
         world = World(steps=3, first=Split((POLICY, JUDGE, POLICY, JUDGE)), rests=rests, groups=6)
         assert play(world).placers[0].split == world.first
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_all_controllers_hear_the_same_of_how_long_a_rollout_took(decides):
+    """By controller 0's clock. An evaluation tells nothing."""
+    world = play(World(steps=3, size=3, decides=decides))
+    took = world.took[0]
+    assert world.took == [took] * 3 and took[0] is None and len(took) == 4
+    assert [seconds is not None and 1.0 < seconds < 600.0 for seconds in took[1:]] == [decides] * 3, took
+    elapsed = [view.elapsed_s for _, _, view in world.logs[0]]
+    assert elapsed == [view.elapsed_s for _, _, view in world.logs[2]] and 0.0 < elapsed[0] < elapsed[1]
 
 
 def test_looks_go_on_until_all_controllers_are_done():

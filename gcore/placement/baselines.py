@@ -1,0 +1,74 @@
+"""Other ways to place, for comparison; `colocated` is also a mode of runs and one of the guard's ways. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gcore.placement.plan import POLICY, Move, Split
+from gcore.placement.policy import Costs, View
+
+
+def static(split: Split, view: View, costs: Costs) -> list[Move]:
+    """What was decided before the run stays."""
+    return []
+
+
+def colocated(split: Split, view: View, costs: Costs) -> list[Move]:
+    """Everybody has all the devices in turn: generation to its end, then judging to its end."""
+    now = split[0]
+    if view.moving or view.stopping or view.loads[now].at_hand:
+        return []
+    for role in costs.ground.roles:
+        if role != now and view.loads[role].at_hand:
+            return [Move(b, now, role, f"{now} is done, {role} has all") for b in split.blocks(now)]
+    return []
+
+
+def colocated_early(split: Split, view: View, costs: Costs) -> list[Move]:
+    """The same, but generation pauses as soon as enough responses are there to be judged; others keep their place."""
+    if split[0] == POLICY and not view.moving and not view.stopping and view.loads[POLICY].needed <= 0:
+        waiting = [role for role in costs.ground.roles if role != POLICY and view.loads[role].at_hand]
+        if waiting:
+            return [Move(b, POLICY, waiting[0], "enough responses are there") for b in split.blocks(POLICY)]
+    return colocated(split, view, costs)
+
+
+def early_swap(split: Split, view: View, costs: Costs) -> list[Move]:
+    """All devices generate; each turns to judging as soon as it has drained, and back when prompts wait for one."""
+    if view.stopping:
+        return []
+    moves, policy = list[Move](), view.loads[POLICY]
+    judges = [role for role in costs.ground.roles if role != POLICY and view.loads[role].at_hand]
+    for block, owner in enumerate(split.owners):
+        if block in view.moving or view.work.get(block, 0.0):
+            continue
+        if owner == POLICY and not policy.waiting:
+            blocks = {role: 1 + split.owners.count(role) + sum(m.target == role for m in moves) for role in judges}
+            if judges:
+                target = max(judges, key=lambda role: view.loads[role].at_hand / blocks[role])
+                moves.append(Move(block, owner, target, "drained"))
+        elif owner != POLICY and not view.loads[owner].waiting:
+            other = [role for role in costs.ground.roles if role != owner and view.loads[role].waiting]
+            if other:
+                moves.append(Move(block, owner, other[0], f"drained, {other[0]} waits"))
+    return moves
+
+
+@dataclass(frozen=True, slots=True)
+class Utilisation:
+    """The paper's rule as far as it is told: slots go gradually from the least to the most utilised role."""
+
+    high: float = 0.9
+    low: float = 0.7
+    cool_down_s: float = 10.0
+
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+        if view.stopping or view.moving or view.since_move_s < self.cool_down_s:
+            return []
+        busy = {role: view.loads[role].busy for role in costs.ground.roles}
+        most, least = max(busy, key=lambda r: busy[r]), min(busy, key=lambda r: busy[r])
+        spare = split.blocks(least)
+        if busy[most] < self.high or busy[least] > self.low or len(spare) < 2:
+            return []
+        block = min(spare, key=lambda b: view.work.get(b, 0.0))
+        return [Move(block, least, most, f"{most} is {busy[most]:.0%} busy, {least} {busy[least]:.0%}")]
