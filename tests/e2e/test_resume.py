@@ -14,6 +14,8 @@ import pytest
 from tests.e2e.helpers import environment, gcore, rows, train, untimed, write_recipe
 
 EVERY_STEP = ("checkpoint.every=1", "observe.eval_every=3", "algorithm.kl_coef=0.05", "algorithm.mini_batches=2")
+RAY = ("runtime=ray", "controllers=2")
+HOW = [("runtime=local",), pytest.param(RAY, marks=pytest.mark.release)]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def uninterrupted(tmp_path_factory):
     return [untimed(row) for row in found]
 
 
-@pytest.mark.parametrize("how", [("runtime=local",), ("runtime=ray", "controllers=2")])
+@pytest.mark.parametrize("how", HOW, ids=["local", "ray"])
 def test_kill_and_resume(tmp_path, uninterrupted, how):
     recipe = write_recipe(tmp_path)
     command = ["train", str(recipe), "run.name=part", "run.steps=8", *EVERY_STEP, *how]
@@ -57,7 +59,7 @@ def warmed(tmp_path_factory):
     return folder / "runs" / "whole"
 
 
-@pytest.mark.parametrize("how", [("runtime=local",), ("runtime=ray", "controllers=2")])
+@pytest.mark.parametrize("how", HOW, ids=["local", "ray"])
 @pytest.mark.parametrize("last", ["warm_3", "warm_8"])
 def test_a_warm_start_goes_on_from_its_checkpoint(tmp_path, warmed, last, how):
     """As a kill leaves it: rows that came later than the last checkpoint are there, and are written anew."""
