@@ -513,7 +513,7 @@ def test_extreme_noise_never_leaves_the_allowed_tokens(monkeypatch, noise):
     rows = sampling.Rows(3)
     for i, request in enumerate([ask(prompt(1), top_k=2), ask(prompt(1)), ask(prompt(1))]):
         rows.put(i, request)
-    tokens, _ = sampling.sample(logits, rows)
+    tokens, *_ = sampling.sample(logits, rows)
     low, middle, high = [1, 1, 0], [1, 2, 2], [2, 2, 3]  # an interval holds its lower end
     assert tokens.tolist() == (low if noise == 0 else middle if noise == 0.5 else high)
 
