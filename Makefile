@@ -10,8 +10,8 @@ BIN := $(VENV)/bin
 quickstart: $(VENV)/.installed
 	$(BIN)/gcore train recipes/quickstart.yaml
 
-# Each process takes whole files, in the order of `testpaths`
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Each process takes whole files, in the order of `testpaths`, and computes with one thread: both share two cores
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-dev
 	$(PYTEST)
