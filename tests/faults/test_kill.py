@@ -167,13 +167,13 @@ def test_interrupted(running, sent):
 
 
 def test_a_role_that_raises_names_itself(tmp_path):
-    """A reward file that breaks in the third step: the first traceback and the role, not a chorus."""
-    reward = tmp_path / "broken.py"
-    reward.write_text(
-        "async def workflow(ctx, prompt):\n"
-        "    if prompt.id > 30: raise KeyError('lost')\n    return await ctx.reward(await ctx.generate(prompt))\n"
+    """A filter that breaks in the third step: the first traceback and the role, not a chorus. A workflow that raises
+    costs its prompt instead, and ends the run as the user's error when too many do."""
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "def keep(group):\n    if group[0].rollout.prompt.id > 30: raise KeyError('lost')\n    return True\n"
     )
-    run = Running(tmp_path, "controllers=2", *EMULATED, f"workflow={reward}:workflow")
+    run = Running(tmp_path, "controllers=2", *EMULATED, f"sampling.filter={broken}:keep")
     output = run.end()
     assert run.process.returncode == 1, output
     assert re.search(r"first traceback, from controller-\d:\n", output) and output.count("Traceback (most recent") == 1
