@@ -85,7 +85,7 @@ def _as_a_process() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def gcore_process(*args: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+def gcore_process(*args: str, timeout: float = 570) -> subprocess.CompletedProcess[str]:
     """The command line as a user starts it, where the process itself is the subject."""
     return subprocess.run(
         [sys.executable, "-m", "gcore.cli", *args], capture_output=True, text=True, timeout=timeout, env=environment()
