@@ -97,7 +97,8 @@ def environment() -> dict[str, str]:
 
 
 def train(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
-    """Run and return the rows of metrics. Ray gets a driver process of its own: it leaves state behind in one."""
+    """Run and return the rows of metrics. Under Ray the driver is a process of its own:
+    Ray keeps the token settings that it reads at its first import, and vLLM may have imported it in this one."""
     start = gcore if "runtime=local" in overrides else gcore_process
     done = start("train", str(write_recipe(folder)), f"run.name={name}", *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
