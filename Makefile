@@ -1,16 +1,25 @@
 # make quickstart   install, then train a small model on this machine's CPU
-# make test         install, then every test that needs no GPU
+# make test         install, then the tests that need no GPU, in two processes: up to ten minutes on two cores
+# make test-all     these, and the slower ones that are worth it before a release (make test-release: only those)
 # make lint         ruff and mypy
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint docs clean
+.PHONY: quickstart test test-release test-all lint docs clean
 quickstart: $(VENV)/.installed
 	$(BIN)/gcore train recipes/quickstart.yaml
 
+# Each process takes whole files, in the order of `testpaths`, and computes with one thread: both share two cores
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest
+	$(PYTEST)
+
+test-release: $(VENV)/.installed-dev
+	$(PYTEST) -m release
+
+test-all: test test-release
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

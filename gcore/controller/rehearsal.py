@@ -86,7 +86,10 @@ def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -
         _print(_labelled(label, f"{title:<10} {_one_line(rollout.text)}"))
     # functions are called in a worker, whose calls end in time, also where a run would have them in threads
     workers = max(1, plan.reward_workers) if config.rewards.functions else 0
-    rewarder = build_rewarder(config, replace(plan, reward_workers=workers), Roles())
+    unlogged = config.observe.model_copy(update={"logs": False})  # the run's folder is not made
+    rewarder = build_rewarder(
+        config.model_copy(update={"observe": unlogged}), replace(plan, reward_workers=workers), Roles()
+    )
     try:
         called = [*(spec.name for spec in config.rewards.functions), *(spec.name for spec in config.rewards.http)]
         scores = asyncio.run(_ask([rewarder.sources[name] for name in called], group))

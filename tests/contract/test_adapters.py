@@ -113,7 +113,7 @@ def together(network: Any, adapters: Adapters, factors: Factors) -> Any:
 
 
 def load(engine: Any, version: int, weights: Any, part: tuple[int, int] = (0, 1)) -> int:
-    return asyncio.run(asyncio.wait_for(engine.load_weights(version, weights, part), 30))
+    return asyncio.run(asyncio.wait_for(engine.load_weights(version, weights, part), 60))
 
 
 def serves(engine: Any, network: Any, version: int) -> bool:
@@ -253,8 +253,8 @@ def test_on_a_gpu_the_targets_alone_are_loaded_and_weights_are_never_dropped(mon
         assert tensor.dtype == torch.bfloat16
         assert torch.allclose(tensor.float(), expected.get_parameter(name), rtol=2**-8, atol=1e-6)  # rounded once
     with pytest.raises(UserError, match=r"generation\.sleep=2 .*model\.lora.*; use 1"):
-        asyncio.run(asyncio.wait_for(engine.sleep(2), 10))
-    asyncio.run(asyncio.wait_for(engine.sleep(1), 10))
+        asyncio.run(asyncio.wait_for(engine.sleep(2), 60))
+    asyncio.run(asyncio.wait_for(engine.sleep(1), 60))
     assert core.slept == [1]
     engine.close()
 

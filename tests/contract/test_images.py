@@ -109,7 +109,7 @@ def engine(opened: Any, network: Any) -> Any:
 
 
 def load(engine: Any, version: int, network: Any) -> None:
-    asyncio.run(asyncio.wait_for(engine.load_weights(version, weights_of(network)), 20))
+    asyncio.run(asyncio.wait_for(engine.load_weights(version, weights_of(network)), 60))
 
 
 def image(seed: int, height: int = 20, width: int = 24) -> Pixels:

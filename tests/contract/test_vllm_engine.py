@@ -59,7 +59,7 @@ def opened(network: Any) -> Iterator[Any]:
 @pytest.fixture
 def engine(opened: Any, network: Any) -> Any:
     """With the weights of `network` as version 0, and nothing cached."""
-    asyncio.run(asyncio.wait_for(opened.load_weights(0, weights_of(network)), 20))
+    asyncio.run(asyncio.wait_for(opened.load_weights(0, weights_of(network)), 60))
     return opened
 
 
@@ -100,7 +100,7 @@ def test_a_prefix_dies_with_its_weights(engine, network, version):
     """Whatever the new weights are called."""
     new, p = network_of(seed=2, max_length=LONG), prompt(300)
     assert cached_prompts(engine, lambda: run(engine, ask(p, 5), ask(p, 5, key=1)))[1] >= 256
-    asyncio.run(asyncio.wait_for(engine.load_weights(version, weights_of(new)), 20))
+    asyncio.run(asyncio.wait_for(engine.load_weights(version, weights_of(new)), 60))
     answers: list[Completion] = []
     assert cached_prompts(engine, lambda: answers.extend(run(engine, ask(p, 5)))) == [0]
     assert exactly(new, p, answers[0]) and not exactly(network, p, answers[0])
@@ -235,7 +235,7 @@ def test_parts_come_in_order(engine, network):
         await engine.load_weights(4, second, (1, 3))
         return await engine.load_weights(4, third, (2, 3))
 
-    assert asyncio.run(asyncio.wait_for(load(), 20)) == 4
+    assert asyncio.run(asyncio.wait_for(load(), 60)) == 4
     assert run(engine, ask(p, 10, temperature=0))[0].tokens_S.tolist() == greedy(new, p, 10)
 
 
@@ -257,7 +257,7 @@ def test_half_loaded_it_waits_for_whole_weights(engine, network, monkeypatch):
         await engine.load_weights(6, weights_of(network))
         return await answer
 
-    (found,) = asyncio.run(asyncio.wait_for(load(), 20))
+    (found,) = asyncio.run(asyncio.wait_for(load(), 60))
     assert (found.tokens_S.tolist(), set(found.versions_S.tolist())) == (greedy(network, p, 10), {6})
 
 
@@ -269,7 +269,7 @@ def test_a_head_of_its_own_is_updated_too():
     engine, p = open_vllm(old), prompt(9)
     assert run(engine, ask(p, 10, temperature=0))[0].tokens_S.tolist() == greedy(old, p, 10)
     assert "lm_head.weight" in weights_of(new)
-    asyncio.run(asyncio.wait_for(engine.load_weights(1, weights_of(new)), 20))
+    asyncio.run(asyncio.wait_for(engine.load_weights(1, weights_of(new)), 60))
     (found,) = run(engine, ask(p, 10, temperature=0))
     assert found.tokens_S.tolist() == greedy(new, p, 10) and exactly(new, p, found)
     engine.close()
@@ -295,7 +295,7 @@ def test_sleep_and_weights(engine, network):
         with pytest.raises(RuntimeError, match="while weights arrive"):
             await engine.sleep(1)
 
-    asyncio.run(asyncio.wait_for(calls(), 20))
+    asyncio.run(asyncio.wait_for(calls(), 60))
 
 
 # --- a process
@@ -327,7 +327,7 @@ def test_the_terminal_and_torch_stay_as_they_were(network, capfd):
     capfd.readouterr()
     engine = open_vllm(network)
     run(engine, ask(prompt(300), 5))
-    asyncio.run(asyncio.wait_for(engine.load_weights(1, weights_of(network)), 20))
+    asyncio.run(asyncio.wait_for(engine.load_weights(1, weights_of(network)), 60))
     engine.close()
     said = capfd.readouterr()
     assert [line for line in (said.out + said.err).split("\n") if line and "Writing model shards" not in line] == []
@@ -348,7 +348,7 @@ def test_closing_ends_those_who_bring_weights():
 
     def slow() -> Any:
         held.set()
-        hold.wait(20)
+        hold.wait(60)
         return get_output()
 
     engine._core.engine_core.get_output = slow
@@ -362,7 +362,7 @@ def test_closing_ends_those_who_bring_weights():
         await asyncio.sleep(0.01)
         hold.set()
         await closing
-        return await asyncio.wait_for(asyncio.gather(answer, order, return_exceptions=True), 20)
+        return await asyncio.wait_for(asyncio.gather(answer, order, return_exceptions=True), 60)
 
     assert [type(e) for e in asyncio.run(wait())] == [RuntimeError] * 2
     asyncio.run(engine.abort("mine"))  # nobody waits: nothing to abort
@@ -499,7 +499,7 @@ def test_parts_go_into_the_model_as_they_come(ahead):
         assert await engine.load_weights(1, {"b": torch.tensor(3.0)}, (1, 2)) == 1
         assert (await answer)[0].logprobs_S.tolist() == [5] * 5
 
-    asyncio.run(asyncio.wait_for(load(), 20))
+    asyncio.run(asyncio.wait_for(load(), 60))
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -519,7 +519,7 @@ def test_after_a_sleep_that_dropped_the_weights_they_must_come_first(ahead, leve
         await answer
         return waited
 
-    assert asyncio.run(asyncio.wait_for(nap(), 20)) == (level == 2)
+    assert asyncio.run(asyncio.wait_for(nap(), 60)) == (level == 2)
     assert core.calls[1:4] == [("sleep", level, 0), ("wake", "weights"), ("wake", "kv_cache")]
 
 

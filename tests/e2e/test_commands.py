@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from tests.e2e.helpers import RECIPE, gcore, rows, train, write_recipe
+from tests.e2e.helpers import RECIPE, gcore, gcore_process, rows, train, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
 
 
 def test_doctor():
-    done = gcore("doctor")
+    done = gcore_process("doctor")
     assert done.returncode == 0 and "training    fsdp       ready" in done.stdout
 
 
@@ -105,7 +105,7 @@ def assert_refused(result, *words):
 
 
 def test_missing_file(tmp_path):
-    done = gcore("train", str(tmp_path / "none.yaml"))
+    done = gcore_process("train", str(tmp_path / "none.yaml"))
     assert_refused((done.returncode, done.stderr.strip()), "none.yaml", "no such recipe")
 
 

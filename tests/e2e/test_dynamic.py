@@ -46,6 +46,7 @@ def test_strict_order_does_not_depend_on_controllers(tmp_path, one, controllers)
     assert [untimed(row) for row in found] == [untimed(row) for row in one]  # to the last bit
 
 
+@pytest.mark.release
 def test_strict_order_under_ray(tmp_path, one):
     extra = ("controllers=4", "placement.policy.replicas=2", "rewards.workers=1")
     found = steps(train(tmp_path, "ray", *extra, *DYNAMIC))

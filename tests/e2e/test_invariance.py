@@ -31,11 +31,15 @@ def test_controllers_in_one_process(tmp_path, one, controllers):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("controllers=2", "placement.policy.replicas=1"),
         ("controllers=4", "placement.policy.replicas=2", "placement.weights=broadcast"),
         ("controllers=2", "placement.policy.replicas=1", "placement.trainer.ranks=2"),
-        ("controllers=1", "placement.policy.replicas=1", "placement.trainer.ranks=2", "placement.trainer.shard=2"),
+        pytest.param(("controllers=2", "placement.policy.replicas=1"), marks=pytest.mark.release),
+        pytest.param(  # test_lora.py shards, too
+            ("controllers=1", "placement.policy.replicas=1", "placement.trainer.ranks=2", "placement.trainer.shard=2"),
+            marks=pytest.mark.release,
+        ),
     ],
+    ids=["broadcast", "ranks", "host", "shards"],
 )
 def test_processes_under_ray(tmp_path, one, overrides):
     assert_same_run(steps(train(tmp_path, "ray", *overrides)), one)

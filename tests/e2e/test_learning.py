@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.helpers import gcore, rows, steps
+from tests.e2e.helpers import gcore_process, rows, steps
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
 def test_quickstart_learns(tmp_path):
-    done = gcore("train", str(RECIPE), f"run.dir={tmp_path}", "run.steps=30", timeout=280)
+    done = gcore_process("train", str(RECIPE), f"run.dir={tmp_path}", "run.steps=30")
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(tmp_path / "quickstart")
     accuracy = [row["eval/accuracy"] for row in found if "eval/accuracy" in row]

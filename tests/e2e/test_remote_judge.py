@@ -117,5 +117,5 @@ def test_nobody_at_the_url_is_found_at_the_start(tmp_path, monkeypatch):
     done = gcore("train", str(recipe(tmp_path, "http://127.0.0.1:1/v1")))
     assert done.returncode == 2
     lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and "rewards.judges.0.url: nobody at http://127.0.0.1:1/v1/models" in lines[0]
+    assert len(lines) == 1 and "rewards.judges.0.url: no server answers at http://127.0.0.1:1/v1/models" in lines[0]
     assert not (tmp_path / "runs" / "tiny").exists()

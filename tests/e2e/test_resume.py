@@ -11,9 +11,11 @@ import time
 
 import pytest
 
-from tests.e2e.helpers import environment, gcore, rows, train, untimed, write_recipe
+from tests.e2e.helpers import environment, gcore, gcore_process, rows, train, untimed, write_recipe
 
 EVERY_STEP = ("checkpoint.every=1", "observe.eval_every=3", "algorithm.kl_coef=0.05", "algorithm.mini_batches=2")
+RAY = ("runtime=ray", "controllers=2")
+HOW = [("runtime=local",), pytest.param(RAY, marks=pytest.mark.release)]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def uninterrupted(tmp_path_factory):
     return [untimed(row) for row in found]
 
 
-@pytest.mark.parametrize("how", [("runtime=local",), ("runtime=ray", "controllers=2")])
+@pytest.mark.parametrize("how", HOW, ids=["local", "ray"])
 def test_kill_and_resume(tmp_path, uninterrupted, how):
     recipe = write_recipe(tmp_path)
     command = ["train", str(recipe), "run.name=part", "run.steps=8", *EVERY_STEP, *how]
@@ -40,7 +42,7 @@ def test_kill_and_resume(tmp_path, uninterrupted, how):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert len([row for row in rows(run) if "samples_digest" in row]) < 8  # it did not get to the end
-    resumed = gcore(*command, "run.resume=auto")
+    resumed = (gcore if how != RAY else gcore_process)(*command, "run.resume=auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed from" in resumed.stdout
     assert [untimed(row) for row in rows(run)] == uninterrupted
@@ -57,7 +59,7 @@ def warmed(tmp_path_factory):
     return folder / "runs" / "whole"
 
 
-@pytest.mark.parametrize("how", [("runtime=local",), ("runtime=ray", "controllers=2")])
+@pytest.mark.parametrize("how", HOW, ids=["local", "ray"])
 @pytest.mark.parametrize("last", ["warm_3", "warm_8"])
 def test_a_warm_start_goes_on_from_its_checkpoint(tmp_path, warmed, last, how):
     """As a kill leaves it: rows that came later than the last checkpoint are there, and are written anew."""
@@ -68,7 +70,7 @@ def test_a_warm_start_goes_on_from_its_checkpoint(tmp_path, warmed, last, how):
     for later in order[order.index(last) + 1 :]:
         shutil.rmtree(run / later)
     command = ["train", str(write_recipe(tmp_path)), "run.name=part", *WARM, "run.resume=auto", *how]
-    done = gcore(*command)
+    done = (gcore if how != RAY else gcore_process)(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{last} at step {last[5:]} of the warm start" in done.stdout
     assert [untimed(row) for row in rows(run)] == [untimed(row) for row in rows(warmed)]

@@ -52,7 +52,7 @@ def recipe(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(recipe):
-    done = gcore("train-rm", str(recipe), timeout=120)
+    done = gcore("train-rm", str(recipe))
     assert done.returncode == 0, done.stderr
     return recipe.parent / "runs" / "evens", done.stdout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.helpers import gcore, rows, steps
+from tests.e2e.helpers import gcore_process, rows, steps
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "vllm_judge.yaml"
 SMALL = (
@@ -20,11 +20,14 @@ SMALL = (
     "observe.progress=plain",
 )
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+    pytest.mark.release,  # three processes that import vLLM; test_lora.py has a shorter run with it
+]
 
 
 def test_policy_and_judge_on_vllm(tmp_path):
-    done = gcore("train", str(RECIPE), f"run.dir={tmp_path}", *SMALL)
+    done = gcore_process("train", str(RECIPE), f"run.dir={tmp_path}", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 controller(s), 1 engine(s), 1 trainer rank(s), judge critic ready" in done.stdout
     found = steps(rows(tmp_path / "vllm-judge"))

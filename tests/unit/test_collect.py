@@ -17,6 +17,7 @@ from gcore.controller.collect import Collected, answer_all, merge_places, no_fil
 from gcore.controller.workflow import StageClock, generate_and_reward
 from gcore.preparation.samples import make_samples
 from gcore.types import Prompt, RewardError, Scored, UserError
+from tests.seeds import seeds
 from tests.unit.rollouts import (
     FOREVER,
     World,
@@ -227,7 +228,7 @@ def test_fixed_steps(size):
 # --- strict: the first good groups in the order of the prompts
 
 
-@pytest.mark.parametrize("seed", range(50))
+@seeds(50, 200)
 def test_strict_steps_do_not_know_how_many_controllers_there_are(seed):
     """Random delays, drops and errors; where the window ends early, steps are smaller. All as one by one, in order."""
     dice = random.Random(seed)

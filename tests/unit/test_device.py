@@ -7,6 +7,7 @@ import pytest
 
 from gcore.placement.pace import Pace
 from gcore.simulate.device import Device, Job, seen
+from tests.seeds import seeds
 
 
 def pace(base=1.0, per=0.0, prefill=0.0, cap=4):
@@ -143,7 +144,7 @@ def brute_force(p, arrivals, aborts):
     return ends
 
 
-@pytest.mark.parametrize("seed", range(30))
+@seeds(30, 300)
 def test_against_token_by_token(seed):
     rng = random.Random(seed)
     p = pace(rng.uniform(0.5, 2), rng.uniform(0, 0.7), rng.choice([0.0, 0.13]), rng.randint(1, 4))

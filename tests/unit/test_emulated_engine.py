@@ -220,13 +220,10 @@ def test_a_late_loop_delays_no_request():
 
     async def main() -> None:
         engine = make(0.01, slots=1)
-        loop = asyncio.get_running_loop()
         tasks = [asyncio.ensure_future(engine.generate([ask(n)])) for n in (2, 3, 4)]
         await asyncio.sleep(0)
-        started = loop.time()
         time.sleep(0.2)  # all are due by 0.09
         await engine.stats()
-        assert loop.time() - started < 5  # bound on waiting, should it not be so
         assert [task.done() for task in tasks] == [False] * 3  # their futures are, and the tasks go on now
         await asyncio.sleep(0)
         assert [task.done() for task in tasks] == [True] * 3

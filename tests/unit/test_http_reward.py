@@ -7,14 +7,15 @@ import json
 import math
 import random
 import socket
-import time
 import warnings
 from email.utils import formatdate
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from gcore.config.tree import HttpReward
+from gcore.rewarding import client
 from gcore.rewarding.client import Pauses, _seconds
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.rewarder import Blend
@@ -31,12 +32,10 @@ class Server:
         self.script = list(script)
         self.requests: list[web.Request] = []
         self.bodies: list[dict] = []
-        self.times: list[float] = []
         self.peers: list[tuple] = []
 
     async def handle(self, request: web.Request) -> web.Response:
         self.requests.append(request)
-        self.times.append(time.monotonic())
         self.peers.append(request.transport.get_extra_info("peername"))
         self.bodies.append(json.loads(await request.read() or "null"))
         item = self.script.pop(0) if len(self.script) > 1 else self.script[0]
@@ -154,10 +153,17 @@ def test_broken_for_good():
     assert len(server.requests) == 3
 
 
-def test_retry_after_is_honoured():
-    server = Server((429, "slow down", {"Retry-After": "1"}), GOOD)
+def test_retry_after_is_honoured(monkeypatch):
+    """The pause that the client sleeps is what the server asked for and at most its own first pause on top."""
+    server, slept = Server((429, "slow down", {"Retry-After": "50"}), GOOD), []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(client, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
     assert score(server) == ([1.0, 0.0], {"http_retries": 1})
-    assert server.times[1] - server.times[0] >= 0.99
+    (pause,) = slept
+    assert 50 < pause <= 51
 
 
 def test_retry_after_has_a_cap():
@@ -182,9 +188,10 @@ def test_retry_after_counts_once():
     assert asked == [(1, 3600.0), (2, 0.0), (3, 7.0)]
 
 
-def test_retry_after_in_seconds_or_as_a_date():
+def test_retry_after_in_seconds_or_as_a_date(monkeypatch):
     assert _seconds("7") == 7.0
-    assert 50 < _seconds(formatdate(time.time() + 60, usegmt=True)) <= 60
+    monkeypatch.setattr(client, "time", SimpleNamespace(time=lambda: 1000.0))
+    assert _seconds(formatdate(1060, usegmt=True)) == 60.0
     assert [_seconds(text) for text in ("", "soon", "-3", formatdate(0), "nan")] == [0.0] * 5
 
 

@@ -58,7 +58,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 4, 8])
+@pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.release) for size in (1, 8))])
 @pytest.mark.parametrize("mode", MODES)
 def test_trained_lengths_are_those_of_the_population(mode, size):
     sampling = Sampling(prompts_per_step=16, samples_per_prompt=2, **MODES[mode])

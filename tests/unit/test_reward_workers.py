@@ -226,8 +226,8 @@ def counts(pool: WorkerPool) -> dict[str, int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Within a few seconds; a zombie is gone, whoever should bury it."""
-    until = time.monotonic() + 10
+    """In the end; a zombie is gone, too."""
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":

@@ -9,6 +9,7 @@ import pytest
 
 from gcore.generation import routing
 from gcore.generation.routing import AFFINITY_TOKENS, Router, own_replicas
+from tests.seeds import seeds
 
 
 def send(router: Router, work: int = 1, count: int = 1, key: Hashable = None) -> int | None:
@@ -265,7 +266,7 @@ class Scan:
         return best
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40, 400)
 def test_random_worlds_against_a_scan(seed):
     rng = random.Random(seed)
     n = rng.randint(1, 12)
@@ -307,4 +308,4 @@ def test_random_worlds_against_a_scan(seed):
             router.open(*numbers)
             scan.put(*numbers)
         assert router.loads == scan.loads and router.counts == scan.counts
-    assert chosen > 50 and (refused > 0 or limit is None)
+    assert chosen > 30 and (refused > 0 or limit is None)

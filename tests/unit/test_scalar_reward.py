@@ -283,7 +283,7 @@ def held(model: Any) -> tuple[threading.Event, threading.Event]:
 
     def wait(texts: list[np.ndarray], width: int) -> list[float]:
         reached.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return forward(texts, width)
 
     model._forward = wait
@@ -458,7 +458,7 @@ def test_closing_ends_waiters(serve, networks):
             await asyncio.sleep(0.001)
         go_on.set()
         await closing
-        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
 
     first, second, third = asyncio.run(wait())
     assert len(first) == 1
@@ -482,7 +482,7 @@ def test_who_gave_up_is_not_scored(serve, networks):
         bored.cancel()
         await asyncio.sleep(0)
         go_on.set()
-        await asyncio.wait_for(asyncio.gather(first, patient), 20)
+        await asyncio.wait_for(asyncio.gather(first, patient), 60)
 
     asyncio.run(give_up())
     assert seen == [(32, [9]), (32, [11])]

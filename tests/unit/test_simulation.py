@@ -28,6 +28,7 @@ from gcore.simulate.scenario import (
 )
 from gcore.simulate.table import best_static, compare, spread
 from gcore.types import UserError
+from tests.seeds import seeds
 
 SPEED = Speed(
     base_s=0.01, per_sequence_s=0.0005, prefill_s_per_token=0.0001, max_concurrent=12, sleep_s=0.1, wake_s=0.4
@@ -91,7 +92,7 @@ def test_tiny_case_by_hand():
     assert found.lengths == [100, 100] and found.moves == []
 
 
-@pytest.mark.parametrize("seed", range(5))
+@seeds(5, 20)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("static:N", "oracle")])
 def test_what_must_add_up(name, seed):
     case = scenario(seed=seed)
@@ -127,7 +128,7 @@ class Shuffle:
         return [Move(block, split[block], JUDGE if split[block] == POLICY else POLICY)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@seeds(8, 40)
 def test_moves_lose_no_request_and_no_token(seed):
     """However blocks wander, every group that was drawn ends or is still there, with the lengths it was drawn with."""
     case = scenario(seed=seed, prompts=40)
