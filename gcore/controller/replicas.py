@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gcore.controller.placement import Placement
 from gcore.generation.pool import EnginePool, Pool
 from gcore.protocols import Handle, RoleDied
-from gcore.weights.transfer import transfer
+from gcore.weights.transfer import WeightTransfer
 
 CHECK_S = 30.0  # between two looks at the replicas' health
 ANSWER_S = 20.0  # a replica that is silent for longer is sent nothing until it answers
@@ -30,6 +30,7 @@ class Replicas:
         note: Callable[[str], None],
     ) -> None:
         self._policy, self._pools, self._trainers = policy, [policy, *others], trainers
+        self._transfer = WeightTransfer(trainers)
         self._version, self._note = version, note
         self.placement: Placement | None = None
         self.trainers_in_use = asyncio.Lock()
@@ -61,7 +62,8 @@ class Replicas:
 
     async def _renew(self, name: str, serves: bool = True) -> bool:
         mine = {i: engine for i, engine in enumerate(self._policy.replicas) if engine.name == name}
-        if serves and mine and self._trainers and name not in await self._transfer(mine, fresh=True):
+        needs_weights = serves and mine and self._trainers
+        if needs_weights and name not in await self._transfer.send(mine, self._version(), restarted=True):
             return False
         await self.admit(name)
         return True
@@ -75,7 +77,7 @@ class Replicas:
     async def load(self, engines: Mapping[int, Handle]) -> None:
         """Controller 0: current weights into policy engines that wake in the middle of a rollout."""
         async with self.trainers_in_use:
-            served = await self._transfer(engines)
+            served = await self._transfer.send(engines, self._version())
         if missing := [engine.name for engine in engines.values() if engine.name not in served]:
             raise RoleDied(missing[0], "it took no weights")
 
@@ -87,6 +89,3 @@ class Replicas:
                 for name, answers in changed.items():
                     silent = f"has not answered for {ANSWER_S:.0f} s; it is sent nothing new until it does"
                     self._note(f"{name} {'answers again' if answers else silent}")
-
-    async def _transfer(self, engines: Mapping[int, Handle], fresh: bool = False) -> list[str]:
-        return await transfer(self._trainers, engines, self._version(), fresh)

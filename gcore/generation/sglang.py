@@ -29,12 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore.generation.arriving import Arriving, base_of, shapes_of
 from gcore.generation.common import GIB, MEMORY, check, free_gpu
 from gcore.generation.futures import fail, finish
 from gcore.generation.sglang_core import Server, SglangOptions, open_server
 from gcore.observe.trace import Tracer
+from gcore.protocols import Weights
 from gcore.types import Completion, Finish, Request, UserError
+from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
 WATCH_S = 0.5
 
@@ -69,7 +70,7 @@ class SglangEngine:
         self._gate = threading.Lock()  # who passes it before the engine ends gets an answer
         self._generated, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self.version, self._loads = 0, [0]  # the version of each load: SGLang is told their index
-        self._arriving: Arriving
+        self._receiver: WeightReceiver
         self._session = False  # weights can be written; generation is paused
         self._asleep: set[str] = set()
         self._hollow = False  # woken from a sleep that dropped the weights: they must come before anything is decoded
@@ -95,10 +96,10 @@ class SglangEngine:
         if not (self._failure or self._closed):  # else nobody waits any more
             await self._order(lambda: self._abort(ticket))
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any], part: tuple[int, int] = (0, 1)) -> int:
+    async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
         """A part (i, n) of the weights, in order; with the last one `version` is served. Nothing is decoded from the
         first part to the last. One that does not fit is refused: send it again, or begin anew with part 0."""
-        return int(await self._order(lambda: self._load(version, weights, part)))
+        return int(await self._order(lambda: self._load(version, weights, bucket)))
 
     async def sleep(self, level: int) -> dict[str, float]:
         """Give memory back: level 1 the KV cache; 2 the weights too, and requests wait for new ones. Refused while
@@ -169,7 +170,7 @@ class SglangEngine:
     async def _live(self, opened: threading.Event) -> None:
         self._server = open_server(self._folder, self._options)
         self._frees = self._options.sleep and self._options.device != "cpu"
-        self._arriving = self._expect()
+        self._receiver = self._make_receiver()
         self._server.manager.auto_create_handle_loop()
         opened.set()
         while not self._ending.is_set():
@@ -181,10 +182,12 @@ class SglangEngine:
                 self._tracer.flush()
         raise RuntimeError("the engine was closed")
 
-    def _expect(self) -> Arriving:
+    def _make_receiver(self) -> WeightReceiver:
         config, options = self._server.manager.model_config, self._options
         shapes = shapes_of(self._folder, config.hf_text_config)
-        return Arriving(shapes, base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False))
+        return WeightReceiver(
+            shapes, base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False)
+        )
 
     def _end(self, error: BaseException) -> None:
         """Everybody who waits is told, then SGLang goes."""
@@ -300,14 +303,17 @@ class SglangEngine:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _load(self, version: int, weights: Mapping[str, Any], part: tuple[int, int]) -> int:
+    async def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
         if "weights" in self._asleep:
             raise RuntimeError(f"weights of version {version} for an engine that sleeps; wake 'weights' first")
-        with self._arriving.part(version, weights, part) as loads, self._tracer.span("load weights", part=part[0]):
+        with (
+            self._receiver.receive(version, weights, bucket) as loads,
+            self._tracer.span("load weights", bucket=bucket[0]),
+        ):
             await self._open_session()
             for tensors, last in loads:
                 await self._write(tensors, str(len(self._loads)) if last else None)
-        if not self._arriving:
+        if not self._receiver.incomplete:
             self._loads.append(version)
             self.version, self._hollow = version, False
             await self._close_session()
@@ -352,8 +358,10 @@ class SglangEngine:
             return {"seconds": 0.0, "freed_gb": 0.0}
         if busy := len(self._jobs) + len(self._inbox):
             raise RuntimeError(f"asked to sleep with {busy} requests under way")
-        if self._arriving or self._asleep:
-            raise RuntimeError("asked to sleep " + ("while weights arrive" if self._arriving else "when half awake"))
+        if self._receiver.incomplete or self._asleep:
+            raise RuntimeError(
+                "asked to sleep " + ("while weights arrive" if self._receiver.incomplete else "when half awake")
+            )
         if level == 2 and self._frees and self._options.adapters is not None:
             raise UserError(
                 "generation.sleep=2 drops the weights, of which adapters (model.lora) bring a part alone; use 1"
