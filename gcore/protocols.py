@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from gcore.types import Completion, Key, KlSums, Message, Prompt, Request, Rollout, Sample, Scored, TrainBatch
 
-Weights = Mapping[str, Any]  # name -> array; names as in the Hugging Face checkpoint, or as PEFT's where adapters come
+Weights = Mapping[str, Any]  # name -> array, or packed (weights/bucket.py); names of Hugging Face, of PEFT for adapters
 Stats = dict[str, float]
 T_co = TypeVar("T_co", covariant=True)
 
@@ -55,7 +55,7 @@ class Engine(Protocol):
 
     async def sleep(self, level: int) -> Stats:
         """Give memory back, with no request under way: 1 keeps what wake needs, 2 drops the weights: load them anew.
-        Returns `seconds` and `freed_gb`. What is asked for meanwhile waits."""
+        Returns `seconds` and `freed_gb`. Requests queue while the engine sleeps."""
         ...
 
     async def wake(self, *tags: str) -> Stats:
@@ -71,7 +71,7 @@ class Engine(Protocol):
 class Rewarder(Protocol):
     """Scores the siblings of one prompt together."""
 
-    pools: Sequence[Any]  # of the replicas it asks: who dies is buried there, who comes back is admitted
+    pools: Sequence[Any]  # of the replicas it calls: dead replicas are buried there, restarted ones admitted
 
     async def score(self, group: Sequence[Rollout]) -> list[Scored]:
         """Raises RewardError when a reward cannot be had."""
@@ -113,7 +113,7 @@ class Trainer(Protocol):
         ...
 
     async def update(self, batch: TrainBatch) -> Stats:
-        """One optimizer step a mini-batch. Returns sums over this rank's samples."""
+        """One optimizer step per mini-batch. Returns sums over this rank's samples."""
         ...
 
     async def weight_plan(self) -> WeightPlan:

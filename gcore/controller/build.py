@@ -151,7 +151,7 @@ def sleep_level(config: Config) -> int:
     level = config.generation.sleep
     if config.generation.engine not in ("vllm", "sglang", "emulated") or config.sampling.max_staleness:
         return 0
-    if config.placement.mode == "disaggregated":  # nobody wants their memory
+    if config.placement.mode == "disaggregated":  # the trainer does not need their memory
         return 0
     if level != "auto":
         return level

@@ -36,7 +36,7 @@ class Dispatcher:
         self._config, self._group, self._engines, self._trainers = config, group, engines, trainers
         self._transfer = WeightTransfer(trainers)
         self._sleep_level, self._asleep = sleep_level, False
-        self.slept: dict[str, float] = {}  # seconds and gigabytes of the last sleep and wake
+        self.slept: dict[str, float] = {}  # metrics of the last sleep and wake: seconds and gigabytes
         self._mine = [r for r in range(len(trainers)) if r % group.size == group.rank]
         self._cost = CostModel(crossover=768.0)
         self.bytes_out = 0
@@ -49,7 +49,7 @@ class Dispatcher:
     async def hand_over(
         self, step: int, samples: Sequence[Sample], objective: Literal["policy", "imitation"] = "policy"
     ) -> tuple[list[SampleMeta], list[TrainBatch]]:
-        """Agree on who trains on what, and bring the samples there. Only metadata crosses the collective."""
+        """Agree on the layout, and push each sample to the rank that trains on it. The collective carries metadata only."""
         gathered = await self._group.all_gather(f"samples of step {step}", [meta_of(s) for s in samples])
         metas = [meta for part in gathered for meta in part]
         if not metas:
@@ -76,7 +76,7 @@ class Dispatcher:
             await self._trainers[rank].call("push", self._group.rank, bundle)
 
     async def on_all_ranks(self, method: str, *args: Any) -> list[Any]:
-        """Call every rank, each from the controller that drives it; everyone gets all answers, by rank."""
+        """Call every rank, each from the controller that drives it. Returns all answers, by rank, on every controller."""
         return await self.on_ranks(method, [args] * len(self._trainers))
 
     async def on_ranks(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -117,6 +117,6 @@ class Dispatcher:
         return list(await asyncio.gather(*(call(EngineClient(engine)) for engine in self._engines.alive().values())))
 
     def _measure(self, move: str, answers: Sequence[Stats]) -> None:
-        """The slowest replica counts; gigabytes are those of one."""
+        """The metrics are the maximum over replicas: seconds, and gigabytes per replica."""
         self.slept[f"placement/{move}_s"] = max(answer["seconds"] for answer in answers)
         self.slept[f"placement/{move}_gb"] = max(v for answer in answers for k, v in answer.items() if k != "seconds")

@@ -37,7 +37,7 @@ from gcore.types import Sample, SampleMeta, UserError
 
 
 class Session:
-    """A controller's belongings. Controller 0 alone writes files; everyone takes part in what is collective."""
+    """State and services of one controller. Only controller 0 writes files; all controllers join the collectives."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class _Job:
     spans: list[dict[str, Any]] = field(default_factory=list)  # of tokens, by the load that they come from
 
     def __lt__(self, other: _Job) -> bool:
-        """Lower priority goes first; of equals, who came first."""
+        """Lower priority goes first; of equals, the earlier arrival."""
         return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
 
 
@@ -67,7 +67,7 @@ class SglangEngine:
         self._arrivals = itertools.count()
         self._failure: BaseException | None = None
         self._closed = False
-        self._gate = threading.Lock()  # who passes it before the engine ends gets an answer
+        self._gate = threading.Lock()  # calls that pass it before the engine ends get an answer
         self._generated, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self.version, self._loads = 0, [0]  # the version of each load: SGLang is told their index
         self._receiver: WeightReceiver
@@ -93,7 +93,7 @@ class SglangEngine:
         return found
 
     async def abort(self, ticket: str) -> None:
-        if not (self._failure or self._closed):  # else nobody waits any more
+        if not (self._failure or self._closed):  # else there is nothing to abort
             await self._order(lambda: self._abort(ticket))
 
     async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
@@ -142,7 +142,7 @@ class SglangEngine:
         return await self._ask(lambda: self._in_turn(work))
 
     async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Orders are carried out one after another, to their end even when nobody waits any more."""
+        """Orders run one after another, each to its end, even if its caller was cancelled."""
         done = self._loop.create_future()
 
         async def run() -> None:
@@ -190,14 +190,14 @@ class SglangEngine:
         )
 
     def _end(self, error: BaseException) -> None:
-        """Everybody who waits is told, then SGLang goes."""
+        """Fail all pending calls, then shut SGLang down."""
         opened = hasattr(self, "_server")
         if opened and self._options.dies_with_scheduler and not self._closed:  # then the death itself tells them
             print(error, file=sys.stderr, flush=True)
             os._exit(1)
         with self._gate:
             self._failure = error
-        self._loop.run_until_complete(asyncio.sleep(0))  # who passed the gate has asked
+        self._loop.run_until_complete(asyncio.sleep(0))  # let calls that passed the gate submit
         for future in [*(job.future for job in (*self._jobs.values(), *self._inbox)), *self._orders]:
             fail(future, error)
         self._inbox = []

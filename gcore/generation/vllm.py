@@ -65,7 +65,7 @@ class _Job:
     versions: list[int] = field(default_factory=list)
 
     def __lt__(self, other: _Job) -> bool:
-        """Lower priority goes first; of equals, who came first."""
+        """Lower priority goes first; of equals, the earlier arrival."""
         return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
 
     def completion(self, finish: Finish) -> Completion:
@@ -86,7 +86,7 @@ class VllmEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._count, self._generated, self._busy_s = 0, 0, 0.0
-        self._gathering = 0  # steps since somebody was admitted
+        self._gathering = 0  # steps since the last admission
         self.version, self._loads = 0, 0
         self._receiver: WeightReceiver
         self._asleep: set[str] = set()
@@ -119,12 +119,12 @@ class VllmEngine:
         return list(await asyncio.gather(*(job.future for job in jobs)))
 
     async def abort(self, ticket: str) -> None:
-        if not (self._failure or self._closed):  # else nobody waits any more
+        if not (self._failure or self._closed):  # else there is nothing to abort
             await self._order(lambda: self._abort(ticket))
 
     async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
-        """A part (i, n) of the weights, in order; with the last one `version` is served. Nothing is decoded from the
-        first part to the last. One that does not fit is refused: send it again, or begin anew with part 0."""
+        """Bucket (i, n) of the weights, in order; after the last one `version` is served. Nothing is decoded from the
+        first bucket to the last. A bucket that does not fit is refused: repeat it, or start again with bucket 0."""
         return int(await self._order(lambda: self._load(version, weights, bucket)))
 
     async def sleep(self, level: int) -> dict[str, float]:
@@ -308,7 +308,7 @@ class VllmEngine:
             post(loop, finish_all, done)
 
     def _land(self) -> None:
-        """Let the batches that are computed ahead arrive, and schedule no new ones meanwhile."""
+        """Let the batches that are computed ahead arrive, and schedule no new ones until then."""
         from vllm.v1.core.sched.interface import PauseState
 
         core = self._core.engine_core.engine_core

@@ -2,13 +2,13 @@
 
     requests ──> held while weights come or it sleeps ──> Device (device.py): queue, prefill, decoding ──> completions
 
-The device is the simulator's own, so both have one physics: prompts are read one after another and decoding stands
-meanwhile, all running requests make a token a step, and a step lasts longer the more of them run. A prompt that was
-read before, under the same weights, is not read again (siblings, repeated verdicts). Between two things that happen
-nothing is done.
+The device is that of the simulator, so both have the same timing: prompts are read one after another, and decoding stops
+while one is read; all running requests make one token per step, and a step takes longer the more of them run. A prompt
+that was read before, with the same weights, is not read again (siblings, repeated verdicts). Nothing runs between two
+events.
 
-Time is that of the event loop. Under an ordinary one, `speed` emulated seconds pass in a second. Under a VirtualLoop
-(gcore.simulate) nobody waits: its time jumps to the next thing that happens.
+Time is that of the event loop. In an ordinary loop, `speed` emulated seconds pass per second. In a VirtualLoop
+(gcore.simulate) there is no waiting: time jumps to the next event.
 """
 
 from __future__ import annotations
