@@ -49,7 +49,7 @@ class Dispatcher:
     async def hand_over(
         self, step: int, samples: Sequence[Sample], objective: Literal["policy", "imitation"] = "policy"
     ) -> tuple[list[SampleMeta], list[TrainBatch]]:
-        """Agree on the layout, and push each sample to the rank that trains on it. The collective carries metadata only."""
+        """Agree on the layout, and push each sample to the rank that trains on it. Only metadata is gathered."""
         gathered = await self._group.all_gather(f"samples of step {step}", [meta_of(s) for s in samples])
         metas = [meta for part in gathered for meta in part]
         if not metas:
@@ -76,7 +76,7 @@ class Dispatcher:
             await self._trainers[rank].call("push", self._group.rank, bundle)
 
     async def on_all_ranks(self, method: str, *args: Any) -> list[Any]:
-        """Call every rank, each from the controller that drives it. Returns all answers, by rank, on every controller."""
+        """Call every rank, each from the controller that drives it. Returns all answers by rank, on all of them."""
         return await self.on_ranks(method, [args] * len(self._trainers))
 
     async def on_ranks(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -1,6 +1,6 @@
 """The embedded engine: continuous batching over any transformers decoder, on CPU or GPU.
 
-    requests ──> waiting ──admit (prefill, shared by siblings)──> rows ──decode, one token per row per step──> completions
+    requests ──> waiting ──admit (prefill, shared by siblings)──> rows ──decode: a token per row per step──> completions
 
 What it owns: the rows of the KV cache, admission, and sampling. The network itself is the library's.
 
@@ -8,7 +8,7 @@ The active rows always stand at the front of the cache, so a decoding step runs 
 replaced by the last one. Every prompt is prefilled up to its last token but one; the last token is the row's first
 decoding step, so all logits come from one place.
 
-On CPU a row's result is bitwise the same for any other rows in the batch: matrix products treat rows alike from 8 rows on,
+On CPU a row's result is bitwise the same in any batch: matrix products treat rows alike from 8 rows on,
 masked attention does from block to block of keys, and element-wise functions do when no remainder of a tensor falls
 out of the vector loop. Rows and keys are rounded up for that, and a replica keeps to one thread.
 `tests/contract/test_engine.py` holds it to that. Mixtures of experts and eager attention (docs/engines.md) differ in

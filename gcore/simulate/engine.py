@@ -2,7 +2,7 @@
 
     requests ──> held while weights come or it sleeps ──> Device (device.py): queue, prefill, decoding ──> completions
 
-The device is that of the simulator, so both have the same timing: prompts are read one after another, and decoding stops
+The device is that of the simulator, so both have the same timing: prompts are read one after another; decoding stops
 while one is read; all running requests make one token per step, and a step takes longer the more of them run. A prompt
 that was read before, with the same weights, is not read again (siblings, repeated verdicts). Nothing runs between two
 events.
