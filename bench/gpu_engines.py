@@ -51,36 +51,27 @@ def write_model(folder: Path, size: str) -> Path:
 
 
 class Holder:
-    """Stands for a trainer rank: the weights on the GPU, offered in parts; and a forward pass to compare logprobs."""
+    """A trainer rank without training: publishes weights from the GPU, and computes logprobs to compare with."""
 
     def __init__(self, folder: str, _: Any) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from gcore.training.state import parts_of
+        from gcore.weights.publisher import WeightPublisher
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(0)
         with torch.device(self.device):
             config = AutoConfig.from_pretrained(folder)
             self.network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        self.parts = parts_of(self.network, torch.bfloat16)
-        self.lent: dict[int, Any] = {}
+        method = "cuda_ipc" if self.device.type == "cuda" else "host_memory"
+        self.publisher = WeightPublisher(0, method, torch.bfloat16)
 
-    async def weight_parts(self, takers: list[str], fresh: bool = False) -> tuple[int, bool]:
-        return len(self.parts), True
+    async def weight_plan(self) -> Any:
+        return self.publisher.plan(dict(self.network.named_parameters()))
 
-    async def weights(self, part: int) -> dict[str, Any]:
-        from gcore.wire import OnGpu, in_host_memory, seal
-
-        parameters = dict(self.network.named_parameters())
-        tensors = {name: parameters[name].detach() for name in self.parts[part]}
-
-        def lend(flat: Any) -> OnGpu:
-            self.lent[part] = flat  # the engine reads it from here
-            return OnGpu(flat)
-
-        return seal(tensors, lend if self.device.type == "cuda" else in_host_memory)
+    async def weight_bucket(self, index: int, receivers: Any) -> Any:
+        return self.publisher.bucket(dict(self.network.named_parameters()), index, receivers)
 
     async def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
         import torch
@@ -176,7 +167,7 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
     from gcore.generation.pool import EnginePool
     from gcore.runtime.ray import RayRuntime
     from gcore.types import Request, SamplingParams
-    from gcore.weights.transfer import transfer
+    from gcore.weights.transfer import WeightTransfer
 
     runtime = RayRuntime(1024, (1,) * int(gpu), lambda kind, rank: (0, 0.45))
     try:
@@ -184,18 +175,19 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
         engines = await runtime.start_group("engine", make_engine, [(name, str(folder), count, fraction)])
         row: dict[str, float] = {"start_s": time.perf_counter() - started}
         holders = await runtime.start_group("holder", Holder, [(str(folder),)])
+        transfer = WeightTransfer(holders)
         row["weights_gb"] = await holders[0].call("size_gb")
         times = []
         for version in range(1, 5):
             started = time.perf_counter()
-            await transfer(holders, {0: engines[0]}, version)
+            await transfer.send({0: engines[0]}, version)
             times.append(time.perf_counter() - started)
         row["update_s"] = min(times[1:])
         for load, lengths in (("pool", [tokens] * count), ("pool_short", short_answers(count))):
             rates = []
             for _ in range(3):
                 version += 1
-                await transfer(holders, {0: engines[0]}, version)  # or it would have the prompts cached
+                await transfer.send({0: engines[0]}, version)  # or it would have the prompts cached
                 rates.append(await through_the_pool(engines[0], lengths))
             row[f"{load}_tok_s"] = max(rates)
         import numpy as np
@@ -213,7 +205,7 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
                 slept.append(await engines[0].call("sleep", level))
                 started = time.perf_counter()
                 taken = [await engines[0].call("wake", "weights")]
-                await transfer(holders, {0: engines[0]}, 10 * level + turn)
+                await transfer.send({0: engines[0]}, 10 * level + turn)
                 taken.append(await engines[0].call("wake", "kv_cache"))
                 woken.append((time.perf_counter() - started, *(answer["seconds"] for answer in taken)))
             row[f"sleep{level}_s"] = min(s["seconds"] for s in slept)

@@ -194,7 +194,7 @@ async def speed_of(engine: Any, most: int, read: int) -> dict[str, float]:
 
 async def turn_of(engine: Any, level: int, trainers: Sequence[Any] = ()) -> dict[str, float]:
     """Giving the device away and taking it again, as a run does it: the slower of two times is the first, left out."""
-    from gcore.weights.transfer import transfer
+    from gcore.weights.transfer import WeightTransfer
 
     for _ in range(2):
         began = time.perf_counter()
@@ -203,7 +203,7 @@ async def turn_of(engine: Any, level: int, trainers: Sequence[Any] = ()) -> dict
         await engine.call("wake", *(("weights",) if trainers else ()))
         awake, weights_s = time.perf_counter(), 0.0
         if trainers:
-            await transfer(trainers, {0: engine}, 0)
+            await WeightTransfer(trainers).send({0: engine}, 0)
             weights_s = time.perf_counter() - awake
             await engine.call("wake", "kv_cache")
     ended = time.perf_counter()

@@ -6,14 +6,31 @@ driver ──start──> Runtime ──> controllers ──call──> Engine, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from gcore.types import Completion, Key, KlSums, Message, Prompt, Request, Rollout, Sample, Scored, TrainBatch
 
-Weights = Mapping[str, Any]  # name -> array; names as in the Hugging Face checkpoint, or as PEFT's where adapters come
+Weights = Mapping[str, Any]  # name -> array, or packed (weights/bucket.py); names of Hugging Face, of PEFT for adapters
 Stats = dict[str, float]
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """How a trainer publishes its weights. WeightPlan(num_buckets=15, every_rank=False)"""
+
+    num_buckets: int  # more than one, so that no process holds a second copy of all weights
+    every_rank: bool  # each rank has them, for the engines on its GPU; else rank 0 alone
+
+
+@dataclass(frozen=True, slots=True)
+class Receivers:
+    """The engines that a weight update goes to. Receivers(("engine-0", "engine-1"), restarted=False)"""
+
+    names: tuple[str, ...]
+    restarted: bool = False  # some of them are new processes since the last update
 
 
 class Engine(Protocol):
@@ -28,17 +45,17 @@ class Engine(Protocol):
         what there is, finish="abort". A ticket that is not (or no longer) known is nothing to abort."""
         ...
 
-    async def load_weights(self, version: int, weights: Weights, part: tuple[int, int] = (0, 1)) -> int:
+    async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
         """Replace the weights between two decoding steps; later tokens are stamped with `version`.
 
-        They may come in parts, (index, count), in order: nothing is decoded between the first and the last. Returns the
-        version that is served now. Parts that wire.seal made are checked by wire.unseal.
+        They may come in buckets, (index, count), in order: nothing is decoded between the first and the last. Returns
+        the version that is served now. What weights/bucket.py packed is unpacked, and its checksum verified.
         """
         ...
 
     async def sleep(self, level: int) -> Stats:
         """Give memory back, with no request under way: 1 keeps what wake needs, 2 drops the weights: load them anew.
-        Returns `seconds` and `freed_gb`. What is asked for meanwhile waits."""
+        Returns `seconds` and `freed_gb`. Requests queue while the engine sleeps."""
         ...
 
     async def wake(self, *tags: str) -> Stats:
@@ -54,7 +71,7 @@ class Engine(Protocol):
 class Rewarder(Protocol):
     """Scores the siblings of one prompt together."""
 
-    pools: Sequence[Any]  # of the replicas it asks: who dies is buried there, who comes back is admitted
+    pools: Sequence[Any]  # of the replicas it calls: dead replicas are buried there, restarted ones admitted
 
     async def score(self, group: Sequence[Rollout]) -> list[Scored]:
         """Raises RewardError when a reward cannot be had."""
@@ -96,17 +113,15 @@ class Trainer(Protocol):
         ...
 
     async def update(self, batch: TrainBatch) -> Stats:
-        """One optimizer step a mini-batch. Returns sums over this rank's samples."""
+        """One optimizer step per mini-batch. Returns sums over this rank's samples."""
         ...
 
-    async def weight_parts(self, takers: Sequence[str], fresh: bool = False) -> tuple[int, bool]:
-        """In how many parts the weights are handed over to these engines, so that nobody holds a second copy of all of
-        them; and whether every rank offers them (to the engines on its GPU), or rank 0 alone. `fresh`: some of the
-        engines are not the processes they were."""
+    async def weight_plan(self) -> WeightPlan:
+        """The number of buckets, and which ranks have the weights. It is the same during the whole run."""
         ...
 
-    async def weights(self, part: int) -> Weights:
-        """A part of the full weights, sealed, where engines take it from this rank; else empty."""
+    async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
+        """Bucket `index` of the full weights, packed, if engines read from this rank; else empty."""
         ...
 
     async def save(self, folder: str) -> None: ...
@@ -131,10 +146,10 @@ class Group(Protocol):
         ...
 
 
-class Ref(Protocol):
+class Ref(Protocol[T_co]):
     """A value that lives where it was made. Given to a Handle, the callee receives the value itself."""
 
-    def __await__(self) -> Any: ...
+    def __await__(self) -> Generator[Any, None, T_co]: ...
 
 
 class Handle(Protocol):
@@ -142,8 +157,8 @@ class Handle(Protocol):
 
     name: str  # "engine-0"
 
-    def submit(self, method: str, *args: Any) -> Ref:
-        """Start a call; the answer stays with the callee until somebody awaits it or passes it on."""
+    def submit(self, method: str, *args: Any) -> Ref[Any]:
+        """Start a call; the answer stays with the callee until it is awaited or passed to another call."""
         ...
 
     async def call(self, method: str, *args: Any) -> Any: ...

@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from gcore.controller.loop import Controller
     from gcore.controller.workflow import Workflow
     from gcore.generation.pool import EnginePool, ScorerPool
-    from gcore.line import Sender
     from gcore.observe.trace import Tracer
     from gcore.protocols import Engine
     from gcore.rewarding.rewarder import Blend
     from gcore.rewarding.scalar import ScalarModel
     from gcore.rewarding.source import Source
-    from gcore.training.state import Way
+    from gcore.weights.publisher import WeightPublisher
 
 
 def build_runtime(config: Config, plan: Plan) -> Runtime:
@@ -152,7 +151,7 @@ def sleep_level(config: Config) -> int:
     level = config.generation.sleep
     if config.generation.engine not in ("vllm", "sglang", "emulated") or config.sampling.max_staleness:
         return 0
-    if config.placement.mode == "disaggregated":  # nobody wants their memory
+    if config.placement.mode == "disaggregated":  # the trainer does not need their memory
         return 0
     if level != "auto":
         return level
@@ -207,7 +206,6 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     def make_network() -> Any:
         return load_model(config.model, tokenizer, config.run.seed, torch.float32, device, max_length=longest)
 
-    way = _way(config, device, rendezvous)
     return FsdpTrainer(
         config,
         make_network,
@@ -216,35 +214,26 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
         plan.trainer_threads,
         plan.shard,
         Tracer(trace_folder(config), f"trainer-{rendezvous.rank}"),
-        serve=(
-            pick_dtype(config.generation.dtype, pick_device(_device(config, config.generation.device))),
-            way,
-        ),
-        sender=_sender(config, device, rendezvous) if way == "line" else None,
+        _publisher(config, device, rendezvous),
     )
 
 
-def _sender(config: Config, device: torch.device, rendezvous: Rendezvous) -> Sender | None:
-    """Rank 0 gives what the ranks gather to the engines, where both have GPUs from one to the other."""
-    from gcore.line import Sender
-    from gcore.models import pick_device
+def _publisher(config: Config, device: torch.device, rendezvous: Rendezvous) -> WeightPublisher:
+    """`device`: of the trainer rank that publishes its weights."""
+    from gcore.models import pick_device, pick_dtype
+    from gcore.weights.broadcast import BroadcastSender
+    from gcore.weights.method import choose_method
+    from gcore.weights.publisher import WeightPublisher
 
-    if rendezvous.rank or rendezvous.address is None:
-        return None
-    there = pick_device(_device(config, config.generation.device))
-    return Sender(device if there.type == device.type else pick_device("cpu"), rendezvous.address.rpartition(":")[0])
-
-
-def _way(config: Config, device: torch.device, rendezvous: Rendezvous) -> Way:
-    """How engines take the weights: by handles where rank i and engine i share GPU i (see controller/seats.py)."""
-    if rendezvous.address is None:
-        return "process"
-    if config.placement.weights != "auto":
-        return "line" if config.placement.weights == "broadcast" else "host"
-    on_gpu = device.type == "cuda" and _device(config, config.generation.device) != "cpu"
-    if not on_gpu:
-        return "host"
-    return "line" if config.placement.mode == "disaggregated" else "gpu"
+    engine_device = pick_device(_device(config, config.generation.device))
+    on_gpu = device.type == engine_device.type == "cuda"
+    method = choose_method(config.placement, one_process=rendezvous.address is None, on_gpu=on_gpu)
+    sender = None
+    if method == "broadcast" and rendezvous.rank == 0:
+        assert rendezvous.address is not None
+        common = device if engine_device.type == device.type else pick_device("cpu")
+        sender = BroadcastSender(common, rendezvous.address.rpartition(":")[0])
+    return WeightPublisher(rendezvous.rank, method, pick_dtype(config.generation.dtype, engine_device), sender)
 
 
 def _device(config: Config, asked: str) -> str:

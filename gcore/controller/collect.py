@@ -81,7 +81,7 @@ async def answer_all(
 
 
 class Collector:
-    """Lives as long as the run. `version` is the policy the engines serve; whoever syncs weights sets it."""
+    """Lives as long as the run. `version` is the policy the engines serve; the loop sets it."""
 
     def __init__(
         self,

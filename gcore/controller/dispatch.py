@@ -1,4 +1,7 @@
-"""From this controller's samples to the trainer ranks and back: layout, hand-over, update, weights.
+"""From this controller's samples to the trainer ranks, and from the trainer to the engines.
+
+    samples ──layout (all_gather of metadata)──> push to the ranks ──> calls of all ranks (prepare, update, save, ...)
+    new weights ──controller 0──> engines; they sleep while the trainer works, and wake for the weights
 
 Every controller computes the same layout from the gathered metadata. Samples go straight from the controller that
 holds them to the rank that trains on them. Rank r is driven by controller r mod N.
@@ -7,9 +10,10 @@ holds them to the rank that trains on them. Rank r is driven by controller r mod
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from gcore.clients import EngineClient
 from gcore.config.tree import Config
 from gcore.generation.pool import EnginePool
 from gcore.preparation.balance import lay_out
@@ -17,7 +21,7 @@ from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.protocols import Group, Handle, Stats
 from gcore.types import Sample, SampleMeta, TrainBatch
-from gcore.weights.transfer import transfer
+from gcore.weights.transfer import WeightTransfer
 
 
 class Dispatcher:
@@ -30,8 +34,9 @@ class Dispatcher:
         sleep_level: int = 0,
     ) -> None:
         self._config, self._group, self._engines, self._trainers = config, group, engines, trainers
+        self._transfer = WeightTransfer(trainers)
         self._sleep_level, self._asleep = sleep_level, False
-        self.slept: dict[str, float] = {}  # seconds and gigabytes of the last sleep and wake
+        self.slept: dict[str, float] = {}  # metrics of the last sleep and wake: seconds and gigabytes
         self._mine = [r for r in range(len(trainers)) if r % group.size == group.rank]
         self._cost = CostModel(crossover=768.0)
         self.bytes_out = 0
@@ -44,7 +49,7 @@ class Dispatcher:
     async def hand_over(
         self, step: int, samples: Sequence[Sample], objective: Literal["policy", "imitation"] = "policy"
     ) -> tuple[list[SampleMeta], list[TrainBatch]]:
-        """Agree on who trains on what, and bring the samples there. Only metadata crosses the collective."""
+        """Agree on the layout, and push each sample to the rank that trains on it. Only metadata is gathered."""
         gathered = await self._group.all_gather(f"samples of step {step}", [meta_of(s) for s in samples])
         metas = [meta for part in gathered for meta in part]
         if not metas:
@@ -71,7 +76,7 @@ class Dispatcher:
             await self._trainers[rank].call("push", self._group.rank, bundle)
 
     async def on_all_ranks(self, method: str, *args: Any) -> list[Any]:
-        """Call every rank, each from the controller that drives it; everyone gets all answers, by rank."""
+        """Call every rank, each from the controller that drives it. Returns all answers by rank, on all of them."""
         return await self.on_ranks(method, [args] * len(self._trainers))
 
     async def on_ranks(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -81,38 +86,37 @@ class Dispatcher:
         return [by_rank[r] for r in range(len(self._trainers))]
 
     async def rest(self) -> None:
-        """The rollout is over: engines give their memory to the trainer. They wake for the new weights. Requests of
-        unfinished groups are held, and continue with those."""
+        """After the rollout, engines free their memory for the trainer. They wake for the new weights. Requests of
+        unfinished groups are held and continue with the new weights."""
         if not self._sleep_level:
             return
         await self._engines.pause()
         await self._group.all_gather("engines idle", None)
         if self._group.rank == 0:
-            while any(s["running"] + s["waiting"] for s in await self._on_engines("stats")):
-                await asyncio.sleep(0.005)  # requests that were aborted are being cleared away
-            self._measure("sleep", await self._on_engines("sleep", self._sleep_level))
+            while any(s["running"] + s["waiting"] for s in await self._on_engines(EngineClient.stats)):
+                await asyncio.sleep(0.005)  # aborted requests are still being removed
+            self._measure("sleep", await self._on_engines(lambda engine: engine.sleep(self._sleep_level)))
         self._asleep = True
         await self._group.all_gather("engines at rest", None)
 
-    async def sync_weights(self, version: int, engines: Mapping[int, Handle] | None = None) -> None:
-        """Controller 0 sets it going; the weights themselves pass through no controller. Default: to all engines."""
+    async def update_weights(self, version: int, engines: Mapping[int, Handle] | None = None) -> None:
+        """Controller 0 starts the transfer; the weights pass through no controller. `engines`: those that serve the
+        next rollout; default: all. Returns on every controller when they serve `version`."""
         if self._group.rank == 0:
             if self._asleep:
-                self._measure("wake_weights", await self._on_engines("wake", "weights"))
-            living = self._engines.alive()
-            await transfer(
-                self._trainers, {i: e for i, e in living.items() if engines is None or i in engines}, version
-            )
+                self._measure("wake_weights", await self._on_engines(lambda engine: engine.wake("weights")))
+            alive = self._engines.alive()
+            await self._transfer.send({i: e for i, e in alive.items() if engines is None or i in engines}, version)
             if self._asleep:
-                self._measure("wake_cache", await self._on_engines("wake", "kv_cache"))
+                self._measure("wake_cache", await self._on_engines(lambda engine: engine.wake("kv_cache")))
         self._asleep = False
         await self._group.all_gather(f"weights of version {version}", None)
         self._engines.resume()
 
-    async def _on_engines(self, method: str, *args: Any) -> list[Any]:
-        return list(await asyncio.gather(*(engine.call(method, *args) for engine in self._engines.alive().values())))
+    async def _on_engines(self, call: Callable[[EngineClient], Awaitable[Stats]]) -> list[Stats]:
+        return list(await asyncio.gather(*(call(EngineClient(engine)) for engine in self._engines.alive().values())))
 
     def _measure(self, move: str, answers: Sequence[Stats]) -> None:
-        """The slowest replica counts; gigabytes are those of one."""
+        """The metrics are the maximum over replicas: seconds, and gigabytes per replica."""
         self.slept[f"placement/{move}_s"] = max(answer["seconds"] for answer in answers)
         self.slept[f"placement/{move}_gb"] = max(v for answer in answers for k, v in answer.items() if k != "seconds")

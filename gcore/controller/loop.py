@@ -3,8 +3,8 @@
     for every step:
         rollout      my prompts: generate, reward, keep or draw another, until all have enough together
         preparation  advantages; agree on a layout; samples move to the ranks that train on them
-        training     one optimizer step a mini-batch     (global denominators)
-        weights      trainer -> engines, version + 1
+        training     one optimizer step per mini-batch     (global denominators)
+        weights      choose the engines of the next rollout; trainer -> those engines, version + 1
         record       one row of metrics; evaluation and checkpoint when due
 
 Controllers meet only where `all_gather` stands (in dispatch.py and below), and only metadata crosses there.
@@ -108,4 +108,6 @@ class Controller:
 
     async def weights(self, step: int) -> None:
         with self.session.timed("weights", step):
-            await self.session.sync_weights(version=step)
+            engines = await self.session.choose_placement()
+            await self.session.dispatcher.update_weights(step, engines)
+            self.session.collector.version = step

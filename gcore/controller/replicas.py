@@ -1,6 +1,6 @@
-"""The replicas a controller asks, while some of them die and come back.
+"""The replicas that a controller sends requests to; some of them die and are started again.
 
-died ──bury (all controllers)──> started again ──restore (controller 0: current weights)──> admit (all) ──> asked
+died ──bury (all controllers)──> started again ──restore (controller 0: current weights)──> admit (all) ──> serves
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from gcore.controller.placement import Placement
 from gcore.generation.pool import EnginePool, Pool
 from gcore.protocols import Handle, RoleDied
-from gcore.weights.transfer import transfer
+from gcore.weights.transfer import WeightTransfer
 
-CHECK_S = 30.0  # between two looks at the replicas' health
-ANSWER_S = 20.0  # a replica that is silent for longer is sent nothing until it answers
+CHECK_S = 30.0  # between two health checks
+ANSWER_S = 20.0  # a replica that does not answer for longer gets no new requests until it does
 
 
 class Replicas:
-    """`version` tells which weights are current. Whoever uses the trainers holds `trainers_in_use`."""
+    """`version`: of the current weights. The lock `trainers_in_use` is held during every use of the trainers."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class Replicas:
         note: Callable[[str], None],
     ) -> None:
         self._policy, self._pools, self._trainers = policy, [policy, *others], trainers
+        self._transfer = WeightTransfer(trainers)
         self._version, self._note = version, note
         self.placement: Placement | None = None
         self.trainers_in_use = asyncio.Lock()
@@ -41,14 +42,14 @@ class Replicas:
             self.placement.buried(name)
 
     async def restore(self, name: str) -> bool:
-        """Controller 0: bring a policy engine that came back up to date, between two uses of the trainers. Where slots
-        change hands, that of its own is waited for; a replica that does not have its slots sleeps.
+        """Controller 0: send current weights to a policy engine that was started again, between two uses of the
+        trainers. If its slots are moving, wait for the end of the move; a replica that does not own its slots sleeps.
 
-        It is admitted here in the same breath: the next weights go to those that controller 0 has admitted, and the
-        driver's word to all might come after them."""
+        It is admitted here under the same lock: the next update goes to the engines that controller 0 has admitted, and
+        the driver's call of `admit` on all controllers may come later."""
         if self.placement is None:
             takes_weights = any(engine.name == name for engine in self._policy.replicas)
-            async with self.trainers_in_use if takes_weights else contextlib.nullcontext():  # judges wait for nobody
+            async with self.trainers_in_use if takes_weights else contextlib.nullcontext():  # judges take no weights
                 return await self._renew(name)
         while True:
             await self.placement.arrived(name)
@@ -61,7 +62,8 @@ class Replicas:
 
     async def _renew(self, name: str, serves: bool = True) -> bool:
         mine = {i: engine for i, engine in enumerate(self._policy.replicas) if engine.name == name}
-        if serves and mine and self._trainers and name not in await self._transfer(mine, fresh=True):
+        needs_weights = serves and mine and self._trainers
+        if needs_weights and name not in await self._transfer.send(mine, self._version(), restarted=True):
             return False
         await self.admit(name)
         return True
@@ -73,20 +75,17 @@ class Replicas:
             self.placement.admitted(name)
 
     async def load(self, engines: Mapping[int, Handle]) -> None:
-        """Controller 0: current weights into policy engines that wake in the middle of a rollout."""
+        """Controller 0: send current weights to policy engines that wake during a rollout."""
         async with self.trainers_in_use:
-            served = await self._transfer(engines)
+            served = await self._transfer.send(engines, self._version())
         if missing := [engine.name for engine in engines.values() if engine.name not in served]:
             raise RoleDied(missing[0], "it took no weights")
 
     async def watch(self) -> None:
-        """Beside the run, and nobody waits for it."""
+        """Health checks, in the background during the whole run."""
         while True:
             await asyncio.sleep(CHECK_S)
             for changed in await asyncio.gather(*(pool.check(ANSWER_S) for pool in self._pools)):
                 for name, answers in changed.items():
                     silent = f"has not answered for {ANSWER_S:.0f} s; it is sent nothing new until it does"
                     self._note(f"{name} {'answers again' if answers else silent}")
-
-    async def _transfer(self, engines: Mapping[int, Handle], fresh: bool = False) -> list[str]:
-        return await transfer(self._trainers, engines, self._version(), fresh)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from gcore.checkpoint import store
 from gcore.checkpoint.pool import load_pool, save_pool
+from gcore.clients import EngineClient
 from gcore.config.tree import Config, Dataset
 from gcore.controller import record
 from gcore.controller.collect import Collected, Collector, Filter, answer_all, merge_places
@@ -36,7 +37,7 @@ from gcore.types import Sample, SampleMeta, UserError
 
 
 class Session:
-    """A controller's belongings. Controller 0 alone writes files; everyone takes part in what is collective."""
+    """State and services of one controller. Only controller 0 writes files; all controllers join the collectives."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class Session:
         if warmed is not None:
             await self._warm_start(warmed)
             await self.dispatcher.on_all_ranks("begin")
-            await self.sync_weights(version=0)
+            await self._serve(version=0)
             await self.evaluate()
         if self.config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
             await self.checkpoint()
@@ -167,7 +168,7 @@ class Session:
         if warmed is None:
             pool = await asyncio.to_thread(load_pool, checkpoint, self.source.at)
             self.collector.restore(state, pool)
-            await self.sync_weights(version=self.step)
+            await self._serve(version=self.step)
         if self.group.rank == 0:
             rewind(self.folder, self.step, warmed)
             rewind_samples(self.folder, self.step, warmed)
@@ -183,7 +184,7 @@ class Session:
         """Evaluation of a checkpoint: there is no trainer, so controller 0 reads the weights for the engines."""
         if self.group.rank == 0 and self.config.run.resume not in ("never", "auto"):
             weights = load_file(Path(self.config.run.resume) / "model.safetensors")
-            await asyncio.gather(*(e.call("load_weights", 0, weights) for e in self.engines))
+            await asyncio.gather(*(EngineClient(e).load_weights(0, weights) for e in self.engines))
         await self.group.all_gather("weights to evaluate", None)
 
     def _open_writer(self) -> None:
@@ -297,16 +298,17 @@ class Session:
 
     # ---- metrics and status ---------------------------------------------------------------------------------------
 
-    async def sync_weights(self, version: int) -> None:
-        if self.placement is None:
-            await self.dispatcher.sync_weights(version)
-        else:
-            owners = await self.placement.begin(self.collector.rate)
-            await self.dispatcher.sync_weights(version, owners)
+    async def choose_placement(self) -> dict[int, Handle] | None:
+        """The policy engines that serve the next rollout, awake. None: all engines, always."""
+        return None if self.placement is None else await self.placement.begin(self.collector.rate)
+
+    async def _serve(self, version: int) -> None:
+        """Before the first step: the same as Controller.weights after a step."""
+        await self.dispatcher.update_weights(version, await self.choose_placement())
         self.collector.version = version
 
     async def rest(self, step: int) -> None:
-        """The rollout is over: engines give their memory to the trainer. They wake for the new weights."""
+        """After the rollout, engines free their memory for the trainer. They wake for the new weights."""
         if self.placement is None:
             await self.dispatcher.rest()
         else:

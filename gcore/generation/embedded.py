@@ -1,6 +1,6 @@
 """The embedded engine: continuous batching over any transformers decoder, on CPU or GPU.
 
-    requests ──> waiting ──admit (prefill, shared by siblings)──> rows ──decode, a token a row a step──> completions
+    requests ──> waiting ──admit (prefill, shared by siblings)──> rows ──decode: a token per row per step──> completions
 
 What it owns: the rows of the KV cache, admission, and sampling. The network itself is the library's.
 
@@ -8,7 +8,7 @@ The active rows always stand at the front of the cache, so a decoding step runs 
 replaced by the last one. Every prompt is prefilled up to its last token but one; the last token is the row's first
 decoding step, so all logits come from one place.
 
-On CPU a row's result is bitwise the same whoever shares the batch: matrix products treat rows alike from 8 rows on,
+On CPU a row's result is bitwise the same in any batch: matrix products treat rows alike from 8 rows on,
 masked attention does from block to block of keys, and element-wise functions do when no remainder of a tensor falls
 out of the vector loop. Rows and keys are rounded up for that, and a replica keeps to one thread.
 `tests/contract/test_engine.py` holds it to that. Mixtures of experts and eager attention (docs/engines.md) differ in
@@ -23,7 +23,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,6 @@ import torch
 from transformers import PreTrainedModel
 
 from gcore.decoders import as_argument, traits_of
-from gcore.generation.arriving import Arriving, Base
 from gcore.generation.cache import RowCache
 from gcore.generation.common import check
 from gcore.generation.decoder import FusedDecoder
@@ -40,7 +39,9 @@ from gcore.generation.futures import fail, finish, finish_all, post
 from gcore.generation.sampling import Rows, sample
 from gcore.models import Adapters
 from gcore.observe.trace import Tracer
+from gcore.protocols import Weights
 from gcore.types import Completion, Finish, Ints, Kept, Request
+from gcore.weights.receiver import Base, WeightReceiver
 
 ROW_BLOCK = 8
 KEY_BLOCK = 32
@@ -104,18 +105,18 @@ class EmbeddedEngine:
         self._parameters = dict(model.named_parameters())
         embedding: Any = model.get_input_embeddings()
         self._vocabulary = len(embedding.weight)
-        self._arriving = self._expect(adapters)
+        self._receiver = self._make_receiver(adapters)
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
         self._thread.start()
 
-    def _expect(self, adapters: Adapters | None) -> Arriving:
-        """With adapters, only their factors come: what they add to is kept as it is now."""
+    def _make_receiver(self, adapters: Adapters | None) -> WeightReceiver:
+        """With adapters, only their factors arrive: keep a copy of the matrices that they are added to."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         if adapters is None:
-            return Arriving(shapes)
+            return WeightReceiver(shapes)
         names = [f"{layer}.weight" for layer in adapters.layers]
         kept = {name: self._parameters[name].detach().to("cpu", copy=True) for name in names}
-        return Arriving(shapes, Base(adapters, kept, self._device, self._model.dtype))
+        return WeightReceiver(shapes, Base(adapters, kept, self._device, self._model.dtype))
 
     # ---- protocol -------------------------------------------------------------------------------------------------
 
@@ -137,8 +138,8 @@ class EmbeddedEngine:
                 self._aborted.add(ticket)
                 self._wake.notify()
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any], part: tuple[int, int] = (0, 1)) -> int:
-        served: int = await self._order(lambda: self._load(version, weights, part))
+    async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
+        served: int = await self._order(lambda: self._load(version, weights, bucket))
         return served
 
     async def sleep(self, level: int) -> dict[str, float]:
@@ -221,7 +222,7 @@ class EmbeddedEngine:
                         self._decode()
                     if self._min_step_s:  # a slower device, emulated
                         time.sleep(max(0.0, started + self._min_step_s - time.perf_counter()))
-                    now = time.perf_counter()  # counted step by step: who asks for stats asks while it is busy
+                    now = time.perf_counter()  # counted per step: stats are read while the engine is busy
                     self._busy_s, started = self._busy_s + now - started, now
         self._busy_s += time.perf_counter() - started
         self._tracer.flush()
@@ -229,7 +230,7 @@ class EmbeddedEngine:
             raise RuntimeError("the engine was closed")
 
     def _can_decode(self) -> bool:
-        return bool(self._waiting or self._jobs) and not (self._arriving or self._asleep)
+        return bool(self._waiting or self._jobs) and not (self._receiver.incomplete or self._asleep)
 
     def _in_line(self) -> list[_Job]:
         return [job for _, _, job in self._waiting]
@@ -242,12 +243,15 @@ class EmbeddedEngine:
         self._asleep = True
         return {"seconds": time.perf_counter() - started, "freed_gb": freed / 2**30}
 
-    def _load(self, version: int, weights: Mapping[str, Any], part: tuple[int, int]) -> int:
-        with self._arriving.part(version, weights, part) as loads, self._tracer.span("load weights", part=part[0]):
+    def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
+        with (
+            self._receiver.receive(version, weights, bucket) as loads,
+            self._tracer.span("load weights", bucket=bucket[0]),
+        ):
             for tensors, _ in loads:
                 for name, tensor in tensors.items():
                     self._parameters[name].copy_(tensor)
-        if not self._arriving:
+        if not self._receiver.incomplete:
             self.version = version
         return self.version
 

@@ -29,12 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore.generation.arriving import Arriving, base_of, shapes_of
 from gcore.generation.common import GIB, MEMORY, check, free_gpu
 from gcore.generation.futures import fail, finish
 from gcore.generation.sglang_core import Server, SglangOptions, open_server
 from gcore.observe.trace import Tracer
+from gcore.protocols import Weights
 from gcore.types import Completion, Finish, Request, UserError
+from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
 WATCH_S = 0.5
 
@@ -51,7 +52,7 @@ class _Job:
     spans: list[dict[str, Any]] = field(default_factory=list)  # of tokens, by the load that they come from
 
     def __lt__(self, other: _Job) -> bool:
-        """Lower priority goes first; of equals, who came first."""
+        """Lower priority goes first; of equals, the earlier arrival."""
         return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
 
 
@@ -66,10 +67,10 @@ class SglangEngine:
         self._arrivals = itertools.count()
         self._failure: BaseException | None = None
         self._closed = False
-        self._gate = threading.Lock()  # who passes it before the engine ends gets an answer
+        self._gate = threading.Lock()  # calls that pass it before the engine ends get an answer
         self._generated, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self.version, self._loads = 0, [0]  # the version of each load: SGLang is told their index
-        self._arriving: Arriving
+        self._receiver: WeightReceiver
         self._session = False  # weights can be written; generation is paused
         self._asleep: set[str] = set()
         self._hollow = False  # woken from a sleep that dropped the weights: they must come before anything is decoded
@@ -92,13 +93,13 @@ class SglangEngine:
         return found
 
     async def abort(self, ticket: str) -> None:
-        if not (self._failure or self._closed):  # else nobody waits any more
+        if not (self._failure or self._closed):  # else there is nothing to abort
             await self._order(lambda: self._abort(ticket))
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any], part: tuple[int, int] = (0, 1)) -> int:
+    async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
         """A part (i, n) of the weights, in order; with the last one `version` is served. Nothing is decoded from the
         first part to the last. One that does not fit is refused: send it again, or begin anew with part 0."""
-        return int(await self._order(lambda: self._load(version, weights, part)))
+        return int(await self._order(lambda: self._load(version, weights, bucket)))
 
     async def sleep(self, level: int) -> dict[str, float]:
         """Give memory back: level 1 the KV cache; 2 the weights too, and requests wait for new ones. Refused while
@@ -141,7 +142,7 @@ class SglangEngine:
         return await self._ask(lambda: self._in_turn(work))
 
     async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Orders are carried out one after another, to their end even when nobody waits any more."""
+        """Orders run one after another, each to its end, even if its caller was cancelled."""
         done = self._loop.create_future()
 
         async def run() -> None:
@@ -169,7 +170,7 @@ class SglangEngine:
     async def _live(self, opened: threading.Event) -> None:
         self._server = open_server(self._folder, self._options)
         self._frees = self._options.sleep and self._options.device != "cpu"
-        self._arriving = self._expect()
+        self._receiver = self._make_receiver()
         self._server.manager.auto_create_handle_loop()
         opened.set()
         while not self._ending.is_set():
@@ -181,20 +182,22 @@ class SglangEngine:
                 self._tracer.flush()
         raise RuntimeError("the engine was closed")
 
-    def _expect(self) -> Arriving:
+    def _make_receiver(self) -> WeightReceiver:
         config, options = self._server.manager.model_config, self._options
         shapes = shapes_of(self._folder, config.hf_text_config)
-        return Arriving(shapes, base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False))
+        return WeightReceiver(
+            shapes, base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False)
+        )
 
     def _end(self, error: BaseException) -> None:
-        """Everybody who waits is told, then SGLang goes."""
+        """Fail all pending calls, then shut SGLang down."""
         opened = hasattr(self, "_server")
         if opened and self._options.dies_with_scheduler and not self._closed:  # then the death itself tells them
             print(error, file=sys.stderr, flush=True)
             os._exit(1)
         with self._gate:
             self._failure = error
-        self._loop.run_until_complete(asyncio.sleep(0))  # who passed the gate has asked
+        self._loop.run_until_complete(asyncio.sleep(0))  # let calls that passed the gate submit
         for future in [*(job.future for job in (*self._jobs.values(), *self._inbox)), *self._orders]:
             fail(future, error)
         self._inbox = []
@@ -300,14 +303,17 @@ class SglangEngine:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _load(self, version: int, weights: Mapping[str, Any], part: tuple[int, int]) -> int:
+    async def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
         if "weights" in self._asleep:
             raise RuntimeError(f"weights of version {version} for an engine that sleeps; wake 'weights' first")
-        with self._arriving.part(version, weights, part) as loads, self._tracer.span("load weights", part=part[0]):
+        with (
+            self._receiver.receive(version, weights, bucket) as loads,
+            self._tracer.span("load weights", bucket=bucket[0]),
+        ):
             await self._open_session()
             for tensors, last in loads:
                 await self._write(tensors, str(len(self._loads)) if last else None)
-        if not self._arriving:
+        if not self._receiver.incomplete:
             self._loads.append(version)
             self.version, self._hollow = version, False
             await self._close_session()
@@ -352,8 +358,10 @@ class SglangEngine:
             return {"seconds": 0.0, "freed_gb": 0.0}
         if busy := len(self._jobs) + len(self._inbox):
             raise RuntimeError(f"asked to sleep with {busy} requests under way")
-        if self._arriving or self._asleep:
-            raise RuntimeError("asked to sleep " + ("while weights arrive" if self._arriving else "when half awake"))
+        if self._receiver.incomplete or self._asleep:
+            raise RuntimeError(
+                "asked to sleep " + ("while weights arrive" if self._receiver.incomplete else "when half awake")
+            )
         if level == 2 and self._frees and self._options.adapters is not None:
             raise UserError(
                 "generation.sleep=2 drops the weights, of which adapters (model.lora) bring a part alone; use 1"

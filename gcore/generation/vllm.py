@@ -20,7 +20,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from gcore.generation.arriving import Arriving, base_of, shapes_of
 from gcore.generation.common import GIB, MEMORY, check, free_gpu
 from gcore.generation.futures import fail, finish, finish_all, post
 from gcore.generation.noise import noise_key
@@ -44,7 +43,9 @@ from gcore.generation.vllm_core import (
     with_images,
 )
 from gcore.observe.trace import Tracer
+from gcore.protocols import Weights
 from gcore.types import Completion, Finish, Request, UserError
+from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
 ENDINGS: dict[str, Finish] = {"stop": "stop", "length": "length"}
 GATHER_STEPS, GATHER_SHARE = 16, 1 / 8  # places that become free are kept for so long, or until they are so many
@@ -64,7 +65,7 @@ class _Job:
     versions: list[int] = field(default_factory=list)
 
     def __lt__(self, other: _Job) -> bool:
-        """Lower priority goes first; of equals, who came first."""
+        """Lower priority goes first; of equals, the earlier arrival."""
         return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
 
     def completion(self, finish: Finish) -> Completion:
@@ -85,9 +86,9 @@ class VllmEngine:
         self._failure: BaseException | None = None
         self._closed = False
         self._count, self._generated, self._busy_s = 0, 0, 0.0
-        self._gathering = 0  # steps since somebody was admitted
+        self._gathering = 0  # steps since the last admission
         self.version, self._loads = 0, 0
-        self._arriving: Arriving
+        self._receiver: WeightReceiver
         self._asleep: set[str] = set()
         self._hollow = False  # woken from a sleep that dropped the weights: they must come before anything is decoded
         self._core: Any = None
@@ -118,13 +119,13 @@ class VllmEngine:
         return list(await asyncio.gather(*(job.future for job in jobs)))
 
     async def abort(self, ticket: str) -> None:
-        if not (self._failure or self._closed):  # else nobody waits any more
+        if not (self._failure or self._closed):  # else there is nothing to abort
             await self._order(lambda: self._abort(ticket))
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any], part: tuple[int, int] = (0, 1)) -> int:
-        """A part (i, n) of the weights, in order; with the last one `version` is served. Nothing is decoded from the
-        first part to the last. One that does not fit is refused: send it again, or begin anew with part 0."""
-        return int(await self._order(lambda: self._load(version, weights, part)))
+    async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
+        """Bucket (i, n) of the weights, in order; after the last one `version` is served. Nothing is decoded from the
+        first bucket to the last. A bucket that does not fit is refused: repeat it, or start again with bucket 0."""
+        return int(await self._order(lambda: self._load(version, weights, bucket)))
 
     async def sleep(self, level: int) -> dict[str, float]:
         """Give memory back: level 1 keeps the weights in host memory; 2 drops them, and requests wait for new ones.
@@ -176,7 +177,7 @@ class VllmEngine:
                 self._vocabulary = self._core.model_config.get_vocab_size()
                 self._sees = bool(getattr(self._core.model_config, "is_multimodal_model", False))
                 self._frees = self._options.sleep and not is_cpu()
-                self._arriving = self._expect()
+                self._receiver = self._make_receiver()
             opened.set()
             while True:
                 with self._wake:
@@ -199,10 +200,10 @@ class VllmEngine:
             finally:
                 opened.set()
 
-    def _expect(self) -> Arriving:
+    def _make_receiver(self) -> WeightReceiver:
         config, whole = self._core.model_config, is_cpu()  # packing wants all weights
         shapes, device = shapes_of(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
-        return Arriving(
+        return WeightReceiver(
             shapes, base_of(self._folder, shapes, self._options.adapters, device, config.dtype, whole), whole
         )
 
@@ -213,7 +214,7 @@ class VllmEngine:
                 shut_core(core)
 
     def _can_step(self) -> bool:
-        return bool(self._jobs or self._inbox) and not (self._arriving or self._asleep or self._hollow)
+        return bool(self._jobs or self._inbox) and not (self._receiver.incomplete or self._asleep or self._hollow)
 
     def _work(self) -> None:
         """Orders first, then decode until nothing is left or the next order comes."""
@@ -307,7 +308,7 @@ class VllmEngine:
             post(loop, finish_all, done)
 
     def _land(self) -> None:
-        """Let the batches that are computed ahead arrive, and schedule no new ones meanwhile."""
+        """Let the batches that are computed ahead arrive, and schedule no new ones until then."""
         from vllm.v1.core.sched.interface import PauseState
 
         core = self._core.engine_core.engine_core
@@ -332,15 +333,18 @@ class VllmEngine:
         for job in (*running, *gone):
             post(job.loop, finish, job.future, job.completion("abort"))
 
-    def _load(self, version: int, weights: Mapping[str, Any], part: tuple[int, int]) -> int:
+    def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
         if "weights" in self._asleep:
             raise RuntimeError(f"weights of version {version} for an engine that sleeps; wake 'weights' first")
         load = reload_packed if is_cpu() else load_in_place
-        with self._arriving.part(version, weights, part) as loads, self._tracer.span("load weights", part=part[0]):
+        with (
+            self._receiver.receive(version, weights, bucket) as loads,
+            self._tracer.span("load weights", bucket=bucket[0]),
+        ):
             self._land()
             for tensors, _ in loads:
                 self._core.collective_rpc(load, args=(list(tensors.items()),))
-        if not self._arriving:
+        if not self._receiver.incomplete:
             self._hollow, self.version, self._loads = False, version, self._loads + 1
             if self._sees:  # what was made of images is of the weights before
                 self._core.engine_core.reset_encoder_cache()
@@ -361,8 +365,10 @@ class VllmEngine:
             return {"seconds": 0.0, "freed_gb": 0.0}
         if busy := len(self._jobs) + len(self._inbox):
             raise RuntimeError(f"asked to sleep with {busy} requests under way")
-        if self._arriving or self._asleep:
-            raise RuntimeError("asked to sleep " + ("while weights arrive" if self._arriving else "when half awake"))
+        if self._receiver.incomplete or self._asleep:
+            raise RuntimeError(
+                "asked to sleep " + ("while weights arrive" if self._receiver.incomplete else "when half awake")
+            )
         if level == 2 and self._frees and self._options.adapters is not None:
             raise UserError(
                 "generation.sleep=2 drops the weights, of which adapters (model.lora) bring a part alone; use 1"

@@ -2,13 +2,13 @@
 
     requests ──> held while weights come or it sleeps ──> Device (device.py): queue, prefill, decoding ──> completions
 
-The device is the simulator's own, so both have one physics: prompts are read one after another and decoding stands
-meanwhile, all running requests make a token a step, and a step lasts longer the more of them run. A prompt that was
-read before, under the same weights, is not read again (siblings, repeated verdicts). Between two things that happen
-nothing is done.
+The device is that of the simulator, so both have the same timing: prompts are read one after another; decoding stops
+while one is read; all running requests make one token per step, and a step takes longer the more of them run. A prompt
+that was read before, with the same weights, is not read again (siblings, repeated verdicts). Nothing runs between two
+events.
 
-Time is that of the event loop. Under an ordinary one, `speed` emulated seconds pass in a second. Under a VirtualLoop
-(gcore.simulate) nobody waits: its time jumps to the next thing that happens.
+Time is that of the event loop. In an ordinary loop, `speed` emulated seconds pass per second. In a VirtualLoop
+(gcore.simulate) there is no waiting: time jumps to the next event.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class EmulatedEngine:
         self._held: list[_Asked] = []  # came while it stood still
         self._calls: dict[str, dict[_Call, None]] = {}  # by ticket
         self._num_loads = 0
-        self._in_parts = self._asleep = self._bare = False  # more weights to come; memory given back; weights dropped
+        self._incomplete = self._asleep = self._bare = False  # more buckets to come; memory given back; weights dropped
         self._changes: list[tuple[float, int]] = [(0.0, 0)]  # token clock, version from then on
         self._read: dict[bytes, None] = {}  # digests of the prompts in the cache
         self._generated, self._loading_s = 0, 0.0
@@ -156,14 +156,14 @@ class EmulatedEngine:
         self._rest_if_idle()
         self._go_on()
 
-    async def load_weights(self, version: int, weights: Weights, part: tuple[int, int] = (0, 1)) -> int:
+    async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
         self._catch_up()
         self._num_loads += 1
-        index, count = part
+        index, count = bucket
         try:
             await self._pass(self.pace.weights_s / count)
-            self._in_parts = index + 1 < count
-            if not self._in_parts:
+            self._incomplete = index + 1 < count
+            if not self._incomplete:
                 self.version, self._bare = version, False
                 self._changes.append((self._device.clock, version))
                 self._read.clear()
@@ -212,7 +212,7 @@ class EmulatedEngine:
         passed_s = (now - self._at) * self.speed
         self._at = now
         if self._stands_still:
-            self._loading_s += passed_s if self._num_loads or self._in_parts else 0.0
+            self._loading_s += passed_s if self._num_loads or self._incomplete else 0.0
             return loop
         device = self._device
         until = device.at + passed_s
@@ -247,7 +247,7 @@ class EmulatedEngine:
 
     @property
     def _stands_still(self) -> bool:
-        return bool(self._num_loads) or self._in_parts or self._asleep or self._bare
+        return bool(self._num_loads) or self._incomplete or self._asleep or self._bare
 
     def _go_on(self) -> None:
         if self._stands_still:

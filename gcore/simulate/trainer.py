@@ -17,7 +17,7 @@ import numpy as np
 from gcore.config.base import EmulatedTraining
 from gcore.config.tree import Config
 from gcore.hub import model_folder
-from gcore.protocols import Stats, Weights
+from gcore.protocols import Receivers, Stats, WeightPlan, Weights
 from gcore.types import Key, KlSums, Sample, TrainBatch, UserError
 
 FILE = "emulated_trainer.json"
@@ -67,10 +67,10 @@ class EmulatedTrainer:
             **{"grad_norm": 0.0, "lr": self.lr * updates, "updates": float(updates), "skipped": 0.0},
         }
 
-    async def weight_parts(self, takers: Sequence[str], fresh: bool = False) -> tuple[int, bool]:
-        return 1, False
+    async def weight_plan(self) -> WeightPlan:
+        return WeightPlan(num_buckets=1, every_rank=False)
 
-    async def weights(self, part: int) -> Weights:
+    async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
         return {"emulated.updates": np.array([self.updates])} if self.rank == 0 else {}
 
     async def save(self, folder: str) -> None:

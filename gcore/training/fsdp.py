@@ -1,6 +1,6 @@
 """The FSDP2 trainer: one object a rank.
 
-    push (samples by key, from every controller) ──> prepare (old and reference logprobs) ──> update ──> weights
+    push (samples by key, from every controller) ──> prepare (old and reference logprobs) ──> update ──> weight_bucket
                                                         └──KL of each sample, for the reward──> controllers
 
 All arithmetic runs in one thread of its own, so that the rank answers while it computes. Loss denominators come with
@@ -28,14 +28,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gcore.config.tree import Config
-from gcore.line import Sender
 from gcore.observe.trace import Tracer
+from gcore.protocols import Receivers, WeightPlan, Weights
 from gcore.training import bad_batches, lora, losses, objective, state
 from gcore.training.micro import Packed, to_tensors
 from gcore.training.policy import Policy
 from gcore.training.schedule import decay_groups, learning_rate
 from gcore.types import Key, KlSums, MicroBatch, MiniBatch, Sample, TrainBatch, UserError
-from gcore.wire import OnGpu, in_host_memory, seal
+from gcore.weights.publisher import WeightPublisher
 
 T = TypeVar("T")
 
@@ -52,14 +52,12 @@ class FsdpTrainer:
         threads: int,
         shard: int,
         tracer: Tracer,
-        serve: tuple[torch.dtype, state.Way] = (torch.float32, "host"),
-        sender: Sender | None = None,
+        publisher: WeightPublisher | None = None,
     ) -> None:
-        """`serve`: precision of the engines' weights, and how they take them; `sender`: of rank 0, over a line."""
         self._config, self._device, self._tracer = config, device, tracer
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._make_network, self._dtype = make_network, dtype
-        self._serve, self._sender = serve, sender
+        self._publisher = publisher or WeightPublisher(self._rank)
         self._copies, self._sharded = self._world // shard, shard
         self._samples: dict[Key, Sample] = {}
         self._old: dict[Key, Tensor] = {}
@@ -78,12 +76,8 @@ class FsdpTrainer:
         self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
         network, chosen = self._make_network(), self._config.model.lora
         self._adapters = lora.adapt(network, chosen, self._config.run.seed, self._dtype) if chosen else None
-        if chosen:  # engines add them up in float32
-            self._serve = (torch.float32, self._serve[1])
         self._policy = self._shard(network)
         self._optimizer = self._new_optimizer()
-        self._parts = state.parts_of(self._policy.network, self._serve[0])
-        self._lent: dict[int, Tensor] = {}  # parts that engines may still be reading from this GPU
 
     def _shard(self, network: Any) -> Policy:
         policy = Policy(network).train()
@@ -133,13 +127,13 @@ class FsdpTrainer:
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         return await self._in_thread(self._update, batch)
 
-    async def weight_parts(self, takers: Sequence[str], fresh: bool = False) -> tuple[int, bool]:
-        if self._sender is not None:
-            self._sender.open(takers, fresh)
-        return len(self._parts), self._serve[1] == "gpu"
+    async def weight_plan(self) -> WeightPlan:
+        return await self._in_thread(lambda: self._publisher.plan(lora.learned(self._policy.network)))
 
-    async def weights(self, part: int) -> dict[str, Any]:
-        return await self._in_thread(self._weights, part)
+    async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
+        return await self._in_thread(
+            lambda: self._publisher.bucket(lora.learned(self._policy.network), index, receivers)
+        )
 
     async def save(self, folder: str) -> None:
         await self._in_thread(self._save, Path(folder))
@@ -201,25 +195,8 @@ class FsdpTrainer:
             self._kl_to_come[key], found[key] = objective.kl_to_come(kl_S.cpu().numpy(), self._samples[key].mask_S)
         return found
 
-    def _weights(self, part: int) -> dict[str, Any]:
-        dtype, way = self._serve
-        tensors = state.served_weights(self._policy.network, self._parts[part], dtype, way)
-        if way == "process" or not tensors:
-            return dict(tensors)
-
-        def lend(flat: Tensor) -> OnGpu:
-            self._lent.pop(part - 2, None)  # the one before may still be on its way
-            self._lent[part] = flat
-            return OnGpu(flat)
-
-        if self._sender is not None:
-            return seal(tensors, self._sender.send)
-        return seal(tensors, lend if way == "gpu" else in_host_memory)
-
     def _update(self, batch: TrainBatch) -> dict[str, float]:
-        self._lent.clear()
-        if self._sender is not None:
-            self._sender.settle()
+        self._publisher.release()
         for key, advantage in (batch.advantages or {}).items():
             advantages_S = advantage - batch.kl_scale * self._kl_to_come[key]
             self._samples[key] = dataclasses.replace(self._samples[key], advantages_S=advantages_S.astype(np.float32))

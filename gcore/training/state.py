@@ -1,14 +1,14 @@
 """Weights and optimizer state of a sharded network: gathered whole on rank 0, written as safetensors, read by any
 number of ranks. Every function here is called by all ranks together (gathering a shard is a collective).
 
-Where the network has adapters, they alone are handed over, written and read.
+If the network has adapters, only they are written and read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from gcore.models import LORA_A, Adapters
 from gcore.training.lora import learned
 from gcore.types import UserError
+from gcore.weights.publisher import whole_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_weights(network: Any, everywhere: bool = False) -> dict[str, np.ndarray]:
@@ -37,39 +34,9 @@ def gather_weights(network: Any, everywhere: bool = False) -> dict[str, np.ndarr
 def _gather(parameters: Mapping[str, Tensor], everywhere: bool = False) -> dict[str, np.ndarray]:
     result: dict[str, np.ndarray] = {}
     for name, parameter in parameters.items():
-        whole = _whole(parameter.detach())
+        whole = whole_tensor(parameter.detach())
         if everywhere or dist.get_rank() == 0:
             result[name] = whole.to(device="cpu", dtype=torch.float32, copy=True).numpy()
-    return result
-
-
-PART_BYTES = 2**30
-Way = Literal[
-    "process", "gpu", "line", "host"
-]  # how engines take weights: the same process or GPU, a line, host memory
-
-
-def parts_of(network: Any, dtype: torch.dtype) -> list[list[str]]:
-    """Names of the parameters, in parts of about PART_BYTES in the engines' precision."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, parameter in learned(network).items():
-        if size > PART_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += parameter.numel() * dtype.itemsize
-    return parts
-
-
-def served_weights(network: Any, names: Sequence[str], dtype: torch.dtype, way: Way) -> dict[str, Tensor]:
-    """These parameters, whole and in the engines' precision; on rank 0, or on every rank where each serves its GPU."""
-    parameters = learned(network)
-    result: dict[str, Tensor] = {}
-    for name in names:
-        whole = _whole(parameters[name].detach()).to(dtype)
-        if way == "gpu" or dist.get_rank() == 0:
-            result[name] = whole
     return result
 
 
@@ -103,7 +70,7 @@ def save(
             continue
         moments[f"{name}/step"] = torch.as_tensor(entry["step"]).cpu()
         for moment in MOMENTS:
-            moments[f"{name}/{moment}"] = _whole(entry[moment]).cpu().contiguous()
+            moments[f"{name}/{moment}"] = whole_tensor(entry[moment]).cpu().contiguous()
     if dist.get_rank() == 0:
         save_file(moments, folder / "optimizer.safetensors")
     dist.barrier()

@@ -1,0 +1,18 @@
+"""The policy's weights on the way from the trainer to the engines.
+
+    trainer rank                       controller 0             engine
+    WeightPublisher ──bucket (Ref)──>  WeightTransfer  ──Ref──> WeightReceiver ──tensors──> the engine's parameters
+    gathers, converts, packs           orders, retries          unpacks, checks, merges adapters
+
+The bytes of a bucket travel by one of four methods (method.py). The controller only passes a reference on: no weights
+pass through it. Every bucket has a checksum, and every engine answers with the version that it serves.
+
+    method.py      which of the four methods a run uses
+    publisher.py   trainer side
+    bucket.py      tensors <-> one block of memory with a checksum
+    broadcast.py   the method `broadcast`: a process group of rank 0 and the engines
+    transfer.py    controller side
+    receiver.py    engine side
+
+The stage rooms `training` and `generation` import this room. It imports neither of them.
+"""

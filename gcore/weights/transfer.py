@@ -1,13 +1,13 @@
-"""Trainer -> engines: the policy's new weights, and the version every later token is stamped with.
+"""Controller side of a weight update: trainer ranks -> engines, then every engine serves the new version.
 
-All ranks gather a part together (a collective); it goes to the engines by reference, straight from a rank's process to
-theirs, and passes through nobody else: as tensors in one process, as handles to GPU memory on one GPU, through shared
-memory on one machine, or over a line from GPU to GPU (line.py), of which the reference carries no more than a note.
-While engines take one part, the next is gathered; no more than two are ever held. Where adapters are trained
-(model.lora), the parts are their factors, and engines add them to what they started with.
+    for every bucket:   trainer ranks gather it together ──Ref──> engines load it
+                        (bucket i + 1 is gathered while bucket i is loaded; at most two are held)
 
-An engine answers with the version it serves, and each part carries a checksum: one that missed an update, or got it
-damaged, is found here and not in the gradients.
+Only references pass through the controller: the bytes go from a rank's process to the engines' (see method.py). An
+engine answers with the version that it serves, so an engine that missed an update is found here, not in the gradients.
+
+An engine that dies is left out; the supervisor starts it again. If that breaks a broadcast group, the other engines
+report BroadcastError, and the update starts again without the dead engine.
 """
 
 from __future__ import annotations
@@ -16,73 +16,67 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from gcore.protocols import Handle, Ref, RoleDied, RoleError
+from gcore.clients import EngineClient, TrainerClient
+from gcore.protocols import Handle, Receivers, Ref, RoleDied, RoleError, WeightPlan, Weights
 
-TRIES = 3  # a line breaks when one engine dies: the others try again without it
-
-
-class _Broken(Exception):
-    """The line on which the weights came, with who is left."""
-
-    def __init__(self, living: dict[int, Handle], cause: RoleError) -> None:
-        self.living, self.cause = living, cause
+ATTEMPTS = 3
 
 
-async def transfer(
-    trainers: Sequence[Handle], engines: Mapping[int, Handle], version: int, fresh: bool = False
-) -> list[str]:
-    """Every rank offers what it has: engine i takes it from rank i where all have it, else from rank 0.
+class WeightTransfer:
+    """Of controller 0. Every rank publishes: engine i reads from rank i if all ranks have the weights, else from 0."""
 
-    `fresh`: some engines have died and come back since the last time. Returns the names of the engines that serve
-    `version` now; one that died on the way is not among them.
-    """
-    for left in reversed(range(TRIES)):
-        try:
-            return await _once(trainers, engines, version, fresh)
-        except _Broken as broken:
-            if not left:
-                raise broken.cause from None
-            engines, fresh = broken.living, True
-    raise AssertionError
+    def __init__(self, trainers: Sequence[Handle]) -> None:
+        self._trainers = [TrainerClient(handle) for handle in trainers]
+        self._plan: WeightPlan | None = None  # the same for the whole run
+
+    async def send(self, engines: Mapping[int, Handle], version: int, restarted: bool = False) -> list[str]:
+        """Returns the names of the engines that serve `version` now: all but those that died during the transfer.
+        `restarted`: some engines are new processes since the last transfer."""
+        living = {i: EngineClient(handle) for i, handle in engines.items()}
+        plan = self._plan = self._plan or await self._trainers[0].weight_plan()
+        source = {i: i % len(self._trainers) if plan.every_rank else 0 for i in engines}
+        broken: RoleError | None = None
+
+        async def load(engine: EngineClient, weights: Ref[Weights], index: int) -> int | RoleError | None:
+            """The version that the engine serves; None if it died; the error if its broadcast failed."""
+            try:
+                return await engine.load_weights(version, weights, (index, plan.num_buckets))
+            except RoleDied:
+                return None
+            except RoleError as error:
+                if not error.message.startswith("BroadcastError"):
+                    raise
+                return error
+
+        for attempt in range(ATTEMPTS):
+            receivers = Receivers(tuple(engine.name for engine in living.values()), restarted or attempt > 0)
+            unread = set(range(len(self._trainers))) - {source[i] for i in living}
+            following = self._gather(0, receivers)
+            for index in range(plan.num_buckets):
+                ready = following
+                if index + 1 < plan.num_buckets:
+                    following = self._gather(index + 1, receivers)
+                loads = (load(engine, ready[source[i]], index) for i, engine in living.items())
+                answers = dict(zip(living, await asyncio.gather(*loads), strict=True))
+                living = {i: engine for i, engine in living.items() if answers[i] is not None}
+                for rank in unread:
+                    await ready[rank]
+                broken = next((answer for answer in answers.values() if isinstance(answer, RoleError)), None)
+                if broken is not None:
+                    with contextlib.suppress(RoleError):  # end this attempt before the next one starts
+                        await asyncio.gather(*(_result(ref) for ref in following))
+                    break
+            else:
+                if late := [engine.name for i, engine in living.items() if answers[i] != version]:
+                    raise RuntimeError(f"{', '.join(late)} did not take the weights of version {version}")
+                return [engine.name for engine in living.values()]
+        assert broken is not None
+        raise broken
+
+    def _gather(self, index: int, receivers: Receivers) -> list[Ref[Weights]]:
+        """Start gathering a bucket: a collective of all ranks."""
+        return [trainer.weight_bucket(index, receivers) for trainer in self._trainers]
 
 
-async def _once(trainers: Sequence[Handle], engines: Mapping[int, Handle], version: int, fresh: bool) -> list[str]:
-    names = [engine.name for engine in engines.values()]
-    count, everywhere = await trainers[0].call("weight_parts", names, fresh)
-    sources = {i: i % len(trainers) if everywhere else 0 for i in engines}
-    living = dict(engines)
-    coming = [trainer.submit("weights", 0) for trainer in trainers]
-    for index in range(count):
-        here = coming
-        if index + 1 < count:
-            coming = [trainer.submit("weights", index + 1) for trainer in trainers]
-        loads = (_load(engine, version, here[sources[i]], (index, count)) for i, engine in living.items())
-        served = dict(zip(living, await asyncio.gather(*loads), strict=True))
-        living = {i: engine for i, engine in living.items() if served[i] is not None}
-        for rank in set(range(len(trainers))) - set(sources.values()):
-            await here[rank]
-        if causes := [answer for answer in served.values() if isinstance(answer, RoleError)]:
-            with contextlib.suppress(RoleError):  # nothing of this try may be under way in the next
-                await asyncio.gather(*(_settled(ref) for ref in coming))
-            raise _Broken(living, causes[0])
-    late = [engine.name for i, engine in living.items() if served[i] != version]
-    if late:
-        raise RuntimeError(f"{', '.join(late)} did not take the weights of version {version}")
-    return [engine.name for engine in living.values()]
-
-
-async def _settled(ref: Ref) -> None:
+async def _result(ref: Ref[Weights]) -> None:
     await ref
-
-
-async def _load(engine: Handle, version: int, weights: Ref, part: tuple[int, int]) -> int | RoleError | None:
-    """The version it serves; None where it died; the error where its line broke."""
-    try:
-        served: int = await engine.call("load_weights", version, weights, part)
-        return served
-    except RoleDied:  # the supervisor hears of it too, and brings it back
-        return None
-    except RoleError as error:
-        if not error.message.startswith("LineError"):
-            raise
-        return error

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from gcore.config.tree import Lora, PolicyModel
-from gcore.generation import arriving
-from gcore.generation.arriving import Arriving, Base
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.models import Adapters, adapters_in, adapters_of
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, UserError
-from gcore.wire import SEALED, in_host_memory, seal
+from gcore.weights import receiver
+from gcore.weights.bucket import PACKED, pack_bucket, to_host_memory
+from gcore.weights.receiver import Base, WeightReceiver
 from tests.contract.test_engine import (
     ALPHABET,
     CLOSE,
@@ -135,7 +135,7 @@ def test_it_starts_as_the_base_and_serves_base_and_adapters(engine, base, adapte
     factors = factors_of(base, adapters, 5)
     expected = together(base, adapters, factors)
     assert greedy(expected, prompt(9), 16) != greedy(base, prompt(9), 16)
-    assert load(engine, 2, seal({k: torch.from_numpy(v) for k, v in factors.items()}, in_host_memory)) == 2
+    assert load(engine, 2, pack_bucket({k: torch.from_numpy(v) for k, v in factors.items()}, to_host_memory)) == 2
     for value in factors.values():  # what was given is not looked at again
         value[...] = 0
     assert serves(engine, expected, 2)
@@ -155,7 +155,7 @@ def test_nothing_adds_up(engine, base, adapters):
     assert serves(engine, base, 6)
 
 
-def test_factors_come_in_parts_and_meet(engine, base, adapters):
+def test_factors_in_different_buckets_are_merged(engine, base, adapters):
     """One factor of a layer in this part, the other in that; decoding waits for the last."""
     factors = factors_of(base, adapters, 7)
     names = sorted(factors, key=lambda name: (".lora_B." in name, name))  # all A before all B
@@ -185,8 +185,8 @@ def test_what_does_not_fit_is_refused_whole(engine, base, adapters):
     load(engine, 9, factors_of(base, adapters, 8))
     new = factors_of(base, adapters, 9)
     *_, last = new
-    damaged = seal({k: torch.from_numpy(v.copy()) for k, v in new.items()}, in_host_memory)
-    damaged[SEALED].data[-1] ^= 1
+    damaged = pack_bucket({k: torch.from_numpy(v.copy()) for k, v in new.items()}, to_host_memory)
+    damaged[PACKED].payload[-1] ^= 1
     cases = [
         ({k: v for k, v in new.items() if k != last}, rf"lack \['{last}'\] \(1 names\)"),
         ({**new, last: new[last][:, :3]}, rf"{last} has shape \(\d+, 3\), expected \(\d+, 4\)"),
@@ -242,7 +242,7 @@ def test_on_a_gpu_the_targets_alone_are_loaded_and_weights_are_never_dropped(mon
     monkeypatch.setattr(
         vllm, "base_of", lambda folder, shapes, adapters, device, *rest: on_cpu(folder, shapes, adapters, "cpu", *rest)
     )
-    monkeypatch.setattr(arriving, "CHUNK_BYTES", 128 * 128 * 2)  # as large as q_proj, larger than down_proj
+    monkeypatch.setattr(receiver, "CHUNK_BYTES", 128 * 128 * 2)  # as large as q_proj, larger than down_proj
     engine = vllm.VllmEngine(tmp_path, VllmOptions(4, 64, sleep=True, adapters=adapters))
     factors = factors_of(base, adapters, 3)
     expected = together(base, adapters, factors)
@@ -259,27 +259,27 @@ def test_on_a_gpu_the_targets_alone_are_loaded_and_weights_are_never_dropped(mon
     engine.close()
 
 
-def test_a_part_whose_loading_fails_may_come_again(base, adapters, monkeypatch):
-    """Half there until it does."""
+def test_a_bucket_whose_loading_failed_may_be_repeated(base, adapters, monkeypatch):
+    """The update stays incomplete until then."""
     kept = {f"{layer}.weight": base.get_parameter(f"{layer}.weight").detach() for layer in adapters.layers}
     shapes = {name: tuple(p.shape) for name, p in base.named_parameters()}
-    coming = Arriving(shapes, Base(adapters, kept, torch.device("cpu"), torch.float32))
+    incoming = WeightReceiver(shapes, Base(adapters, kept, torch.device("cpu"), torch.float32))
     factors = factors_of(base, adapters, 4)
     first, second = ({k: v for k, v in factors.items() if f"lora_{which}" in k} for which in "AB")
-    with coming.part(1, first, (0, 2)) as loads:
+    with incoming.receive(1, first, (0, 2)) as loads:
         assert list(loads) == []
-    with pytest.raises(MemoryError), coming.part(1, second, (1, 2)):
+    with pytest.raises(MemoryError), incoming.receive(1, second, (1, 2)):
         raise MemoryError
-    assert coming
-    with coming.part(1, second, (1, 2)) as loads:
+    assert incoming.incomplete
+    with incoming.receive(1, second, (1, 2)) as loads:
         found = list(loads)
-    assert not coming and [(len(tensors), last) for tensors, last in found] == [(8, True)]
-    monkeypatch.setattr(arriving, "CHUNK_BYTES", 0)
-    for part, flags in (((0, 2), [False] * 8), ((1, 2), [False] * 7 + [True])):  # the very last ends it, and no other
-        with coming.part(2, factors, part) as loads:
+    assert not incoming.incomplete and [(len(tensors), last) for tensors, last in found] == [(8, True)]
+    monkeypatch.setattr(receiver, "CHUNK_BYTES", 0)
+    for bucket, flags in (((0, 2), [False] * 8), ((1, 2), [False] * 7 + [True])):  # only the last tensors end it
+        with incoming.receive(2, factors, bucket) as loads:
             assert [(len(tensors), last) for tensors, last in loads] == [(1, flag) for flag in flags]
 
 
 def test_a_folder_without_the_matrices_is_the_users_to_mend(base, adapters, tmp_path):
     with pytest.raises(UserError, match=r"model\.lora: .* no safetensors with model\.layers\.0"):
-        arriving.base_of(tmp_path, {}, adapters, "cpu", torch.float32, whole=False)
+        receiver.base_of(tmp_path, {}, adapters, "cpu", torch.float32, whole=False)

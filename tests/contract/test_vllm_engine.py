@@ -228,9 +228,9 @@ def test_parts_come_in_order(engine, network):
     async def load() -> int:
         await engine.load_weights(4, first, (0, 3))
         for part in ((2, 3), (1, 2)):
-            with pytest.raises(Exception, match="part 1 of 3 of version 4"):
+            with pytest.raises(Exception, match="bucket 1 of 3 of version 4"):
                 await engine.load_weights(4, third, part)
-        with pytest.raises(Exception, match="part 1 of 3 of version 4"):
+        with pytest.raises(Exception, match="bucket 1 of 3 of version 4"):
             await engine.load_weights(5, second, (1, 3))
         await engine.load_weights(4, second, (1, 3))
         return await engine.load_weights(4, third, (2, 3))

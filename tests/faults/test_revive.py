@@ -88,8 +88,8 @@ def undisturbed(tmp_path_factory):
     ids=["two", "one"],
 )
 def test_kill_an_engine(tmp_path, undisturbed, replicas):
-    """With one replica everybody waits for it; with two the other takes over, and both are on a new line to the trainer
-    when it is back. Both runs sample what a calm one does."""
+    """With one replica all requests wait for it; with two the other takes over, and both join a new broadcast group
+    when it is back. Both runs sample the same as an undisturbed run."""
     num, *more = replicas
     with Held(tmp_path, 5, f"placement.policy.replicas={num}", *more) as running:
         running.wait_for_steps()

@@ -17,6 +17,7 @@ from gcore.config.tree import Config
 from gcore.preparation.balance import lay_out
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
+from gcore.protocols import Receivers, WeightPlan
 from gcore.simulate import VirtualLoop
 from gcore.simulate.trainer import EmulatedTrainer
 from gcore.types import Sample, TrainBatch, UserError
@@ -119,11 +120,12 @@ def test_weights_are_rank_0s_and_a_checkpoint_brings_the_updates_back(tmp_path):
             await trainer.update(batch)
             await trainer.save(str(tmp_path))
         assert [p.name for p in tmp_path.iterdir()] == ["emulated_trainer.json"]
-        assert await ranks[0].weight_parts(["engine-0"]) == (1, False)
-        assert {name: value.tolist() for name, value in (await ranks[0].weights(0)).items()} == {
+        to = Receivers(("engine-0",))
+        assert await ranks[0].weight_plan() == WeightPlan(1, every_rank=False)
+        assert {name: value.tolist() for name, value in (await ranks[0].weight_bucket(0, to)).items()} == {
             "emulated.updates": [1]
         }
-        assert await ranks[1].weights(0) == {}
+        assert await ranks[1].weight_bucket(0, to) == {}
         others = [EmulatedTrainer(0.0, rank=rank) for rank in range(3)]
         for trainer in others:
             await trainer.load(str(tmp_path))

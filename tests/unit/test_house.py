@@ -10,18 +10,23 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "gcore"
 STAGES = (
-    *("prompts", "generation", "rewarding", "preparation", "training", "weights", "checkpoint", "observe"),
+    *("prompts", "generation", "rewarding", "preparation", "training", "checkpoint", "observe"),
     "simulate",
     "placement",
 )
-ALSO = {"simulate": ("gcore.placement", "gcore.generation.routing")}  # what is simulated is the code of a run
 COMMON = (
-    *("gcore.types", "gcore.protocols", "gcore.config", "gcore.observe"),
-    *("gcore.hub", "gcore.models", "gcore.decoders", "gcore.wire", "gcore.line"),
+    *("gcore.types", "gcore.protocols", "gcore.clients", "gcore.config", "gcore.observe"),
+    *("gcore.hub", "gcore.models", "gcore.decoders"),
 )
+ALSO = {
+    "simulate": ("gcore.placement", "gcore.generation.routing"),  # what is simulated is the code of a run
+    "training": ("gcore.weights",),  # the trainer holds a WeightPublisher
+    "generation": ("gcore.weights",),  # an engine holds a WeightReceiver
+}
 PURE = (
     "gcore.types",
     "gcore.protocols",
+    "gcore.clients",
     "gcore.config",
     "gcore.config.reference",
     "gcore.hub",
@@ -81,6 +86,7 @@ def test_ground_floor():
     """What everyone imports imports nobody above it."""
     assert imports(PACKAGE / "types.py") == set()
     assert imports(PACKAGE / "protocols.py") == {"gcore.types"}
+    assert imports(PACKAGE / "clients.py") == {"gcore.protocols"}
     for room, allowed in {
         "config": ("gcore.config", "gcore.types"),
         "observe": ("gcore.observe", "gcore.config", "gcore.types"),
@@ -92,6 +98,14 @@ def test_ground_floor():
     assert all(within(name, ("gcore.config", "gcore.types")) for name in imports(PACKAGE / "hub.py"))
     below = ("gcore.config", "gcore.decoders", "gcore.hub", "gcore.types")
     assert all(within(name, below) for name in imports(PACKAGE / "models.py"))
+
+
+def test_weights_is_a_common_room():
+    """Training and generation import it; it imports neither of them, nor any other stage."""
+    allowed = ("gcore.weights", "gcore.clients", "gcore.config", "gcore.models", "gcore.protocols", "gcore.types")
+    assert files("weights")
+    for path in files("weights"):
+        assert all(within(name, allowed) for name in imports(path)), path
 
 
 def test_nobody_imports_the_command_line():

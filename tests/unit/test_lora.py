@@ -30,6 +30,7 @@ from gcore.runtime.gloo import join
 from gcore.training.fsdp import FsdpTrainer
 from gcore.training.lora import adapt
 from gcore.types import UserError
+from gcore.weights.publisher import WeightPublisher
 from tests.unit.test_training import (
     CPU,
     alone,
@@ -212,7 +213,7 @@ def test_in_bfloat16_the_base_is_held_so_and_adapters_are_not():
     config, samples = lora_of(training={"activation_checkpointing": True}), samples_of()
     exact = trainer_of(lora_of())
     made: Any = (config, lambda: network_of(config), CPU, torch.bfloat16, 1, 1, Tracer(None, "trainer-0"))
-    trainer = FsdpTrainer(*made, serve=(torch.bfloat16, "host"))
+    trainer = FsdpTrainer(*made, publisher=WeightPublisher(0, "host_memory", torch.bfloat16))
     kinds = {(name.endswith((LORA_A, LORA_B)), p.dtype) for name, p in trainer._policy.network.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     found, expected = ([update(t, samples, batch_of(samples))["entropy"] for _ in range(2)] for t in (trainer, exact))

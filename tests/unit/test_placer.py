@@ -27,12 +27,11 @@ from gcore.placement.pace import Pace
 from gcore.placement.plan import POLICY, Ground, Move, Split
 from gcore.placement.policy import Costs, View, room
 from gcore.placement.switch import Placer
-from gcore.protocols import Rendezvous, RoleDied
+from gcore.protocols import Rendezvous, RoleDied, WeightPlan
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.simulate import VirtualLoop
 from gcore.simulate.engine import EmulatedEngine, _tokens_of
 from gcore.types import Request, SamplingParams
-from gcore.weights.transfer import transfer
 
 JUDGE, SLOTS, STOP = "judge", 4, 2
 LONG = 40
@@ -94,7 +93,7 @@ class Trainer:
 
     async def call(self, method: str, *args: Any) -> Any:
         await asyncio.sleep(0.01)
-        return (2, False) if method == "weight_parts" else {}
+        return WeightPlan(2, every_rank=False) if method == "weight_plan" else {}
 
 
 @dataclass
@@ -216,7 +215,7 @@ class World:
                     self.version = step
                     living = self.pools[0][POLICY].alive()
                     own = {i: r for i, r in placer.owners(POLICY).items() if i in living}
-                    await transfer(member._trainers, own, step)
+                    await member._transfer.send(own, step)
                 await group.all_gather("weights", None)
             left = [self.groups]
             async with placer.during(

@@ -17,7 +17,7 @@ from gcore.preparation.balance import lay_out
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.protocols import Rendezvous
+from gcore.protocols import Receivers, Rendezvous
 from gcore.runtime.gloo import join
 from gcore.training import policy as policy_module
 from gcore.training.fsdp import FsdpTrainer
@@ -26,7 +26,7 @@ from gcore.training.policy import Policy
 from gcore.training.schedule import learning_rate
 from gcore.training.state import gather_weights
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch
-from gcore.wire import SEALED, in_host_memory, seal, unseal
+from gcore.weights.bucket import PACKED, pack_bucket, to_host_memory, unpack_bucket
 from tests.e2e.helpers import RECIPE
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def update(trainer: FsdpTrainer, samples, batch: TrainBatch) -> dict[str, float]
 
 
 def weights_of(trainer: FsdpTrainer) -> dict[str, np.ndarray]:
-    return {k: v.numpy() for k, v in unseal(asyncio.run(trainer.weights(0))).items()}
+    return {k: v.numpy() for k, v in unpack_bucket(asyncio.run(trainer.weight_bucket(0, Receivers(())))).items()}
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
@@ -628,25 +628,25 @@ def test_schedule_ends_with_the_run_whatever_the_steps_have_in_updates():
 def test_weights_arrive_as_they_were_sent():
     sent = {"a": torch.randn(5, 3), "odd": torch.randn(7).to(torch.bfloat16), "one": torch.tensor(2.5)}
     sent["big"] = torch.randn(3, 2**17)  # several rows of the checksum
-    sealed = seal(sent, in_host_memory)
-    assert list(sealed) == [SEALED] and isinstance(sealed[SEALED].data, np.ndarray)
-    found = unseal(sealed)
+    packed = pack_bucket(sent, to_host_memory)
+    assert list(packed) == [PACKED] and isinstance(packed[PACKED].payload, np.ndarray)
+    found = unpack_bucket(packed)
     assert list(found) == list(sent) and all(found[k].dtype == sent[k].dtype for k in sent)
     assert all(torch.equal(found[k], sent[k]) for k in sent)
-    assert all(torch.equal(unseal(sent)[k], sent[k]) for k in sent)  # what was never sealed
+    assert all(torch.equal(unpack_bucket(sent)[k], sent[k]) for k in sent)  # tensors that were not packed
 
 
 @pytest.mark.parametrize("where", [0, 4, 70, -9, 2**19 + 8])
 def test_weights_that_were_damaged_are_refused(where):
-    sealed = seal({"a": torch.randn(5, 3), "b": torch.randn(3, 2**17)}, in_host_memory)
-    sealed[SEALED].data[where] ^= 1
-    with pytest.raises(ValueError, match=r"weights were damaged on their way \(2 tensors, the first is a\)"):
-        unseal(sealed)
+    packed = pack_bucket({"a": torch.randn(5, 3), "b": torch.randn(3, 2**17)}, to_host_memory)
+    packed[PACKED].payload[where] ^= 1
+    with pytest.raises(ValueError, match=r"weights were damaged in transit \(2 tensors, the first is a\)"):
+        unpack_bucket(packed)
 
 
 def test_rows_that_change_places_are_noticed():
-    sealed = seal({"b": torch.arange(2**19, dtype=torch.float32)}, in_host_memory)
-    rows = sealed[SEALED].data.reshape(-1, 2**19)
+    packed = pack_bucket({"b": torch.arange(2**19, dtype=torch.float32)}, to_host_memory)
+    rows = packed[PACKED].payload.reshape(-1, 2**19)
     rows[[0, 1]] = rows[[1, 0]]
     with pytest.raises(ValueError, match="damaged"):
-        unseal(sealed)
+        unpack_bucket(packed)

@@ -1,4 +1,4 @@
-"""Weights from trainers to engines, with engines that die and lines that break on the way."""
+"""WeightTransfer: trainers to engines, with engines that die and broadcasts that fail during the transfer."""
 
 from __future__ import annotations
 
@@ -7,94 +7,108 @@ from typing import Any
 
 import pytest
 
-from gcore.protocols import RoleDied, RoleError
-from gcore.weights.transfer import transfer
+from gcore.protocols import Receivers, RoleDied, RoleError, WeightPlan
+from gcore.weights.transfer import WeightTransfer
 
-BROKEN = RoleError("engine-1", "LineError: weights stopped on their way", "")
+BROKEN = RoleError("engine-1", "BroadcastError: the broadcast of weights failed", "")
 
 
 class Ref:
-    def __init__(self, trainer: Trainer, part: int) -> None:
-        self.trainer, self.part = trainer, part
+    def __init__(self, trainer: Trainer, index: int) -> None:
+        self.trainer, self.index = trainer, index
 
     def __await__(self) -> Any:
         yield from asyncio.sleep(0.01).__await__()
-        self.trainer.log.append(f"sent {self.part}")
+        self.trainer.log.append(f"sent {self.index}")
         return {}
 
 
 class Trainer:
-    """Two parts, from rank 0 alone."""
+    """Two buckets, from rank 0 alone."""
 
     name = "trainer-0"
 
     def __init__(self) -> None:
         self.log: list[Any] = []
 
-    async def call(self, method: str, takers: list[str], fresh: bool) -> Any:
-        assert method == "weight_parts"
-        self.log.append((tuple(takers), fresh))
-        return 2, False
+    async def call(self, method: str) -> WeightPlan:
+        assert method == "weight_plan"
+        self.log.append("plan")
+        return WeightPlan(2, every_rank=False)
 
-    def submit(self, method: str, part: int) -> Ref:
-        assert method == "weights"
-        return Ref(self, part)
+    def submit(self, method: str, index: int, receivers: Receivers) -> Ref:
+        assert method == "weight_bucket"
+        if index == 0:
+            self.log.append(receivers)
+        return Ref(self, index)
+
+    @property
+    def receivers(self) -> list[Receivers]:
+        return [entry for entry in self.log if isinstance(entry, Receivers)]
 
 
 class Engine:
-    """Answers as it is told, call by call; after that it takes everything."""
+    """Gives the answers in the list, one per call; after them it loads everything."""
 
     def __init__(self, name: str, *answers: Any) -> None:
-        self.name, self.answers, self.parts = name, list(answers), list[tuple[int, int]]()
+        self.name, self.answers, self.buckets = name, list(answers), list[tuple[int, int]]()
 
-    async def call(self, method: str, version: int, weights: Ref, part: tuple[int, int]) -> int:
+    async def call(self, method: str, version: int, weights: Ref, bucket: tuple[int, int]) -> int:
         assert method == "load_weights"
         await weights
-        self.parts.append(part)
+        self.buckets.append(bucket)
         answer = self.answers.pop(0) if self.answers else version
         if isinstance(answer, Exception):
             raise answer
         return version if answer is None else answer
 
 
-def run(*engines: Engine, fresh: bool = False) -> tuple[Trainer, list[str]]:
+def run(*engines: Engine, restarted: bool = False) -> tuple[Trainer, list[str]]:
     trainer = Trainer()
-    served = asyncio.run(transfer([trainer], dict(enumerate(engines)), 7, fresh))
+    served = asyncio.run(WeightTransfer([trainer]).send(dict(enumerate(engines)), 7, restarted))
     return trainer, served
 
 
-def test_all_parts_to_all():
-    trainer, served = run(Engine("engine-0"), Engine("engine-1"), fresh=True)
+def test_all_buckets_to_all_engines():
+    trainer, served = run(Engine("engine-0"), Engine("engine-1"), restarted=True)
     assert served == ["engine-0", "engine-1"]
-    assert trainer.log[0] == (("engine-0", "engine-1"), True)
+    assert trainer.receivers == [Receivers(("engine-0", "engine-1"), restarted=True)]
 
 
-def test_who_dies_is_left_out():
+def test_the_plan_is_asked_for_once():
+    trainer = Trainer()
+    transfer = WeightTransfer([trainer])
+    for version in (7, 8):
+        assert asyncio.run(transfer.send({0: Engine("engine-0")}, version)) == ["engine-0"]
+    assert trainer.log.count("plan") == 1 and trainer.receivers == [Receivers(("engine-0",))] * 2
+
+
+def test_an_engine_that_dies_is_left_out():
     trainer, served = run(Engine("engine-0"), Engine("engine-1", RoleDied("engine-1", "killed")))
-    assert served == ["engine-0"] and len([entry for entry in trainer.log if isinstance(entry, tuple)]) == 1
+    assert served == ["engine-0"] and len(trainer.receivers) == 1
 
 
-def test_a_broken_line_is_made_anew_without_the_dead():
+def test_a_failed_broadcast_is_repeated_without_the_dead_engine():
     left, gone = Engine("engine-0", BROKEN), Engine("engine-1", RoleDied("engine-1", "killed"))
     trainer, served = run(left, gone)
-    assert served == ["engine-0"] and left.parts == [(0, 2), (0, 2), (1, 2)]
-    first, again = (i for i, entry in enumerate(trainer.log) if isinstance(entry, tuple))
-    assert trainer.log[again] == (("engine-0",), True)
-    assert "sent 1" in trainer.log[first:again]  # of the first try nothing is under way in the second
+    assert served == ["engine-0"] and left.buckets == [(0, 2), (0, 2), (1, 2)]
+    first, again = (i for i, entry in enumerate(trainer.log) if isinstance(entry, Receivers))
+    assert trainer.log[again] == Receivers(("engine-0",), restarted=True)
+    assert "sent 1" in trainer.log[first:again]  # nothing of the first attempt is in flight in the second
 
 
-def test_a_line_that_breaks_again_and_again_is_an_error():
-    with pytest.raises(RoleError, match="weights stopped on their way"):
+def test_a_broadcast_that_fails_three_times_is_an_error():
+    with pytest.raises(RoleError, match="the broadcast of weights failed"):
         run(Engine("engine-0", BROKEN, BROKEN, BROKEN))
 
 
-def test_another_error_is_not_tried_again():
+def test_other_errors_are_not_retried():
     engine = Engine("engine-0", RoleError("engine-0", "ValueError: weights were damaged", ""))
     with pytest.raises(RoleError, match="damaged"):
         run(engine)
-    assert engine.parts == [(0, 2)]
+    assert engine.buckets == [(0, 2)]
 
 
-def test_an_engine_that_stays_behind_is_named():
+def test_an_engine_that_serves_an_old_version_is_named():
     with pytest.raises(RuntimeError, match="engine-1 did not take the weights of version 7"):
         run(Engine("engine-0"), Engine("engine-1", None, 6))

@@ -1,10 +1,10 @@
-"""New weights on their way into an engine: in parts, in order, checked before any of them is loaded.
+"""Engine side of a weight update: buckets arrive in order and are checked before any tensor is loaded.
 
-    part ──order, checksum, names, shapes──> whole matrices ──────────────────────────> what the engine loads
-                                        └──> factors of adapters ──base + scale B A──┘
+    bucket ──order──> unpack_bucket (checksum) ──names, shapes──> full matrices ───────────────────> tensors to load
+                                                            └──> factors of adapters ──base + scale B A──┘
 
-Where the policy has adapters (model.lora), only their factors come. The base is kept as it was when the engine
-started, and every version is computed from it anew: nothing adds up, and an update that was missed leaves no trace.
+With adapters (model.lora) only their factors arrive. The engine keeps a copy of the base weights from its start and
+computes every version from that copy: rounding errors do not accumulate, and a missed update leaves no trace.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ import torch
 from torch import Tensor
 
 from gcore.models import LORA_A, LORA_B, Adapters
+from gcore.protocols import Weights
 from gcore.types import UserError
-from gcore.wire import unseal
+from gcore.weights.bucket import unpack_bucket
 
-CHUNK_BYTES = 2**29  # merged matrices that are held at once
+CHUNK_BYTES = 2**29  # limit of merged matrices held at a time
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What an engine started with, in host memory, and where adapters add to it: the targets, or all weights."""
+    """Base weights of an engine, in host memory, to which adapters are added: the target matrices, or all weights."""
 
     adapters: Adapters
     tensors: Mapping[str, Tensor]
-    device: torch.device  # that computes the sums
+    device: torch.device  # where the sums are computed
     dtype: torch.dtype  # of the engine
 
     def merged(self, factors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The matrices whose two factors are there."""
+        """The matrices of which both factors are present."""
         for layer in self.adapters.layers:
             if layer + LORA_A in factors and layer + LORA_B in factors:
                 name = f"{layer}.weight"
@@ -48,27 +49,25 @@ class Base:
                 yield name, self.adapters.merge(base, a, b).to(self.dtype)
 
     def unpaired(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Factors whose partner is yet to come."""
+        """Factors whose partner has not arrived yet."""
         other = {LORA_A: LORA_B, LORA_B: LORA_A}
         return {n: t for n, t in factors.items() if n[: -len(LORA_A)] + other[n[-len(LORA_A) :]] not in factors}
 
 
 @dataclass(slots=True)
 class _Update:
-    """Weights of which not all parts are there."""
+    """An update of which not all buckets have arrived."""
 
     version: int
     count: int
     next: int = 0
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of what has come
-    kept: dict[str, Tensor] = field(default_factory=dict)  # of that, what is not loaded yet
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the tensors that have arrived
+    kept: dict[str, Tensor] = field(default_factory=dict)  # arrived, but not loaded yet
 
 
-class Arriving:
-    """True while weights are half there: nothing may be decoded then.
-
-    `shapes`: of the weights the engine serves; where there are none, the first that come say what fits. `whole`: the
-    engine takes all weights at once, or none.
+class WeightReceiver:
+    """`shapes`: of the weights that the engine serves; if empty, the first update defines them. `whole`: the engine
+    loads all weights in one call.
     """
 
     def __init__(self, shapes: Shapes, base: Base | None = None, whole: bool = False) -> None:
@@ -76,35 +75,37 @@ class Arriving:
         self._base, self._whole = base, whole
         self._update: _Update | None = None
 
-    def __bool__(self) -> bool:
+    @property
+    def incomplete(self) -> bool:
+        """Some buckets of an update are loaded and others are not: the engine must not decode."""
         return self._update is not None
 
     @contextmanager
-    def part(
-        self, version: int, weights: Mapping[str, Any], part: tuple[int, int]
+    def receive(
+        self, version: int, weights: Weights, bucket: tuple[int, int]
     ) -> Iterator[Iterator[tuple[dict[str, Tensor], bool]]]:
-        """What to load now, bit by bit, each with whether it is the very last: then `version` is served.
+        """Yields what to load now, as (tensors, last): after the last tensors, `version` is served.
 
-        A part that does not fit is refused and changes nothing. One whose loading fails leaves the weights half there:
-        it may come again, or all parts anew.
+        A bucket that does not fit raises ValueError and changes nothing. If loading fails, the update stays incomplete:
+        the sender repeats this bucket, or starts again with bucket 0.
         """
-        (index, count), update = part, self._update
+        (index, count), update = bucket, self._update
         if index == 0:
             update = _Update(version, count)
         elif update is None or (version, count, index) != (update.version, update.count, update.next):
-            due = f"part {update.next} of {update.count} of version {update.version}" if update else "part 0"
-            raise ValueError(f"got part {index} of {count} of the weights of version {version}, expected {due}")
+            due = f"bucket {update.next} of {update.count} of version {update.version}" if update else "bucket 0"
+            raise ValueError(f"got bucket {index} of {count} of the weights of version {version}, expected {due}")
         last = index + 1 == count
-        tensors = self._fitting(version, unseal(weights), update.shapes.keys() if last else None)
+        tensors = self._checked(version, unpack_bucket(weights), update.shapes.keys() if last else None)
         self._update = update
         yield self._loads({**update.kept, **tensors}, last)
         update.next += 1
         update.shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if last:
             self._shapes, self._update = self._shapes or update.shapes, None
-        else:  # the caller may change what it gave
-            fresh = {name: tensor.clone() for name, tensor in tensors.items()} if self._whole or self._base else {}
-            update.kept |= fresh
+        else:  # copies: the sender may overwrite its memory
+            copies = {name: tensor.clone() for name, tensor in tensors.items()} if self._whole or self._base else {}
+            update.kept |= copies
             if self._base is not None and not self._whole:
                 update.kept = self._base.unpaired(update.kept)
 
@@ -125,8 +126,9 @@ class Arriving:
             if chunk or last:
                 yield chunk, last
 
-    def _fitting(self, version: int, tensors: Mapping[str, Tensor], before: Set[str] | None) -> dict[str, Tensor]:
-        """What belongs here, or a complaint. With `before`, the names of earlier parts, these are the last."""
+    def _checked(self, version: int, tensors: Mapping[str, Tensor], before: Set[str] | None) -> dict[str, Tensor]:
+        """The tensors that this engine has, with the right shapes. `before`: names in earlier buckets, given with the
+        last bucket: then no name may be missing."""
         if not self._shapes:
             return dict(tensors)
         known = {name: tensor for name, tensor in tensors.items() if name in self._shapes}
@@ -142,11 +144,11 @@ class Arriving:
         return known
 
 
-# ---- what a folder holds
+# ---- the checkpoint folder that an engine starts from
 
 
 def shapes_of(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
-    """The parameters of the checkpoint, each once; empty where it has no safetensors."""
+    """Shapes of the parameters of the checkpoint, tied ones once; empty if it has no safetensors."""
     shapes = {
         name: tuple(file.get_slice(name).get_shape())
         for file in _files(folder)
@@ -160,7 +162,7 @@ def shapes_of(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
 def base_of(
     folder: Path, shapes: Shapes, adapters: Adapters | None, device: str, dtype: torch.dtype, whole: bool
 ) -> Base | None:
-    """The folder's weights, where there are adapters: those that they add to, or `whole`."""
+    """With adapters, the weights that they are added to; all weights if `whole`. Without adapters, None."""
     if adapters is None:
         return None
     names = set(shapes) if whole else {f"{layer}.weight" for layer in adapters.layers}

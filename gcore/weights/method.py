@@ -1,0 +1,26 @@
+"""How the bytes of a weight update travel from the trainer to the engines.
+
+in_process    the tensors themselves: trainer and engines share one process (runtime: local)
+cuda_ipc      a handle to GPU memory: rank i and engine i share GPU i (controller/seats.py)
+broadcast     one collective from rank 0 to the engines: they are on different GPUs, or placement.weights asks for it
+host_memory   an array in the shared memory of the machine: everything else
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gcore.config.tree import Placement
+
+TransferMethod = Literal["in_process", "cuda_ipc", "broadcast", "host_memory"]
+
+
+def choose_method(placement: Placement, one_process: bool, on_gpu: bool) -> TransferMethod:
+    """`one_process`: trainer and engines share it. `on_gpu`: all of them compute on GPUs."""
+    if one_process:
+        return "in_process"
+    if placement.weights != "auto":
+        return "broadcast" if placement.weights == "broadcast" else "host_memory"
+    if not on_gpu:
+        return "host_memory"
+    return "broadcast" if placement.mode == "disaggregated" else "cuda_ipc"

@@ -1,0 +1,78 @@
+"""Trainer side of a weight update: one publisher per rank.
+
+    named parameters ──bucket i: gather (collective)──> whole tensors ──engines' dtype──> pack_bucket ──> weights
+                                                        by the transfer method: array, CUDA handle, ticket, or tensors
+
+The trainer passes its named parameters with every call: FSDP may have replaced the tensors since the last one. With
+adapters (model.lora) these are the factors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gcore.models import LORA_A, LORA_B
+from gcore.protocols import Receivers, WeightPlan, Weights
+from gcore.weights.broadcast import BroadcastSender
+from gcore.weights.bucket import CudaHandle, bucket_names, pack_bucket, to_host_memory
+from gcore.weights.method import TransferMethod
+
+
+class WeightPublisher:
+    """`dtype`: precision of the engines' weights. `sender`: of rank 0, if the method is broadcast."""
+
+    def __init__(
+        self,
+        rank: int,
+        method: TransferMethod = "host_memory",
+        dtype: torch.dtype = torch.float32,
+        sender: BroadcastSender | None = None,
+    ) -> None:
+        self._rank, self._method, self._dtype, self._sender = rank, method, dtype, sender
+        self._exported: dict[int, Tensor] = {}  # cuda_ipc: blocks that engines may still read, by bucket
+
+    def plan(self, parameters: Mapping[str, Tensor]) -> WeightPlan:
+        num_buckets = len(bucket_names(parameters, self._dtype_of(parameters)))
+        return WeightPlan(num_buckets, every_rank=self._method == "cuda_ipc")
+
+    def bucket(self, parameters: Mapping[str, Tensor], index: int, receivers: Receivers) -> Weights:
+        """Collective: all ranks gather bucket `index`. Empty on ranks from which no engine reads."""
+        if self._sender is not None and index == 0:
+            self._sender.connect(receivers.names, receivers.restarted)
+        dtype, tensors = self._dtype_of(parameters), dict[str, Tensor]()
+        for name in bucket_names(parameters, dtype)[index]:
+            whole = whole_tensor(parameters[name].detach()).to(dtype)
+            if self._method == "cuda_ipc" or self._rank == 0:
+                tensors[name] = whole
+        if self._method == "in_process" or not tensors:
+            return tensors
+        if self._sender is not None:
+            return pack_bucket(tensors, self._sender.send)
+        if self._method != "cuda_ipc":
+            return pack_bucket(tensors, to_host_memory)
+
+        def to_handle(block: Tensor) -> CudaHandle:
+            self._exported.pop(index - 2, None)  # engines may still read the bucket before this one
+            self._exported[index] = block
+            return CudaHandle(block)
+
+        return pack_bucket(tensors, to_handle)
+
+    def release(self) -> None:
+        """Free the memory of the last update. Call it before the parameters change again."""
+        self._exported.clear()
+        if self._sender is not None:
+            self._sender.wait_sent()
+
+    def _dtype_of(self, parameters: Mapping[str, Tensor]) -> torch.dtype:
+        """Factors of adapters travel in float32: engines merge them in float32."""
+        return torch.float32 if any(name.endswith((LORA_A, LORA_B)) for name in parameters) else self._dtype
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Collective: the unsharded tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
