@@ -60,7 +60,7 @@ class Algorithm(Section):
     importance_floor: NonNegative = 0.0
     """Lower bound of the weights; 0: none. IcePop: `importance_mode: mask`, 0.5 and `importance_cap: 5`."""
     overlong_buffer: Count = 0
-    """Soft overlong punishment (DAPO): the reward falls linearly over the last so many tokens before
+    """Soft overlong punishment (DAPO): the reward falls linearly over the last `overlong_buffer` tokens before
     `generation.max_response_length`; 0: off. Applied after `sampling.filter`."""
     overlong_penalty: NonNegative = 1.0
     """What a response of full length loses that way."""

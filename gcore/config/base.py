@@ -162,7 +162,7 @@ class Serving(Section):
     max_concurrent: PositiveInt = 256
     """Sequences a replica decodes at once; more wait in its queue."""
     min_step_s: NonNegative = 0.0
-    """Embedded: a decoding step takes at least so many seconds: a slower device, emulated."""
+    """Embedded: shortest decoding step in seconds; emulates a slower device."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it runs; `auto`: as `training.device`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

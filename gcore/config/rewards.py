@@ -45,7 +45,7 @@ class ScalarReward(Section):
     max_length: PositiveInt | Auto = "auto"
     """Longest conversation in its tokens; a longer one fails, it is not cut. `auto`: the model's context window."""
     max_tokens_per_batch: PositiveInt = 16384
-    """What waits is scored together, up to so many tokens."""
+    """Most tokens that are scored in one batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it runs; `auto`: as `training.device`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -20,7 +20,7 @@ class Sampling(Section):
     equal; or a function `package.module:f` or `file.py:f` from the list of Scored to `(keep, reason)`. For a group
     that is dropped, its controller draws another prompt at once."""
     max_draws: Annotated[float, Field(ge=1)] = 10.0
-    """Dynamic sampling draws at most so many times `prompts_per_step` prompts a step."""
+    """Dynamic sampling draws at most this many times `prompts_per_step` prompts per step."""
     on_exhausted: Literal["train", "stop"] = "train"
     """When that many were drawn and groups are still missing: train on what there is, or end the run."""
     oversampling: Annotated[float, Field(ge=1)] | Auto = "auto"
@@ -35,7 +35,7 @@ class Sampling(Section):
     their prompts are drawn again, which prefers short responses (see docs/sampling.md). `auto`: `keep` where
     `deterministic: false` and a filter are set."""
     max_staleness: Count = 0
-    """Generation may run up to so many policy versions ahead of training (asynchronous rollout); importance weights
+    """Generation may run up to this many policy versions ahead of training (asynchronous rollout); importance weights
     correct for it. 0: every step trains on samples of the current policy alone. Above 0 nothing is aborted."""
     deterministic: bool | Auto = "auto"
     """Samples do not depend on the number of controllers or on timing: a step takes the first good groups in the order
@@ -72,7 +72,7 @@ class Sampling(Section):
 
     @property
     def fixed(self) -> bool:
-        """A step is the next so many prompts, whatever becomes of them."""
+        """A step is the next `prompts_per_step` prompts, whether they succeed or fail."""
         return self.filter == "none" and self.staleness == 0
 
     @property

@@ -182,7 +182,7 @@ class TrainerPlacement(Section):
     ranks: PositiveInt | Auto = "auto"
     """Data-parallel trainer processes; `auto`: one per GPU, or one per CPU core (at most 4)."""
     shard: PositiveInt | Auto = "auto"
-    """Ranks that share one copy of weights and optimizer state; groups of so many ranks hold copies (HSDP). Must divide
+    """Ranks that share one copy of weights and optimizer state; groups of this size hold copies (HSDP). Must divide
     `ranks`. `auto`: all ranks on GPUs, 1 on CPU."""
     threads: PositiveInt | Auto = "auto"
     """CPU threads of each; `auto`: cores divided by ranks."""
@@ -219,15 +219,15 @@ class Placement(Section):
 
 class Checkpoint(Section):
     every: Count = 50
-    """Save every so many steps, and at the end; 0: only at the end. The warm start is saved likewise (`warm_N`): every
-    so many of its steps, and at its end."""
+    """Steps between two checkpoints; there is one at the end too. 0: only at the end. The warm start is saved likewise
+    (`warm_N`)."""
     keep: PositiveInt = 2
     """Complete checkpoints to keep."""
 
 
 class Observe(Section):
     eval_every: Count = 0
-    """Evaluate every so many steps; 0: only before and after training."""
+    """Steps between two evaluations. 0: only before and after training."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """What the terminal shows; `auto`: a live view on a terminal, else a line a step."""
     tensorboard: bool = True
