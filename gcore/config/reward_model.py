@@ -72,7 +72,8 @@ class PairTraining(Section):
     max_bad_updates: PositiveInt = 3
     """Steps with a NaN or infinite loss are skipped and counted; this many in a row end the training."""
     eval_every: Count | Auto = "auto"
-    """Steps between two evaluations on the held-out pairs; there is one at the end too. 0: only at the end; `auto`: ten times in all."""
+    """Steps between two evaluations on the held-out pairs; there is one at the end too. 0: only at the end. `auto`: ten
+    evaluations in all."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
