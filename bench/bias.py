@@ -40,7 +40,7 @@ from workflow import HERE, make_config, make_source  # noqa: E402
 
 from gcore.controller import collect  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
-from gcore.placement.pace import Pace  # noqa: E402
+from gcore.placement.replica_speed import ReplicaSpeed  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 from gcore.simulate import VirtualLoop  # noqa: E402
 from gcore.simulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
@@ -76,11 +76,11 @@ class Team:
 
     def __init__(self, mode: str, keep: str, controllers: int, seeded: bool, seed: int, args: argparse.Namespace):
         from gcore.controller.collect import Collector
-        from gcore.controller.workflow import Studio, generate_and_reward
+        from gcore.controller.workflow import SharedContext, generate_and_reward
         from gcore.generation.pool import EnginePool
         from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
         from gcore.protocols import Rendezvous
-        from gcore.rewarding.rewarder import Blend
+        from gcore.rewarding.rewarder import WeightedRewarder
         from gcore.rewarding.threads import FunctionSource
 
         self.args = args
@@ -88,9 +88,9 @@ class Team:
         config = make_config(seed, args.siblings, args.most_tokens, sampling=sampling)
         self.sampling = config.sampling
         lengths = log_normal(median(args), args.sigma)
-        pace = Pace(args.base_s, args.per_sequence_s, 0.0, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
+        speed = ReplicaSpeed(args.base_s, args.per_sequence_s, 0.0, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
         lengths = lengths if seeded else unseeded(lengths)
-        self.engines = [EmulatedEngine(pace, lengths=lengths, tokens=range(4, 14)) for _ in range(args.engines)]
+        self.engines = [EmulatedEngine(speed, lengths=lengths, tokens=range(4, 14)) for _ in range(args.engines)]
         handles = [LocalHandle(f"engine-{i}", engine) for i, engine in enumerate(self.engines)]
         hub, tokenizer = Hub(controllers), load_tokenizer(config.model)
         source, self.started, self.collectors, self.pools = make_source(config, tokenizer), 0, [], []
@@ -106,9 +106,9 @@ class Team:
         for rank in range(controllers):
             group = LocalGroup(Rendezvous(rank, controllers, None, hub))
             pool = EnginePool.for_controller(handles, rank, controllers, args.slots)
-            rewarder = Blend([FunctionSource(config.rewards.functions[0], 1, HERE)])
-            studio = Studio(config, pool, rewarder, tokenizer, stop_tokens(config.model, tokenizer))
-            collector = Collector(workflow, studio, group, config.sampling, accept, lambda _: None)
+            rewarder = WeightedRewarder([FunctionSource(config.rewards.functions[0], 1, HERE)])
+            shared = SharedContext(config, pool, rewarder, tokenizer, stop_tokens(config.model, tokenizer))
+            collector = Collector(workflow, shared, group, config.sampling, accept, lambda _: None)
             collector.source = source
             self.collectors.append(collector)
             self.pools.append(pool)

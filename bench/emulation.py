@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))
 
 from gcore.config.tree import Config  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
-from gcore.placement.plan import POLICY, Split, all_splits, split_by  # noqa: E402
+from gcore.placement.grid import POLICY, Split, all_splits, split_by  # noqa: E402
 from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
 from gcore.simulate.engine import Lengths, log_normal  # noqa: E402
 from gcore.simulate.run import expectation, first_state, regime_of, simulate  # noqa: E402
@@ -146,8 +146,8 @@ def simulate_same(scenario: Scenario, load: Load, policy: str, steps: int) -> li
 
 def best_split(scenario: Scenario) -> Split:
     few = scenario.model_copy(update={"steps": 4})
-    ground = scenario.ground
-    return min(all_splits(ground), key=lambda split: simulate(few, f"static:{len(split.blocks(POLICY))}").rollout_s)
+    grid = scenario.grid
+    return min(all_splits(grid), key=lambda split: simulate(few, f"static:{len(split.blocks(POLICY))}").rollout_s)
 
 
 # ---- the emulation ---------------------------------------------------------------------------------------------------
@@ -155,11 +155,11 @@ def best_split(scenario: Scenario) -> Split:
 
 def config_of(scenario: Scenario, split: Split | None, data: Path, folder: Path, steps: int, speed: float) -> Config:
     """`split` None: it is dynamic."""
-    judge, ground = scenario.judges[0], scenario.ground
+    judge, grid = scenario.judges[0], scenario.grid
     here = Path(__file__).resolve()
     longest = scenario.prompt_length + scenario.lengths.longest
     build = {"alphabet": DIGITS, "max_length": longest + judge.verdict.longest}
-    slots = {} if split is None else {role: len(split.blocks(role)) * ground.block for role in ground.roles}
+    slots = {} if split is None else {role: len(split.blocks(role)) * grid.block for role in grid.roles}
     return Config.model_validate(
         {
             "run": {"name": "emulation", "dir": str(folder), "steps": steps, "seed": scenario.seed},
@@ -207,7 +207,7 @@ def config_of(scenario: Scenario, split: Split | None, data: Path, folder: Path,
             },
             "placement": {
                 "mode": "static" if slots else "dynamic",
-                "slots": ground.slots,
+                "slots": grid.slots,
                 "split": slots,
                 "trainer": {"ranks": min(2, scenario.num_controllers)},
             },
@@ -280,30 +280,30 @@ def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int,
     def report(text: str) -> None:
         print(f"{scenario.name}: {text}", file=sys.stderr, flush=True)
 
-    scenario, ground = scenario.model_copy(update={"steps": steps}), scenario.ground
-    speed = speed or (4.0 if ground.slots <= 32 else 0.5)
+    scenario, grid = scenario.model_copy(update={"steps": steps}), scenario.grid
+    speed = speed or (4.0 if grid.slots <= 32 else 0.5)
     split = None
     if mode == "static" and policy_slots is None:
         split = best_split(scenario)
     elif mode == "static":
-        blocks = policy_slots // ground.block
-        split = split_by(ground, {POLICY: blocks, scenario.judges[0].name: ground.num_blocks - blocks})
-    policy_slots = 0 if split is None else len(split.blocks(POLICY)) * ground.block
-    policy = f"static:{policy_slots // ground.block}" if split else "dynamic"
+        blocks = policy_slots // grid.block
+        split = split_by(grid, {POLICY: blocks, scenario.judges[0].name: grid.num_blocks - blocks})
+    policy_slots = 0 if split is None else len(split.blocks(POLICY)) * grid.block
+    policy = f"static:{policy_slots // grid.block}" if split else "dynamic"
     needed = steps * scenario.prompts / scenario.acceptance.start
     load = Load(scenario, min(4096, int(1.5 * needed) + 64))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "prompts.jsonl"
         load.write(data)
         config = config_of(scenario, split, data, Path(folder), steps, speed)
-        report(f"{policy_slots} of {ground.slots} slots for the policy" if split else f"{ground.slots} slots, dynamic")
+        report(f"{policy_slots} of {grid.slots} slots for the policy" if split else f"{grid.slots} slots, dynamic")
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as own:  # one Ray to a process
             real = own.submit(run_emulation, config).result()
         report(f"{len(real['memory_mb'])} processes were ready in {real['ready_s']:.0f} s")
     emulated_s = [row["timing_s/rollout"] * speed for row in real["rows"]]
-    busy_s = sum(ground.widths[POLICY] * seconds for seconds in real["busy_s"]["engine"])
+    busy_s = sum(grid.widths[POLICY] * seconds for seconds in real["busy_s"]["engine"])
     for judge in scenario.judges:
-        busy_s += sum(ground.widths[judge.name] * seconds for seconds in real["busy_s"][f"judge-{judge.name}"])
+        busy_s += sum(grid.widths[judge.name] * seconds for seconds in real["busy_s"][f"judge-{judge.name}"])
     own = simulate(scenario.model_copy(update={"steps": OWN_STEPS}), policy)
     same = simulate_same(scenario, load, policy, steps)
     same_s = [rollout.seconds for rollout in same]
@@ -312,7 +312,7 @@ def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int,
         sizes.setdefault(name.rpartition("-")[0], []).append(size)
     return {
         "name": scenario.name,
-        "slots": ground.slots,
+        "slots": grid.slots,
         "policy_slots": policy_slots,
         "moves": {
             "emulation": statistics.mean(row.get("placement/moves", 0) for row in real["rows"]),
@@ -324,7 +324,7 @@ def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int,
         "emulation_s": statistics.mean(emulated_s),
         "simulator_s": own.rollout_s / OWN_STEPS,
         "same_s": statistics.mean(same_s),
-        "emulation_idle": 1 - busy_s / (ground.slots * sum(emulated_s)),
+        "emulation_idle": 1 - busy_s / (grid.slots * sum(emulated_s)),
         "simulator_idle": own.idle,
         "same_idle": sum(r.idle * r.seconds for r in same) / sum(same_s),
         "ready_s": real["ready_s"],

@@ -34,8 +34,8 @@ sys.path.insert(0, str(ROOT))
 
 from gcore.config.tree import Config  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
-from gcore.placement import policy as rules  # noqa: E402
-from gcore.placement.plan import POLICY, Split  # noqa: E402
+from gcore.placement import rules as rules  # noqa: E402
+from gcore.placement.grid import POLICY, Split  # noqa: E402
 from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
 from gcore.simulate.run import first_state  # noqa: E402
 from gcore.simulate.scenario import Draw, Scenario, Speed  # noqa: E402

@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gcore.placement.plan import all_splits  # noqa: E402
+from gcore.placement.grid import all_splits  # noqa: E402
 from gcore.simulate.run import Run, simulate, static_name  # noqa: E402
 from gcore.simulate.scenario import Scenario, load_scenario  # noqa: E402
 from gcore.simulate.table import best_static  # noqa: E402
@@ -269,7 +269,7 @@ def guarded(args: argparse.Namespace) -> list[Row]:
 
 
 def _every_way(case: Scenario) -> dict[str, Run]:
-    statics = [static_name(split, case.ground) for split in all_splits(case.ground)]
+    statics = [static_name(split, case.grid) for split in all_splits(case.grid)]
     names = ["dynamic", "unguarded", "colocated", "early-swap", "oracle", *statics]
     return {name: simulate(case, name) for name in names}
 

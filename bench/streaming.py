@@ -12,7 +12,7 @@ The same work in three ways, on `--devices` emulated devices:
 Engines are emulated (gcore/simulate/engine.py): a decoding step takes `--base-s` plus `--per-sequence-s` for each
 request running, at most `--slots` run at once, the rest waits. Lengths are log-normal of the same mean whatever their
 spread (sigma), for policy and judge each. Everything else is the code of a run: two controllers with Collector,
-SampleContext, Blend, JudgeSource (pointwise, a verdict a response) and EnginePool. The stages are a barrier in the
+SampleContext, WeightedRewarder, JudgeSource (pointwise) and EnginePool. The stages are a barrier in the
 workflow. The swap back to the policy, at the end of `staged, all`, is not counted.
 
 Time is virtual: it jumps over what would be slept, so the seconds are those of the emulated devices, the same on every
@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from workflow import ALPHABET, make_collector, make_config, make_source  # noqa: E402
 
-from gcore.placement.pace import Pace  # noqa: E402
+from gcore.placement.replica_speed import ReplicaSpeed  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 from gcore.simulate import VirtualLoop  # noqa: E402
 from gcore.simulate.engine import EmulatedEngine, log_normal  # noqa: E402
@@ -86,8 +86,8 @@ def make_engines(
     role: str, num: int, mean: float, sigma: float, args: argparse.Namespace
 ) -> tuple[list[Watched], Busy]:
     busy, median = Busy(), mean / math.exp(sigma**2 / 2)
-    pace = Pace(args.base_s, args.per_sequence_s, args.prefill_s_per_token, args.slots, 0.0, 0.0, 0.0)
-    engines = [EmulatedEngine(pace, lengths=log_normal(median, sigma), tokens=DIGITS) for _ in range(num)]
+    speed = ReplicaSpeed(args.base_s, args.per_sequence_s, args.prefill_s_per_token, args.slots, 0.0, 0.0, 0.0)
+    engines = [EmulatedEngine(speed, lengths=log_normal(median, sigma), tokens=DIGITS) for _ in range(num)]
     return [Watched(f"{role}-{i}", engine, busy) for i, engine in enumerate(engines)], busy
 
 
@@ -157,8 +157,8 @@ async def rollout(way: str, sigma: float, judge_tokens: float, seed: int, args: 
         "overlap_s": overlap(policy_busy.intervals, judge_busy.intervals),
         "policy_s": sum(end - start for start, end in policy_busy.intervals),
         "judge_s": sum(end - start for start, end in judge_busy.intervals),
-        "devices_busy": sum(s["busy_s"] for s in stats) / args.devices / seconds,
-        "tokens": sum(s["generated_tokens"] for s in stats),
+        "devices_busy": sum(s.busy_s for s in stats) / args.devices / seconds,
+        "tokens": sum(s.generated_tokens for s in stats),
         "rewards": sorted((s.rollout.prompt.id, s.rollout.sibling, s.reward) for s in scored),
     }
 

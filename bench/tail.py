@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))
 from workflow import HERE, make_collector, make_config, make_source  # noqa: E402
 
 from gcore.generation.noise import noise_key  # noqa: E402
-from gcore.placement.pace import Pace  # noqa: E402
+from gcore.placement.replica_speed import ReplicaSpeed  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 from gcore.simulate import VirtualLoop  # noqa: E402
 from gcore.simulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
@@ -109,16 +109,16 @@ class Team:
         from gcore.controller.workflow import generate_and_reward
         from gcore.prompts.tokenizer import load_tokenizer
         from gcore.protocols import Rendezvous
-        from gcore.rewarding.rewarder import Blend
+        from gcore.rewarding.rewarder import WeightedRewarder
         from gcore.rewarding.threads import FunctionSource
 
         self.args, self.alone, self.times = args, way == "quotas", list[float]()
         self.strict, self.keeps = way == "strict", way == "free, keep"
         self.target = args.groups // CONTROLLERS if self.alone else args.groups
         median = args.tokens / math.exp(sigma**2 / 2)
-        pace = Pace(args.base_s, args.per_sequence_s, 0.0, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
+        speed = ReplicaSpeed(args.base_s, args.per_sequence_s, 0.0, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
         lengths = unseeded(log_normal(median, sigma))  # as on GPUs: what is made again has fresh noise
-        self.engines = [EmulatedEngine(pace, lengths=lengths, tokens=range(4, 14)) for _ in range(args.engines)]
+        self.engines = [EmulatedEngine(speed, lengths=lengths, tokens=range(4, 14)) for _ in range(args.engines)]
         handles = [Timed(f"engine-{i}", engine, self.times) for i, engine in enumerate(self.engines)]
         sampling = {"prompts_per_step": self.target, "filter": "spread", **WAYS[way]}
         hub = Hub(CONTROLLERS)
@@ -130,7 +130,7 @@ class Team:
                 Rendezvous(0, 1, None, Hub(1)) if self.alone else Rendezvous(rank, CONTROLLERS, None, hub)
             )
             tokenizer = load_tokenizer(config.model)
-            rewarder = Blend([FunctionSource(config.rewards.functions[0], 1, HERE)])
+            rewarder = WeightedRewarder([FunctionSource(config.rewards.functions[0], 1, HERE)])
             keep, source = Judgement(own, args.accept), make_source(config, tokenizer)
             collector = make_collector(config, handles, rewarder, group, generate_and_reward, keep, source, tokenizer)
             collector.rate = args.accept  # as after some steps
@@ -183,7 +183,7 @@ class Team:
         for collector in self.collectors:
             collector.close()
         return {
-            "generated": sum([(await engine.stats())["generated_tokens"] for engine in self.engines]),
+            "generated": sum([(await engine.stats()).generated_tokens for engine in self.engines]),
             "dropped": 0 if self.strict else sum(keep.bad_tokens for keep in self.filters),
             "ready": sum(tokens_of(list(collector.ready.values())) for collector in self.collectors),
         }

@@ -5,8 +5,8 @@
 
 One controller, one core (the process is pinned to it), one training step of `--programs` prompts with `--siblings`
 responses each, all of them under way at once. The engine is emulated: it sleeps. Everything else is the code of a run:
-prompts of the arithmetic task through chat template and tokenizer, SampleContext, EnginePool, Blend with a rule,
-Collector, Board and the local runtime.
+prompts of the arithmetic task through chat template and tokenizer, SampleContext, EnginePool, a rewarder with a rule,
+Collector, StepLedger and the local runtime.
 
 Counted is the CPU time of the whole process (all its threads) from the start of `Collector.step` to its return: prompts
 rendered and tokenised, requests made and routed, tokens decoded to text, rewards, blending, filter, ticks, the event
@@ -103,13 +103,13 @@ def make_collector(
 ) -> Any:
     """As controller/session.py makes it."""
     from gcore.controller.collect import Collector
-    from gcore.controller.workflow import Studio
+    from gcore.controller.workflow import SharedContext
     from gcore.generation.pool import EnginePool
     from gcore.prompts.tokenizer import stop_tokens
 
     pool = EnginePool(engines, (group.rank, group.size))
-    studio = Studio(config, pool, rewarder, tokenizer, stop_tokens(config.model, tokenizer))
-    collector = Collector(workflow, studio, group, config.sampling, keep, lambda _: None)
+    shared = SharedContext(config, pool, rewarder, tokenizer, stop_tokens(config.model, tokenizer))
+    collector = Collector(workflow, shared, group, config.sampling, keep, lambda _: None)
     collector.source = source
     return collector
 
@@ -118,11 +118,13 @@ def make_collector(
 
 
 def make_engine(args: argparse.Namespace) -> Any:
-    from gcore.placement.pace import Pace
+    from gcore.placement.replica_speed import ReplicaSpeed
     from gcore.simulate.engine import EmulatedEngine, log_normal
 
     return EmulatedEngine(
-        Pace(args.step_s, 0.0, 0.0, max_concurrent=10**9, sleep_s=0.0, wake_s=0.0, weights_s=0.0),  # all at once
+        ReplicaSpeed(
+            args.step_s, 0.0, 0.0, max_concurrent=10**9, sleep_s=0.0, wake_s=0.0, weights_s=0.0
+        ),  # all at once
         lengths=log_normal(args.tokens, args.sigma),
         tokens=range(4, 4 + len(ALPHABET)),
     )
@@ -164,7 +166,7 @@ async def rollout(
     from gcore.controller.workflow import generate_and_reward
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.protocols import Rendezvous
-    from gcore.rewarding.rewarder import Blend
+    from gcore.rewarding.rewarder import WeightedRewarder
     from gcore.rewarding.threads import FunctionSource
     from gcore.runtime.local import Hub, LocalGroup, LocalHandle
 
@@ -179,7 +181,7 @@ async def rollout(
 
         sources = list(sources_of(config.rewards, workers))
         await sources[0].pool.start()
-    rewarder = Blend(sources)
+    rewarder = WeightedRewarder(sources)
 
     async def workflow(ctx: Any, prompt: Any) -> Any:
         with inside:

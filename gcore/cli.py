@@ -143,7 +143,7 @@ def _train(args: argparse.Namespace) -> int:
 
     config = load_config(args.recipe, args.overrides)
     if args.dry_run:
-        from gcore.controller.rehearsal import dry_run
+        from gcore.controller.dry_run import dry_run
 
         dry_run(config)
         return 0
@@ -226,9 +226,9 @@ def _plan(args: argparse.Namespace) -> int:
     import json
 
     from gcore.simulate.costs import gpu_of, shape_of
+    from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
     from gcore.simulate.plan_table import show
     from gcore.simulate.planner import plan
-    from gcore.simulate.question import Constraints, Workload, modes_of
 
     asked = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in PLAN_OPTIONS}
     limits = {name: asked.pop(name) for name in ("policy_tp", "judge_tp", "max_tokens_per_gpu")}

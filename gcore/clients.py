@@ -5,7 +5,7 @@ The methods are those of protocols.Engine and protocols.Trainer. This file has t
 
 from __future__ import annotations
 
-from gcore.protocols import Handle, Receivers, Ref, Stats, WeightPlan, Weights
+from gcore.protocols import EngineStats, Handle, MemoryChange, Receivers, Ref, WeightPlan, Weights
 
 
 class EngineClient:
@@ -20,16 +20,16 @@ class EngineClient:
         served: int = await self._handle.call("load_weights", version, weights, bucket)
         return served
 
-    async def sleep(self, level: int) -> Stats:
-        stats: Stats = await self._handle.call("sleep", level)
-        return stats
+    async def sleep(self, level: int) -> MemoryChange:
+        change: MemoryChange = await self._handle.call("sleep", level)
+        return change
 
-    async def wake(self, *tags: str) -> Stats:
-        stats: Stats = await self._handle.call("wake", *tags)
-        return stats
+    async def wake(self, *tags: str) -> MemoryChange:
+        change: MemoryChange = await self._handle.call("wake", *tags)
+        return change
 
-    async def stats(self) -> Stats:
-        stats: Stats = await self._handle.call("stats")
+    async def stats(self) -> EngineStats:
+        stats: EngineStats = await self._handle.call("stats")
         return stats
 
 

@@ -33,6 +33,25 @@ class Receivers:
     restarted: bool = False  # some of them are new processes since the last update
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters of one engine. EngineStats(running=12, waiting=0, busy_s=31.5, generated_tokens=20480)"""
+
+    running: float  # requests in the batch
+    waiting: float  # requests in the engine's queue
+    busy_s: float  # seconds with something to do, since the start
+    generated_tokens: float  # since the start
+    running_tokens: float = 0.0  # generated so far by the requests in the batch
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChange:
+    """Result of a sleep (memory freed) or a wake (memory allocated). MemoryChange(seconds=0.04, gigabytes=12.5)"""
+
+    seconds: float
+    gigabytes: float
+
+
 class Engine(Protocol):
     """Generates. Implementations: generation/embedded.py. Contract: tests/contract/test_engine.py."""
 
@@ -53,35 +72,32 @@ class Engine(Protocol):
         """
         ...
 
-    async def sleep(self, level: int) -> Stats:
-        """Give memory back, with no request under way: 1 keeps what wake needs, 2 drops the weights: load them anew.
-        Returns `seconds` and `freed_gb`. Requests queue while the engine sleeps."""
+    async def sleep(self, level: int) -> MemoryChange:
+        """Free memory; refused while requests are in progress. Level 1 keeps the weights in host memory, level 2 drops
+        them: load them again after `wake`. Requests queue while the engine sleeps."""
         ...
 
-    async def wake(self, *tags: str) -> Stats:
-        """Take it again, all or by tags: "weights", "kv_cache". Returns `seconds` and `taken_gb`."""
+    async def wake(self, *tags: str) -> MemoryChange:
+        """Allocate the memory again: all of it, or by tags: "weights", "kv_cache"."""
         ...
 
-    async def stats(self) -> Stats:
-        """`running` and `waiting` requests, `running_tokens` made by those that run; since the start: seconds with
-        something to do, `busy_s`, and `generated_tokens`."""
-        ...
+    async def stats(self) -> EngineStats: ...
 
 
 class Rewarder(Protocol):
     """Scores the siblings of one prompt together."""
 
-    pools: Sequence[Any]  # of the replicas it calls: dead replicas are buried there, restarted ones admitted
+    pools: Sequence[Any]  # of the replicas it calls: dead replicas are mark_dead there, restarted ones admitted
 
-    async def score(self, group: Sequence[Rollout]) -> list[Scored]:
+    async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
         """Raises RewardError when a reward cannot be had."""
         ...
 
-    async def ask(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
+    async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
         """One of the rewards alone, unweighted."""
         ...
 
-    async def say(self, judge: str, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
+    async def ask(self, judge: str, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
         """What a generative judge answers. `key` names the sampling noise."""
         ...
 
@@ -141,7 +157,7 @@ class Group(Protocol):
         """Everyone's value, by rank. `name` is what a time-out reports, with the ranks that are missing."""
         ...
 
-    def line(self) -> Group:
+    def subgroup(self) -> Group:
         """A second, independent line among the same members; all must ask for their lines in the same order."""
         ...
 

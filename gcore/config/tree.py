@@ -201,7 +201,7 @@ class Placement(Section):
     split: dict[str, PositiveInt] = {}
     """Slots of each role by its name, `policy` and the judges': `{policy: 3, judge: 1}`. `static` keeps them; default:
     evenly."""
-    look_s: Seconds = 0.25
+    poll_interval_s: Seconds = 0.25
     """Seconds between two looks at who has how much to do; at least a hundredth of the last rollout."""
     move_timeout_s: Seconds = 120.0
     """A move that takes longer is taken back."""

@@ -8,15 +8,15 @@ import traceback
 from pathlib import Path
 
 import gcore
-from gcore.controller.board import REWARD_ERROR, WORKFLOW_ERROR
-from gcore.controller.workflow import SampleContext, Studio, Workflow
+from gcore.controller.step_ledger import REWARD_ERROR, WORKFLOW_ERROR
+from gcore.controller.workflow import SampleContext, SharedContext, Workflow
 from gcore.protocols import RoleDied, RoleError
 from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
 
 
-async def run_workflow(workflow: Workflow, studio: Studio, prompt: Prompt) -> list[Scored]:
+async def run_workflow(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> list[Scored]:
     try:
-        group = await workflow(SampleContext(studio), prompt)
+        group = await workflow(SampleContext(shared), prompt)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -30,7 +30,7 @@ async def run_workflow(workflow: Workflow, studio: Studio, prompt: Prompt) -> li
             raise
         said = f"{line}: {type(error).__name__}: {error}" if str(error) else f"{line}: {type(error).__name__}"
         raise WorkflowError(f"{said} (workflow, prompt {prompt.id})") from error
-    return _checked(group, prompt, studio.least_siblings)
+    return _checked(group, prompt, shared.least_siblings)
 
 
 def _line_of(workflow: Workflow, error: Exception) -> str | None:

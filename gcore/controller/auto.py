@@ -15,8 +15,8 @@ from gcore.controller.plan import Machine
 from gcore.hub import model_folder
 from gcore.simulate.costs import GPUS, Gpu
 from gcore.simulate.estimate import Mode
+from gcore.simulate.plan_inputs import Constraints, Workload
 from gcore.simulate.planner import Answer, plan
-from gcore.simulate.question import Constraints, Workload
 from gcore.simulate.shapes import Shape, shape_of
 from gcore.types import UserError
 

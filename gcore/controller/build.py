@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gcore.generation.pool import EnginePool, ScorerPool
     from gcore.observe.trace import Tracer
     from gcore.protocols import Engine
-    from gcore.rewarding.rewarder import Blend
+    from gcore.rewarding.rewarder import WeightedRewarder
     from gcore.rewarding.scalar import ScalarModel
     from gcore.rewarding.source import Source
     from gcore.weights.publisher import WeightPublisher
@@ -45,7 +45,7 @@ def build_runtime(config: Config, plan: Plan) -> Runtime:
         return LocalRuntime()
     from gcore.runtime.ray import RayRuntime
 
-    return RayRuntime(plan.object_store_mb, plan.seats.bundles, plan.seats.of, log_folder(config))
+    return RayRuntime(plan.object_store_mb, plan.gpu_assignment.bundles, plan.gpu_assignment.of, log_folder(config))
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
@@ -123,7 +123,7 @@ def _library(
         "threads": plan.engine_threads,
         "tensor_parallel": serving.tensor_parallel,
         "eager": serving.eager,
-        "sleep": bool(sleep_level(config)) and (serving is config.generation or plan.ground is not None),
+        "sleep": bool(sleep_level(config)) and (serving is config.generation or plan.grid is not None),
         "seeds": serving.seeds if serving.seeds != "auto" else device.type == "cpu",
         "seed": config.run.seed % 2**31,
     }
@@ -269,7 +269,7 @@ def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rende
         load_filter(config.sampling.filter),
         sleep_level(config),
         Tracer(trace_folder(config), f"controller-{rendezvous.rank}"),
-        plan.ground,
+        plan.grid,
     )
 
 
@@ -283,12 +283,12 @@ def build_group(rendezvous: Rendezvous) -> Group:
     return GlooGroup(rendezvous)
 
 
-def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> Blend:
+def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> WeightedRewarder:
     """All rewards of the recipe. Before the run, with no roles yet, it serves to check them."""
     from gcore.controller.workflow import least_siblings
     from gcore.generation.pool import EnginePool, ScorerPool
     from gcore.rewarding.http import HttpSource
-    from gcore.rewarding.rewarder import Blend
+    from gcore.rewarding.rewarder import WeightedRewarder
     from gcore.rewarding.threads import FunctionSource
     from gcore.rewarding.workers import sources_of
 
@@ -305,7 +305,7 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> B
     }
     judges = {
         spec.name: EnginePool.for_controller(
-            roles.judges.get(spec.name, ()), rank, plan.controllers, spec.max_concurrent, roam=plan.ground is not None
+            roles.judges.get(spec.name, ()), rank, plan.controllers, spec.max_concurrent, roam=plan.grid is not None
         )
         for spec in rewards.judges
         if spec.url is None
@@ -316,7 +316,7 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> B
     sources += [_judge_source(config, i, judges.get(spec.name)) for i, spec in enumerate(rewards.judges)]
     sources += [HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)]
     least = least_siblings(config) if rewards.unscored == "drop_sample" else None
-    return Blend(sources, pools=[*scorers.values(), *judges.values()], least_scored=least)
+    return WeightedRewarder(sources, pools=[*scorers.values(), *judges.values()], least_scored=least)
 
 
 def _scalar_source(config: Config, index: int, pool: ScorerPool) -> Source:
@@ -333,7 +333,7 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
     from gcore.generation.noise import noise_key
     from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
     from gcore.rewarding.judge import JudgeSource
-    from gcore.rewarding.voice import EngineVoice, RemoteVoice
+    from gcore.rewarding.judge_backend import EngineBackend, RemoteBackend
 
     spec, place = config.rewards.judges[index], f"rewards.judges.{index}"
 
@@ -341,7 +341,7 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
         return noise_key(config.run.seed, "judge", *key)
 
     if spec.model is None or pool is None:
-        return JudgeSource(spec, RemoteVoice(spec, noise, place), place)
+        return JudgeSource(spec, RemoteBackend(spec, noise, place), place)
 
     async def ask(tokens_P: Ints, params: SamplingParams, key: tuple[object, ...]) -> Completion:
         _, prompt, *_ = key  # a prompt's number, or a word where a workflow asks: see JudgeSource
@@ -349,8 +349,8 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
         return (await pool.generate([Request(tokens_P, params, noise(key))], priority, near))[0]
 
     tokenizer = load_tokenizer(spec.model, f"{place}.model", chat=True)
-    voice = EngineVoice(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place)
-    return JudgeSource(spec, voice, place)
+    backend = EngineBackend(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place)
+    return JudgeSource(spec, backend, place)
 
 
 def load_workflow(path: str) -> Workflow:

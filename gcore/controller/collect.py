@@ -4,7 +4,7 @@
       ^                                        └─drop: counted, and another prompt is drawn here, now
       └── first in line: prompts whose group was aborted or grew too old
 
-No prompt waits for another. Controllers exchange prompt numbers at ticks, off the event loop (see board.py), and stop
+No prompt waits for another. Controllers exchange prompt numbers at ticks, off the event loop (step_ledger.py), and stop
 together when the *global* target is met. With `sampling.max_staleness` above 0 the collector goes on while the trainer
 works: the next steps' groups are under way already.
 """
@@ -19,8 +19,8 @@ from typing import Any
 
 from gcore.config.tree import Sampling
 from gcore.controller.attempt import reason_of, run_workflow
-from gcore.controller.board import FAILURES, NO_SPREAD, Board, News
-from gcore.controller.workflow import Studio, Workflow
+from gcore.controller.step_ledger import FAILURES, NO_SPREAD, ProgressReport, StepLedger
+from gcore.controller.workflow import SharedContext, Workflow
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
 from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
@@ -56,14 +56,14 @@ def spread(group: list[Scored]) -> tuple[bool, str]:
 
 
 async def answer_all(
-    workflow: Workflow, studio: Studio, prompts: Sequence[Prompt], report: Callable[[str], None]
+    workflow: Workflow, shared: SharedContext, prompts: Sequence[Prompt], report: Callable[[str], None]
 ) -> Collected:
     """Every prompt once, as evaluations do."""
     collected, results = Collected(drawn=len(prompts)), dict[int, list[Scored]]()
 
     async def one(prompt: Prompt) -> None:
         try:
-            results[prompt.id] = await run_workflow(workflow, studio, prompt)
+            results[prompt.id] = await run_workflow(workflow, shared, prompt)
         except (RewardError, WorkflowError) as error:
             collected.dropped[reason_of(error)] += 1
             collected.cause = collected.cause or str(error)
@@ -75,7 +75,7 @@ async def answer_all(
                 tasks.create_task(one(prompt))
     except* Exception as errors:
         raise errors.exceptions[0] from None
-    collected.stage_s = studio.clock.take()
+    collected.stage_s = shared.clock.take()
     collected.groups = [results[prompt.id] for prompt in prompts if prompt.id in results]
     return collected
 
@@ -86,19 +86,19 @@ class Collector:
     def __init__(
         self,
         workflow: Workflow,
-        studio: Studio,
+        shared: SharedContext,
         group: Group,
         sampling: Sampling,
         keep: Filter,
         report: Callable[[str], None],
     ) -> None:
-        self._workflow, self._studio, self._sampling = workflow, studio, sampling
+        self._workflow, self._shared, self._sampling = workflow, shared, sampling
         self._filter, self._report = keep, report
         self._rank, self._size = group.rank, group.size
-        self._line = group.line()
+        self._group = group.subgroup()
         self.source: PromptSource | None = None
         self.version = 0
-        self.board = Board(sampling.prompts_per_step, sampling.strict)
+        self.board = StepLedger(sampling.prompts_per_step, sampling.strict)
         self.rate = 1.0  # share of groups that pass the filter, lately
         self.base = 0  # strict: where the next step's prompts begin
         self._head = group.rank  # the next prompt of this controller's share: every N-th of the global order
@@ -153,7 +153,9 @@ class Collector:
         last = 0.0
         while True:
             await self._until_worth_telling(last)
-            tick = asyncio.ensure_future(self._line.all_gather(f"progress of step {step}", self._news(step)))
+            tick = asyncio.ensure_future(
+                self._group.all_gather(f"progress of step {step}", self._progress_report(step))
+            )
             broken = asyncio.ensure_future(self._broken.wait())
             await asyncio.wait({tick, broken}, return_when=asyncio.FIRST_COMPLETED)
             broken.cancel()
@@ -188,19 +190,19 @@ class Collector:
                 pass
         self._raise_failure()
 
-    def _news(self, step: int) -> News:
+    def _progress_report(self, step: int) -> ProgressReport:
         due = 0
         if self._sampling.staleness:  # else what is under way at the end is aborted
             due = sum(version <= step - 1 - self._sampling.staleness for _, version in self._running.values())
         idle = not self._running and not self._allowed
         self._told = len(self._running)
-        news = News(self._kept, self._dropped, self._withdrawn, idle, due, self._told)
+        news = ProgressReport(self._kept, self._dropped, self._withdrawn, idle, due, self._told)
         self._kept, self._dropped, self._withdrawn = [], [], []
         return news
 
     def _take(self, step: int, chosen: list[int]) -> Collected:
         board, sampling = self.board, self._sampling
-        collected = Collected(stage_s=self._studio.clock.take())
+        collected = Collected(stage_s=self._shared.clock.take())
         collected.decided_everywhere = max(board.seen, len(chosen)) + len(board.dropped)  # some waited from before
         collected.failed_everywhere = sum(reason in FAILURES for reason in board.dropped.values())
         mine = sorted(cursor for cursor in chosen if cursor in self.ready)
@@ -311,7 +313,7 @@ class Collector:
         group, failure = list[Scored](), None
         try:
             assert self.source is not None
-            group = await run_workflow(self._workflow, self._studio, self.source.at(cursor))
+            group = await run_workflow(self._workflow, self._shared, self.source.at(cursor))
             keep, reason = self._filter(group)
         except Exception as error:
             keep, reason, failure = False, reason_of(error), error

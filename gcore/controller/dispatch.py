@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from gcore.clients import EngineClient
 from gcore.config.tree import Config
 from gcore.generation.pool import EnginePool
-from gcore.preparation.balance import lay_out
+from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
-from gcore.protocols import Group, Handle, Stats
+from gcore.protocols import Group, Handle, MemoryChange, Stats
 from gcore.types import Sample, SampleMeta, TrainBatch
 from gcore.weights.transfer import WeightTransfer
+
+T = TypeVar("T")
 
 
 class Dispatcher:
@@ -46,7 +48,7 @@ class Dispatcher:
         self._cost = CostModel(crossover=6 * info["hidden_size"])
         return info
 
-    async def hand_over(
+    async def dispatch_samples(
         self, step: int, samples: Sequence[Sample], objective: Literal["policy", "imitation"] = "policy"
     ) -> tuple[list[SampleMeta], list[TrainBatch]]:
         """Agree on the layout, and push each sample to the rank that trains on it. Only metadata is gathered."""
@@ -54,7 +56,7 @@ class Dispatcher:
         metas = [meta for part in gathered for meta in part]
         if not metas:
             return metas, []
-        batches = lay_out(
+        batches = make_layout(
             metas,
             step=step,
             num_ranks=len(self._trainers),
@@ -93,7 +95,7 @@ class Dispatcher:
         await self._engines.pause()
         await self._group.all_gather("engines idle", None)
         if self._group.rank == 0:
-            while any(s["running"] + s["waiting"] for s in await self._on_engines(EngineClient.stats)):
+            while any(s.running + s.waiting for s in await self._on_engines(EngineClient.stats)):
                 await asyncio.sleep(0.005)  # aborted requests are still being removed
             self._measure("sleep", await self._on_engines(lambda engine: engine.sleep(self._sleep_level)))
         self._asleep = True
@@ -113,10 +115,10 @@ class Dispatcher:
         await self._group.all_gather(f"weights of version {version}", None)
         self._engines.resume()
 
-    async def _on_engines(self, call: Callable[[EngineClient], Awaitable[Stats]]) -> list[Stats]:
+    async def _on_engines(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
         return list(await asyncio.gather(*(call(EngineClient(engine)) for engine in self._engines.alive().values())))
 
-    def _measure(self, move: str, answers: Sequence[Stats]) -> None:
+    def _measure(self, move: str, answers: Sequence[MemoryChange]) -> None:
         """The metrics are the maximum over replicas: seconds, and gigabytes per replica."""
-        self.slept[f"placement/{move}_s"] = max(answer["seconds"] for answer in answers)
-        self.slept[f"placement/{move}_gb"] = max(v for answer in answers for k, v in answer.items() if k != "seconds")
+        self.slept[f"placement/{move}_s"] = max(answer.seconds for answer in answers)
+        self.slept[f"placement/{move}_gb"] = max(answer.gigabytes for answer in answers)

@@ -55,7 +55,7 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[Part]:
         return part(what, count, key, ENGINE_MB, num_parameters(model) * width / 2**20)
 
     def key(own: str) -> str:
-        return own if plan.ground is None else "placement.slots"
+        return own if plan.grid is None else "placement.slots"
 
     found = [Part("driver", 1, DRIVER_MB, "runtime", idle=True)]
     found.append(served("engine", plan.engines, key("placement.policy.replicas"), config.model, config.generation))

@@ -21,7 +21,7 @@ from gcore.controller.record import skipped_line
 from gcore.controller.session import Session
 from gcore.controller.workflow import Workflow
 from gcore.observe.trace import Tracer
-from gcore.placement.plan import Ground
+from gcore.placement.grid import DeviceGrid
 from gcore.preparation.samples import charge_kl, make_samples
 from gcore.protocols import Group, Handle, Rewarder
 from gcore.types import SampleMeta, TrainBatch
@@ -42,17 +42,17 @@ class Controller:
         keep: Filter,
         sleep_level: int,
         tracer: Tracer,
-        ground: Ground | None = None,
+        grid: DeviceGrid | None = None,
     ) -> None:
         self.config, self.group = config, group
         roles = engines, trainers, tokenizer, rewarder, workflow
-        self.session = Session(config, group, *roles, keep, sleep_level, tracer, ground)
+        self.session = Session(config, group, *roles, keep, sleep_level, tracer, grid)
         replicas = self.session.replicas
-        self.status, self.bury, self.restore, self.admit = (
+        self.status, self.mark_dead, self.restore, self.mark_alive = (
             self.session.status,
-            replicas.bury,
+            replicas.mark_dead,
             replicas.restore,
-            replicas.admit,
+            replicas.mark_alive,
         )
 
     async def run(self) -> None:
@@ -89,7 +89,7 @@ class Controller:
             algorithm, groups = self.config.algorithm, collected.groups
             longest, staleness = self.config.generation.max_response_length, self.config.sampling.staleness
             samples = await make_samples(groups, algorithm, self.group, step - 1, staleness, longest)
-            metas, batches = await self.session.dispatcher.hand_over(step, samples)
+            metas, batches = await self.session.dispatcher.dispatch_samples(step, samples)
             await self.session.check_failures(step, metas, collected)
             if algorithm.needs_logprobs and batches:
                 kl = await self.session.dispatcher.on_ranks("prepare", [(batch,) for batch in batches])

@@ -16,11 +16,11 @@ from typing import Any
 from gcore.config.tree import Config
 from gcore.controller.plan import first_split
 from gcore.placement.baselines import colocated
+from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.guard import Guarded, Memory
 from gcore.placement.monitor import Monitor
-from gcore.placement.plan import POLICY, Ground, Move, Split
-from gcore.placement.policy import Costs, View
-from gcore.placement.switch import Load, Placer, Pool, Progress, Rule
+from gcore.placement.placer import Load, Placer, Pool, Progress, Rule
+from gcore.placement.rules import Costs, View
 from gcore.protocols import Group, Handle
 
 
@@ -42,7 +42,7 @@ class InTurn:
     """placement.mode: colocated."""
 
     def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
-        return Split((POLICY,) * costs.ground.num_blocks)
+        return Split((POLICY,) * costs.grid.num_blocks)
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         return colocated(split, view, costs)
@@ -69,7 +69,7 @@ class Placement:
     def __init__(
         self,
         config: Config,
-        ground: Ground,
+        grid: DeviceGrid,
         pools: Mapping[str, Pool],
         group: Group,
         sleep_level: int,
@@ -80,19 +80,19 @@ class Placement:
         self._group, self._pools = group, pools
         self._started = time.monotonic()
         self._ended: tuple[int, float] | None = None  # the last rollout: step, when
-        split = first_split(config, ground)
+        split = first_split(config, grid)
         rules: dict[str, Rule] = {"static": Kept(split), "colocated": InTurn(), "dynamic": Moving()}
         serving = {POLICY: config.generation} | {judge.name: judge for judge in config.rewards.engine_judges}
         self._placer = Placer(
-            ground,
+            grid,
             rules[config.placement.mode],
             split,
             pools,
             group,
-            Monitor(ground, {role: spec.max_concurrent for role, spec in serving.items()}),
+            Monitor(grid, {role: spec.max_concurrent for role, spec in serving.items()}),
             load,
             levels=dict.fromkeys(serving, 1) | {POLICY: max(1, sleep_level)},  # judges keep their weights
-            look_s=config.placement.look_s,
+            poll_interval_s=config.placement.poll_interval_s,
             timeout_s=config.placement.move_timeout_s,
             note=note,
         )
@@ -103,7 +103,7 @@ class Placement:
             step, start = self._ended
             piece = {"kind": "timeline", "step": step, "role": "trainer", "start": start, "end": time.monotonic()}
             piece |= self._since_start(piece, "start", "end")
-            self._write([{**piece, "slot": slot} for slot in range(self._placer.ground.slots)])
+            self._write([{**piece, "slot": slot} for slot in range(self._placer.grid.slots)])
         self._ended = None
         sampling = self._config.sampling
         await self._placer.begin(sampling.prompts_per_step, rate, sampling.samples_per_prompt)
@@ -127,8 +127,8 @@ class Placement:
         if self._rank == 0:
             self._record(step)
 
-    def buried(self, name: str) -> None:
-        self._placer.buried(name)
+    def mark_dead(self, name: str) -> None:
+        self._placer.mark_dead(name)
 
     async def arrived(self, name: str) -> None:
         await self._placer.arrived(name)
@@ -136,28 +136,28 @@ class Placement:
     def returning(self, name: str) -> contextlib.AbstractAsyncContextManager[bool | None]:
         return self._placer.returning(name)
 
-    def admitted(self, name: str) -> None:
-        self._placer.admitted(name)
+    def mark_alive(self, name: str) -> None:
+        self._placer.mark_alive(name)
 
     def row(self) -> dict[str, float]:
         """Metrics of the last rollout."""
-        tally, slots = self._placer.tally, self._placer.ground.slots
-        total = max(1e-9, tally.seconds * slots)
+        timeline, slots = self._placer.timeline, self._placer.grid.slots
+        total = max(1e-9, timeline.seconds * slots)
         row = {
-            "placement/idle": 1 - sum(tally.busy_s.values()) / total,
-            "placement/moves": float(len(tally.moves)),
-            "placement/switch_s": sum(move["seconds"] for move in tally.moves),
+            "placement/idle": 1 - sum(timeline.busy_s.values()) / total,
+            "placement/moves": float(len(timeline.moves)),
+            "placement/switch_s": sum(move["seconds"] for move in timeline.moves),
         }
-        for role, owned in tally.owned_s.items():
-            row[f"placement/busy/{role}"] = tally.busy_s[role] / owned if owned else 0.0
-            row[f"placement/split/{role}"] = owned / max(1e-9, tally.seconds)
+        for role, owned in timeline.owned_s.items():
+            row[f"placement/busy/{role}"] = timeline.busy_s[role] / owned if owned else 0.0
+            row[f"placement/split/{role}"] = owned / max(1e-9, timeline.seconds)
         return row
 
     def _record(self, step: int) -> None:
-        tally, lines = self._placer.tally, list[dict[str, Any]]()
-        for piece in tally.timeline:
+        timeline, lines = self._placer.timeline, list[dict[str, Any]]()
+        for piece in timeline.intervals:
             lines.append({"kind": "timeline", **piece, **self._since_start(piece, "start", "end")})
-        for move in tally.moves:
+        for move in timeline.moves:
             lines.append({"kind": "move", **move, **self._since_start(move, "at_s")})
         self._write(lines)
 

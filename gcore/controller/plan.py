@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gcore.config.tree import Config
-from gcore.controller.seats import Seats, apart, together
-from gcore.placement.plan import POLICY, Ground, Split, shares, split_by
+from gcore.controller.gpu_assignment import GpuAssignment, apart, together
+from gcore.placement.grid import POLICY, DeviceGrid, Split, shares, split_by
 from gcore.types import UserError
 
 MAX_AUTO = 4  # processes of a role on CPU: beyond that, threads do as well and memory is better spent
@@ -39,8 +39,8 @@ class Plan:
     reward_workers: int  # of each controller
     judges: dict[str, int] = field(default_factory=dict)  # name -> engine replicas; those behind a URL have none
     scorers: dict[str, int] = field(default_factory=dict)  # name -> replicas of the scalar model
-    ground: Ground | None = None  # what placement.mode divides; None: every role keeps what it has
-    seats: Seats = field(default_factory=Seats)  # who sits on which GPU
+    grid: DeviceGrid | None = None  # what placement.mode divides; None: every role keeps what it has
+    gpu_assignment: GpuAssignment = field(default_factory=GpuAssignment)  # who sits on which GPU
 
     def lines(self, config: Config) -> list[str]:
         """What `--dry-run` prints: derived sizes and the processes."""
@@ -63,20 +63,20 @@ class Plan:
             *(f"judge        {j.name} at {j.url.partition('?')[0]}" for j in config.rewards.judges if j.url),
             f"devices      {self._devices() if self.gpus else 'CPU'}",
             *(
-                [f"placement    {config.placement.mode}: {self.ground.slots} slots in {self.ground.num_blocks} places"]
-                if self.ground
+                [f"placement    {config.placement.mode}: {self.grid.slots} slots in {self.grid.num_blocks} places"]
+                if self.grid
                 else []
             ),
             f"files        {config.run.folder}",
         ]
 
     def _devices(self) -> str:
-        if not self.seats.first:
+        if not self.gpu_assignment.first:
             return f"{self.gpus} GPU(s), engine and trainer rank i share GPU i"
-        ends = [*list(self.seats.first.values())[1:], len(self.seats.bundles)]
-        spans = zip(self.seats.first.items(), ends, strict=True)
+        ends = [*list(self.gpu_assignment.first.values())[1:], len(self.gpu_assignment.bundles)]
+        spans = zip(self.gpu_assignment.first.items(), ends, strict=True)
         return f"{self.gpus} GPU(s): " + ", ".join(
-            f"{kind} {sum(self.seats.bundles[first:end])}" for (kind, first), end in spans
+            f"{kind} {sum(self.gpu_assignment.bundles[first:end])}" for (kind, first), end in spans
         )
 
 
@@ -131,9 +131,9 @@ def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
     if ranks % shard:
         raise UserError(f"placement.trainer.shard={shard} must divide the number of ranks, {ranks}")
     controllers = config.controllers if config.controllers != "auto" else ranks
-    ground = _ground(config, gpus or machine.cores)
-    if ground is not None:  # every role has a replica for every place
-        engines, *places = (ground.num_blocks * ground.per_block(role) for role in ground.roles)
+    grid = _grid(config, gpus or machine.cores)
+    if grid is not None:  # every role has a replica for every place
+        engines, *places = (grid.num_blocks * grid.per_block(role) for role in grid.roles)
         judges = dict(zip(judges, places, strict=True))
     counts = {"engine": engines, **{f"judge-{name}": count for name, count in judges.items()}}
     counts |= {**{f"scorer-{name}": count for name, count in scorers.items()}, "trainer": ranks}
@@ -152,8 +152,8 @@ def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
         reward_workers=_reward_workers(config, machine, controllers),
         judges=judges,
         scorers=scorers,
-        ground=ground,
-        seats=apart(gpus, counts, _widths(config)) if is_apart else together(used, counts),
+        grid=grid,
+        gpu_assignment=apart(gpus, counts, _widths(config)) if is_apart else together(used, counts),
     )
 
 
@@ -172,36 +172,36 @@ def _widths(config: Config) -> dict[str, int]:
     return {"engine": config.generation.tensor_parallel, **judges}
 
 
-def _ground(config: Config, devices: int) -> Ground | None:
+def _grid(config: Config, devices: int) -> DeviceGrid | None:
     placement = config.placement
     if placement.mode in ("shared", "disaggregated"):
         return None
     widths = {POLICY: config.generation.tensor_parallel}
     widths |= {judge.name: judge.tensor_parallel for judge in config.rewards.engine_judges}
-    ground = Ground(devices if placement.slots == "auto" else placement.slots, widths)
-    first_split(config, ground)
-    return ground
+    grid = DeviceGrid(devices if placement.slots == "auto" else placement.slots, widths)
+    first_split(config, grid)
+    return grid
 
 
-def first_split(config: Config, ground: Ground) -> Split:
+def first_split(config: Config, grid: DeviceGrid) -> Split:
     """placement.split, given in slots; evenly where nothing is given. `colocated` begins with the policy."""
     given = config.placement.split
-    if config.placement.mode == "colocated" or ground.num_blocks < len(ground.roles):
+    if config.placement.mode == "colocated" or grid.num_blocks < len(grid.roles):
         if config.placement.mode != "colocated":
             raise UserError(
-                f"placement.slots={ground.slots} are {ground.num_blocks} place(s) for {len(ground.roles)} roles; use "
+                f"placement.slots={grid.slots} are {grid.num_blocks} place(s) for {len(grid.roles)} roles; use "
                 "placement.mode=colocated, or more slots"
             )
-        return Split((POLICY,) * ground.num_blocks)
+        return Split((POLICY,) * grid.num_blocks)
     if not given:
-        return shares(ground, dict.fromkeys(ground.roles, 1.0))
-    odd = {role: slots for role, slots in given.items() if slots % ground.block}
-    if odd or sum(given.values()) != ground.slots:
+        return shares(grid, dict.fromkeys(grid.roles, 1.0))
+    odd = {role: slots for role, slots in given.items() if slots % grid.block}
+    if odd or sum(given.values()) != grid.slots:
         raise UserError(
-            f"placement.split={given}: expected multiples of {ground.block}, the widest tensor_parallel, that add up "
-            f"to placement.slots={ground.slots}"
+            f"placement.split={given}: expected multiples of {grid.block}, the widest tensor_parallel, that add up "
+            f"to placement.slots={grid.slots}"
         )
-    return split_by(ground, {role: given[role] // ground.block for role in ground.roles})
+    return split_by(grid, {role: given[role] // grid.block for role in grid.roles})
 
 
 def _reward_workers(config: Config, machine: Machine, controllers: int) -> int:

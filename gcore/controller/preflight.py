@@ -4,7 +4,7 @@
                    servers. They take about a second.
     heavy_checks   with transformers, and torch where only it knows: tokenizers, templates, the layers of the network.
 
-Both look at a sample of the rows. `gcore train --dry-run` shows what they found (controller/rehearsal.py).
+Both look at a sample of the rows. `gcore train --dry-run` shows what they found (controller/dry_run.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
+from gcore.rewarding.judge_backend import RemoteBackend
 from gcore.rewarding.threads import FunctionSource
-from gcore.rewarding.voice import RemoteVoice
 from gcore.types import Prompt, UserError
 
 SAMPLE = 200  # rows of each dataset that are looked at
@@ -215,7 +215,7 @@ def _sources(config: Config, columns: Sequence[Collection[str]]) -> None:
     for i, judge in enumerate(rewards.judges):
         if judge.url is not None:
             place = f"rewards.judges.{i}"
-            servers.append(JudgeSource(judge, RemoteVoice(judge, lambda key: 0, place), place))
+            servers.append(JudgeSource(judge, RemoteBackend(judge, lambda key: 0, place), place))
     for source in (*functions, *servers):
         for each in columns:
             source.check(each)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gcore.config.tree import Config
-from gcore.controller.board import REWARD_ERROR
 from gcore.controller.collect import Collected
+from gcore.controller.step_ledger import REWARD_ERROR
 from gcore.preparation.samples import overlong, samples_digest
 from gcore.types import SampleMeta
 

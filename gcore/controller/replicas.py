@@ -1,6 +1,6 @@
 """The replicas that a controller sends requests to; some of them die and are started again.
 
-died ──bury (all controllers)──> started again ──restore (controller 0: current weights)──> admit (all) ──> serves
+died ──mark_dead (all controllers)──> restarted ──restore (controller 0: current weights)──> mark_alive (all) ──> serves
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Replicas:
         self.placement: Placement | None = None
         self.trainers_in_use = asyncio.Lock()
 
-    async def bury(self, name: str) -> None:
+    async def mark_dead(self, name: str) -> None:
         for pool in self._pools:
-            pool.bury(name)
+            pool.mark_dead(name)
         if self.placement is not None:
-            self.placement.buried(name)
+            self.placement.mark_dead(name)
 
     async def restore(self, name: str) -> bool:
         """Controller 0: send current weights to a policy engine that was started again, between two uses of the
         trainers. If its slots are moving, wait for the end of the move; a replica that does not own its slots sleeps.
 
         It is admitted here under the same lock: the next update goes to the engines that controller 0 has admitted, and
-        the driver's call of `admit` on all controllers may come later."""
+        the driver's call of `mark_alive` on all controllers may come later."""
         if self.placement is None:
             takes_weights = any(engine.name == name for engine in self._policy.replicas)
             async with self.trainers_in_use if takes_weights else contextlib.nullcontext():  # judges take no weights
@@ -65,14 +65,14 @@ class Replicas:
         needs_weights = serves and mine and self._trainers
         if needs_weights and name not in await self._transfer.send(mine, self._version(), restarted=True):
             return False
-        await self.admit(name)
+        await self.mark_alive(name)
         return True
 
-    async def admit(self, name: str) -> None:
+    async def mark_alive(self, name: str) -> None:
         for pool in self._pools:
-            pool.admit(name)
+            pool.mark_alive(name)
         if self.placement is not None:
-            self.placement.admitted(name)
+            self.placement.mark_alive(name)
 
     async def load(self, engines: Mapping[int, Handle]) -> None:
         """Controller 0: send current weights to policy engines that wake during a rollout."""

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from gcore.checkpoint import store
-from gcore.checkpoint.pool import load_pool, save_pool
+from gcore.checkpoint.pending_groups import load_pending_groups, save_pending_groups
 from gcore.clients import EngineClient
 from gcore.config.tree import Config, Dataset
 from gcore.controller import record
@@ -22,13 +22,13 @@ from gcore.controller.dispatch import Dispatcher
 from gcore.controller.placement import Placement
 from gcore.controller.record import exact
 from gcore.controller.replicas import Replicas
-from gcore.controller.workflow import Studio, Workflow
+from gcore.controller.workflow import SharedContext, Workflow
 from gcore.generation.pool import EnginePool
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.progress import Status
 from gcore.observe.samples import SampleLog, rewind_samples
 from gcore.observe.trace import Tracer
-from gcore.placement.plan import POLICY, Ground
+from gcore.placement.grid import POLICY, DeviceGrid
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import PromptSource, Templater, measure
 from gcore.prompts.tokenizer import stop_tokens
@@ -51,17 +51,17 @@ class Session:
         keep: Filter,
         sleep_level: int,
         tracer: Tracer,
-        ground: Ground | None = None,
+        grid: DeviceGrid | None = None,
     ) -> None:
         self.config, self.group, self.workflow, self.tracer = config, group, workflow, tracer
         self.folder: Path = config.run.folder
         self.step = 0
         most = config.generation.max_concurrent
-        self.pool = pool = EnginePool.for_controller(engines, group.rank, group.size, most, roam=ground is not None)
+        self.pool = pool = EnginePool.for_controller(engines, group.rank, group.size, most, roam=grid is not None)
         stops = stop_tokens(config.model, tokenizer)
-        self.studio = Studio(config, pool, rewarder, tokenizer, stops)
-        self.greedy = Studio(config, pool, rewarder, tokenizer, stops, greedy=True)
-        self.collector = Collector(workflow, self.studio, group, config.sampling, keep, self.report)
+        self.shared = SharedContext(config, pool, rewarder, tokenizer, stops)
+        self.greedy = SharedContext(config, pool, rewarder, tokenizer, stops, greedy=True)
+        self.collector = Collector(workflow, self.shared, group, config.sampling, keep, self.report)
         self.engines, self.trainers, self._tokenizer = engines, trainers, tokenizer
         self.dispatcher = Dispatcher(config, group, pool, trainers, sleep_level)
         self._writer: MetricsWriter | None = None
@@ -74,9 +74,9 @@ class Session:
         self._health: asyncio.Task[None] | None = None
         self.replicas = Replicas(pool, rewarder.pools, trainers, lambda: self.collector.version, self.note)
         self.placement: Placement | None = None
-        if ground is not None and trainers:  # an evaluation has all replicas awake
-            pools = {POLICY: pool} | {p.role: p for p in rewarder.pools if p.role in ground.widths}
-            self.placement = Placement(config, ground, pools, group, sleep_level, self.replicas.load, self.note)
+        if grid is not None and trainers:  # an evaluation has all replicas awake
+            pools = {POLICY: pool} | {p.role: p for p in rewarder.pools if p.role in grid.widths}
+            self.placement = Placement(config, grid, pools, group, sleep_level, self.replicas.load, self.note)
             self.replicas.placement = self.placement
 
     # ---- opening and closing --------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Session:
         if self._health is not None:
             self._health.cancel()
         self.collector.close()
-        self.studio.rewarder.close()
+        self.shared.rewarder.close()
         self.tracer.flush()
         await self.group.all_gather("end", None)
 
@@ -166,7 +166,7 @@ class Session:
         warmed: int | None = state.get("warm_start")
         await self.dispatcher.on_all_ranks("load", str(checkpoint), warmed is None)
         if warmed is None:
-            pool = await asyncio.to_thread(load_pool, checkpoint, self.source.at)
+            pool = await asyncio.to_thread(load_pending_groups, checkpoint, self.source.at)
             self.collector.restore(state, pool)
             await self._serve(version=self.step)
         if self.group.rank == 0:
@@ -205,7 +205,7 @@ class Session:
             cursors = range(i * warm.batch_size, (i + 1) * warm.batch_size)
             samples = [self._demonstration(c) for c in cursors if c % self.group.size == self.group.rank]
             with self.timed("warm_start", i + 1):
-                _, batches = await self.dispatcher.hand_over(i + 1, samples, "imitation")
+                _, batches = await self.dispatcher.dispatch_samples(i + 1, samples, "imitation")
                 ranks = await self.dispatcher.on_ranks("update", [(batch,) for batch in batches])
             loss = sum(rank["loss"] for rank in ranks)
             self._write(
@@ -283,7 +283,7 @@ class Session:
             await self.group.all_gather("checkpoint folder", None)
             place, groups = self.collector.place(), list(self.collector.ready.values())  # of one and the same moment
             places = await self.group.all_gather("places among the prompts", place)
-            await asyncio.to_thread(save_pool, partial, self.group.rank, groups)
+            await asyncio.to_thread(save_pending_groups, partial, self.group.rank, groups)
             await self.dispatcher.on_all_ranks("save", str(partial))
             if self.group.rank == 0:
                 state = {
@@ -355,7 +355,7 @@ class Session:
         sums = {
             **record.local_sums(collected, step - 1, aborted),
             **record.overlong_sum(collected, self.config),
-            "counts": self.studio.rewarder.take_counts(),
+            "counts": self.shared.rewarder.take_counts(),
             "bytes_out": self.dispatcher.bytes_out,
             "times": dict(self._times),
         }

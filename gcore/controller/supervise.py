@@ -236,11 +236,11 @@ async def _watch(runtime: Runtime, controllers: Sequence[Handle], progress: Prog
     returning: set[asyncio.Future[None]] = set()
 
     async def bring_back(name: str) -> None:
-        await asyncio.gather(*(c.call("bury", name) for c in controllers))
+        await asyncio.gather(*(c.call("mark_dead", name) for c in controllers))
         await runtime.revive(name)
         if not await controllers[0].call("restore", name):
             return  # it died again, which is told once more
-        await asyncio.gather(*(c.call("admit", name) for c in controllers))
+        await asyncio.gather(*(c.call("mark_alive", name) for c in controllers))
         progress.note(f"{name} is back, with current weights: process {runtime.processes().get(name)}")
 
     try:

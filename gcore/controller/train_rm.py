@@ -118,7 +118,7 @@ class Journal:
     def __init__(self, steps: int, metrics: MetricsWriter, say: Callable[[str], None]) -> None:
         self._steps, self._metrics, self._say = steps, metrics, say
         self._recent: list[dict[str, float]] = []  # steps since the last line
-        self._said, self._skipped, self._news = time.monotonic(), 0, False
+        self._said, self._skipped, self._progress_report = time.monotonic(), 0, False
         self.train: dict[str, float] = {}  # means over the steps of the last line
         self.eval: dict[str, float] = {}  # of the held-out pairs
 
@@ -129,23 +129,23 @@ class Journal:
 
     def evaluated(self, step: int, found: dict[str, float]) -> None:
         self._metrics.log({"step": step, **{f"eval/{name}": value for name, value in found.items()}})
-        self.eval, self._news = found, True
+        self.eval, self._progress_report = found, True
 
     def write_line(self, step: int) -> None:
         """Where there is news of the held-out pairs, and about LINES times besides; more often when steps are slow."""
         due = step == self._steps or (step and step % max(1, self._steps // LINES) == 0)
-        if not (due or self._news or time.monotonic() - self._said > SILENCE_S):
+        if not (due or self._progress_report or time.monotonic() - self._said > SILENCE_S):
             return
         line = f"step {step:>{len(str(self._steps))}}/{self._steps}"
         if self._recent:
             self.train = {name: _mean(self._recent, name) for name in ("loss", "accuracy", "margin")}
             line += f"   loss {self.train['loss']:.4f}   accuracy {self.train['accuracy']:.3f}"
-        if self._news:
+        if self._progress_report:
             line += f"   held out: accuracy {self.eval['accuracy']:.3f}, margin {self.eval['margin']:.2f}"
         if self._skipped:
             line += f"   ({self._skipped} skipped: the loss was not finite)"
         self._say(line)
-        self._recent, self._said, self._news = [], time.monotonic(), False
+        self._recent, self._said, self._progress_report = [], time.monotonic(), False
 
 
 def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:

@@ -74,7 +74,7 @@ class StageClock:
         self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._since[stage]
 
 
-class Studio:
+class SharedContext:
     """What all samples of a controller share; `greedy` is the variant evaluations use."""
 
     def __init__(
@@ -155,10 +155,10 @@ class Studio:
 class SampleContext:
     """Implements protocols.Context for one run of a workflow: it numbers the siblings."""
 
-    __slots__ = ("_branches", "_issued", "_studio")
+    __slots__ = ("_branches", "_issued", "_shared")
 
-    def __init__(self, studio: Studio) -> None:
-        self._studio = studio
+    def __init__(self, shared: SharedContext) -> None:
+        self._shared = shared
         self._issued = 0  # siblings drawn so far
         self._branches: Counter[tuple[int, int]] = Counter()  # by the place where they branch off
 
@@ -168,10 +168,10 @@ class SampleContext:
         `params` override fields of SamplingParams; `stop="]"` also ends a turn at that token. In evaluations there is
         one greedy response, whatever is asked for.
         """
-        studio = self._studio
-        sampling = studio.sampling(params)
-        siblings = self._issue(studio.n if n is None or studio.greedy else n)
-        requests = [Request(prompt.tokens_P, sampling, noise_key(studio.seed, prompt.id, s)) for s in siblings]
+        shared = self._shared
+        sampling = shared.sampling(params)
+        siblings = self._issue(shared.n if n is None or shared.greedy else n)
+        requests = [Request(prompt.tokens_P, sampling, noise_key(shared.seed, prompt.id, s)) for s in siblings]
         completions = await self._complete(prompt, requests)
         temperature = sampling.temperature or 1.0
         nothing = np.zeros(0, np.int32)
@@ -184,30 +184,30 @@ class SampleContext:
         `said` is text as it stands, or messages for the chat template. Without room for another token of the policy the
         rollout comes back as it is, finish="length".
         """
-        added = self._studio.between_turns(rollout, said)
+        added = self._shared.between_turns(rollout, said)
         return (await self._go_on(rollout, [rollout.sibling], added, params))[0]
 
     async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
         """`n` continuations of the same beginning, as new siblings with noise of their own."""
         place = (rollout.sibling, len(rollout.tokens_S))  # numbers follow from it: branches may race with one another
-        first, more = self._branches[place], 1 if self._studio.greedy else n
+        first, more = self._branches[place], 1 if self._shared.greedy else n
         self._branches[place] += more
         siblings = [noise_key("branch", *place, i) >> 16 for i in range(first, first + more)]
         return await self._go_on(rollout, siblings, np.zeros(0, np.int32), params)
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
-        with self._studio.clock.within("rewarding"):
-            return await self._studio.rewarder.score(group)
+        with self._shared.clock.within("rewarding"):
+            return await self._shared.rewarder.reward(group)
 
     async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
-        with self._studio.clock.within("rewarding"):
-            return await self._studio.rewarder.ask(name, group)
+        with self._shared.clock.within("rewarding"):
+            return await self._shared.rewarder.score(name, group)
 
     async def ask(self, judge: str, messages: Sequence[Message], *, draw: int = 0, **params: Any) -> str:
         """The same question gets the same answer; another `draw` is another sample of it."""
         digest = hashlib.blake2b(json.dumps([dict(m) for m in messages]).encode(), digest_size=8).hexdigest()
-        with self._studio.clock.within("rewarding"):
-            return await self._studio.rewarder.say(judge, messages, ("ask", digest, draw), **params)
+        with self._shared.clock.within("rewarding"):
+            return await self._shared.rewarder.ask(judge, messages, ("ask", digest, draw), **params)
 
     def _issue(self, n: int) -> range:
         first, self._issued = self._issued, self._issued + n
@@ -216,27 +216,27 @@ class SampleContext:
     async def _complete(self, prompt: Prompt, requests: Sequence[Request]) -> list[Completion]:
         """Prompts are numbered as they are drawn: who began earlier goes first, and so do its later turns. Siblings and
         later turns go where the prompt was computed; prompts of evaluations have numbers of their own."""
-        studio = self._studio
-        with studio.clock.within("generation"):
-            return await studio.pool.generate(requests, priority=prompt.id, key=(studio.greedy, prompt.id))
+        shared = self._shared
+        with shared.clock.within("generation"):
+            return await shared.pool.generate(requests, priority=prompt.id, key=(shared.greedy, prompt.id))
 
     async def _go_on(
         self, rollout: Rollout, siblings: Sequence[int], added: Ints, params: dict[str, Any]
     ) -> list[Rollout]:
-        studio, prompt = self._studio, rollout.prompt
+        shared, prompt = self._shared, rollout.prompt
         taken = len(rollout.tokens_S) + len(added)
-        room = studio.max_tokens - taken
+        room = shared.max_tokens - taken
         if room < 1:
             return [dataclasses.replace(rollout, sibling=s, finish="length") for s in siblings]
-        same = rollout.temperature if studio.params.temperature else 0.0  # greedy samples are trained at 1
-        sampling = studio.sampling({"temperature": same, **params}, room)
+        same = rollout.temperature if shared.params.temperature else 0.0  # greedy samples are trained at 1
+        sampling = shared.sampling({"temperature": same, **params}, room)
         if (sampling.temperature or 1.0) != rollout.temperature:
             raise UserError(
                 f"a sample goes on at its temperature of {rollout.temperature}; got {sampling.temperature}: "
                 "its logprobs are computed at one temperature (key: workflow)"
             )
         tokens = np.concatenate([prompt.tokens_P, rollout.tokens_S, added])
-        requests = [Request(tokens, sampling, noise_key(studio.seed, prompt.id, s), taken) for s in siblings]
+        requests = [Request(tokens, sampling, noise_key(shared.seed, prompt.id, s), taken) for s in siblings]
         completions = await self._complete(prompt, requests)
         return [self._joined(rollout, s, added, c) for s, c in zip(siblings, completions, strict=True)]
 
@@ -251,7 +251,7 @@ class SampleContext:
             tokens_S=tokens_S,
             logprobs_S=np.concatenate([start.logprobs_S, np.zeros(num, np.float32), end.logprobs_S]),
             mask_S=np.concatenate([start.mask_S, np.zeros(num, np.bool_), np.ones(len(end.tokens_S), np.bool_)]),
-            text=self._studio.tokenizer.decode(tokens_S, skip_special_tokens=True),
+            text=self._shared.tokenizer.decode(tokens_S, skip_special_tokens=True),
             versions_S=np.concatenate([start.versions_S, np.repeat(before, num), end.versions_S]).astype(np.int32),
             finish=end.finish,
             temperature=start.temperature,

@@ -39,7 +39,7 @@ from gcore.generation.futures import fail, finish, finish_all, post
 from gcore.generation.sampling import Rows, sample
 from gcore.models import Adapters
 from gcore.observe.trace import Tracer
-from gcore.protocols import Weights
+from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.types import Completion, Finish, Ints, Kept, Request
 from gcore.weights.receiver import Base, WeightReceiver
 
@@ -142,17 +142,17 @@ class EmbeddedEngine:
         served: int = await self._order(lambda: self._load(version, weights, bucket))
         return served
 
-    async def sleep(self, level: int) -> dict[str, float]:
+    async def sleep(self, level: int) -> MemoryChange:
         """Gives back the KV cache; the weights of the embedded engine stay where they are."""
-        found: dict[str, float] = await self._order(self._sleep)
+        found: MemoryChange = await self._order(self._sleep)
         return found
 
-    async def wake(self, *tags: str) -> dict[str, float]:
+    async def wake(self, *tags: str) -> MemoryChange:
         """The cache grows again with the first request."""
         self._asleep = bool(tags) and "kv_cache" not in tags
         with self._wake:
             self._wake.notify()
-        return {"seconds": 0.0, "taken_gb": 0.0}
+        return MemoryChange(0.0, 0.0)
 
     async def _order(self, work: Callable[[], Any]) -> Any:
         """Have something done between two decoding steps."""
@@ -164,14 +164,14 @@ class EmbeddedEngine:
             self._wake.notify()
         return await done
 
-    async def stats(self) -> dict[str, float]:
-        return {
-            "generated_tokens": float(self._generated),
-            "busy_s": self._busy_s,
-            "running": float(len(self._jobs)),
-            "waiting": float(len(self._waiting)),
-            "running_tokens": float(sum(len(job.tokens) for job in list(self._jobs))),
-        }
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._jobs),
+            waiting=len(self._waiting),
+            busy_s=self._busy_s,
+            generated_tokens=self._generated,
+            running_tokens=sum(len(job.tokens) for job in list(self._jobs)),
+        )
 
     def close(self) -> None:
         with self._wake:
@@ -235,13 +235,13 @@ class EmbeddedEngine:
     def _in_line(self) -> list[_Job]:
         return [job for _, _, job in self._waiting]
 
-    def _sleep(self) -> dict[str, float]:
+    def _sleep(self) -> MemoryChange:
         if self._jobs or self._waiting:
             raise RuntimeError(f"asked to sleep with {len(self._jobs) + len(self._waiting)} requests under way")
         started, freed = time.perf_counter(), self._cache.nbytes
         self._cache = RowCache(self._model.config.num_hidden_layers)
         self._asleep = True
-        return {"seconds": time.perf_counter() - started, "freed_gb": freed / 2**30}
+        return MemoryChange(time.perf_counter() - started, freed / 2**30)
 
     def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
         with (

@@ -83,12 +83,12 @@ class Pool:
 
     # ---- who may be sent something --------------------------------------------------------------------------------
 
-    def bury(self, name: str) -> None:
+    def mark_dead(self, name: str) -> None:
         """A replica is gone: nothing is sent there until it is admitted again."""
         for i in self._numbers(name):
             self._close(i, "dead")
 
-    def admit(self, name: str) -> None:
+    def mark_alive(self, name: str) -> None:
         for i in self._numbers(name):
             self._open(i, "dead", "suspect")
 

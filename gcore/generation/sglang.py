@@ -33,7 +33,7 @@ from gcore.generation.common import GIB, MEMORY, check, free_gpu
 from gcore.generation.futures import fail, finish
 from gcore.generation.sglang_core import Server, SglangOptions, open_server
 from gcore.observe.trace import Tracer
-from gcore.protocols import Weights
+from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.types import Completion, Finish, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
@@ -101,27 +101,27 @@ class SglangEngine:
         first part to the last. One that does not fit is refused: send it again, or begin anew with part 0."""
         return int(await self._order(lambda: self._load(version, weights, bucket)))
 
-    async def sleep(self, level: int) -> dict[str, float]:
+    async def sleep(self, level: int) -> MemoryChange:
         """Give memory back: level 1 the KV cache; 2 the weights too, and requests wait for new ones. Refused while
         requests are under way; those that come later wait. On CPU, or without options.sleep, no memory is given back
         and nothing is lost."""
-        found: dict[str, float] = await self._order(lambda: self._sleep(level))
+        found: MemoryChange = await self._order(lambda: self._sleep(level))
         return found
 
-    async def wake(self, *tags: str) -> dict[str, float]:
+    async def wake(self, *tags: str) -> MemoryChange:
         """Take memory again, all of it or what `tags` name: "weights", "kv_cache"."""
-        found: dict[str, float] = await self._order(lambda: self._wake_up(tags))
+        found: MemoryChange = await self._order(lambda: self._wake_up(tags))
         return found
 
-    async def stats(self) -> dict[str, float]:
+    async def stats(self) -> EngineStats:
         busy = time.perf_counter() - self._busy_since if self._jobs else 0.0
-        return {
-            "generated_tokens": float(self._generated),
-            "busy_s": self._busy_s + busy,
-            "running": float(len(self._jobs)),
-            "waiting": float(len(self._inbox)),
-            "running_tokens": float(sum(len(job.tokens) for job in list(self._jobs.values()))),
-        }
+        return EngineStats(
+            running=len(self._jobs),
+            waiting=len(self._inbox),
+            busy_s=self._busy_s + busy,
+            generated_tokens=self._generated,
+            running_tokens=sum(len(job.tokens) for job in list(self._jobs.values())),
+        )
 
     def close(self) -> None:
         with self._gate:
@@ -353,9 +353,9 @@ class SglangEngine:
         )
         _demand(await self._server.manager.update_weights_from_tensor(order, None))
 
-    async def _sleep(self, level: int) -> dict[str, float]:
+    async def _sleep(self, level: int) -> MemoryChange:
         if self._asleep == set(MEMORY):
-            return {"seconds": 0.0, "freed_gb": 0.0}
+            return MemoryChange(0.0, 0.0)
         if busy := len(self._jobs) + len(self._inbox):
             raise RuntimeError(f"asked to sleep with {busy} requests under way")
         if self._receiver.incomplete or self._asleep:
@@ -370,9 +370,9 @@ class SglangEngine:
         with self._tracer.span("sleep", level=level):
             self._asleep, self._hollow = set(MEMORY), level == 2 and self._frees
             await self._memory("release", MEMORY if level == 2 else MEMORY[1:])
-        return {"seconds": time.perf_counter() - started, "freed_gb": (free_gpu() - before) / GIB}
+        return MemoryChange(time.perf_counter() - started, (free_gpu() - before) / GIB)
 
-    async def _wake_up(self, tags: Sequence[str]) -> dict[str, float]:
+    async def _wake_up(self, tags: Sequence[str]) -> MemoryChange:
         if unknown := set(tags) - set(MEMORY):
             raise ValueError(f"asked to wake {sorted(unknown)}, expected some of {list(MEMORY)}")
         due = [tag for tag in MEMORY if tag in self._asleep and tag in (tags or MEMORY)]
@@ -381,7 +381,7 @@ class SglangEngine:
             await self._memory("resume", due if self._hollow else [tag for tag in due if tag != "weights"])
         self._asleep -= set(due)
         self._admit()
-        return {"seconds": time.perf_counter() - started, "taken_gb": (before - free_gpu()) / GIB}
+        return MemoryChange(time.perf_counter() - started, (before - free_gpu()) / GIB)
 
     async def _memory(self, what: str, tags: Sequence[str]) -> None:
         from sglang.srt.managers import io_struct

@@ -43,7 +43,7 @@ from gcore.generation.vllm_core import (
     with_images,
 )
 from gcore.observe.trace import Tracer
-from gcore.protocols import Weights
+from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.types import Completion, Finish, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
@@ -127,26 +127,26 @@ class VllmEngine:
         first bucket to the last. A bucket that does not fit is refused: repeat it, or start again with bucket 0."""
         return int(await self._order(lambda: self._load(version, weights, bucket)))
 
-    async def sleep(self, level: int) -> dict[str, float]:
+    async def sleep(self, level: int) -> MemoryChange:
         """Give memory back: level 1 keeps the weights in host memory; 2 drops them, and requests wait for new ones.
         Refused while requests are under way; those that come later wait. On CPU, or without options.sleep, no memory
         is given back and nothing is lost."""
-        found: dict[str, float] = await self._order(lambda: self._sleep(level))
+        found: MemoryChange = await self._order(lambda: self._sleep(level))
         return found
 
-    async def wake(self, *tags: str) -> dict[str, float]:
+    async def wake(self, *tags: str) -> MemoryChange:
         """Take memory again, all of it or what `tags` name: "weights", "kv_cache"."""
-        found: dict[str, float] = await self._order(lambda: self._wake_up(tags))
+        found: MemoryChange = await self._order(lambda: self._wake_up(tags))
         return found
 
-    async def stats(self) -> dict[str, float]:
-        return {
-            "generated_tokens": float(self._generated),
-            "busy_s": self._busy_s,
-            "running": float(len(self._jobs)),
-            "waiting": float(len(self._inbox)),
-            "running_tokens": float(sum(len(job.tokens) for job in list(self._jobs.values()))),
-        }
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._jobs),
+            waiting=len(self._inbox),
+            busy_s=self._busy_s,
+            generated_tokens=self._generated,
+            running_tokens=sum(len(job.tokens) for job in list(self._jobs.values())),
+        )
 
     def close(self) -> None:
         with self._wake:
@@ -360,9 +360,9 @@ class VllmEngine:
                 del self._jobs[job.name]
                 heappush(self._inbox, job)
 
-    def _sleep(self, level: int) -> dict[str, float]:
+    def _sleep(self, level: int) -> MemoryChange:
         if self._asleep == set(MEMORY):
-            return {"seconds": 0.0, "freed_gb": 0.0}
+            return MemoryChange(0.0, 0.0)
         if busy := len(self._jobs) + len(self._inbox):
             raise RuntimeError(f"asked to sleep with {busy} requests under way")
         if self._receiver.incomplete or self._asleep:
@@ -379,9 +379,9 @@ class VllmEngine:
             if self._frees:
                 self._core.sleep(level)  # forgets the cached prefixes too
         self._asleep, self._hollow = set(MEMORY), level == 2 and self._frees
-        return {"seconds": time.perf_counter() - started, "freed_gb": (free_gpu() - before) / GIB}
+        return MemoryChange(time.perf_counter() - started, (free_gpu() - before) / GIB)
 
-    def _wake_up(self, tags: Sequence[str]) -> dict[str, float]:
+    def _wake_up(self, tags: Sequence[str]) -> MemoryChange:
         if unknown := set(tags) - set(MEMORY):
             raise ValueError(f"asked to wake {sorted(unknown)}, expected some of {list(MEMORY)}")
         due = [tag for tag in MEMORY if tag in self._asleep and tag in (tags or MEMORY)]
@@ -390,4 +390,4 @@ class VllmEngine:
             if due and self._frees:
                 self._core.wake_up(due)
         self._asleep -= set(due)
-        return {"seconds": time.perf_counter() - started, "taken_gb": (before - free_gpu()) / GIB}
+        return MemoryChange(time.perf_counter() - started, (before - free_gpu()) / GIB)

@@ -55,7 +55,7 @@ class View:
     seen: tuple[Any, ...] | None = None
 
     def add(self, row: Row, now: float | None) -> Kind | None:
-        """Take in a row; None if it is the one seen last. `now` is None for rows of the past, which tell no pace."""
+        """Take in a row; None if it is the one seen last. `now` is None for rows of an earlier run: no speed is known."""
         what, step = kind(row), step_of(row)
         key = (what, step, *sorted(row))
         if key == self.seen:
@@ -81,7 +81,7 @@ class View:
         return what
 
     @property
-    def pace(self) -> float | None:
+    def step_s(self) -> float | None:
         """Seconds a step, of late, with whatever happens between steps."""
         if len(self.arrivals) > 1:
             (first, start), (last, end) = self.arrivals[0], self.arrivals[-1]
@@ -90,10 +90,10 @@ class View:
         return number(self.latest, "timing_s/step")
 
     def seconds_left(self, now: float) -> float | None:
-        if self.pace is None or self.warming:
+        if self.step_s is None or self.warming:
             return None
         since = now - self.arrivals[-1][1] if self.arrivals else 0.0
-        return max(0.0, (self.total_steps - self.step) * self.pace - since)
+        return max(0.0, (self.total_steps - self.step) * self.step_s - since)
 
 
 class Progress:
@@ -171,8 +171,8 @@ class Progress:
         """Evaluations and last steps always; of fast steps every 2nd, 5th, 10th, ..., to be a second apart."""
         step, view = step_of(row), self.view
         stride = 1
-        if what == "train" and view.pace is not None:
-            stride = round_stride(LINE_SECONDS / max(view.pace, 1e-9))
+        if what == "train" and view.step_s is not None:
+            stride = round_stride(LINE_SECONDS / max(view.step_s, 1e-9))
         elif what == "warm_start":
             stride = max(1, view.warm_steps // 10)
         total = view.warm_steps if what == "warm_start" else view.total_steps

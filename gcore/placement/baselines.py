@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gcore.placement.plan import POLICY, Move, Split
-from gcore.placement.policy import Costs, View
+from gcore.placement.grid import POLICY, Move, Split
+from gcore.placement.rules import Costs, View
 
 
 def static(split: Split, view: View, costs: Costs) -> list[Move]:
@@ -18,7 +18,7 @@ def colocated(split: Split, view: View, costs: Costs) -> list[Move]:
     now = split[0]
     if view.moving or view.stopping or view.loads[now].at_hand:
         return []
-    for role in costs.ground.roles:
+    for role in costs.grid.roles:
         if role != now and view.loads[role].at_hand:
             return [Move(b, now, role, f"{now} is done, {role} has all") for b in split.blocks(now)]
     return []
@@ -27,7 +27,7 @@ def colocated(split: Split, view: View, costs: Costs) -> list[Move]:
 def colocated_early(split: Split, view: View, costs: Costs) -> list[Move]:
     """The same, but generation pauses as soon as enough responses are there to be judged; others keep their place."""
     if split[0] == POLICY and not view.moving and not view.stopping and view.loads[POLICY].needed <= 0:
-        waiting = [role for role in costs.ground.roles if role != POLICY and view.loads[role].at_hand]
+        waiting = [role for role in costs.grid.roles if role != POLICY and view.loads[role].at_hand]
         if waiting:
             return [Move(b, POLICY, waiting[0], "enough responses are there") for b in split.blocks(POLICY)]
     return colocated(split, view, costs)
@@ -38,7 +38,7 @@ def early_swap(split: Split, view: View, costs: Costs) -> list[Move]:
     if view.stopping:
         return []
     moves, policy = list[Move](), view.loads[POLICY]
-    judges = [role for role in costs.ground.roles if role != POLICY and view.loads[role].at_hand]
+    judges = [role for role in costs.grid.roles if role != POLICY and view.loads[role].at_hand]
     for block, owner in enumerate(split.owners):
         if block in view.moving or view.work.get(block, 0.0):
             continue
@@ -48,7 +48,7 @@ def early_swap(split: Split, view: View, costs: Costs) -> list[Move]:
                 target = max(judges, key=lambda role: view.loads[role].at_hand / blocks[role])
                 moves.append(Move(block, owner, target, "drained"))
         elif owner != POLICY and not view.loads[owner].waiting:
-            other = [role for role in costs.ground.roles if role != owner and view.loads[role].waiting]
+            other = [role for role in costs.grid.roles if role != owner and view.loads[role].waiting]
             if other:
                 moves.append(Move(block, owner, other[0], f"drained, {other[0]} waits"))
     return moves
@@ -65,7 +65,7 @@ class Utilisation:
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         if view.stopping or view.moving or view.since_move_s < self.cool_down_s:
             return []
-        busy = {role: view.loads[role].busy for role in costs.ground.roles}
+        busy = {role: view.loads[role].busy for role in costs.grid.roles}
         most, least = max(busy, key=lambda r: busy[r]), min(busy, key=lambda r: busy[r])
         spare = split.blocks(least)
         if busy[most] < self.high or busy[least] > self.low or len(spare) < 2:

@@ -1,6 +1,6 @@
 """How long the next rollout will take under a placement, from what a run knows before it begins. Pure.
 
-    View (groups, acceptance, lengths) + Costs (paces) ──Forecast──> seconds, for a split and a rule that moves blocks
+    View (groups, acceptance, lengths) + Costs (speeds) ──Forecast──> seconds, for a split and a rule that moves blocks
 
 The formulas of policy.py say when work ends that is under way. The division for a whole rollout needs more: a group
 that is dropped is replaced by another, so late verdicts delay generation. So a small model of the rollout is run, event
@@ -17,9 +17,9 @@ import random
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from gcore.placement.pace import Pace
-from gcore.placement.plan import POLICY, Move, Split, neighbours
-from gcore.placement.policy import Costs, Decide, Load, View, room
+from gcore.placement.grid import POLICY, Move, Split, neighbours
+from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.placement.rules import Costs, Decide, Load, View, room
 
 GROUPS = 64  # groups of a step that are told apart; of more, each stands for several
 PRIOR = 0.25  # how controllers weigh the last acceptance rate against this step's (controller/collect.py)
@@ -33,22 +33,22 @@ STUCK = 400  # looks without an event: the rule never ends this rollout
 class Pool:
     """The replicas of one role. Every request here stands for `weight` requests."""
 
-    def __init__(self, pace: Pace, replicas: int, room: int, weight: float, least: float) -> None:
-        self.pace, self.replicas, self.room, self.weight = pace, replicas, room, weight
+    def __init__(self, speed: ReplicaSpeed, replicas: int, room: int, weight: float, least: float) -> None:
+        self.speed, self.replicas, self.room, self.weight = speed, replicas, room, weight
         self.least = least  # requests in the batch of a replica that has any: siblings stay together
         self.used = float(replicas)  # replicas that share what runs
         self.at = self.clock = self.stall = self.began = 0.0  # clock: tokens made by a request that began at 0
         self.running = 0
-        self.step_s = pace.base_s
+        self.step_s = speed.base_s
         self.ending: list[tuple[float, int]] = []  # when on the clock, group
         self.waiting: deque[tuple[int, float, float]] = deque()  # group, tokens, prompt
 
     def _changed(self) -> None:
         """Requests or replicas are others: so is the time of a step."""
         if self.used:
-            pace = self.pace
-            batch, most = max(self.running * self.weight / self.used, self.least), pace.max_concurrent
-            self.step_s = pace.base_s + pace.per_sequence_s * min(batch, most)
+            speed = self.speed
+            batch, most = max(self.running * self.weight / self.used, self.least), speed.max_concurrent
+            self.step_s = speed.base_s + speed.per_sequence_s * min(batch, most)
             if batch > most:
                 self.step_s *= batch / most
 
@@ -92,7 +92,7 @@ class Pool:
             self.used = min(self.replicas, grown)
             self.running += 1
             self.began += self.clock
-            self.stall += prompt * self.weight * self.pace.prefill_s_per_token / self.replicas
+            self.stall += prompt * self.weight * self.speed.prefill_s_per_token / self.replicas
             heapq.heappush(self.ending, (self.clock + tokens, group))
         self._changed()
 
@@ -101,7 +101,7 @@ class Pool:
             self.stall *= self.replicas / replicas
         if replicas < self.replicas and replicas:  # what runs there is read once more elsewhere
             moved = self.running * self.weight * (self.replicas - replicas) / self.replicas
-            self.stall += moved * self.age * self.pace.prefill_s_per_token / replicas
+            self.stall += moved * self.age * self.speed.prefill_s_per_token / replicas
         self.replicas = replicas
         self.used = min(self.used, replicas) or float(replicas)
         self._changed()
@@ -128,18 +128,18 @@ class Forecast:
         self.other = 1.0  # length of the other siblings, against that of the longest
         if others:
             self.other = min(1.0, max(0.02, (self.samples * policy.mean / longest - 1) / others))
-        self.rooms = {role: room(view.loads[role], costs.paces[role]) for role in costs.ground.roles}
-        self.rooms[POLICY] = costs.paces[POLICY].max_concurrent
-        self.judges = [role for role in costs.ground.roles if role != POLICY]
+        self.rooms = {role: room(view.loads[role], costs.speeds[role]) for role in costs.grid.roles}
+        self.rooms[POLICY] = costs.speeds[POLICY].max_concurrent
+        self.judges = [role for role in costs.grid.roles if role != POLICY]
         per_response = {role: view.loads[role].needed / max(1e-9, policy.needed) for role in self.judges}
         self.verdicts = {role: max(1, round(self.samples * per_response[role])) for role in self.judges}
 
-    def seconds(self, split: Split, decide: Decide | None = None, look_s: float = 1.0) -> float:
+    def seconds(self, split: Split, decide: Decide | None = None, poll_interval_s: float = 1.0) -> float:
         """Of the rollout that begins with this split; None: no block moves. inf: it never ends."""
         if decide is not None:
-            return _Rollout(self, split, decide, look_s).run()
+            return _Rollout(self, split, decide, poll_interval_s).run()
         if split not in self._still:
-            self._still[split] = _Rollout(self, split, None, look_s).run()
+            self._still[split] = _Rollout(self, split, None, poll_interval_s).run()
         return self._still[split]
 
     def follow(self, split: Split) -> Forecast:
@@ -165,19 +165,19 @@ class Forecast:
 
 
 class _Rollout:
-    def __init__(self, about: Forecast, split: Split, decide: Decide | None, look_s: float) -> None:
-        self.about, self.split, self.decide, self.look_s = about, split, decide, look_s
-        self.ground, self.now = about.costs.ground, 0.0
+    def __init__(self, about: Forecast, split: Split, decide: Decide | None, poll_interval_s: float) -> None:
+        self.about, self.split, self.decide, self.poll_interval_s = about, split, decide, poll_interval_s
+        self.grid, self.now = about.costs.grid, 0.0
         counts = split.counts()
         self.pools = {
             role: Pool(
-                about.costs.paces[role],
-                counts.get(role, 0) * self.ground.per_block(role),
+                about.costs.speeds[role],
+                counts.get(role, 0) * self.grid.per_block(role),
                 about.rooms[role],
                 about.weight,
                 float(about.samples) if role == POLICY else 1.0,
             )
-            for role in self.ground.roles
+            for role in self.grid.roles
         }
         self.policy = self.pools[POLICY]
         self.kept = self.dropped = self.judged = 0
@@ -188,7 +188,7 @@ class _Rollout:
 
     def run(self) -> float:
         self._fill()
-        next_look, idle = self.look_s if self.decide is not None else math.inf, 0
+        next_poll, idle = self.poll_interval_s if self.decide is not None else math.inf, 0
         role, pool = POLICY, self.policy
         while self.kept < self.about.groups:
             ends_s = math.inf
@@ -196,10 +196,10 @@ class _Rollout:
                 if (next_s := some.next_s()) < ends_s:
                     ends_s, role, pool = next_s, name, some
             arrives_s = self.arriving[0][0] if self.arriving else math.inf
-            self.now = min(ends_s, arrives_s, next_look)
+            self.now = min(ends_s, arrives_s, next_poll)
             if self.now == math.inf or idle > STUCK:
                 return math.inf
-            idle = idle + 1 if self.now == next_look < min(ends_s, arrives_s) else 0
+            idle = idle + 1 if self.now == next_poll < min(ends_s, arrives_s) else 0
             if self.now == ends_s:
                 pool.advance(self.now)
                 self._ended(role, pool.end())
@@ -207,8 +207,8 @@ class _Rollout:
             elif self.now == arrives_s:
                 self._arrive()
             else:
-                self._look()
-                next_look += self.look_s
+                self._poll()
+                next_poll += self.poll_interval_s
         return self.now
 
     def _fill(self) -> None:
@@ -257,14 +257,14 @@ class _Rollout:
 
     # ---- moves ----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         assert self.decide is not None
         for pool in self.pools.values():
             pool.advance(self.now)
         for move in self.decide(self.split, self._view(), self.about.costs):
             self.split = self.split.after([move])
             source = self.pools[move.source]
-            source.resize(source.replicas - self.ground.per_block(move.source))
+            source.resize(source.replicas - self.grid.per_block(move.source))
             arrives_s = self.now + self.about.costs.switch_s(move)
             heapq.heappush(self.arriving, (arrives_s, move.block, move))
 
@@ -276,7 +276,7 @@ class _Rollout:
         for role, blocks in joined.items():
             pool = self.pools[role]
             pool.advance(self.now)
-            pool.resize(pool.replicas + blocks * self.ground.per_block(role))
+            pool.resize(pool.replicas + blocks * self.grid.per_block(role))
 
     def _view(self) -> View:
         """As the controllers would see it."""
@@ -303,7 +303,7 @@ class _Rollout:
     def _work(self, role: str, pool: Pool, moving: frozenset[int], work: dict[int, float]) -> None:
         """Siblings stay together, and so do requests that were there before others joined: the rest is empty."""
         blocks = [block for block in self.split.blocks(role) if block not in moving]
-        per_block, there = self.ground.per_block(role), pool.running * pool.weight
+        per_block, there = self.grid.per_block(role), pool.running * pool.weight
         calls = self.generating * pool.weight if role == POLICY else there
         used = min(len(blocks), math.ceil(min(pool.used, calls) / per_block))
         work.update((block, there / used if i < used else 0.0) for i, block in enumerate(blocks))
@@ -315,11 +315,11 @@ def looks_s(expected_s: float) -> float:
 
 def best_still(forecast: Forecast, near: Split, stride: int) -> tuple[float, Split]:
     """The split without moves that ends first, and when: `stride` blocks from one role to another, then fewer."""
-    ground, best, best_s = forecast.costs.ground, near, forecast.seconds(near)
+    grid, best, best_s = forecast.costs.grid, near, forecast.seconds(near)
     tried = {tuple(near.counts().items())}
     while stride:
         last = best
-        for split in neighbours(last, ground, stride):
+        for split in neighbours(last, grid, stride):
             if (key := tuple(split.counts().items())) not in tried:
                 tried.add(key)
                 if (seconds := forecast.seconds(split)) < best_s:

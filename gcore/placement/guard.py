@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from gcore.placement.baselines import colocated
 from gcore.placement.forecast import Forecast, best_still, looks_s
-from gcore.placement.plan import POLICY, Move, Split, neighbours
-from gcore.placement.policy import Costs, Decide, Dynamic, View
+from gcore.placement.grid import POLICY, Move, Split, neighbours
+from gcore.placement.rules import Costs, Decide, Dynamic, View
 
 MOVING, STILL, TURNS = "moving", "still", "turns"
 
@@ -59,14 +59,14 @@ class Guarded:
 
     def plan(self, memory: Memory, view: View, costs: Costs, took_s: float | None) -> Memory:
         """Before a rollout. `took_s`: seconds of the last one; None: there is none, or it tells nothing."""
-        ground, moving = costs.ground, self.rule.begin(view, costs)
+        grid, moving = costs.grid, self.rule.begin(view, costs)
         step = memory.step + 1
-        if not view.groups or ground.num_blocks < len(ground.roles) or len(ground.roles) < 2:
+        if not view.groups or grid.num_blocks < len(grid.roles) or len(grid.roles) < 2:
             return replace(memory, way=MOVING, splits={MOVING: moving}, expected_s=math.inf, step=step)
         last = memory.splits.get(STILL) or self._guess(view, costs)
         forecasts = [Forecast(view, costs, self.tries * step + i).follow(last) for i in range(self.tries)]
         best_s, still, regret = self._still(memory, forecasts[0], last)
-        fresh = {MOVING: moving, STILL: still, TURNS: Split((POLICY,) * ground.num_blocks)}
+        fresh = {MOVING: moving, STILL: still, TURNS: Split((POLICY,) * grid.num_blocks)}
         before = fresh | dict(memory.splits)
         seconds = {way: self._forecast(forecasts, before[way], way, best_s) for way in fresh}
         assert seconds[STILL] < math.inf, "every role has a block"
@@ -113,7 +113,7 @@ class Guarded:
             return best_s, best, 0.0
         if regret <= self.change[0]:
             return best_s, last, regret
-        near = neighbours(last, forecast.costs.ground, max(1, len(last.owners) // 16))
+        near = neighbours(last, forecast.costs.grid, max(1, len(last.owners) // 16))
         return best_s, min(near, key=forecast.seconds), 0.0
 
     def _choose(self, memory: Memory) -> Memory:

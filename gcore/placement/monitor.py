@@ -10,26 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gcore.placement.pace import Pace
-from gcore.placement.plan import POLICY, Ground, Move, Split
-from gcore.placement.policy import Costs, Load, View
+from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
+from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.placement.rules import Costs, Load, View
+from gcore.protocols import EngineStats
 
 QUANTILES = 64
 REMEMBERED = 2048  # lengths of a role
-FADE = 0.98  # how much of an older measurement of the pace stays at each look
-GUESS = Pace(base_s=0.02, per_sequence_s=0.0005, prefill_s_per_token=0.0, max_concurrent=256, sleep_s=0.5, wake_s=0.5,
-             weights_s=0.5)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """One replica's own numbers. Counters(running=12, waiting=0, busy_s=31.5, tokens=20480.0)"""
-
-    running: float
-    waiting: float
-    busy_s: float
-    tokens: float
-    made: float = 0.0  # tokens of the requests that run
+FADE = 0.98  # how much of an older measurement of the speed stays at each look
+GUESS = ReplicaSpeed(0.02, 0.0005, prefill_s_per_token=0.0, max_concurrent=256, sleep_s=0.5, wake_s=0.5, weights_s=0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +30,7 @@ class RoleReport:
     calls: int = 0  # groups of siblings, or single questions to a judge
     ended: tuple[int, ...] = ()  # lengths of requests that ended since the last look
     longest: tuple[int, ...] = ()  # of the longest of each call
-    replicas: Mapping[int, Counters] = field(default_factory=dict)  # those this controller asks
+    replicas: Mapping[int, EngineStats] = field(default_factory=dict)  # those this controller asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +65,7 @@ class _Line:
         self.n, self.x, self.y = FADE * self.n + 1, FADE * self.x + running, FADE * self.y + step_s
         self.xx, self.xy = FADE * self.xx + running * running, FADE * self.xy + running * step_s
 
-    def fit(self, guess: Pace) -> tuple[float, float]:
+    def fit(self, guess: ReplicaSpeed) -> tuple[float, float]:
         """With little spread among the batches the guess decides how much of a step is the base. It counts as one
         measurement among those that were made."""
         if self.n < 1:
@@ -91,36 +80,36 @@ class _Line:
 
 
 class Monitor:
-    """Remembers lengths and paces over the run. All controllers feed it the same reports in the same order."""
+    """Remembers lengths and speeds over the run. All controllers feed it the same reports in the same order."""
 
-    def __init__(self, ground: Ground, max_concurrent: Mapping[str, int]) -> None:
-        self._ground, self._most = ground, max_concurrent
-        self._lengths: dict[str, list[int]] = {role: [] for role in ground.roles}
-        self._longest: dict[str, list[int]] = {role: [] for role in ground.roles}
-        self._lines = {role: _Line() for role in ground.roles}
+    def __init__(self, grid: DeviceGrid, max_concurrent: Mapping[str, int]) -> None:
+        self._grid, self._most = grid, max_concurrent
+        self._lengths: dict[str, list[int]] = {role: [] for role in grid.roles}
+        self._longest: dict[str, list[int]] = {role: [] for role in grid.roles}
+        self._lines = {role: _Line() for role in grid.roles}
         self._samples = 1  # siblings of a group
         self._per_group: dict[str, float] = {}  # requests of a role for one group; not known: one for each sibling
-        self._ended: dict[str, int] = dict.fromkeys(ground.roles, 0)  # requests, in this rollout
+        self._ended: dict[str, int] = dict.fromkeys(grid.roles, 0)  # requests, in this rollout
         self._decided: dict[int, int] = {}  # controller -> groups, in this rollout
-        self._ended_before: dict[str, float] = dict.fromkeys(ground.roles, 0.0)  # in those before; the last weighs most
+        self._ended_before: dict[str, float] = dict.fromkeys(grid.roles, 0.0)  # in those before; the last weighs most
         self._decided_before = 0.0
         self._at_s: float | None = None
         self.switch_s: dict[str, float] = {}  # to a role, as measured last
-        self.latest: dict[tuple[str, int], Counters] = {}  # role, replica -> what it told last
-        self._before: dict[tuple[str, int], Counters] = {}  # what it told at the look before, in this rollout
-        self.busy: dict[str, float] = dict.fromkeys(ground.roles, 0.0)
+        self.latest: dict[tuple[str, int], EngineStats] = {}  # role, replica -> what it told last
+        self._before: dict[tuple[str, int], EngineStats] = {}  # what it told at the look before, in this rollout
+        self.busy: dict[str, float] = dict.fromkeys(grid.roles, 0.0)
 
     @property
     def costs(self) -> Costs:
-        paces = {}
+        speeds = {}
         for role, line in self._lines.items():
             base_s, per_s = line.fit(GUESS)
             switch_s = self.switch_s.get(role, GUESS.wake_s)
-            paces[role] = Pace(base_s, per_s, 0.0, self._most[role], 0.0, switch_s, 0.0)
-        return Costs(self._ground, paces)
+            speeds[role] = ReplicaSpeed(base_s, per_s, 0.0, self._most[role], 0.0, switch_s, 0.0)
+        return Costs(self._grid, speeds)
 
     def knows(self, role: str) -> bool:
-        """Its pace was measured often enough to be no guess."""
+        """Its speed was measured often enough to be no guess."""
         return self._lines[role].n >= 8
 
     def moved(self, target: str, seconds: float) -> None:
@@ -128,16 +117,16 @@ class Monitor:
 
     def add(self, parts: Sequence[Report], split: Split, moving: Mapping[int, Move], since_move_s: float) -> View:
         """One look."""
-        for role in self._ground.roles:
+        for role in self._grid.roles:
             self._learn(role, parts)
-        self._pace(parts, split, moving)
+        self._speed(parts, split, moving)
         loads = self._loads(parts)
         work = {
             block: sum(
                 counters.running + counters.waiting
                 for part in parts
                 for i, counters in part.roles[owner].replicas.items()
-                if i in self._ground.replicas(owner, block)
+                if i in self._grid.replicas(owner, block)
             )
             for block, owner in enumerate(split.owners)
             if block not in moving
@@ -147,17 +136,17 @@ class Monitor:
         return View(loads, work, frozenset(moving), since_move_s, stopping, rate=rate)
 
     def expected(self, groups: float, rate: float, samples: int) -> View:
-        """Before a rollout: so many groups are needed, and nothing is under way. Before all paces and lengths were
+        """Before a rollout: so many groups are needed, and nothing is under way. Before all speeds and lengths were
         measured, `groups` of the view is 0: a forecast would be made of guesses."""
         self._samples = samples
         needed = groups / max(rate, 0.05)
         loads = {}
-        for role in self._ground.roles:
+        for role in self._grid.roles:
             requests = needed * (samples if role == POLICY else self._each(role))
             waiting = round(requests) if role == POLICY else 0
             lengths, longest = self._seen(role)
             loads[role] = Load(waiting=waiting, needed=requests, lengths=lengths, longest=longest)
-        known = all(self.knows(role) and self._lengths[role] for role in self._ground.roles)
+        known = all(self.knows(role) and self._lengths[role] for role in self._grid.roles)
         return View(loads, groups=groups if known else 0.0, rate=min(1.0, max(rate, 0.05)), samples=samples)
 
     def _seen(self, role: str) -> tuple[list[float], list[float]]:
@@ -173,21 +162,24 @@ class Monitor:
             del memory[:-REMEMBERED]
         self._ended[role] += sum(len(part.roles[role].ended) for part in parts)
 
-    def _pace(self, parts: Sequence[Report], split: Split, moving: Mapping[int, Move]) -> None:
+    def _speed(self, parts: Sequence[Report], split: Split, moving: Mapping[int, Move]) -> None:
         """How long a decoding step was, by how many requests ran in it; and how busy the owners' replicas were."""
         now = parts[0].at_s
         passed = now - self._at_s if self._at_s is not None else 0.0
         self._at_s, before_all, self._before = now, self._before, {}
-        for role in self._ground.roles:
+        for role in self._grid.roles:
             busy, count = 0.0, 0
             for part in parts:
                 for i, counters in part.roles[role].replicas.items():
                     before = before_all.get((role, i))
                     self.latest[role, i] = self._before[role, i] = counters
-                    block = i // self._ground.per_block(role)
+                    block = i // self._grid.per_block(role)
                     if before is None or split[block] != role or block in moving:
                         continue
-                    busy_s, tokens = counters.busy_s - before.busy_s, counters.tokens - before.tokens
+                    busy_s, tokens = (
+                        counters.busy_s - before.busy_s,
+                        counters.generated_tokens - before.generated_tokens,
+                    )
                     if busy_s < 0 or tokens < 0:  # it was started again
                         continue
                     busy, count = busy + busy_s, count + 1
@@ -210,7 +202,7 @@ class Monitor:
             self._decided[rank] = max(part.decided, self._decided.get(rank, 0))
         self._count_per_group(judging)
         loads = {}
-        for role in self._ground.roles:
+        for role in self._grid.roles:
             requests = sum(part.roles[role].requests for part in parts)
             queued = sum(part.roles[role].waiting for part in parts)
             waiting = queued + sum(c.waiting for part in parts for c in part.roles[role].replicas.values())
@@ -222,7 +214,7 @@ class Monitor:
             else:
                 needed = min(1.0, groups / max(1, judging)) * at_hand + missing * self._each(role)
             found = [c for part in parts for c in part.roles[role].replicas.values()]
-            age = sum(c.made for c in found) / max(1.0, sum(c.running for c in found))
+            age = sum(c.running_tokens for c in found) / max(1.0, sum(c.running for c in found))
             lengths, longest = self._seen(role)
             loads[role] = Load(running, round(waiting), needed, age, lengths, longest, busy=self.busy[role])
         return loads
@@ -234,7 +226,7 @@ class Monitor:
         """How many requests of each role a group takes, siblings and repeats together. Groups that are being judged
         have all of the policy's behind them, and about half of the judges'."""
         decided = self._decided_before + sum(self._decided.values())
-        for role in self._ground.roles:
+        for role in self._grid.roles:
             groups = decided + (judging if role == POLICY else judging / 2)
             if groups >= 4:
                 self._per_group[role] = max(1.0, (self._ended_before[role] + self._ended[role]) / groups)

@@ -2,7 +2,7 @@
 
     metas (gathered, sorted) ──split──> mini-batches ──assign (cost)──> ranks ──pack──> rows ──> micro-batches
 
-Every controller calls `lay_out` on the same gathered metadata and so computes the same layout without a word more.
+Every controller calls `make_layout` on the same gathered metadata and so computes the same layout without a word more.
 Invariants (tests/unit/test_balance.py): every sample stands in exactly one row of one rank; no row is wider than its
 micro-batch; no micro-batch exceeds the token budget; all ranks have equally many micro-batches (they meet in
 collectives); the layout depends on neither the order of `metas` nor the number of controllers.
@@ -22,7 +22,7 @@ from gcore.types import MicroBatch, MiniBatch, SampleMeta, TrainBatch
 WIDTH_BLOCK = 8
 
 
-def lay_out(
+def make_layout(
     metas: Sequence[SampleMeta],
     *,
     step: int,

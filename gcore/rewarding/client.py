@@ -146,7 +146,7 @@ class JsonClient:
         headers = {"Content-Type": "application/json"}
         if token := self._token():
             headers["Authorization"] = f"Bearer {token}"
-        session, slots = self.line()
+        session, slots = self.connection()
         async with slots, session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
             text = (await response.read()).decode("utf-8", "replace")
         return Reply(response.status, text, response.headers.get("Retry-After", ""))
@@ -181,7 +181,7 @@ class JsonClient:
         text = _without(self._token(), _without(self.url.partition("?")[2], str(error)))
         return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
 
-    def line(self) -> tuple[ClientSession, asyncio.Semaphore]:
+    def connection(self) -> tuple[ClientSession, asyncio.Semaphore]:
         """The session of the running loop, and its slots. Who waits for a slot is not on the clock yet."""
         import aiohttp
 

@@ -1,6 +1,6 @@
 """A generative judge: another language model reads a response and writes a verdict.
 
-    response ──Form──> messages ──Voice──> text ──Verdict──> number ──mean──> reward
+    response ──Form──> messages ──JudgeBackend──> text ──Verdict──> number ──mean──> reward
                           ^                 │
                           └── fresh noise ──┘ while no verdict can be read
 
@@ -29,8 +29,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gcore.config.tree import Judge
 from gcore.rewarding.functions import load_function
+from gcore.rewarding.judge_backend import JudgeBackend, Key
 from gcore.rewarding.source import Answer, is_finite, scalar, short
-from gcore.rewarding.voice import Key, Voice
 from gcore.types import Message, Prompt, RewardError, Rollout, SamplingParams, UserError
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Case:
 
     places: tuple[int, ...]  # in the group
     key: Key  # prompt id, siblings
-    question: Any  # as the voice takes it
+    question: Any  # as the backend takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +64,26 @@ class Hearing:
 
 
 class JudgeSource:
-    """Implements source.Source. Who speaks is `voice`: an engine of this run, a server, or a script in a test."""
+    """Implements source.Source. Who speaks is `backend`: an engine of this run, a server, or a script in a test."""
 
     attempts = 1  # verdicts are asked for again here, one by one; the blend would ask for those that were read, too
 
-    def __init__(self, spec: Judge, voice: Voice, key: str = "rewards.judges.0"):
-        self.spec, self.voice, self.key = spec, voice, key
+    def __init__(self, spec: Judge, backend: JudgeBackend, key: str = "rewards.judges.0"):
+        self.spec, self.backend, self.key = spec, backend, key
         self.name, self.weight = spec.name, spec.weight
-        self.counts: Counter[str] = voice.counts
+        self.counts: Counter[str] = backend.counts
         self._params = SamplingParams(spec.max_response_length, temperature=spec.temperature, top_p=spec.top_p)
-        self._form, self._verdict = Form(spec, voice, key), Verdict(spec, key)
+        self._form, self._verdict = Form(spec, backend, key), Verdict(spec, key)
 
     def check(self, columns: Collection[str]) -> None:
         self._form.check(columns)
         self._verdict.check()
 
     async def reach(self) -> None:
-        await self.voice.reach()
+        await self.backend.reach()
 
     def close(self) -> None:
-        self.voice.close()
+        self.backend.close()
 
     async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
         """Every verdict is a request of its own, all at once. A prompt that is too long fails before any is sent."""
@@ -107,18 +107,18 @@ class JudgeSource:
         """What the judge would be shown of the first of the group (pairwise: of the first two). Raises RewardError."""
         rollouts = group[: len(RESPONSES[self.spec.mode])]
         self._case(group, tuple(range(len(rollouts))))  # is it short enough?
-        return self.voice.text(self._form.messages(rollouts[0].prompt, [rollout.text for rollout in rollouts]))
+        return self.backend.text(self._form.messages(rollouts[0].prompt, [rollout.text for rollout in rollouts]))
 
-    async def say(self, messages: Sequence[Message], key: Key, **params: Any) -> str:
+    async def ask(self, messages: Sequence[Message], key: Key, **params: Any) -> str:
         """What the judge says to a conversation of the caller's own. `params` override fields of SamplingParams."""
-        question = self.voice.question(messages, f"judge {self.name!r}")
-        return await self.voice.answer(question, self._params.override(params, "ctx.ask"), (self.name, "say", *key))
+        question = self.backend.question(messages, f"judge {self.name!r}")
+        return await self.backend.answer(question, self._params.override(params, "ctx.ask"), (self.name, "say", *key))
 
     def _case(self, group: Sequence[Rollout], places: tuple[int, ...]) -> Case:
         rollouts = [group[place] for place in places]
         prompt = rollouts[0].prompt
         messages = self._form.messages(prompt, [rollout.text for rollout in rollouts])
-        question = self.voice.question(messages, f"reward {self.name!r}, prompt {prompt.id}")
+        question = self.backend.question(messages, f"reward {self.name!r}, prompt {prompt.id}")
         return Case(places, (prompt.id, *(rollout.sibling for rollout in rollouts)), question)
 
     async def _hear(self, case: Case, attempt: int) -> Hearing:
@@ -134,7 +134,7 @@ class JudgeSource:
         for turn in range(self.spec.attempts):
             self.counts["verdicts"] += 1
             key = (self.name, *case.key, repeat, attempt * self.spec.attempts + turn)
-            text = await self.voice.answer(case.question, self._params, key)
+            text = await self.backend.answer(case.question, self._params, key)
             try:
                 return self._verdict.read(text), text
             except Unread as error:
@@ -201,8 +201,8 @@ def _notes(group: Sequence[Rollout], place: int, hearings: Mapping[tuple[int, ..
 class Form:
     """What the judge is shown: a prompt and responses -> messages."""
 
-    def __init__(self, spec: Judge, voice: Voice, key: str):
-        self.spec, self.voice, self.key = spec, voice, key
+    def __init__(self, spec: Judge, backend: JudgeBackend, key: str):
+        self.spec, self.backend, self.key = spec, backend, key
         self._environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         self._template: Template | None = None
 
@@ -222,13 +222,13 @@ class Form:
             if name not in names:
                 raise UserError(f"{self.key}.template: expected {{{{ {name} }}}} in it: it is what is to be judged")
         own = "".join(data.data for data in tree.find_all(nodes.TemplateData))
-        self.voice.check({"template": own, "system_prompt": self.spec.system_prompt or ""}, self._conversation("x"))
+        self.backend.check({"template": own, "system_prompt": self.spec.system_prompt or ""}, self._conversation("x"))
 
     def messages(self, prompt: Prompt, responses: Sequence[str]) -> list[Message]:
         """The template's text as the user's message. The row's columns stand below the names of our own."""
         if self._template is None:
             self._template = self._compile()
-        shown = zip(RESPONSES[self.spec.mode], map(self.voice.plain, responses), strict=True)
+        shown = zip(RESPONSES[self.spec.mode], map(self.backend.plain, responses), strict=True)
         own = {"prompt": _prompt_text(prompt), "messages": list(prompt.messages), **dict(shown)}
         try:
             return self._conversation(self._template.render({**prompt.columns, **own}))

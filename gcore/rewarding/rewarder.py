@@ -15,7 +15,7 @@ from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut, short
 from gcore.types import Message, RewardError, Rollout, Scored, UserError
 
 
-class Blend:
+class WeightedRewarder:
     """Implements protocols.Rewarder."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Blend:
         for source in self.sources.values():
             source.check(columns)
 
-    async def score(self, group: Sequence[Rollout]) -> list[Scored]:
+    async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
         """Siblings of one prompt, by all sources at once. Raises RewardError; never makes up a 0."""
         results = await asyncio.gather(*(self._ask(s, group) for s in self.sources.values()), return_exceptions=True)
         answers: dict[str, Answer] = {}
@@ -60,18 +60,18 @@ class Blend:
             self.counts["unscored"] += unscored
         return scored
 
-    async def ask(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
+    async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
         """One source alone, unweighted: for workflows that choose by it."""
         if name not in self.sources:
             raise UserError(f"no reward is called {name!r}; there are {list(self.sources)} (keys: workflow, rewards)")
         return (await self._ask(self.sources[name], group)).values
 
-    async def say(self, judge: str, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
-        say = getattr(self.sources.get(judge), "say", None)
-        if say is None:
-            speakers = [name for name, source in self.sources.items() if hasattr(source, "say")]
-            raise UserError(f"no judge is called {judge!r}; there are {speakers} (keys: workflow, rewards.judges)")
-        text: str = await say(messages, (judge, *key), **params)
+    async def ask(self, judge: str, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
+        ask = getattr(self.sources.get(judge), "ask", None)
+        if ask is None:
+            judges = [name for name, source in self.sources.items() if hasattr(source, "ask")]
+            raise UserError(f"no judge is called {judge!r}; there are {judges} (keys: workflow, rewards.judges)")
+        text: str = await ask(messages, (judge, *key), **params)
         return text
 
     def take_counts(self) -> dict[str, int]:

@@ -53,7 +53,7 @@ class GlooGroup:
     async def all_gather(self, name: str, value: Any) -> list[Any]:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._all_gather, name, value)
 
-    def line(self) -> GlooGroup:
+    def subgroup(self) -> GlooGroup:
         self._lines += 1
         line = copy.copy(self)
         line._open(f"{self._name}.{self._lines}")

@@ -102,7 +102,7 @@ class LocalGroup:
         values: list[Any] = await self._hub.exchange((self._line, self._round), self.rank, value)
         return values
 
-    def line(self) -> LocalGroup:
+    def subgroup(self) -> LocalGroup:
         assert self._line == 0, "lines are asked for from the first"
         self._lines += 1
         return LocalGroup(self._rendezvous, self._lines)

@@ -2,7 +2,7 @@
 
     draw ──> policy replica (siblings together) ──> judges (each response by itself) ──> keep, or draw another
                      ^                                     ^
-                     └──── blocks change hands ────────────┘        decide: gcore/placement/policy.py, at every look
+                     └──── blocks change hands ────────────┘        decide: gcore/placement/rules.py, at every look
 
 Prompts are drawn as controllers do (controller/collect.py): each has its share of them, and fills up to its share of
 what is missing. A rollout ends when enough groups are kept; what is under way then is aborted, and first in line in the
@@ -17,9 +17,9 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
+from gcore.placement.grid import POLICY, Move, Split
 from gcore.placement.monitor import quantiles
-from gcore.placement.plan import POLICY, Move, Split
-from gcore.placement.policy import Decide, Load, View
+from gcore.placement.rules import Decide, Load, View
 from gcore.simulate.device import Job, seen
 from gcore.simulate.fleet import Call, Clock, Fleet, Group, Memory
 from gcore.simulate.scenario import Draw, Scenario, StepWork
@@ -92,8 +92,8 @@ class Simulation:
         scenario: Scenario = work.scenario
         self.scenario, self.work, self.decide, self.state = scenario, work, decide, state
         self.costs = scenario.costs(work.step)
-        self.ground = self.costs.ground
-        self.look_s = max(LOOK[0], LOOK[1] * state.seconds)
+        self.grid = self.costs.grid
+        self.poll_interval_s = max(LOOK[0], LOOK[1] * state.seconds)
         self.controllers = [Controller(place, len(state.places)) for place in state.places]
         memory = state.memory
         self.clock = Clock()
@@ -103,8 +103,8 @@ class Simulation:
         self.fleets = {
             role: Fleet(
                 role,
-                self.ground,
-                self.costs.paces[role],
+                self.grid,
+                self.costs.speeds[role],
                 memory,
                 self.clock,
                 self._stage_ended,
@@ -115,7 +115,7 @@ class Simulation:
                 controllers=len(state.places),
                 repeats=repeats.get(role, 1),
             )
-            for role in self.ground.roles
+            for role in self.grid.roles
         }
         self.policy = self.fleets[POLICY]
         self.judges = [self.fleets[judge.name] for judge in scenario.judges]
@@ -123,20 +123,20 @@ class Simulation:
         self.kept = self.dropped = self.running = self.judging = 0  # groups
         self._wanted = 0  # under way at each controller, when it was last filled up
         self.result = Rollout(state)
-        self.split = split.check(self.ground)
+        self.split = split.check(self.grid)
         self.moving: set[int] = set()
-        self._since = [0.0] * self.ground.num_blocks  # when the owner of a block got it
-        self._busy_then = [0.0] * self.ground.num_blocks  # its replicas' busy seconds then
+        self._since = [0.0] * self.grid.num_blocks  # when the owner of a block got it
+        self._busy_then = [0.0] * self.grid.num_blocks  # its replicas' busy seconds then
         self._busy_before: dict[str, float] = dict.fromkeys(self.fleets, 0.0)
         self._last_move = -math.inf
 
     def run(self) -> Rollout:
-        for block in range(self.ground.num_blocks):
+        for block in range(self.grid.num_blocks):
             self._open(block)
         for fleet in self.fleets.values():
             fleet.open(replica for block in fleet.blocks for replica in fleet.places[block])
         self._fill()
-        self.clock.at(self.look_s, self._look, None)
+        self.clock.at(self.poll_interval_s, self._poll, None)
         self.clock.run()
         found = self._finish()
         self._let_go()
@@ -213,10 +213,10 @@ class Simulation:
 
     # ---- placement ------------------------------------------------------------------------------------------------
 
-    def _look(self, _: None) -> None:
+    def _poll(self, _: None) -> None:
         for move in self.decide(self.split, self.view(), self.costs):
             self._move(move)
-        self.clock.at(self.clock.now + self.look_s, self._look, None)
+        self.clock.at(self.clock.now + self.poll_interval_s, self._poll, None)
 
     def view(self) -> View:
         """What the controllers could tell each other at this moment."""
@@ -242,7 +242,7 @@ class Simulation:
         work.update(zip(blocks, there, strict=True))
         waiting = fleet.queued + sum(there) - running
         since, self._busy_before[fleet.name] = busy_s - self._busy_before[fleet.name], busy_s
-        busy = since / (len(blocks) * fleet.per_block * self.look_s) if blocks else 1.0
+        busy = since / (len(blocks) * fleet.per_block * self.poll_interval_s) if blocks else 1.0
         age = made / running if running else 0.0
         return Load(running, waiting, needed, age, fleet.lengths, fleet.longest, fleet.prompt, min(1.0, busy))
 
@@ -287,7 +287,7 @@ class Simulation:
         self._busy_before[role] -= busy
         busy, owned = (busy - self._busy_then[block]) / fleet.per_block, now - self._since[block]
         for table, seconds in ((self.result.owned_s, owned), (self.result.busy_s, busy)):
-            table[role] = table.get(role, 0.0) + seconds * self.ground.block
+            table[role] = table.get(role, 0.0) + seconds * self.grid.block
         self._segment(block, role, self._since[block], now, busy / owned if owned > 0 else 0.0)
 
     def _segment(self, block: int, role: str, start: float, end: float, busy: float) -> None:
@@ -298,13 +298,13 @@ class Simulation:
 
     def _finish(self) -> Rollout:
         result, now = self.result, self.clock.now
-        for block in range(self.ground.num_blocks):
+        for block in range(self.grid.num_blocks):
             if block not in self.moving:
                 self._close(block)
         result.segments = [(b, role, start, min(end, now), busy) for b, role, start, end, busy in result.segments]
-        result.switch_s = self.ground.block * sum(e - s for _, role, s, e, _ in result.segments if role == "switch")
+        result.switch_s = self.grid.block * sum(e - s for _, role, s, e, _ in result.segments if role == "switch")
         result.seconds, result.split = now, self.split
-        result.idle = 1 - sum(result.busy_s.values()) / (now * self.ground.slots)
+        result.idle = 1 - sum(result.busy_s.values()) / (now * self.grid.slots)
         result.wasted_tokens += self.policy.wasted()
         memory = {role: quantiles(fleet.seen) or fleet.lengths for role, fleet in self.fleets.items()}
         memory[f"{POLICY}/longest"] = quantiles(self.policy.seen_longest) or self.policy.longest

@@ -3,7 +3,7 @@
     Shape (shapes.py) ─┐
                        ├──> seconds: decoding step, prefill, training, logprobs, weight update, sleep and wake
     Gpu (hardware.json)┘    bytes:   weights, gradients, optimizer, activations, KV cache
-                            Pace:    the straight line that simulators use (placement/pace.py)
+                            ReplicaSpeed:    the straight line that simulators use (placement/replica_speed.py)
 
 A time is that of the slower of arithmetic and memory, plus what was measured as overhead. All numbers that are not in
 the model's shape come from hardware.json, with their sources. `tp` is the number of GPUs one replica spans.
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from gcore.placement.pace import Pace
+from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.simulate.shapes import BYTES
 from gcore.simulate.shapes import SHAPES as SHAPES
 from gcore.simulate.shapes import Shape as Shape
@@ -29,7 +29,7 @@ from gcore.simulate.shapes import shape_of as shape_of
 from gcore.types import UserError
 
 GB = 1e9
-CHUNK = 1 << 27  # logits the trainer holds at once (training/policy.py), each about four times in float32
+CHUNK = 1 << 27  # logits the trainer holds at once (training/logprob_model.py), each about four times in float32
 MEMORY_FRACTION = 0.9  # of a GPU that can be planned with: contexts, fragments and buffers have the rest
 
 
@@ -151,7 +151,7 @@ def serving(
     mean_context: float,
     memory_fraction: float = MEMORY_FRACTION,
     refilled: bool = False,
-) -> Pace:
+) -> ReplicaSpeed:
     """The straight line through `decode_step_s`, and what a replica's moves cost.
 
     `refilled`: its weights come from the trainer (the policy), else from host memory when it wakes (a judge).
@@ -168,10 +168,10 @@ def serving(
 
 
 @functools.lru_cache(maxsize=4096)
-def pace_of(shape: Shape, gpu: Gpu, tp: int, mean_context: float, most: int, refilled: bool = False) -> Pace:
+def pace_of(shape: Shape, gpu: Gpu, tp: int, mean_context: float, most: int, refilled: bool = False) -> ReplicaSpeed:
     """As `serving`, with at most `most` sequences at once."""
     base_s, per_sequence_s = _line(shape, gpu, tp, mean_context, most)
-    return Pace(
+    return ReplicaSpeed(
         base_s=base_s,
         per_sequence_s=per_sequence_s,
         prefill_s_per_token=prefill_s(shape, gpu, tp, 1, mean_context / 2),

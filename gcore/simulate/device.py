@@ -1,9 +1,9 @@
 """One engine replica as the emulated engine and the simulator see it: what runs there, and when the next request ends.
 
-    add ──> waiting (by priority) ──room──> prefill: the device stands ──> decode, all at one pace ──> ended
+    add ──> waiting (by priority) ──room──> prefill: the device stands ──> decode, all at one speed ──> ended
 
 All running requests make a token a step, so one *token clock* serves them all: a request that began at 120 and makes 50
-tokens is done when the clock shows 170, however often the pace changed in between. Prefill comes first and is serial:
+tokens is done when the clock shows 170, however often the speed changed in between. Prefill comes first and is serial:
 the clock stands still meanwhile. An arrival, an end and an abort cost O(log n); between them nothing is done.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from gcore.placement.pace import Pace
+from gcore.placement.replica_speed import ReplicaSpeed
 
 WAITING, RUNNING, ENDED = 0, 1, 2  # states of a job
 EARLY = 1e-9  # sums of floats end a little before what they add up to
@@ -41,11 +41,11 @@ class Device:
         "prefilled", "running", "standing", "step_s", "waiting",
     )  # fmt: skip
 
-    def __init__(self, pace: Pace, at: float = 0.0) -> None:
-        self._base, self._per, self._cap = pace.base_s, pace.per_sequence_s, pace.max_concurrent
-        self._prefill = pace.prefill_s_per_token
+    def __init__(self, speed: ReplicaSpeed, at: float = 0.0) -> None:
+        self._base, self._per, self._cap = speed.base_s, speed.per_sequence_s, speed.max_concurrent
+        self._prefill = speed.prefill_s_per_token
         self.at = self.standing = at  # standing: until then the device is in prefill
-        self.clock, self.step_s = 0.0, pace.base_s
+        self.clock, self.step_s = 0.0, speed.base_s
         self.running = self.waiting = self._order = 0
         self.ending: list[tuple[float, int, Job]] = []  # heap on the token clock; the gone among them are passed over
         self._waiting: list[tuple[float, int, Job]] = []

@@ -7,7 +7,7 @@ while one is read; all running requests make one token per step, and a step take
 that was read before, with the same weights, is not read again (siblings, repeated verdicts). Nothing runs between two
 events.
 
-Time is that of the event loop. In an ordinary loop, `speed` emulated seconds pass per second. In a VirtualLoop
+Time is that of the event loop. In an ordinary loop, `speedup` emulated seconds pass per second. In a VirtualLoop
 (gcore.simulate) there is no waiting: time jumps to the next event.
 """
 
@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.config.base import EmulatedDevice, Model, Serving
-from gcore.placement.pace import Pace
-from gcore.protocols import Stats, Weights
+from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.simulate.device import RUNNING, Device, Job
 from gcore.types import Completion, Finish, Ints, Request, UserError
 
@@ -104,25 +104,25 @@ class EmulatedEngine:
 
     def __init__(
         self,
-        pace: Pace,
+        speed: ReplicaSpeed,
         *,
         max_length: int | None = None,  # of prompt and response together
         lengths: Lengths = LENGTHS,
         tokens: range = range(4, 1000),
-        speed: float = 1.0,
+        speedup: float = 1.0,
     ) -> None:
-        if pace.step_s(1) <= 0 or speed <= 0:
+        if speed.step_s(1) <= 0 or speedup <= 0:
             raise ValueError(
-                f"{pace}, speed {speed}: expected a decoding step that takes some time, and a speed above 0"
+                f"{speed}, speedup {speedup}: expected a decoding step that takes some time, and a speedup above 0"
             )
-        self.pace, self.max_length, self.speed = pace, max_length, speed
+        self.speed, self.max_length, self.speedup = speed, max_length, speedup
         self.version = 0
         self._lengths, self._tokens = lengths, tokens
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.Handle | None = None
         self._rings = math.inf  # when it does; not every loop's timers tell
         self._at = 0.0  # the loop's time up to which all has happened
-        self._device = Device(pace)  # its time stands still while weights come, and in sleep
+        self._device = Device(speed)  # its time stands still while weights come, and in sleep
         self._held: list[_Asked] = []  # came while it stood still
         self._calls: dict[str, dict[_Call, None]] = {}  # by ticket
         self._num_loads = 0
@@ -161,7 +161,7 @@ class EmulatedEngine:
         self._num_loads += 1
         index, count = bucket
         try:
-            await self._pass(self.pace.weights_s / count)
+            await self._pass(self.speed.weights_s / count)
             self._incomplete = index + 1 < count
             if not self._incomplete:
                 self.version, self._bare = version, False
@@ -172,34 +172,34 @@ class EmulatedEngine:
             self._go_on()
         return self.version
 
-    async def sleep(self, level: int) -> Stats:
+    async def sleep(self, level: int) -> MemoryChange:
         self._catch_up()
         if under_way := self._device.running + self._device.waiting + len(self._held):
             raise RuntimeError(f"asked to sleep with {under_way} requests under way")
         self._asleep, self._bare = True, self._bare or level > 1
         self._read.clear()
-        await self._pass(self.pace.sleep_s)
-        return {"seconds": self.pace.sleep_s, "freed_gb": 0.0}
+        await self._pass(self.speed.sleep_s)
+        return MemoryChange(self.speed.sleep_s, 0.0)
 
-    async def wake(self, *tags: str) -> Stats:
+    async def wake(self, *tags: str) -> MemoryChange:
         self._catch_up()
-        await self._pass(self.pace.wake_s)
+        await self._pass(self.speed.wake_s)
         self._asleep = bool(tags) and "kv_cache" not in tags
         self._go_on()
-        return {"seconds": self.pace.wake_s, "taken_gb": 0.0}
+        return MemoryChange(self.speed.wake_s, 0.0)
 
-    async def stats(self) -> Stats:
+    async def stats(self) -> EngineStats:
         """Seconds are emulated ones. Taking new weights counts as busy, sleep does not."""
         self._catch_up()
         device = self._device
         under_way = float(sum(device.progress(job) for job in device.jobs()))
-        return {
-            "generated_tokens": float(self._generated + under_way),
-            "busy_s": device.busy_s + self._loading_s,
-            "running": float(device.running),
-            "waiting": float(device.waiting + len(self._held)),
-            "running_tokens": under_way,
-        }
+        return EngineStats(
+            running=device.running,
+            waiting=device.waiting + len(self._held),
+            busy_s=device.busy_s + self._loading_s,
+            generated_tokens=self._generated + under_way,
+            running_tokens=under_way,
+        )
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class EmulatedEngine:
         if loop is not self._loop:
             self._loop, self._timer, self._at = loop, None, loop.time()
         now = loop.time()
-        passed_s = (now - self._at) * self.speed
+        passed_s = (now - self._at) * self.speedup
         self._at = now
         if self._stands_still:
             self._loading_s += passed_s if self._num_loads or self._incomplete else 0.0
@@ -221,7 +221,7 @@ class EmulatedEngine:
         if until > device.at:
             self._answer(device.advance(until))
         else:  # what was due came a little early
-            self._at += (device.at - until) / self.speed
+            self._at += (device.at - until) / self.speedup
         return loop
 
     def _advance(self, due: float) -> None:
@@ -241,7 +241,7 @@ class EmulatedEngine:
     async def _pass(self, emulated_s: float) -> None:
         try:
             if emulated_s:
-                await asyncio.sleep(emulated_s / self.speed)
+                await asyncio.sleep(emulated_s / self.speedup)
         finally:
             self._catch_up()
 
@@ -263,7 +263,7 @@ class EmulatedEngine:
         due = self._device.next_s()
         if due == math.inf:
             return
-        when = self._at + (due - self._device.at) / self.speed
+        when = self._at + (due - self._device.at) / self.speedup
         if self._timer is not None:
             if self._rings <= when:
                 return
@@ -336,11 +336,11 @@ def engine_of(serving: Serving, device: EmulatedDevice, model: Model, max_length
     names = ("base_s", "per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s")
     lengths = log_normal(device.mean_tokens / math.exp(device.sigma**2 / 2), device.sigma, device.shared)
     return EmulatedEngine(
-        Pace(max_concurrent=serving.max_concurrent, **{name: getattr(device, name) for name in names}),
+        ReplicaSpeed(max_concurrent=serving.max_concurrent, **{name: getattr(device, name) for name in names}),
         max_length=max_length,
         lengths=lengths if serving.seeds else unseeded(lengths),
         tokens=range(4, 4 + len(model.build.alphabet)) if model.build else range(4, 1000),  # after the special ones
-        speed=device.speed,
+        speedup=device.speed,
     )
 
 

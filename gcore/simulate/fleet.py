@@ -3,7 +3,7 @@
 send ──> the controller's line (oldest group first) ──its Router──> Device ──> ended(job)
 
 As in a run, every controller has a line and a router of its own, and sees nothing of the others' (generation/pool.py);
-beyond LINES of them, some share one: that changes little but the simulator's pace.
+beyond LINES of them, some share one: that changes little but the simulator's speed.
 When a block moves, what runs there goes on elsewhere (`evict`).
 """
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gcore.generation.routing import Router
-from gcore.placement.pace import Pace
-from gcore.placement.plan import POLICY, Ground
-from gcore.placement.policy import Load, room
+from gcore.placement.grid import POLICY, DeviceGrid
+from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.placement.rules import Load, room
 from gcore.simulate.device import Device, Job
 
 Memory = Mapping[str, Sequence[float]]  # lengths of requests that ended lately, by role: quantiles
@@ -52,8 +52,8 @@ class Replica(Device):
 
     __slots__ = ("index", "rings")
 
-    def __init__(self, pace: Pace, index: int) -> None:
-        super().__init__(pace)
+    def __init__(self, speed: ReplicaSpeed, index: int) -> None:
+        super().__init__(speed)
         self.index = index
         self.rings = math.inf  # when it is looked at next; events of other times are void
 
@@ -96,8 +96,8 @@ class Fleet:
     def __init__(
         self,
         name: str,
-        ground: Ground,
-        pace: Pace,
+        grid: DeviceGrid,
+        speed: ReplicaSpeed,
         memory: Memory,
         clock: Clock,
         ended: Callable[[Fleet, Group], None],
@@ -107,15 +107,15 @@ class Fleet:
         controllers: int = 1,
         repeats: int = 1,
     ) -> None:
-        self.name, self.pace, self.clock, self.prompt, self.repeats = name, pace, clock, prompt, repeats
+        self.name, self.speed, self.clock, self.prompt, self.repeats = name, speed, clock, prompt, repeats
         self.longest_allowed = longest_allowed
-        self.per_block = ground.per_block(name)
+        self.per_block = grid.per_block(name)
         self.lengths, self.longest = memory[name], memory.get(f"{name}/longest", ())
-        count = ground.num_blocks * self.per_block
-        self.devices = [Replica(pace, i) for i in range(count)]
+        count = grid.num_blocks * self.per_block
+        self.devices = [Replica(speed, i) for i in range(count)]
         self.places = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]  # by block
         load = Load(lengths=self.lengths, prompt=prompt)
-        limit = SENT * pace.max_concurrent if name == POLICY else room(load, pace)
+        limit = SENT * speed.max_concurrent if name == POLICY else room(load, speed)
         lines = min(controllers, LINES)
         part = -(-limit // lines)
         turns = [(rank, lines) for rank in range(lines)]

@@ -19,9 +19,9 @@ from typing import Any
 from gcore.simulate import costs
 from gcore.simulate.costs import GB, Gpu, Shape
 from gcore.simulate.estimate import POLICY, Case, Estimate, Mode, estimate
-from gcore.simulate.question import Constraints as Constraints
-from gcore.simulate.question import Workload as Workload
-from gcore.simulate.question import at_least_one
+from gcore.simulate.plan_inputs import Constraints as Constraints
+from gcore.simulate.plan_inputs import Workload as Workload
+from gcore.simulate.plan_inputs import at_least_one
 from gcore.simulate.roles import Role
 
 USEFUL = 32  # sequences at the mean context: a smaller KV cache is not worth a replica
@@ -124,18 +124,18 @@ def plan(
     """The whole answer. What does not fit is part of it, not an error."""
     workload, constraints = workload or Workload(), constraints or Constraints()
     at_least_one("--gpus", gpus)
-    ground = _Ground(model, tuple(judges), gpus, gpu, workload, constraints)
-    update = ground.trainer()
-    options = [] if update.problem else ground.options()
-    candidates = [case for case in (ground.case(*option) for option in options) if case is not None]
+    grid = _DeviceGrid(model, tuple(judges), gpus, gpu, workload, constraints)
+    update = grid.trainer()
+    options = [] if update.problem else grid.options()
+    candidates = [case for case in (grid.case(*option) for option in options) if case is not None]
     found: dict[Mode, tuple[Estimate, Case]] = {}
-    for mode, case in itertools.product(ground.modes, candidates):
+    for mode, case in itertools.product(grid.modes, candidates):
         now = estimate(mode, case)
         if now is not None and (mode not in found or now.step_s < found[mode][0].step_s):
             found[mode] = now, case
     ranked = sorted(found.values(), key=lambda pair: pair[0].step_s)
     chosen = ranked[0][1] if ranked else None
-    memory = (*ground.engines(chosen), update)
+    memory = (*grid.engines(chosen), update)
     problems = tuple(f"{fit.role} ({fit.phase}): {fit.problem}" for fit in memory if fit.problem)
     if not ranked and not problems:
         problems = (f"no placement of {len(judges) + 1} roles on {gpus} GPUs; every role needs its own in this mode",)
@@ -149,15 +149,15 @@ def plan(
         memory=memory,
         estimates=() if problems else tuple(pair[0] for pair in ranked),
         problems=problems,
-        changes=_changes(ground) if problems else (),
+        changes=_changes(grid) if problems else (),
         resident=chosen.resident if chosen else True,
-        micro_tokens=ground.micro_tokens,
-        drift={} if problems else _drift(ground, found),
+        micro_tokens=grid.micro_tokens,
+        drift={} if problems else _drift(grid, found),
     )
 
 
 @dataclass(frozen=True)
-class _Ground:
+class _DeviceGrid:
     """The question, and what follows from it before anything is placed."""
 
     model: Shape
@@ -287,16 +287,16 @@ class _Ground:
         """Siblings share the prefill of their prompt, repeated verdicts that of theirs: engines cache prefixes."""
         shape, work, is_policy = self.shapes[name], self.workload, name == POLICY
         sequences = max(1, self.engine(name, tp, resident).sequences)
-        pace = costs.pace_of(shape, self.gpu, tp, self.context(name), sequences, refilled=is_policy)
+        speed = costs.pace_of(shape, self.gpu, tp, self.context(name), sequences, refilled=is_policy)
         if is_policy:
-            return Role(name, shape, tp, pace, work.responses, work.samples, work.prompt_length / work.samples)
+            return Role(name, shape, tp, speed, work.responses, work.samples, work.prompt_length / work.samples)
         judged = (work.prompt_length + work.response_length) / work.repeats
-        return Role(name, shape, tp, pace, work.verdicts, work.samples * work.repeats, judged)
+        return Role(name, shape, tp, speed, work.verdicts, work.samples * work.repeats, judged)
 
 
-def _drift(ground: _Ground, found: Mapping[Mode, tuple[Estimate, Case]]) -> dict[str, float]:
+def _drift(grid: _DeviceGrid, found: Mapping[Mode, tuple[Estimate, Case]]) -> dict[str, float]:
     """Responses twice as long: every mode as it is, but static keeps the split that was best before."""
-    later = replace(ground, workload=ground.workload.stretched(2.0))
+    later = replace(grid, workload=grid.workload.stretched(2.0))
     drift: dict[str, float] = {}
     for mode, (before, case) in found.items():
         longer = later.case(case.resident, [role.tp for role in case.roles])
@@ -306,18 +306,18 @@ def _drift(ground: _Ground, found: Mapping[Mode, tuple[Estimate, Case]]) -> dict
     return drift
 
 
-def _changes(ground: _Ground) -> tuple[str, ...]:
+def _changes(grid: _DeviceGrid) -> tuple[str, ...]:
     """Single changes after which everything fits, tried one by one."""
-    more = [ground.gpus * factor for factor in (2, 4, 8, 16)]
-    tries = [(f"{gpus} GPUs (--gpus)", replace(ground, gpus=gpus)) for gpus in more]
-    bigger = sorted((g for g in costs.GPUS.values() if g.memory_gb > ground.gpu.memory_gb), key=lambda g: g.memory_gb)
-    tries += [(f"{g.memory_gb:.0f} GB of {g.title} (--gpu {g.name})", replace(ground, gpu=g)) for g in bigger]
-    free = replace(ground.constraints, policy_tp=None, judge_tp=None)
-    tries.append(("tensor parallel sizes left to the planner", replace(ground, constraints=free)))
-    half = ground.workload.max_response_length // 2
-    if half >= ground.workload.response_length:
-        shorter = replace(ground.workload, max_response_length=half)
-        tries.append((f"responses cut at {half} (--max-response-length)", replace(ground, workload=shorter)))
+    more = [grid.gpus * factor for factor in (2, 4, 8, 16)]
+    tries = [(f"{gpus} GPUs (--gpus)", replace(grid, gpus=gpus)) for gpus in more]
+    bigger = sorted((g for g in costs.GPUS.values() if g.memory_gb > grid.gpu.memory_gb), key=lambda g: g.memory_gb)
+    tries += [(f"{g.memory_gb:.0f} GB of {g.title} (--gpu {g.name})", replace(grid, gpu=g)) for g in bigger]
+    free = replace(grid.constraints, policy_tp=None, judge_tp=None)
+    tries.append(("tensor parallel sizes left to the planner", replace(grid, constraints=free)))
+    half = grid.workload.max_response_length // 2
+    if half >= grid.workload.response_length:
+        shorter = replace(grid.workload, max_response_length=half)
+        tries.append((f"responses cut at {half} (--max-response-length)", replace(grid, workload=shorter)))
     works = [text for text, other in tries if not other.trainer().problem and other.options()]
     counts = [text for text in works if text.endswith("(--gpus)")][:1]
     return (*counts, *(text for text in works if not text.endswith("(--gpus)")))

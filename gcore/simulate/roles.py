@@ -1,9 +1,9 @@
 """A role in the fluid of requests: how long its replicas are busy with a step's work, and when groups are complete.
 
-    Pace, Lengths, requests ──> Span: the queue, then the longest of what still runs
+    ReplicaSpeed, Lengths, requests ──> Span: the queue, then the longest of what still runs
                             └─> arrivals: groups done over time, which is what judges live on
 
-With a linear Pace a replica's time is base_s a step, plus per_sequence_s a token, plus prefill, whatever the order.
+With a linear ReplicaSpeed a replica's time is base_s per step, per_sequence_s per token, and prefill, in any order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gcore.placement.pace import Pace
+from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.simulate.costs import Shape
 from gcore.simulate.lengths import Array, Lengths
 
@@ -23,22 +23,22 @@ from gcore.simulate.lengths import Array, Lengths
 class Role:
     """An engine role and what a drawn prompt asks of it. Requests share prefixes: siblings, and repeated verdicts.
 
-    Role("judge", shape, tp=4, pace=pace, lengths=Lengths(512, 0.8, 2048), per_draw=16, prefill_tokens=2560)
+    Role("judge", shape, tp=4, speed=speed, lengths=Lengths(512, 0.8, 2048), per_draw=16, prefill_tokens=2560)
     """
 
     name: str
     shape: Shape
     tp: int
-    pace: Pace
+    speed: ReplicaSpeed
     lengths: Lengths
     per_draw: int  # requests
     prefill_tokens: float  # a request
 
     def span(self, gpus: int, draws: float) -> Span:
         """Serving `draws` prompts on `gpus`, all of them known from the start."""
-        pace, lengths, replicas = self.pace, self.lengths, gpus // self.tp
+        speed, lengths, replicas = self.speed, self.lengths, gpus // self.tp
         requests = self.per_draw * draws / replicas  # a replica
-        running = min(float(pace.max_concurrent), max(1.0, requests))
+        running = min(float(speed.max_concurrent), max(1.0, requests))
         tokens = requests * lengths.mean
         queue = 0.0  # steps until nothing waits
         if lengths.sigma == 0:
@@ -50,8 +50,8 @@ class Role:
             queue = max(0.0, tokens / running - lengths.mean_rest)
             own = queue + lengths.longest_rest_of(running)
             last = max(queue + lengths.longest_rest_of(running * replicas), lengths.longest_of(requests * replicas))
-        fixed = requests * self.prefill_tokens * pace.prefill_s_per_token + pace.per_sequence_s * tokens
-        return Span(fixed + pace.base_s * last, fixed + pace.base_s * min(own, last), running, queue)
+        fixed = requests * self.prefill_tokens * speed.prefill_s_per_token + speed.per_sequence_s * tokens
+        return Span(fixed + speed.base_s * last, fixed + speed.base_s * min(own, last), running, queue)
 
     def arrivals(self, gpus: int, draws: float) -> tuple[Array, Array]:
         """When groups are complete, for whoever waits for them: moments, and the share of groups done by then.
@@ -67,20 +67,20 @@ class Role:
     @cached_property
     def tail_s(self) -> float:
         """From when nothing waits on a full replica to its last response, beyond what its work alone would take."""
-        rest = self.lengths.longest_rest_of(self.pace.max_concurrent) - self.lengths.mean_rest
-        return self.pace.base_s * rest
+        rest = self.lengths.longest_rest_of(self.speed.max_concurrent) - self.lengths.mean_rest
+        return self.speed.base_s * rest
 
     def device_s(self, gpus: int, draws: float) -> float:
         """GPU-seconds of `draws` prompts on replicas kept as full as `gpus` would be, nobody waiting for a last one."""
         requests = self.per_draw * draws
-        running = min(float(self.pace.max_concurrent), max(1.0, requests * self.tp / gpus))
-        token_s = self.pace.base_s / running + self.pace.per_sequence_s
-        return self.tp * requests * (self.lengths.mean * token_s + self.prefill_tokens * self.pace.prefill_s_per_token)
+        running = min(float(self.speed.max_concurrent), max(1.0, requests * self.tp / gpus))
+        token_s = self.speed.base_s / running + self.speed.per_sequence_s
+        return self.tp * requests * (self.lengths.mean * token_s + self.prefill_tokens * self.speed.prefill_s_per_token)
 
 
 @lru_cache(maxsize=65536)
 def _arrivals(role: Role, gpus: int, draws: float) -> tuple[Array, Array]:
-    span, pace, lengths = role.span(gpus, draws), role.pace, role.lengths
+    span, speed, lengths = role.span(gpus, draws), role.speed, role.lengths
     requests = role.per_draw * draws * role.tp / gpus
     steps = np.linspace(0.0, span.queue + lengths.longest, 65)
     first = span.running / max(span.running, requests)  # share of groups that need not wait
@@ -89,8 +89,10 @@ def _arrivals(role: Role, gpus: int, draws: float) -> tuple[Array, Array]:
     left = steps - span.queue
     tokens = span.running * (np.minimum(steps, span.queue) + lengths.made(np.maximum(left, 0.0)))
     tokens *= requests * lengths.mean / tokens[-1]
-    prefilled_s = requests * role.prefill_tokens * pace.prefill_s_per_token * np.minimum(1.0, first + steps / steps[-1])
-    times = np.minimum(prefilled_s + pace.base_s * steps + pace.per_sequence_s * tokens, span.total_s)
+    prefilled_s = (
+        requests * role.prefill_tokens * speed.prefill_s_per_token * np.minimum(1.0, first + steps / steps[-1])
+    )
+    times = np.minimum(prefilled_s + speed.base_s * steps + speed.per_sequence_s * tokens, span.total_s)
     done[times >= span.total_s] = 1.0
     return times, done
 

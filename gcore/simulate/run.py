@@ -17,9 +17,9 @@ from typing import Any
 
 from gcore.placement import baselines as rules
 from gcore.placement.baselines import Utilisation
+from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, shares, split_by
 from gcore.placement.guard import Guarded, Memory
-from gcore.placement.plan import POLICY, Ground, Move, Split, all_splits, shares, split_by
-from gcore.placement.policy import Costs, Decide, Dynamic, Load, View
+from gcore.placement.rules import Costs, Decide, Dynamic, Load, View
 from gcore.simulate.cluster import Place, Rollout, Simulation, State
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError
@@ -87,7 +87,7 @@ class Run:
             "name": self.scenario.name,
             "policy": self.regime,
             "slots": self.scenario.slots,
-            "roles": self.scenario.ground.roles,
+            "roles": self.scenario.grid.roles,
             "steps": self.steps,
             "timeline": self.timeline,
             "moves": self.moves,
@@ -103,8 +103,8 @@ class Run:
 
 def regime_of(name: str, scenario: Scenario) -> Regime:
     """A policy by its name: one of NAMES."""
-    ground = scenario.ground
-    whole = Split((POLICY,) * ground.num_blocks)
+    grid = scenario.grid
+    whole = Split((POLICY,) * grid.num_blocks)
     if name == "dynamic":
         guarded = _Guarded()
         return Regime(name, guarded.begin, guarded)
@@ -137,19 +137,19 @@ class _Guarded:
         return self.rule.decide(self.memory, split, view, costs)
 
 
-def static_name(split: Split, ground: Ground) -> str:
+def static_name(split: Split, grid: DeviceGrid) -> str:
     """static:5 for two roles, static:2-4-1-1 for more: blocks of the policy, then of each judge."""
-    counts = [split.owners.count(role) for role in ground.roles]
+    counts = [split.owners.count(role) for role in grid.roles]
     return f"static:{'-'.join(map(str, counts if len(counts) > 2 else counts[:1]))}"
 
 
 def static_split(name: str, scenario: Scenario) -> Split:
-    return split_by(scenario.ground, _blocks(name, scenario))
+    return split_by(scenario.grid, _blocks(name, scenario))
 
 
 def _blocks(name: str, scenario: Scenario) -> dict[str, int]:
     """static:N: the judges share the rest evenly. static:N-M-...: for every role."""
-    total, roles = scenario.ground.num_blocks, scenario.ground.roles
+    total, roles = scenario.grid.num_blocks, scenario.grid.roles
     most = total - len(scenario.judges)
     given = name.partition(":")[2].split("-")
     numbers = [int(part) for part in given if part.isdigit()]
@@ -170,12 +170,12 @@ def _rest(scenario: Scenario, blocks: int) -> dict[str, int]:
 
 
 def _evenly(costs: Costs) -> Split:
-    return shares(costs.ground, dict.fromkeys(costs.ground.roles, 1.0))
+    return shares(costs.grid, dict.fromkeys(costs.grid.roles, 1.0))
 
 
 def _in_proportion(costs: Costs, last: Rollout | None) -> Split:
     """To the slot-seconds each role was busy in the last step."""
-    return _evenly(costs) if last is None else shares(costs.ground, last.busy_s)
+    return _evenly(costs) if last is None else shares(costs.grid, last.busy_s)
 
 
 def simulate(
@@ -222,8 +222,8 @@ def _steps(scenario: Scenario, name: str, regimes: list[Regime], kept: set[int],
 
 def _oracle(scenario: Scenario) -> list[Regime]:
     """Knows every length before: of many ways it takes the one that turns out best, step by step."""
-    ground = scenario.ground
-    splits = all_splits(ground)
+    grid = scenario.grid
+    splits = all_splits(grid)
     stride = max(1, len(splits) // ORACLE_SPLITS)
     dynamic = Dynamic()
 
@@ -268,7 +268,7 @@ def first_state(scenario: Scenario) -> State:
 
 
 def _record(run: Run, step: int, at: float, rollout: Rollout, update_s: float, work: StepWork, in_full: bool) -> None:
-    ground = run.scenario.ground
+    grid = run.scenario.grid
     lengths = rollout.lengths
     run.steps.append(
         {
@@ -277,7 +277,7 @@ def _record(run: Run, step: int, at: float, rollout: Rollout, update_s: float, w
             "rollout_s": rollout.seconds,
             "update_s": update_s,
             "idle": rollout.idle,
-            "switching": rollout.switch_s / (rollout.seconds * ground.slots),
+            "switching": rollout.switch_s / (rollout.seconds * grid.slots),
             "busy": {
                 role: rollout.busy_s.get(role, 0.0) / owned for role, owned in rollout.owned_s.items() if owned > 0
             },
@@ -297,7 +297,7 @@ def _record(run: Run, step: int, at: float, rollout: Rollout, update_s: float, w
             {
                 "step": step,
                 "at_s": at + moment,
-                "slots": list(ground.slots_of(move.block)),
+                "slots": list(grid.slots_of(move.block)),
                 "from": move.source,
                 "to": move.target,
                 "reason": move.reason,
@@ -305,8 +305,8 @@ def _record(run: Run, step: int, at: float, rollout: Rollout, update_s: float, w
         )
     end = at + rollout.seconds
     for block, role, start, stop, busy in rollout.segments:
-        for slot in ground.slots_of(block):
+        for slot in grid.slots_of(block):
             piece = {"step": step, "slot": slot, "role": role, "start": at + start, "end": min(at + stop, end)}
             run.timeline.append(piece | ({} if role == "switch" else {"busy": busy}))
-    for slot in range(ground.slots):
+    for slot in range(grid.slots):
         run.timeline.append({"step": step, "slot": slot, "role": "trainer", "start": end, "end": end + update_s})

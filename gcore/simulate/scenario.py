@@ -24,9 +24,9 @@ from pydantic import Field, model_validator
 
 from gcore.config.base import Auto, Fraction, NonNegative, PositiveInt, Section
 from gcore.config.load import load_config
-from gcore.placement.pace import Pace
-from gcore.placement.plan import POLICY, Ground
-from gcore.placement.policy import Costs
+from gcore.placement.grid import POLICY, DeviceGrid
+from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.placement.rules import Costs
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -141,18 +141,18 @@ class Scenario(Section):
         return max(1, self.slots // 8) if self.controllers == "auto" else self.controllers
 
     @property
-    def ground(self) -> Ground:
+    def grid(self) -> DeviceGrid:
         widths = {POLICY: self.policy.tensor_parallel} | {j.name: j.tensor_parallel for j in self.judges}
-        return Ground(self.slots, widths)
+        return DeviceGrid(self.slots, widths)
 
     def costs(self, step: int) -> Costs:
-        """The paces of this step: contexts grow with the responses, and slow the decoding."""
+        """The speeds of this step: contexts grow with the responses, and slow the decoding."""
         progress = self.progress(step)
         response = self.lengths.at(progress, 0.0)
-        paces = {POLICY: self._pace(self.policy, self.prompt_length + response / 2)}
+        speeds = {POLICY: self._pace(self.policy, self.prompt_length + response / 2)}
         for judge in self.judges:
-            paces[judge.name] = self._pace(judge, self.prompt_length + response + judge.verdict.at(progress, 0.0) / 2)
-        return Costs(self.ground, paces)
+            speeds[judge.name] = self._pace(judge, self.prompt_length + response + judge.verdict.at(progress, 0.0) / 2)
+        return Costs(self.grid, speeds)
 
     def update(self, step: int, lengths: Sequence[int]) -> float:
         """Seconds of the update phase: logprobs, training, and the policy's weights."""
@@ -166,15 +166,15 @@ class Scenario(Section):
         passes = logprob_s(shape, gpu, self.slots, tokens, context) + training_s(
             shape, gpu, self.slots, tokens, context
         )
-        pace = self.costs(step).paces[POLICY]
+        pace = self.costs(step).speeds[POLICY]
         return passes + pace.sleep_s + pace.wake_s + pace.weights_s
 
     def progress(self, step: int) -> float:
         return (step - 1) / max(1, self.steps - 1)
 
-    def _pace(self, server: Server, context: float) -> Pace:
+    def _pace(self, server: Server, context: float) -> ReplicaSpeed:
         if server.speed is not None:
-            return Pace(**server.speed.model_dump())
+            return ReplicaSpeed(**server.speed.model_dump())
         from gcore.simulate.costs import serving
 
         pace = serving(server.model, self.gpu, server.tensor_parallel, context, refilled=server is self.policy)

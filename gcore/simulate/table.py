@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gcore.observe.values import duration
-from gcore.placement.plan import Split, all_splits, neighbours, num_splits, shares
+from gcore.placement.grid import Split, all_splits, neighbours, num_splits, shares
 from gcore.simulate.run import Run, regime_of, simulate, static_name, static_split
 from gcore.simulate.scenario import Scenario
 
@@ -51,27 +51,27 @@ def best_static(scenario: Scenario, near: str | None = None, report: Report = la
 
     `near`: the best one of a similar scenario, by its name; then only its neighbours are tried.
     """
-    ground = scenario.ground
+    grid = scenario.grid
     tried: dict[str, Run] = {}
 
     def best(splits: Iterable[Split]) -> Split:
-        names = {static_name(split, ground): split for split in splits}
+        names = {static_name(split, grid): split for split in splits}
         for name in names:
             if name not in tried:
                 tried[name] = simulate(scenario, name, report=report)
         return names[min(names, key=lambda name: tried[name].rollout_s)]
 
-    if near is None and num_splits(ground) <= ALL:
-        found = best(all_splits(ground))
+    if near is None and num_splits(grid) <= ALL:
+        found = best(all_splits(grid))
     else:
-        found = shares(ground, dict.fromkeys(ground.roles, 1.0)) if near is None else static_split(near, scenario)
-        stride = max(1, ground.num_blocks // (4 if near is None else 12))
+        found = shares(grid, dict.fromkeys(grid.roles, 1.0)) if near is None else static_split(near, scenario)
+        stride = max(1, grid.num_blocks // (4 if near is None else 12))
         while stride:
             last = found
-            found = best([found, *neighbours(found, ground, stride)])
+            found = best([found, *neighbours(found, grid, stride)])
             if found == last:
                 stride //= 2
-    return tried[static_name(found, ground)]
+    return tried[static_name(found, grid)]
 
 
 def show(scenario: Scenario, runs: Mapping[str, Run], console: Console | None = None) -> None:

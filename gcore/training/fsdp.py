@@ -31,8 +31,8 @@ from gcore.config.tree import Config
 from gcore.observe.trace import Tracer
 from gcore.protocols import Receivers, WeightPlan, Weights
 from gcore.training import bad_batches, lora, losses, objective, state
+from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import Packed, to_tensors
-from gcore.training.policy import Policy
 from gcore.training.schedule import decay_groups, learning_rate
 from gcore.types import Key, KlSums, MicroBatch, MiniBatch, Sample, TrainBatch, UserError
 from gcore.weights.publisher import WeightPublisher
@@ -63,7 +63,7 @@ class FsdpTrainer:
         self._old: dict[Key, Tensor] = {}
         self._ref: dict[Key, Tensor] = {}
         self._kl_to_come: dict[Key, np.ndarray] = {}  # per step, where the KL is part of the reward
-        self._reference: Policy | None = None
+        self._reference: LogprobModel | None = None
         self._reference_adapters: dict[str, Tensor] | None = None  # with model.lora, all that the reference is
         self.updates = 0  # optimizer steps since `begin`, without those that were skipped; drives the warm-up
         self._bad_in_a_row = 0
@@ -79,8 +79,8 @@ class FsdpTrainer:
         self._policy = self._shard(network)
         self._optimizer = self._new_optimizer()
 
-    def _shard(self, network: Any) -> Policy:
-        policy = Policy(network).train()
+    def _shard(self, network: Any) -> LogprobModel:
+        policy = LogprobModel(network).train()
         if self._config.training.activation_checkpointing:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         mixed = MixedPrecisionPolicy()
@@ -96,8 +96,8 @@ class FsdpTrainer:
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         training = self._config.training
-        learned = lora.learned(self._policy.network).values()
-        groups = decay_groups(learned, training.weight_decay, training.weight_decay_norms)
+        parameters = lora.trainable_parameters(self._policy.network).values()
+        groups = decay_groups(parameters, training.weight_decay, training.weight_decay_norms)
         return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, eps=training.eps)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
@@ -108,7 +108,7 @@ class FsdpTrainer:
     async def info(self) -> dict[str, float]:
         network = self._policy.network
         return {
-            "num_parameters": float(sum(p.numel() for p in lora.learned(network).values())),
+            "num_parameters": float(sum(p.numel() for p in lora.trainable_parameters(network).values())),
             "hidden_size": float(network.config.hidden_size),
         }
 
@@ -128,11 +128,11 @@ class FsdpTrainer:
         return await self._in_thread(self._update, batch)
 
     async def weight_plan(self) -> WeightPlan:
-        return await self._in_thread(lambda: self._publisher.plan(lora.learned(self._policy.network)))
+        return await self._in_thread(lambda: self._publisher.plan(lora.trainable_parameters(self._policy.network)))
 
     async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
         return await self._in_thread(
-            lambda: self._publisher.bucket(lora.learned(self._policy.network), index, receivers)
+            lambda: self._publisher.bucket(lora.trainable_parameters(self._policy.network), index, receivers)
         )
 
     async def save(self, folder: str) -> None:
@@ -157,7 +157,7 @@ class FsdpTrainer:
         self._reference = self._shard(network)
         self._reference.requires_grad_(False).eval()
 
-    def _forward(self, policy: Policy, packed: Packed) -> tuple[Tensor, Tensor]:
+    def _forward(self, policy: LogprobModel, packed: Packed) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = policy(*packed.inputs)
         return result
 
@@ -181,7 +181,7 @@ class FsdpTrainer:
                         self._logprobs(policy, micros, store)
         return self._kl_of(batch) if algorithm.kl_in_reward else {}
 
-    def _logprobs(self, policy: Policy, micros: Sequence[MicroBatch], store: dict[Key, Tensor]) -> None:
+    def _logprobs(self, policy: LogprobModel, micros: Sequence[MicroBatch], store: dict[Key, Tensor]) -> None:
         for micro in micros:
             packed = to_tensors(micro, self._samples, self._device)
             logprobs_S, _ = self._forward(policy, packed)
@@ -308,7 +308,7 @@ class FsdpTrainer:
             state.save(folder, self._policy.network, self._optimizer, self.updates, self._adapters)
             reference = self._reference_adapters
             if self._reference is not None:
-                reference = lora.learned(self._reference.network)
+                reference = lora.trainable_parameters(self._reference.network)
             if reference is not None:
                 state.save_weights(folder / "reference.safetensors", reference)
 

@@ -57,7 +57,7 @@ def adapt(network: Any, lora: Lora, seed: int, dtype: torch.dtype) -> Adapters:
     return adapters
 
 
-def learned(network: Any) -> dict[str, Tensor]:
+def trainable_parameters(network: Any) -> dict[str, Tensor]:
     """The parameters that training changes, by name: of adapters where there are some, else all."""
     found = dict(network.named_parameters())
     return {name: p for name, p in found.items() if name.endswith((LORA_A, LORA_B))} or found
@@ -66,7 +66,7 @@ def learned(network: Any) -> dict[str, Tensor]:
 def remember(policy: nn.Module) -> dict[str, Tensor]:
     """The adapters as they are now, each rank its shard."""
     _settle(policy)
-    return {name: parameter.detach().clone() for name, parameter in learned(policy.network).items()}
+    return {name: parameter.detach().clone() for name, parameter in trainable_parameters(policy.network).items()}
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def put_back(policy: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[nn.M
 @torch.no_grad()
 def _write(policy: nn.Module, adapters: Mapping[str, Tensor]) -> None:
     _settle(policy)
-    for name, parameter in learned(policy.network).items():
+    for name, parameter in trainable_parameters(policy.network).items():
         parameter.copy_(adapters[name])
 
 

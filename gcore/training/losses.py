@@ -105,7 +105,7 @@ def kl_penalty(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: str = "k3"
     return value.detach() + gradient - gradient.detach()
 
 
-def weights(
+def step_weights(
     steps_mask_S: Tensor,
     sample_S: Tensor,
     num_local: int,

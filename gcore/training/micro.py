@@ -36,7 +36,7 @@ class Packed:
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """The arguments of Policy.forward."""
+        """The arguments of LogprobModel.forward."""
         return (
             self.tokens_RW,
             self.positions_RW,

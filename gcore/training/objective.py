@@ -1,6 +1,6 @@
 """From a micro-batch and its logprobs to the loss and the sums that are logged. Pure.
 
-All sums run over the steps that count. Denominators are those of the global mini-batch (losses.weights), so that the
+All sums run over the steps that count. Denominators belong to the global mini-batch (losses.step_weights), so the
 losses of all micro-batches and ranks add up.
 """
 
@@ -65,7 +65,7 @@ def policy(
 
 
 def _weights(packed: Packed, mini: MiniBatch, aggregation: str, max_response_length: int = 0) -> Tensor:
-    return losses.weights(
+    return losses.step_weights(
         packed.loss_mask_S,
         packed.sample_S,
         len(packed.keys),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gcore.models import LORA_A, Adapters
-from gcore.training.lora import learned
+from gcore.training.lora import trainable_parameters
 from gcore.types import UserError
 from gcore.weights.publisher import whole_tensor
 
@@ -28,7 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def gather_weights(network: Any, everywhere: bool = False) -> dict[str, np.ndarray]:
     """Parameter name -> whole float32 array, on rank 0 (or everywhere). Copies: later updates do not show in it."""
-    return _gather(learned(network), everywhere)
+    return _gather(trainable_parameters(network), everywhere)
 
 
 def _gather(parameters: Mapping[str, Tensor], everywhere: bool = False) -> dict[str, np.ndarray]:
@@ -55,16 +55,18 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
 def read_like(path: Path, network: Any) -> dict[str, Tensor]:
     """What save_weights wrote, sharded and placed as the network's parameters are."""
     with safe_open(path, framework="pt") as file:
-        return {name: _like(file.get_tensor(name), parameter) for name, parameter in learned(network).items()}
+        return {
+            name: _like(file.get_tensor(name), parameter) for name, parameter in trainable_parameters(network).items()
+        }
 
 
 def save(
     folder: Path, network: Any, optimizer: torch.optim.Optimizer, updates: int, adapters: Adapters | None = None
 ) -> None:
     """model.safetensors and optimizer.safetensors, by rank 0."""
-    save_weights(folder / "model.safetensors", learned(network), adapters)
+    save_weights(folder / "model.safetensors", trainable_parameters(network), adapters)
     moments: dict[str, Tensor] = {"updates": torch.tensor(updates)}
-    for name, parameter in learned(network).items():
+    for name, parameter in trainable_parameters(network).items():
         entry = optimizer.state.get(parameter)
         if not entry:
             continue
@@ -86,7 +88,7 @@ def load(folder: Path, network: Any, optimizer: torch.optim.Optimizer, adapters:
         _check(folder, weights, adapters)
         saved = set(moments.keys())
         optimizer.state.clear()
-        for name, parameter in learned(network).items():
+        for name, parameter in trainable_parameters(network).items():
             parameter.copy_(_like(weights.get_tensor(name), parameter))
             if f"{name}/step" in saved:
                 optimizer.state[parameter] = {

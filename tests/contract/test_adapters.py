@@ -164,14 +164,14 @@ def test_factors_in_different_buckets_are_merged(engine, base, adapters):
 
     async def come() -> list[Completion]:
         running = asyncio.ensure_future(engine.generate([ask(prompt(4), 50, temperature=0)]))
-        await until_generated(engine, (await engine.stats())["generated_tokens"] + 3)
+        await until_generated(engine, (await engine.stats()).generated_tokens + 3)
         for i in (0, 1):
             assert await engine.load_weights(8, parts[i], (i, 3)) == 7
             for value in parts[i].values():
                 value[...] = 0
-        seen = (await engine.stats())["generated_tokens"]
+        seen = (await engine.stats()).generated_tokens
         await asyncio.sleep(0.05)
-        assert (await engine.stats())["generated_tokens"] == seen and not running.done()
+        assert (await engine.stats()).generated_tokens == seen and not running.done()
         assert await engine.load_weights(8, parts[2], (2, 3)) == 8
         return await running
 

@@ -28,7 +28,7 @@ from gcore.generation import sampling
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.models import load_model
-from gcore.placement.pace import Pace
+from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.simulate.engine import EmulatedEngine, log_normal
 from gcore.types import Completion, Request, SamplingParams, UserError
@@ -124,8 +124,8 @@ def doomed_vllm(network: Any, max_concurrent: int = 32) -> Any:
 def emulated(network: Any, max_concurrent: int = 32) -> EmulatedEngine:
     """A millisecond a step. Tokens are those of the networks here; responses that may stop are 8 or so long."""
     free = dict.fromkeys(("per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s"), 0.0)
-    pace = Pace(base_s=0.001, max_concurrent=max_concurrent, **free)
-    return EmulatedEngine(pace, max_length=MAX_LENGTH, lengths=log_normal(8, 1.0), tokens=range(4, 16))
+    speed = ReplicaSpeed(base_s=0.001, max_concurrent=max_concurrent, **free)
+    return EmulatedEngine(speed, max_length=MAX_LENGTH, lengths=log_normal(8, 1.0), tokens=range(4, 16))
 
 
 ENGINES: dict[str, Callable[..., Any]] = {"embedded": embedded, "embedded-by-library": embedded_by_library}
@@ -374,7 +374,7 @@ def test_lower_priority_goes_first_and_equals_in_their_order(make, networks):
         await engine.sleep(1)
         asked = {"a": 7, "b": 3, "c": 7, "d": 0, "e": 3, "f": -1}
         calls = [asyncio.ensure_future(one(*who)) for who in asked.items()]
-        while (await engine.stats())["waiting"] < len(asked):
+        while (await engine.stats()).waiting < len(asked):
             await asyncio.sleep(0.001)
         await engine.wake()
         await asyncio.gather(*calls)
@@ -561,7 +561,7 @@ def test_weights_that_do_not_fit_are_refused_whole(make):
 
 
 async def until_generated(engine: Any, tokens: int) -> None:
-    while (await engine.stats())["generated_tokens"] < tokens:
+    while (await engine.stats()).generated_tokens < tokens:
         await asyncio.sleep(0.001)
 
 
@@ -633,9 +633,9 @@ def test_weights_may_come_in_parts(make):
             for value in parts[i].values():  # what was given is copied
                 value[...] = 0
         later = asyncio.ensure_future(engine.generate([ask(p, 40, temperature=0)]))
-        seen = (await engine.stats())["generated_tokens"]
+        seen = (await engine.stats()).generated_tokens
         await asyncio.sleep(0.1)
-        assert (await engine.stats())["generated_tokens"] == seen < 40 and not running.done() and not later.done()
+        assert (await engine.stats()).generated_tokens == seen < 40 and not running.done() and not later.done()
         assert await engine.load_weights(4, parts[3], (3, 4)) == 4
         return [*await running, *await later]
 
@@ -675,14 +675,14 @@ def test_asleep_it_waits_and_awake_it_answers_as_before(make, networks):
     expected = run(engine, *requests)
 
     async def nap() -> list[Completion]:
-        assert (await engine.sleep(1)).keys() == {"seconds", "freed_gb"}
+        assert (await engine.sleep(1)).seconds >= 0
         answers = asyncio.ensure_future(engine.generate(requests))
         await asyncio.sleep(0.05)
         await engine.wake("weights")
         await asyncio.sleep(0.05)
         stats = await engine.stats()
-        assert (stats["waiting"], stats["running"], answers.done()) == (6, 0, False)
-        assert (await engine.wake()).keys() == {"seconds", "taken_gb"}
+        assert (stats.waiting, stats.running, answers.done()) == (6, 0, False)
+        assert (await engine.wake()).seconds >= 0
         return await answers
 
     assert alike(make, asyncio.run(asyncio.wait_for(nap(), 60)), expected)
@@ -728,8 +728,8 @@ def test_abort_answers_at_once_with_what_there_is(make, networks):
         assert c.tokens_S.tolist() == complete.tokens_S[:n].tolist()
         assert len(c.logprobs_S) == len(c.versions_S) == n
         assert (c.tokens_S.dtype, c.logprobs_S.dtype, c.versions_S.dtype) == (np.int32, np.float32, np.int32)
-    assert (stats["running"], stats["waiting"]) == (0, 0)
-    assert stats["generated_tokens"] == sum(lengths) < 60 * 50  # nobody goes on with them
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.generated_tokens == sum(lengths) < 60 * 50  # nobody goes on with them
     assert alike(make, run(engine, *requests[:4]), whole[:4])
 
 
@@ -810,7 +810,7 @@ def test_a_caller_that_is_cancelled_frees_its_slots(make, networks):
         await engine.abort("mine")
         answer = (await engine.generate([request], "next"))[0]
         stats = await engine.stats()
-        assert (stats["running"], stats["waiting"]) == (0, 0) and stats["generated_tokens"] < 60 * 50
+        assert (stats.running, stats.waiting) == (0, 0) and stats.generated_tokens < 60 * 50
         return answer
 
     assert alike(make, [asyncio.run(asyncio.wait_for(cancelled(), 60))], [expected])
@@ -824,7 +824,7 @@ def test_stats_count_tokens(make, networks):
     engine = make(networks["qwen3"])
     run(engine, ask(prompt(4), 5), ask(prompt(4), 7))
     stats = asyncio.run(engine.stats())
-    assert (stats["generated_tokens"], stats["running"], stats["waiting"]) == (12, 0, 0)
+    assert (stats.generated_tokens, stats.running, stats.waiting) == (12, 0, 0)
 
 
 @also_emulated
@@ -838,12 +838,12 @@ def test_stats_grow_while_the_engine_is_busy(make, networks):
         while not answers.done():
             await asyncio.sleep(0.005)
             seen.append(await engine.stats())
-        return [stats for stats in seen if stats["running"] or stats["waiting"]]
+        return [stats for stats in seen if stats.running or stats.waiting]
 
     busy = asyncio.run(asyncio.wait_for(watch(), 60))
-    assert max(stats["running"] for stats in busy) == 2 and max(stats["waiting"] for stats in busy) >= 16
+    assert max(stats.running for stats in busy) == 2 and max(stats.waiting for stats in busy) >= 16
     for name in ("busy_s", "generated_tokens"):
-        values = [stats[name] for stats in busy]
+        values = [getattr(stats, name) for stats in busy]
         assert values == sorted(values) and values[-1] > values[0], name
 
 

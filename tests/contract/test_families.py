@@ -23,8 +23,8 @@ from gcore.decoders import traits_of
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.models import load_model, load_scorer, score_texts
+from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import to_tensors
-from gcore.training.policy import Policy
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 
 CPU = torch.device("cpu")
@@ -167,7 +167,9 @@ def samples_of(lengths: list[tuple[int, int]]) -> list[Sample]:
     return found
 
 
-def trained(policy: Policy, samples: list[Sample], rows: tuple[tuple[int, ...], ...], width: int) -> list[torch.Tensor]:
+def trained(
+    policy: LogprobModel, samples: list[Sample], rows: tuple[tuple[int, ...], ...], width: int
+) -> list[torch.Tensor]:
     """Logprobs of each sample, laid out in these rows, by the trainer's network."""
     batch = MicroBatch(tuple(tuple(samples[i].key for i in row) for row in rows), width)
     packed = to_tensors(batch, {s.key: s for s in samples}, CPU)
@@ -194,7 +196,7 @@ def generated(
 def test_trainer_packed_and_alone_is_the_plain_forward_pass(name, folders):
     samples = samples_of([(9, 14), (3, 20), (17, 6), (1, 2)])
     network = reference(folders(name), name)
-    policy = Policy(ours(folders(name))).train()
+    policy = LogprobModel(ours(folders(name))).train()
     with torch.no_grad():
         expected = [plain(network, s.tokens_T, s.num_steps) for s in samples]
         packed = trained(policy, samples, ((0, 1, 3), (2,)), 56)
@@ -221,7 +223,7 @@ def test_engine_samples_with_the_logprobs_of_the_plain_forward_pass(name, folder
 @pytest.mark.parametrize("name", ["qwen2-mixed", "phi3", "gemma2", "gemma3", "gpt_oss", "cohere2", "granite"])
 def test_gradients_are_those_of_the_plain_forward_pass(name, folders):
     samples = samples_of([(9, 14), (3, 20), (17, 6)])
-    network, policy = reference(folders(name), name), Policy(ours(folders(name))).train()
+    network, policy = reference(folders(name), name), LogprobModel(ours(folders(name))).train()
     sum(plain(network, s.tokens_T, s.num_steps).sum() for s in samples).backward()  # type: ignore[union-attr]
     torch.cat(trained(policy, samples, ((0, 2), (1,)), 48)).sum().backward()
     wanted = dict(network.named_parameters())
@@ -256,7 +258,7 @@ def test_windows_in_sequences_longer_than_a_block_of_the_attention_kernel(name, 
     sample = Sample(1, 0, tokens, np.ones(40, bool), zeros, zeros)
     with torch.no_grad():
         want = plain(reference(folders(name), name), tokens, 40)
-        packed = trained(Policy(ours(folders(name))).train(), [other, sample], ((0, 1),), 832)[1]
+        packed = trained(LogprobModel(ours(folders(name))).train(), [other, sample], ((0, 1),), 832)[1]
     assert np.abs(found.logprobs_S - want.numpy()).max() < CLOSE
     assert (packed - want).abs().max() < CLOSE
 

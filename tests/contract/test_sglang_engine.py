@@ -33,6 +33,7 @@ if importlib.util.find_spec("sglang") is None:
 from gcore.generation.sglang import SglangEngine
 from gcore.generation.sglang_core import SglangOptions
 from gcore.prompts.tokenizer import build_char_tokenizer
+from gcore.protocols import MemoryChange
 from gcore.types import Completion, UserError
 from tests.contract import test_engine as contract
 from tests.contract.test_engine import (
@@ -223,7 +224,7 @@ def test_sleep_and_weights(networks):
         await engine.sleep(1)
         with pytest.raises(RuntimeError, match="wake 'weights' first"):
             await engine.load_weights(1, weights_of(network))
-        assert await engine.sleep(1) == {"seconds": 0, "freed_gb": 0}  # it does already
+        assert await engine.sleep(1) == MemoryChange(0, 0)  # it does already
         with pytest.raises(RuntimeError, match="expected some of"):
             await engine.wake("everything")
         await engine.wake("weights")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from gcore.protocols import MemoryChange
 from gcore.types import Completion, UserError
 from tests.contract.test_engine import (
     CLOSE,
@@ -117,7 +118,7 @@ def test_requests_that_wait_within_vllm_start_with_the_new_weights(network):
     async def both() -> tuple[Completion, Completion]:
         first, second = (asyncio.ensure_future(engine.generate([r])) for r in (ask(p, 80), ask(q, 20)))
         await until_generated(engine, 10)
-        assert (await engine.stats())["running"] == 2 and not second.done()
+        assert (await engine.stats()).running == 2 and not second.done()
         await engine.load_weights(3, weights_of(new))
         return (await first)[0], (await second)[0]
 
@@ -209,7 +210,7 @@ def test_what_is_aborted_leaves_vllm(engine):
 
     async def give_up() -> list[Completion]:
         answers = asyncio.ensure_future(engine.generate([ask(prompt(4, i), 400) for i in range(3)], "mine"))
-        await until_generated(engine, int((await engine.stats())["generated_tokens"]) + 20)
+        await until_generated(engine, int((await engine.stats()).generated_tokens) + 20)
         assert scheduler.get_num_unfinished_requests() == 3
         await engine.abort("mine")
         assert scheduler.get_num_unfinished_requests() == 0
@@ -283,7 +284,7 @@ def test_sleep_and_weights(engine, network):
         await engine.sleep(1)
         with pytest.raises(RuntimeError, match="wake 'weights' first"):
             await engine.load_weights(1, weights_of(network))
-        assert await engine.sleep(1) == {"seconds": 0, "freed_gb": 0}  # it does already
+        assert await engine.sleep(1) == MemoryChange(0, 0)  # it does already
         with pytest.raises(RuntimeError, match="expected some of"):
             await engine.wake("everything")
         await engine.wake("weights")
@@ -535,7 +536,7 @@ def test_aborting_while_a_batch_is_on_its_way(ahead):
 
     (mine,), (theirs,) = asyncio.run(asyncio.wait_for(give_up(), 60))
     assert (mine.finish, theirs.finish, len(theirs.tokens_S)) == ("abort", "length", 2000)
-    assert asyncio.run(engine.stats())["generated_tokens"] == len(mine.tokens_S) + 2000
+    assert asyncio.run(engine.stats()).generated_tokens == len(mine.tokens_S) + 2000
 
 
 def test_vllm_is_told_the_priorities(ahead):
@@ -549,7 +550,7 @@ def test_vllm_is_told_the_priorities(ahead):
             asyncio.ensure_future(engine.generate([replace(ask(prompt(3), 5), priority=priority)], name))
             for name, priority in priorities.items()
         ]
-        while (await engine.stats())["waiting"] < len(priorities):
+        while (await engine.stats()).waiting < len(priorities):
             await asyncio.sleep(0.001)
         await engine.abort("f")
         await engine.wake()

@@ -16,14 +16,14 @@ from aiohttp import web
 
 from gcore.config.tree import Config, HttpReward, Judge, Model, Rewards
 from gcore.controller.collect import Collected, Collector, spread
-from gcore.controller.workflow import Studio, generate_and_reward
+from gcore.controller.workflow import SharedContext, generate_and_reward
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
 from gcore.rewarding.client import Pauses
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
-from gcore.rewarding.rewarder import Blend
-from gcore.rewarding.voice import EngineVoice
+from gcore.rewarding.judge_backend import EngineBackend
+from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.workers import sources_of
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.types import Completion, Prompt
@@ -70,16 +70,16 @@ class Source:
         return Prompt(number, number, (message,), f"{number}=", np.array([1], np.int32), {"answer": str(number)})
 
 
-async def run(rewarders: list[Blend], per_step: int = 8) -> list[list[Collected]]:
+async def run(rewarders: list[WeightedRewarder], per_step: int = 8) -> list[list[Collected]]:
     config = Config.model_validate(
         {**RECIPE, "sampling": {"filter": "spread", "prompts_per_step": per_step, "samples_per_prompt": 4}}
     )
     hub = Hub(CONTROLLERS)
 
     async def controller(rank: int) -> list[Collected]:
-        studio = Studio(config, Engine(), rewarders[rank], TOKENIZER, (2,))  # type: ignore[arg-type]
+        shared = SharedContext(config, Engine(), rewarders[rank], TOKENIZER, (2,))  # type: ignore[arg-type]
         group = LocalGroup(Rendezvous(rank, CONTROLLERS, None, hub))
-        collector = Collector(generate_and_reward, studio, group, config.sampling, spread, lambda _: None)
+        collector = Collector(generate_and_reward, shared, group, config.sampling, spread, lambda _: None)
         collector.source = Source()  # type: ignore[assignment]
         return [await collector.step(step) for step in range(1, STEPS + 1)]
 
@@ -107,8 +107,8 @@ def write(tmp_path: Any, body: str, timeout_s: float = 30) -> Rewards:
     return Rewards.model_validate({"functions": [spec], "attempts": 2})
 
 
-def with_workers(rewards: Rewards) -> list[Blend]:
-    return [Blend(sources_of(rewards, 1), backoff_s=0.01) for _ in range(CONTROLLERS)]
+def with_workers(rewards: Rewards) -> list[WeightedRewarder]:
+    return [WeightedRewarder(sources_of(rewards, 1), backoff_s=0.01) for _ in range(CONTROLLERS)]
 
 
 @pytest.mark.parametrize("fault", ALWAYS)
@@ -159,7 +159,7 @@ def test_a_server_that_fails(fault):
                     await asyncio.sleep(5)
         return web.json_response({"rewards": [1.0 + (i % 2) for i in range(len(body["completions"]))]})
 
-    async def main() -> tuple[list[list[Collected]], list[Blend]]:
+    async def main() -> tuple[list[list[Collected]], list[WeightedRewarder]]:
         app = web.Application()
         app.router.add_post("/", answer)
         runner = web.AppRunner(app)
@@ -170,7 +170,7 @@ def test_a_server_that_fails(fault):
         spec = HttpReward(
             name="server", url=f"http://127.0.0.1:{port}/", timeout_s=0.5 if fault == "slow" else 30, attempts=3
         )
-        rewarders = [Blend([HttpSource(spec, pauses=Pauses(first_s=0.01))]) for _ in range(CONTROLLERS)]
+        rewarders = [WeightedRewarder([HttpSource(spec, pauses=Pauses(first_s=0.01))]) for _ in range(CONTROLLERS)]
         try:
             return await run(rewarders), rewarders
         finally:
@@ -205,8 +205,8 @@ def test_a_judge_that_never_answers_in_format():
     spec = Judge(
         name="judge", model=Model(path="x"), template="{{ prompt }}{{ response }}", verdict=r"(\d)", attempts=3
     )
-    voices = [EngineVoice(spec, TOKENIZER, (2,), ask_for(seen), "rewards.judges.0") for _ in range(CONTROLLERS)]
-    rewarders = [Blend([JudgeSource(spec, voice)]) for voice in voices]
+    voices = [EngineBackend(spec, TOKENIZER, (2,), ask_for(seen), "rewards.judges.0") for _ in range(CONTROLLERS)]
+    rewarders = [WeightedRewarder([JudgeSource(spec, backend)]) for backend in voices]
     found = asyncio.run(run(rewarders))
     dropped = assert_nothing_is_lost(found)
     drawn = sum(part.drawn for controller in found for part in controller)

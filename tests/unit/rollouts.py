@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from gcore.config.tree import Sampling
-from gcore.controller.board import REWARD_ERROR
 from gcore.controller.collect import Collected, Collector, Filter, spread
+from gcore.controller.step_ledger import REWARD_ERROR
 from gcore.controller.workflow import StageClock
 from gcore.protocols import Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
@@ -99,8 +99,8 @@ class World:
         self.collectors = [self._collector(group) for group in self.groups]
 
     def _collector(self, group: LocalGroup) -> Collector:
-        studio: Any = SimpleNamespace(clock=StageClock(), least_siblings=2)
-        collector = Collector(self.workflow, studio, group, self.sampling, self._filter, self.reports.append)
+        shared: Any = SimpleNamespace(clock=StageClock(), least_siblings=2)
+        collector = Collector(self.workflow, shared, group, self.sampling, self._filter, self.reports.append)
         collector.source = SimpleNamespace(at=prompt_at)  # type: ignore[assignment]
         collector.version = self.version
         return collector

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from gcore.preparation.balance import WIDTH_BLOCK, assign, imbalance, lay_out, pack, split
+from gcore.preparation.balance import WIDTH_BLOCK, assign, imbalance, make_layout, pack, split
 from gcore.preparation.workload import CostModel
 from gcore.types import MicroBatch, SampleMeta
 
@@ -41,7 +41,9 @@ SEEDS = range(300)
 def test_every_sample_stands_in_exactly_one_row_of_one_rank():
     for seed in SEEDS:
         metas, request = draw(seed)
-        found = [key for mini in minis(lay_out(metas, **request)) for rank in mini for key in keys(rank.micro_batches)]
+        found = [
+            key for mini in minis(make_layout(metas, **request)) for rank in mini for key in keys(rank.micro_batches)
+        ]
         assert len(found) == len(metas) and sorted(found) == sorted(m.key for m in metas), seed
 
 
@@ -49,7 +51,7 @@ def test_rows_fit_their_width_and_micro_batches_their_budget():
     for seed in SEEDS:
         metas, request = draw(seed)
         length = {m.key: m.length for m in metas}
-        for mini in minis(lay_out(metas, **request)):
+        for mini in minis(make_layout(metas, **request)):
             for micro in itertools.chain.from_iterable(rank.micro_batches for rank in mini):
                 assert all(sum(length[key] for key in row) <= micro.width for row in micro.rows), seed
                 if micro.rows:
@@ -67,7 +69,7 @@ def test_a_sample_over_the_budget_stands_alone():
 def test_ranks_have_equally_many_micro_batches():
     for seed in SEEDS:
         metas, request = draw(seed)
-        batches = lay_out(metas, **request)
+        batches = make_layout(metas, **request)
         assert len(batches) == request["num_ranks"]
         for mini in minis(batches):
             assert len({len(rank.micro_batches) for rank in mini}) == 1, seed
@@ -82,23 +84,23 @@ def test_layout_does_not_depend_on_the_order_of_metas():
     for seed in SEEDS:
         metas, request = draw(seed)
         shuffled = [metas[i] for i in np.random.default_rng(seed + 1).permutation(len(metas))]
-        assert lay_out(shuffled, **request) == lay_out(metas, **request), seed
+        assert make_layout(shuffled, **request) == make_layout(metas, **request), seed
 
 
 def test_layout_does_not_depend_on_the_number_of_controllers():
     for seed in SEEDS:
         metas, request = draw(seed)
-        expected = lay_out(metas, **request)
+        expected = make_layout(metas, **request)
         for controllers in (2, 3, 7):  # controller r gathers the prompts with id = r modulo N
             order = sorted(metas, key=lambda m, n=controllers: m.prompt_id % n)
-            assert lay_out(order, **request) == expected, seed
+            assert make_layout(order, **request) == expected, seed
 
 
 def test_denominators_are_global_and_add_up():
     for seed in SEEDS:
         metas, request = draw(seed)
         by_key = {m.key: m for m in metas}
-        for mini in minis(lay_out(metas, **request)):
+        for mini in minis(make_layout(metas, **request)):
             here = [by_key[key] for rank in mini for key in keys(rank.micro_batches)]
             for rank in mini:
                 assert (rank.num_actions, rank.num_samples) == (sum(m.actions for m in here), len(here)), seed
@@ -184,7 +186,7 @@ def test_pack_prefers_the_tightest_room_then_the_first_row():
 
 def test_lay_out_pads_with_empty_micro_batches():
     metas = [SampleMeta(0, 0, 16, 3), SampleMeta(0, 1, 8, 2)]
-    batches = lay_out(metas, step=1, num_ranks=3, mini_batches=1, max_tokens=16, cost=COST)
+    batches = make_layout(metas, step=1, num_ranks=3, mini_batches=1, max_tokens=16, cost=COST)
     assert [b.mini_batches[0].micro_batches for b in batches] == [
         (MicroBatch((((0, 0),),), 16),),
         (MicroBatch((((0, 1),),), 8),),

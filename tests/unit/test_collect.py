@@ -67,8 +67,8 @@ def oldest(group: list[Scored]) -> int:
 
 
 def answer(workflow: Any, prompts: int = 3, least: int = 2) -> Collected:
-    studio: Any = SimpleNamespace(clock=StageClock(), least_siblings=least)
-    return run(answer_all(workflow, studio, [prompt_at(i) for i in range(prompts)], lambda _: None))
+    shared: Any = SimpleNamespace(clock=StageClock(), least_siblings=least)
+    return run(answer_all(workflow, shared, [prompt_at(i) for i in range(prompts)], lambda _: None))
 
 
 def test_groups_come_in_prompt_order_whoever_is_first():

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from gcore.placement.pace import Pace
+from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.simulate import costs
 from gcore.simulate.costs import ENGINE, GPUS, REACH, SHAPES, Shape, gpu_of, shape_of
 from gcore.simulate.lengths import Lengths
@@ -16,13 +16,13 @@ H200 = GPUS["h200"]
 TINY = Shape("tiny", layers=2, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4, vocab=10)
 
 
-# ---- pace ----
+# ---- speed ----
 
 
 def test_a_step_is_a_line_and_those_who_wait_do_not_slow_it():
-    pace = Pace(0.01, 0.001, 0.0001, max_concurrent=10, sleep_s=0.1, wake_s=0.2, weights_s=0.3)
-    assert [pace.step_s(n) for n in (0, 1, 10, 99)] == pytest.approx([0.011, 0.011, 0.02, 0.02])
-    assert [pace.tokens_per_s(n) for n in (0, 1, 10, 99)] == pytest.approx([0, 1 / 0.011, 500, 500])
+    speed = ReplicaSpeed(0.01, 0.001, 0.0001, max_concurrent=10, sleep_s=0.1, wake_s=0.2, weights_s=0.3)
+    assert [speed.step_s(n) for n in (0, 1, 10, 99)] == pytest.approx([0.011, 0.011, 0.02, 0.02])
+    assert [speed.tokens_per_s(n) for n in (0, 1, 10, 99)] == pytest.approx([0, 1 / 0.011, 500, 500])
 
 
 # ---- shapes ----
@@ -268,18 +268,18 @@ def test_more_of_anything_takes_longer_and_more_gpus_less():
     [("32B", "h100", 2, 2000, 0.01), ("1.5B", "h200", 1, 320, 0.03), ("72B", "h20", 4, 3000, 0.3)],
 )
 def test_the_line_runs_along_the_steps(model, gpu, tp, context, off):
-    pace, shape = costs.serving(model, gpu, tp, context), SHAPES[model]
-    for running in range(1, pace.max_concurrent + 1):
+    speed, shape = costs.serving(model, gpu, tp, context), SHAPES[model]
+    for running in range(1, speed.max_concurrent + 1):
         exact = costs.decode_step_s(shape, GPUS[gpu], tp, running, context)
-        assert pace.step_s(running) == pytest.approx(exact, rel=off), running
+        assert speed.step_s(running) == pytest.approx(exact, rel=off), running
 
 
 def test_serving():
-    pace = costs.serving("32B", "h100", 2, 2000)
-    assert pace.max_concurrent == costs.kv_tokens(SHAPES["32B"], GPUS["h100"], 2) // 2000 == 149
+    speed = costs.serving("32B", "h100", 2, 2000)
+    assert speed.max_concurrent == costs.kv_tokens(SHAPES["32B"], GPUS["h100"], 2) // 2000 == 149
     assert costs.serving("1.5B", H200, 1, 320).max_concurrent == ENGINE.max_sequences
-    assert pace.prefill_s_per_token == pytest.approx(costs.prefill_s(SHAPES["32B"], GPUS["h100"], 2, 1, 1000))
-    assert pace.wake_s == costs.wake_s(SHAPES["32B"], GPUS["h100"], 2)
+    assert speed.prefill_s_per_token == pytest.approx(costs.prefill_s(SHAPES["32B"], GPUS["h100"], 2, 1, 1000))
+    assert speed.wake_s == costs.wake_s(SHAPES["32B"], GPUS["h100"], 2)
     assert costs.serving("32B", "h100", 2, 2000, refilled=True).wake_s == ENGINE.wake_s  # weights come by themselves
     with pytest.raises(UserError, match=r"72B on 1 x h100: no room .* 145 GB of weights a GPU; expected a higher"):
         costs.serving("72B", "h100", 1, 2000)

@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from gcore.placement.pace import Pace
+from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.simulate.device import Device, Job, seen
 from tests.seeds import seeds
 
 
-def pace(base=1.0, per=0.0, prefill=0.0, cap=4):
-    return Pace(base, per, prefill, cap, 0.0, 0.0, 0.0)
+def speed(base=1.0, per=0.0, prefill=0.0, cap=4):
+    return ReplicaSpeed(base, per, prefill, cap, 0.0, 0.0, 0.0)
 
 
 def run_out(device):
@@ -23,7 +23,7 @@ def run_out(device):
 
 
 def test_one_alone():
-    device, job = Device(pace(base=0.5, per=0.25)), Job(4, 0)
+    device, job = Device(speed(base=0.5, per=0.25)), Job(4, 0)
     device.add([job])
     assert device.next_s() == 4 * 0.75
     assert device.advance(1.5) == [] and device.progress(job) == 2
@@ -32,13 +32,13 @@ def test_one_alone():
 
 
 def test_others_slow_the_step():
-    device, short, long = Device(pace(base=1.0, per=1.0)), Job(2, 0), Job(5, 0)
+    device, short, long = Device(speed(base=1.0, per=1.0)), Job(2, 0), Job(5, 0)
     device.add([short, long])  # steps of 3 s while both run, then of 2 s
     assert run_out(device) == [(short, 6.0), (long, 12.0)]
 
 
 def test_a_late_arrival():
-    device, first, second = Device(pace(base=1.0, per=1.0)), Job(4, 0), Job(1, 0)
+    device, first, second = Device(speed(base=1.0, per=1.0)), Job(4, 0), Job(1, 0)
     device.add([first])
     device.advance(4.0)  # two tokens at 2 s
     device.add([second])
@@ -46,7 +46,7 @@ def test_a_late_arrival():
 
 
 def test_prefill_stalls_everyone_and_is_serial():
-    device, first, second, third = Device(pace(base=1.0, prefill=0.1)), Job(3, 10), Job(3, 20), Job(9, 0)
+    device, first, second, third = Device(speed(base=1.0, prefill=0.1)), Job(3, 10), Job(3, 20), Job(9, 0)
     device.add([first, third])
     device.advance(1.5)  # one second of prefill, half a token
     device.add([second])  # two seconds
@@ -57,7 +57,7 @@ def test_prefill_stalls_everyone_and_is_serial():
 
 
 def test_more_than_the_cap_wait_in_the_order_of_priority_then_arrival():
-    device = Device(pace(cap=1))
+    device = Device(speed(cap=1))
     jobs = [Job(2, 0), Job(2, 0, priority=1.0), Job(2, 0, priority=0.0), Job(2, 0, priority=0.0)]
     device.add(jobs)
     assert (device.running, device.waiting) == (1, 3)
@@ -65,7 +65,7 @@ def test_more_than_the_cap_wait_in_the_order_of_priority_then_arrival():
 
 
 def test_abort_of_the_running_and_of_the_waiting():
-    device = Device(pace(base=1.0, per=1.0, cap=2))
+    device = Device(speed(base=1.0, per=1.0, cap=2))
     first, second, third, fourth = (Job(10, 0) for _ in range(4))
     device.add([first, second, third, fourth])
     device.advance(6.0)  # two tokens of two
@@ -78,7 +78,7 @@ def test_abort_of_the_running_and_of_the_waiting():
 
 def test_seen_from_outside():
     """Tokens and busy seconds up to any moment, what was made elsewhere included; looking changes nothing."""
-    device = Device(pace(base=1.0, per=1.0))
+    device = Device(speed(base=1.0, per=1.0))
     device.add([Job(10, 0), Job(10, 0, before=7)])
     assert seen([[device]], 6.0) == ([2], 2, 2 + 2 + 7, 6.0)
     assert seen([[device]], 3.0) == ([2], 2, 1 + 1 + 7, 3.0)
@@ -86,12 +86,12 @@ def test_seen_from_outside():
     assert seen([[device]], 6.0) == ([2], 2, 2 + 2 + 7, 6.0)
     device.remove(device.jobs()[1])  # the other makes its next token in 2 s
     assert seen([[device]], 5.0) == ([1], 1, 2, 5.0)
-    assert seen([[Device(pace())]], 5.0) == ([0], 0, 0.0, 0.0)
+    assert seen([[Device(speed())]], 5.0) == ([0], 0, 0.0, 0.0)
 
 
 def test_blocks_seen_from_outside():
     """Requests by block, the waiting included; the rest of all devices together, the seconds of the idle included."""
-    full, idle, busy = (Device(pace(base=1.0, cap=2)) for _ in range(3))
+    full, idle, busy = (Device(speed(base=1.0, cap=2)) for _ in range(3))
     full.add([Job(10, 0), Job(10, 0), Job(10, 0)])
     idle.add([Job(3, 0)])
     idle.advance(3.0)
@@ -101,7 +101,7 @@ def test_blocks_seen_from_outside():
 
 
 def test_jobs_in_the_order_of_their_beginning_then_of_their_priority():
-    device = Device(pace(cap=2))
+    device = Device(speed(cap=2))
     jobs = [Job(9, 0), Job(1, 0), Job(1, 0, priority=1.0), Job(7, 0)]
     device.add(jobs)
     assert device.jobs() == [jobs[0], jobs[1], jobs[3], jobs[2]]
@@ -147,7 +147,7 @@ def brute_force(p, arrivals, aborts):
 @seeds(30, 300)
 def test_against_token_by_token(seed):
     rng = random.Random(seed)
-    p = pace(rng.uniform(0.5, 2), rng.uniform(0, 0.7), rng.choice([0.0, 0.13]), rng.randint(1, 4))
+    p = speed(rng.uniform(0.5, 2), rng.uniform(0, 0.7), rng.choice([0.0, 0.13]), rng.randint(1, 4))
     arrivals = [(rng.uniform(0, 30), rng.randint(1, 12), rng.choice([0, rng.randint(1, 40)])) for _ in range(12)]
     aborts = {i: arrivals[i][0] + rng.uniform(0.1, 20) for i in rng.sample(range(12), 3)}
     expected = brute_force(p, arrivals, aborts)

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore.placement.pace import Pace
+from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.protocols import EngineStats, MemoryChange
 from gcore.simulate import VirtualLoop
 from gcore.simulate.engine import EmulatedEngine, log_normal
 from gcore.types import Completion, Request, SamplingParams, UserError
@@ -38,19 +39,18 @@ def by_key(request: Request) -> int:
     return request.noise_key % 10_000
 
 
-def pace_of(base_s: float, slots: int = 8, **timing: float) -> Pace:
+def speed_of(base_s: float, slots: int = 8, **timing: float) -> ReplicaSpeed:
     rest = ("per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s")
-    return Pace(base_s, max_concurrent=slots, **{**dict.fromkeys(rest, 0.0), **timing})
+    return ReplicaSpeed(base_s, max_concurrent=slots, **{**dict.fromkeys(rest, 0.0), **timing})
 
 
 def make(base_s: float = 1.0, *, slots: int = 8, speed: float = 1.0, **timing: float) -> EmulatedEngine:
-    return EmulatedEngine(pace_of(base_s, slots, **timing), lengths=by_key, speed=speed)
+    return EmulatedEngine(speed_of(base_s, slots, **timing), lengths=by_key, speedup=speed)
 
 
-def quiet(generated: int, busy_s: float, waiting: int = 0) -> dict[str, float]:
+def quiet(generated: int, busy_s: float, waiting: int = 0) -> EngineStats:
     """Stats of an engine in which nothing runs."""
-    counts = {"generated_tokens": generated, "running_tokens": 0, "running": 0, "waiting": waiting}
-    return {**counts, "busy_s": busy_s}
+    return EngineStats(0, waiting, busy_s, generated, 0)
 
 
 def run(main: Callable[[], Awaitable[Any]]) -> Any:
@@ -176,7 +176,7 @@ def test_speed_is_emulated_seconds_a_second(speed):
     assert ends(engine, (ask(10), 0.0)) == pytest.approx([alone / speed], rel=1e-9)
 
     async def busy() -> float:
-        return (await engine.stats())["busy_s"]
+        return (await engine.stats()).busy_s
 
     assert run(busy) == pytest.approx(alone, rel=1e-9)  # emulated seconds
 
@@ -227,7 +227,7 @@ def test_a_late_loop_delays_no_request():
         assert [task.done() for task in tasks] == [False] * 3  # their futures are, and the tasks go on now
         await asyncio.sleep(0)
         assert [task.done() for task in tasks] == [True] * 3
-        assert (await engine.stats())["busy_s"] == pytest.approx(0.09, abs=1e-9)
+        assert (await engine.stats()).busy_s == pytest.approx(0.09, abs=1e-9)
 
     asyncio.run(main())
 
@@ -272,7 +272,7 @@ def test_abort_of_what_waits_or_is_being_read_has_no_tokens_and_others_go_on():
         assert [c.finish for _, c in found] == ["stop", "abort", "abort", "stop"]
         assert [len(c.tokens_S) for _, c in found] == [10, 0, 0, 3]
         await engine.abort("runs")  # long done
-        assert (await engine.stats())["generated_tokens"] == 13
+        assert (await engine.stats()).generated_tokens == 13
 
     run(main)
 
@@ -347,7 +347,7 @@ def test_all_aborted_the_device_is_free_at_once():
         assert [c.finish for c in await task] == ["abort"] * 4
         await engine.generate([ask(2, prompt=1)])
         assert now() == pytest.approx(6.0, abs=1e-9)
-        assert (await engine.stats())["busy_s"] == pytest.approx(6.0, abs=1e-9)
+        assert (await engine.stats()).busy_s == pytest.approx(6.0, abs=1e-9)
 
     run(main)
 
@@ -381,7 +381,7 @@ def test_lower_priorities_go_first_also_of_what_came_while_it_stood_still():
 
         tasks = [asyncio.ensure_future(one(priority)) for priority in (7, 3, 9, 5)]
         await asyncio.sleep(1.0)
-        assert (await engine.stats())["waiting"] == 4
+        assert (await engine.stats()).waiting == 4
         await engine.abort("9")
         await asyncio.gather(load, *tasks)
         assert order == [9, 3, 5, 7]
@@ -441,7 +441,7 @@ def test_decoding_stands_still_while_weights_come():
         end, completion = await task
         assert (end, completion.versions_S.tolist()) == (pytest.approx(17.0, abs=1e-9), [0, 1, 1, 1])
         assert (await late)[0] == pytest.approx(15.5, abs=1e-9)  # read until 14.5
-        assert (await engine.stats())["busy_s"] == pytest.approx(17.0, abs=1e-9)
+        assert (await engine.stats()).busy_s == pytest.approx(17.0, abs=1e-9)
 
     run(main)
 
@@ -457,7 +457,7 @@ def test_nothing_is_decoded_between_the_parts_of_new_weights():
         assert await engine.load_weights(5, {}, (1, 2)) == 5
         end, completion = await task
         assert (end, completion.versions_S.tolist()) == (pytest.approx(18.0, abs=1e-9), [0, 0, 5, 5])
-        assert (await engine.stats())["busy_s"] == pytest.approx(18.0, abs=1e-9)
+        assert (await engine.stats()).busy_s == pytest.approx(18.0, abs=1e-9)
 
     run(main)
 
@@ -480,7 +480,7 @@ def test_weights_that_never_came_stop_nothing():
 def test_asleep_it_lets_requests_wait(level):
     async def main() -> None:
         engine = make(1.0, sleep_s=2.0, wake_s=1.0)
-        assert await engine.sleep(level) == {"seconds": 2.0, "freed_gb": 0.0}
+        assert await engine.sleep(level) == MemoryChange(2.0, 0.0)
         assert now() == 2.0
         task = asyncio.ensure_future(timed(engine, ask(3)))
         await asyncio.sleep(5.0)
@@ -488,8 +488,8 @@ def test_asleep_it_lets_requests_wait(level):
         await engine.wake("weights")
         if level == 2:  # they were dropped
             await engine.load_weights(1, {})
-        assert (await engine.stats())["running"] == 0
-        assert await engine.wake("kv_cache") == {"seconds": 1.0, "taken_gb": 0.0}
+        assert (await engine.stats()).running == 0
+        assert await engine.wake("kv_cache") == MemoryChange(1.0, 0.0)
         end, completion = await task
         assert (end, completion.versions_S.tolist()) == (pytest.approx(12.0, abs=1e-9), [level - 1] * 3)
 
@@ -548,7 +548,7 @@ def test_a_second_turn_goes_on_in_the_noise_of_the_first():
 
 def test_how_a_response_ends():
     async def main() -> None:
-        engine = EmulatedEngine(pace_of(1.0, 4), lengths=by_key, tokens=range(2, 6))
+        engine = EmulatedEngine(speed_of(1.0, 4), lengths=by_key, tokens=range(2, 6))
         stops, cut, exact = await engine.generate([ask(200), ask(200, most=50), ask(50, most=50)])
         assert (stops.finish, len(stops.tokens_S), stops.tokens_S[-1]) == ("stop", 200, STOP)
         assert set(stops.tokens_S[:-1].tolist()) == {4, 5}  # 2 and 3 would have ended it
@@ -600,7 +600,7 @@ def test_requests_that_make_no_sense_are_refused(tokens, most, words):
         engine = make()
         with pytest.raises(UserError, match=words):
             await engine.generate([ask(3), Request(np.ones(tokens, np.int32), SamplingParams(most), 0)])
-        assert (await engine.stats())["running"] == 0
+        assert (await engine.stats()).running == 0
 
     run(main)
 
@@ -622,7 +622,7 @@ def test_stats_while_it_works():
         engine = make(1.0, slots=2)
         task = asyncio.ensure_future(engine.generate([ask(n) for n in (2, 10, 4)]))
         await asyncio.sleep(3.5)  # the first is done; 3 tokens of the second, 1 of the third
-        assert await engine.stats() == quiet(6, 3.5) | {"running": 2, "running_tokens": 4}
+        assert await engine.stats() == EngineStats(2, 0, 3.5, 6, 4)
         await task
         await asyncio.sleep(100.0)  # idle
         await engine.generate([ask(1), ask(1), ask(1)])

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from gcore.config.tree import Config
-from gcore.preparation.balance import lay_out
+from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.protocols import Receivers, WeightPlan
@@ -32,7 +32,7 @@ def sample(prompt: int, length: int, sibling: int = 0) -> Sample:
 
 
 def laid_out(samples: list[Sample], ranks: int, mini_batches: int = 1) -> list[TrainBatch]:
-    return lay_out(
+    return make_layout(
         [meta_of(s) for s in samples],
         step=1,
         num_ranks=ranks,
@@ -190,7 +190,7 @@ config = Config.model_validate({recipe()!r} | {{"rewards": {{"judges": [{{"name"
 here = Rendezvous(1, 2, None)
 engine, judge = build_engine(config, None, here), build_judge(config, None, "judge", here)
 trainer = build_trainer(config, None, here)
-print(engine.max_length, judge.pace.max_concurrent, trainer.rank, trainer.hidden_size)
+print(engine.max_length, judge.speed.max_concurrent, trainer.rank, trainer.hidden_size)
 print([m for m in ("torch", "ray", "transformers") if m in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -67,7 +67,7 @@ RUNNERS = {"local": with_tasks, "gloo": with_processes}
 
 async def talk(group: Group) -> dict[str, Any]:
     """Rank 0 goes ahead on the second line; rank 1 comes there only after both have met on the first, thrice."""
-    first, second = group.line(), group.line()
+    first, second = group.subgroup(), group.subgroup()
     found: dict[str, Any] = {"rank": group.rank, "size": (group.size, first.size, second.rank)}
     early = asyncio.ensure_future(first.all_gather("ahead", f"ahead {group.rank}")) if group.rank == 0 else None
     found["main"] = [await group.all_gather("main", (group.rank, i)) for i in range(3)]
@@ -100,18 +100,18 @@ def test_a_line_has_the_time_limit_of_the_group():
 
     from gcore.runtime.gloo import TIMEOUT_S, GlooGroup
 
-    line: Any = GlooGroup(Rendezvous(0, 1, None)).line()
+    line: Any = GlooGroup(Rendezvous(0, 1, None)).subgroup()
     assert line._members._get_backend(torch.device("cpu")).options._timeout.total_seconds() == TIMEOUT_S
 
 
 def test_a_line_of_a_line_is_refused_where_numbers_would_clash():
     group = LocalGroup(Rendezvous(0, 1, None, Hub(1)))
     with pytest.raises(AssertionError, match="asked for from the first"):
-        group.line().line()
+        group.subgroup().subgroup()
 
 
 def test_alone():
     async def program(group: Group) -> list[Any]:
-        return [await group.all_gather("a", 1), await group.line().all_gather("b", 2)]
+        return [await group.all_gather("a", 1), await group.subgroup().all_gather("b", 2)]
 
     assert with_tasks(1, program) == [[[1], [2]]]

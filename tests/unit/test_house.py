@@ -38,14 +38,14 @@ PURE = (
     "gcore.controller.plan",
     "gcore.controller.footprint",
     "gcore.controller.preflight",
-    "gcore.controller.rehearsal",
+    "gcore.controller.dry_run",
     "gcore.controller.supervise",
-    "gcore.placement.plan",
-    "gcore.placement.policy",
+    "gcore.placement.grid",
+    "gcore.placement.rules",
     "gcore.placement.baselines",
     "gcore.placement.forecast",
     "gcore.placement.guard",
-    "gcore.placement.pace",
+    "gcore.placement.replica_speed",
     "gcore.simulate.table",
 )
 

@@ -18,7 +18,7 @@ from gcore.config.tree import HttpReward
 from gcore.rewarding import client
 from gcore.rewarding.client import Pauses, _seconds
 from gcore.rewarding.http import HttpSource
-from gcore.rewarding.rewarder import Blend
+from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.types import RewardError, UserError
 from tests.unit.test_rewarding import group_of
 
@@ -69,7 +69,7 @@ def http(server: Server, scenario, path="/score", **spec):
         async with served(server) as url:
             source = HttpSource(HttpReward(name="remote", url=f"{url}{path}", **spec), pauses=pauses)
             try:
-                return await asyncio.wait_for(scenario(Blend([source]), source), 20)
+                return await asyncio.wait_for(scenario(WeightedRewarder([source]), source), 20)
             finally:
                 source.close()
 
@@ -81,7 +81,7 @@ def score(server: Server, group=None, **spec):
 
     async def scenario(blend, source):
         try:
-            scored = await blend.score(group or group_of("2", "3", answer="2"))
+            scored = await blend.reward(group or group_of("2", "3", answer="2"))
         except RewardError as error:
             return str(error), blend.take_counts()
         return [s.reward for s in scored], blend.take_counts()
@@ -182,7 +182,7 @@ def test_retry_after_counts_once():
     async def scenario(blend, source):
         pause = source.client.pause_s
         source.client.pause_s = lambda turn, after_s: asked.append((turn, after_s)) or pause(turn, after_s)
-        await blend.score(group_of("2", "3"))
+        await blend.reward(group_of("2", "3"))
 
     http(server, scenario, longest_retry_after_s=0.001)
     assert asked == [(1, 3600.0), (2, 0.0), (3, 7.0)]
@@ -256,11 +256,11 @@ def test_nobody_there():
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"
         source = HttpSource(HttpReward(name="remote", url=url, attempts=3), pauses=Pauses(first_s=0.001))
-        blend = Blend([source])
+        blend = WeightedRewarder([source])
 
         async def main():
             with pytest.raises(RewardError, match=rf"{url}: ClientConnectorError: .*\(tried 3 times\)"):
-                await blend.score(group_of("2"))
+                await blend.reward(group_of("2"))
             source.close()
 
         asyncio.run(main())
@@ -465,7 +465,7 @@ def test_so_many_requests_at_a_time_and_no_more():
     server = Server(work)
 
     async def scenario(blend, source):
-        return await asyncio.gather(*(blend.score(group_of("2")) for _ in range(12)))
+        return await asyncio.gather(*(blend.reward(group_of("2")) for _ in range(12)))
 
     assert [scored[0].reward for scored in http(server, scenario, max_concurrent=3)] == [1.0] * 12
     assert most == 3
@@ -484,7 +484,7 @@ def test_a_pause_holds_no_slot():
     server = Server(work)
 
     async def scenario(blend, source):
-        return await asyncio.gather(*(blend.score(group_of(text)) for text in "ab"))
+        return await asyncio.gather(*(blend.reward(group_of(text)) for text in "ab"))
 
     http(server, scenario, max_concurrent=1)
     assert order == ["a", "b", "a"]
@@ -496,7 +496,7 @@ def test_one_session_closed_in_silence():
 
     async def scenario(blend, source):
         for _ in range(3):
-            await blend.score(group_of("2"))
+            await blend.reward(group_of("2"))
             sessions.append(source.client._session)
         problems = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
@@ -507,7 +507,7 @@ def test_one_session_closed_in_silence():
         gc.collect()
         await asyncio.sleep(0.01)
         assert problems == []
-        assert (await blend.score(group_of("2")))[0].reward == 1.0  # closed is not the end: it opens again
+        assert (await blend.reward(group_of("2")))[0].reward == 1.0  # closed is not the end: it opens again
         return len(set(server.peers[:3])), len(set(server.peers))
 
     with warnings.catch_warnings():
@@ -520,7 +520,7 @@ def test_another_loop_gets_a_session_of_its_own():
     source = HttpSource(HttpReward(name="remote", url="http://127.0.0.1:9/"))
 
     async def session():
-        return source.client.line()[0]
+        return source.client.connection()[0]
 
     first, second = asyncio.run(session()), asyncio.run(session())
     assert first is not second

@@ -18,7 +18,7 @@ from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.pool import EnginePool
 from gcore.generation.vllm_core import with_images
 from gcore.models import load_model
-from gcore.placement.pace import Pace
+from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.simulate.engine import EmulatedEngine
 from gcore.types import Completion, Pixels, Request, SamplingParams, UserError
@@ -89,7 +89,7 @@ def embedded() -> EmbeddedEngine:
 
 def emulated() -> EmulatedEngine:
     free = dict.fromkeys(("per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s"), 0.0)
-    return EmulatedEngine(Pace(base_s=0.001, max_concurrent=2, **free))
+    return EmulatedEngine(ReplicaSpeed(base_s=0.001, max_concurrent=2, **free))
 
 
 @pytest.mark.parametrize("make", [embedded, emulated])

@@ -11,8 +11,8 @@ import pytest
 from gcore.config.tree import Judge, Model
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.rewarding.judge import JudgeSource, pairs
-from gcore.rewarding.rewarder import Blend
-from gcore.rewarding.voice import EngineVoice
+from gcore.rewarding.judge_backend import EngineBackend
+from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.types import Completion, RewardError, UserError
 from tests.unit.test_rewarding import group_of
 
@@ -49,7 +49,7 @@ def judge_of(script, key="rewards.judges.0", **spec) -> tuple[JudgeSource, Scrip
     mode = spec.get("mode", "pointwise")
     defaults = {"name": "wise", "model": Model(path="x"), "template": POINTWISE if mode == "pointwise" else PAIRWISE}
     judge = Judge(**{**defaults, **spec})
-    return JudgeSource(judge, EngineVoice(judge, TOKENIZER, STOPS, engine, key), key), engine
+    return JudgeSource(judge, EngineBackend(judge, TOKENIZER, STOPS, engine, key), key), engine
 
 
 def answer(source: JudgeSource, group, attempt=0):
@@ -105,8 +105,8 @@ def test_the_chat_template_alone_writes_special_tokens():
             return {"input_ids": [ord(c) for c in text]}
 
     source, engine = judge_of(lambda text, key: "7")
-    source.voice.ask = lambda tokens, params, key: seen.append(tokens.tolist()) or engine(np.int32([4]), params, key)
-    source.voice.tokenizer, seen = Tokenizer(), []
+    source.backend.ask = lambda tokens, params, key: seen.append(tokens.tolist()) or engine(np.int32([4]), params, key)
+    source.backend.tokenizer, seen = Tokenizer(), []
     answer(source, group_of("2", prompt="1"))
     assert seen == [[ord(c) for c in "[1 2 good?]"]]
 
@@ -248,9 +248,9 @@ def test_one_sibling_without_a_verdict_fails_the_group():
 
 def test_the_blend_does_not_ask_again():
     source, engine = judge_of(lambda text, key: "hm", attempts=2, weight=0.5)
-    blend = Blend([source], backoff_s=0)
+    blend = WeightedRewarder([source], backoff_s=0)
     with pytest.raises(RewardError):
-        asyncio.run(blend.score(group_of("2")))
+        asyncio.run(blend.reward(group_of("2")))
     assert blend.take_counts() == {"verdicts": 2, "unparsed": 2}
     assert len(engine.keys) == 2
 
@@ -268,7 +268,7 @@ def test_a_failing_engine_is_no_reward_error():
         raise ConnectionError("engine-0 is gone")
 
     source, _ = judge_of(lambda text, key: "1")
-    source.voice.ask = broken
+    source.backend.ask = broken
     with pytest.raises(ConnectionError, match="engine-0 is gone"):
         answer(source, group_of("2", "3"))
 
@@ -315,7 +315,7 @@ def test_no_extras_without_repeats():
 def test_two_judges_have_noise_of_their_own():
     first, one = judge_of(lambda text, key: "1", name="first", repeats=2)
     second, two = judge_of(lambda text, key: "3", name="second", repeats=2, weight=0.5)
-    scored = asyncio.run(Blend([first, second]).score(group_of("2", "3")))
+    scored = asyncio.run(WeightedRewarder([first, second]).reward(group_of("2", "3")))
     assert [s.reward for s in scored] == [2.5, 2.5]
     assert scored[0].parts == {"first": 1.0, "first/spread": 0.0, "second": 3.0, "second/spread": 0.0}
     assert len(set(one.keys) | set(two.keys)) == 8
@@ -445,7 +445,7 @@ def test_all_verdicts_are_asked_for_at_once():
             await together.wait()
         return await engine(tokens, params, key)
 
-    source.voice.ask = waits
+    source.backend.ask = waits
     assert answer(source, group_of("a", "b", "c")).values == [1.0] * 3
 
 
@@ -455,7 +455,7 @@ def test_all_verdicts_are_asked_for_at_once():
 def test_say():
     source, engine = judge_of(lambda text, key: "hm, 4", max_prompt_length=8)
     messages = [{"role": "user", "content": "why?"}]
-    said = asyncio.run(source.say(messages, (70, 1), max_tokens=3, temperature=0.0))
+    said = asyncio.run(source.ask(messages, (70, 1), max_tokens=3, temperature=0.0))
     assert said == "hm 4"  # special tokens are left out, <unk> for the comma among them
     assert engine.texts == ["<bos>why?"]
     assert engine.keys == [("wise", "say", 70, 1)]
@@ -463,7 +463,7 @@ def test_say():
     assert (params.max_tokens, params.temperature, params.stop_tokens) == (3, 0.0, STOPS)
     assert source.counts == {}
     with pytest.raises(RewardError, match="judge 'wise': the judge's prompt has 9 tokens; expected at most 8"):
-        asyncio.run(source.say([{"role": "user", "content": "why? why"}], (70, 2)))
+        asyncio.run(source.ask([{"role": "user", "content": "why? why"}], (70, 2)))
 
 
 # --- before the run
@@ -539,7 +539,7 @@ def test_the_texts_of_verdicts_are_handed_over():
     source, _ = judge_of(lambda text, key: "so long " * 600 + "7", max_response_length=9000)
     (note,) = answer(source, group_of("2")).notes[0]
     assert note.startswith("... ") and note.endswith("so long 7") and len(note) == 4004
-    scored = asyncio.run(Blend([source]).score(group_of("2")))
+    scored = asyncio.run(WeightedRewarder([source]).reward(group_of("2")))
     assert scored[0].notes == {"wise": [note]} and scored[0].reward == 7.0
 
 

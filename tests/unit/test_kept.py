@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.checkpoint.pool import load_pool, save_pool
+from gcore.checkpoint.pending_groups import load_pending_groups, save_pending_groups
 from gcore.config.advice import warnings
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import _joined
 from gcore.generation.sampling import Rows, sample
 from gcore.preparation.samples import to_sample
-from gcore.training import policy as policy_module
+from gcore.training import logprob_model as policy_module
+from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import to_tensors
-from gcore.training.policy import Policy
 from gcore.types import Completion, Kept, MicroBatch, Prompt, Request, Rollout, SamplingParams, Scored, UserError
 from tests.unit.test_presets import config_of
 from tests.unit.test_training import CPU, batch_of, network_of, trainer_of, update, world  # noqa: F401 (a fixture)
@@ -95,8 +95,8 @@ def test_engine_and_trainer_agree():
     assert max(c.kept.counts_S.max() for c in completions) > 1
     packed = to_tensors(MicroBatch((((0, 0), (0, 1)), ((0, 2), (0, 3)), ((0, 4),)), 18), samples, CPU)
     with torch.no_grad():
-        logprobs_S, entropy_S = Policy(network)(*packed.inputs)
-        full_S, _ = Policy(network)(*dataclasses.replace(packed, kept=None).inputs)
+        logprobs_S, entropy_S = LogprobModel(network)(*packed.inputs)
+        full_S, _ = LogprobModel(network)(*dataclasses.replace(packed, kept=None).inputs)
     assert torch.allclose(logprobs_S, packed.rollout_logprobs_S, atol=1e-5)
     assert torch.isfinite(entropy_S).all() and (entropy_S >= -1e-6).all()
     assert (logprobs_S - full_S).min() > -1e-6 and (logprobs_S - full_S).max() > 0.05
@@ -117,7 +117,7 @@ def test_the_gradient_of_the_sampled_policy_has_mean_zero(corrected):
     """With one reward for all, nothing is to be learned: the mean gradient over what is sampled, each kept token as
     often as it comes, must be 0. Without the kept tokens it pushes the policy towards them."""
     network = network_of(config_of())
-    policy, ids = Policy(network), [4, 7, 9, 12]
+    policy, ids = LogprobModel(network), [4, 7, 9, 12]
     kept = kept_of(ids)
     samples = {(0, i): sample_of(target, kept, i) for i, target in enumerate(ids)}
     packed = to_tensors(MicroBatch(tuple(((0, i),) for i in range(4)), 8), samples, CPU)
@@ -136,7 +136,7 @@ def test_logits_in_chunks_and_steps_without_limits(monkeypatch):
     samples = {(0, i): sample_of(ids[0] if ids else 11, kept_of(ids), i) for i, ids in enumerate(steps)}
     samples[0, 4] = sample_of(5, None, 4)
     packed = to_tensors(MicroBatch(tuple(((0, i),) for i in range(5)), 8), samples, CPU)
-    policy = Policy(network)
+    policy = LogprobModel(network)
 
     def run():
         policy.zero_grad()
@@ -178,8 +178,8 @@ def test_pieces_and_checkpoints_keep_it(tmp_path):
         )
         for i, (c, k) in enumerate([(whole, whole.kept), (start, None), (end, end.kept)])
     ]
-    save_pool(tmp_path, 0, [[Scored(r, 1.0) for r in rollouts]])
-    (found,) = load_pool(tmp_path, lambda n: Prompt(n, n, (), "", PROMPT))
+    save_pending_groups(tmp_path, 0, [[Scored(r, 1.0) for r in rollouts]])
+    (found,) = load_pending_groups(tmp_path, lambda n: Prompt(n, n, (), "", PROMPT))
     assert [plain(s.rollout.kept) for s in found] == [plain(r.kept) for r in rollouts]
 
 

@@ -22,7 +22,7 @@ from gcore.config.tree import Config, Lora
 from gcore.controller.export import adapter_folder, export
 from gcore.models import LORA_A, LORA_B, adapters_of
 from gcore.observe.trace import Tracer
-from gcore.preparation.balance import lay_out
+from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.protocols import Rendezvous
@@ -241,7 +241,7 @@ def train_as(rank: int, size: int, shard: int, folder: Path, dtype: torch.dtype 
     for seed in range(2):
         samples = samples_of(seed, prompts=6)
         layout = {"step": 1, "mini_batches": 2, "max_tokens": 60, "cost": CostModel(100.0), "objective": "policy"}
-        batch = lay_out([meta_of(s) for s in samples], num_ranks=size, **layout)[rank]
+        batch = make_layout([meta_of(s) for s in samples], num_ranks=size, **layout)[rank]
         keys = {k for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for k in row}
         norms.append(update(trainer, [s for s in samples if s.key in keys], batch)["grad_norm"])
     folder.mkdir(exist_ok=True)

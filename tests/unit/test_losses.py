@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gcore.config.tree import Algorithm
-from gcore.training.losses import POLICY_LOSSES, Steps, importance, kl_penalty, weights
+from gcore.training.losses import POLICY_LOSSES, Steps, importance, kl_penalty, step_weights
 
 VERL = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())
 GOLDEN, KL = VERL["cases"], VERL["kl"]
@@ -210,7 +210,7 @@ def test_importance_stays_finite(level):
 def weigh(aggregation, **changes):
     given = {"num_actions": 10, "num_samples": 4, "max_response_length": 5, **changes}
     mask, sample = torch.tensor([1.0, 1, 0, 1, 1, 1]), torch.tensor([0, 0, 0, 1, 1, 1])
-    return weights(mask, sample, 2, aggregation=aggregation, **given).tolist()
+    return step_weights(mask, sample, 2, aggregation=aggregation, **given).tolist()
 
 
 def test_weights_by_hand():
@@ -221,7 +221,7 @@ def test_weights_by_hand():
 
 def test_weights_of_a_sample_without_actions_are_zero():
     for aggregation in ("token_mean", "sequence_mean", "fixed_length"):
-        found = weights(
+        found = step_weights(
             torch.zeros(2),
             torch.tensor([0, 0]),
             1,
@@ -233,7 +233,7 @@ def test_weights_of_a_sample_without_actions_are_zero():
         assert found.tolist() == [0.0, 0.0]
 
 
-# --- verl 0.9.1. Common ground: `clip_ratio_c` = 1e9 turns off its dual clip, which is always on; every response has an
+# --- verl 0.9.1. Common grid: `clip_ratio_c` = 1e9 turns off its dual clip, which is always on; every response has an
 # --- action (verl leaves the others out of the mean over sequences, G-Core counts them); its GSPO ratio stops at e^10,
 # --- ours at e^20.
 
@@ -270,7 +270,7 @@ def test_policy_loss_same_as_verl(case, name, aggregation):
     )
     given = Steps(logprobs_S, flat(batch, "old_log_prob"), flat(batch, "advantages"), mask_S, sample_S, samples)
     loss_S, clipped_S = POLICY_LOSSES[name](given, algorithm)
-    weights_S = weights(
+    weights_S = step_weights(
         mask_S.float(),
         sample_S,
         samples,

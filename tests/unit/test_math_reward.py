@@ -10,7 +10,7 @@ import pytest
 from gcore.config.tree import RewardFunction, Rewards
 from gcore.rewarding import math
 from gcore.rewarding.math import math_answer
-from gcore.rewarding.rewarder import Blend
+from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.workers import sources_of
 from gcore.types import UserError
 from tests.unit.test_reward_workers import group_of
@@ -96,10 +96,10 @@ def test_works_in_a_thread():
 
 def test_works_in_a_worker():
     spec = RewardFunction(name="math", path="gcore.rewarding.math:math_answer")
-    rewarder = Blend(sources_of(Rewards(functions=[spec]), 1))
+    rewarder = WeightedRewarder(sources_of(Rewards(functions=[spec]), 1))
     rewarder.check(["answer"])
     try:
-        scored = asyncio.run(rewarder.score(group_of(r"\boxed{\frac{1}{2}}", "2", answer="0.5")))
+        scored = asyncio.run(rewarder.reward(group_of(r"\boxed{\frac{1}{2}}", "2", answer="0.5")))
         assert [s.reward for s in scored] == [1.0, 0.0]
     finally:
         rewarder.close()

@@ -1,4 +1,4 @@
-"""What the controllers know in common: paces from counters, loads by hand, lengths, requests a group."""
+"""What the controllers know in common: speeds from counters, loads by hand, lengths, requests a group."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from gcore.placement.monitor import GUESS, QUANTILES, Counters, Monitor, Report, RoleReport
-from gcore.placement.plan import POLICY, Ground, Move, Split
+from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
+from gcore.placement.monitor import GUESS, QUANTILES, Monitor, Report, RoleReport
+from gcore.protocols import EngineStats
 
-GROUND = Ground(4, {POLICY: 1, "judge": 2})  # two blocks, of two engines or one judge
+GROUND = DeviceGrid(4, {POLICY: 1, "judge": 2})  # two blocks, of two engines or one judge
 SPLIT = Split((POLICY, "judge"))
 
 
-def make(ground: Ground = GROUND) -> Monitor:
-    return Monitor(ground, dict.fromkeys(ground.roles, 64))
+def make(grid: DeviceGrid = GROUND) -> Monitor:
+    return Monitor(grid, dict.fromkeys(grid.roles, 64))
 
 
 def report(at_s: float = 0.0, policy: Any = None, judge: Any = None, **others: Any) -> Report:
@@ -30,15 +31,15 @@ def look(monitor: Monitor, *parts: Report, moving: Any = None) -> Any:
 
 
 class Engine:
-    """Counters of a replica whose decoding step lasts 0.01 + 0.002 * running."""
+    """EngineStats of a replica whose decoding step lasts 0.01 + 0.002 * running."""
 
     def __init__(self) -> None:
         self.busy_s = self.tokens = 0.0
 
-    def decode(self, running: int, steps: int = 10) -> Counters:
+    def decode(self, running: int, steps: int = 10) -> EngineStats:
         self.busy_s += steps * (0.01 + 0.002 * running)
         self.tokens += steps * running
-        return Counters(running, 0, self.busy_s, self.tokens)
+        return EngineStats(running, 0, self.busy_s, self.tokens)
 
 
 def feed(monitor: Monitor, engine: Engine, batches: list[int]) -> None:
@@ -46,30 +47,30 @@ def feed(monitor: Monitor, engine: Engine, batches: list[int]) -> None:
     for n, running in enumerate(batches):
         if n:
             monitor.ended_rollout()
-        look(monitor, report(0, policy={"replicas": {0: Counters(running, 0, engine.busy_s, engine.tokens)}}))
+        look(monitor, report(0, policy={"replicas": {0: EngineStats(running, 0, engine.busy_s, engine.tokens)}}))
         look(monitor, report(1, policy={"replicas": {0: engine.decode(running)}}))
 
 
-def pace(monitor: Monitor) -> tuple[float, float]:
-    found = monitor.costs.paces[POLICY]
+def speed(monitor: Monitor) -> tuple[float, float]:
+    found = monitor.costs.speeds[POLICY]
     return found.base_s, found.per_sequence_s
 
 
-# ---- the pace
+# ---- the speed
 
 
 def test_before_anything_is_measured_the_guess_holds():
     monitor = make()
     look(monitor, report())
-    assert pace(monitor) == (GUESS.base_s, GUESS.per_sequence_s)
-    assert monitor.costs.paces[POLICY].max_concurrent == 64
+    assert speed(monitor) == (GUESS.base_s, GUESS.per_sequence_s)
+    assert monitor.costs.speeds[POLICY].max_concurrent == 64
     assert monitor.costs.switch_s(Move(0, POLICY, "judge")) == GUESS.wake_s
 
 
 def test_the_line_of_spread_batches():
     monitor = make()
     feed(monitor, Engine(), [2, 60, 9, 33, 50, 5, 17, 42, 25, 1, 64, 30] * 4)
-    base_s, per_sequence_s = pace(monitor)
+    base_s, per_sequence_s = speed(monitor)
     assert base_s == pytest.approx(0.01, rel=0.03)
     assert per_sequence_s == pytest.approx(0.002, rel=0.01)
 
@@ -79,7 +80,7 @@ def test_the_more_is_measured_the_less_the_guess_counts():
     for times in (1, 8):
         monitor = make()
         feed(monitor, Engine(), [8, 56] * times)
-        errors.append(abs(pace(monitor)[1] / 0.002 - 1))
+        errors.append(abs(speed(monitor)[1] / 0.002 - 1))
     assert errors[1] < 0.2 * errors[0] < 0.02
 
 
@@ -87,13 +88,13 @@ def test_a_batch_that_changed_a_lot_between_two_looks_tells_nothing():
     monitor, engine = make(), Engine()
     look(monitor, report(0, policy={"replicas": {0: engine.decode(8)}}))
     look(monitor, report(1, policy={"replicas": {0: engine.decode(60)}}))
-    assert pace(monitor) == (GUESS.base_s, GUESS.per_sequence_s)
+    assert speed(monitor) == (GUESS.base_s, GUESS.per_sequence_s)
 
 
 def test_one_batch_size_is_divided_as_the_guess_would():
     monitor = make()
     feed(monitor, Engine(), [20] * 8)
-    base_s, per_sequence_s = pace(monitor)
+    base_s, per_sequence_s = speed(monitor)
     assert base_s + 20 * per_sequence_s == pytest.approx(0.01 + 20 * 0.002)  # what was measured
     assert per_sequence_s / base_s == pytest.approx(GUESS.per_sequence_s / GUESS.base_s)
 
@@ -101,36 +102,36 @@ def test_one_batch_size_is_divided_as_the_guess_would():
 def test_a_replica_that_was_started_again_counts_from_nothing():
     monitor, engine = make(), Engine()
     feed(monitor, engine, [2, 60, 33])
-    found, busy = pace(monitor), monitor.busy[POLICY]
-    look(monitor, report(2, policy={"replicas": {0: Counters(33, 0, 0.5, 3.0)}}))  # both fell
-    assert pace(monitor) == found
-    look(monitor, report(3, policy={"replicas": {0: Counters(33, 0, 1.4, 2.0)}}))  # tokens fell: busy is not its own
-    assert pace(monitor) == found and monitor.busy[POLICY] == busy
-    look(monitor, report(4, policy={"replicas": {0: Counters(33, 0, 1.4 + 0.5, 2.0 + 330)}}))
-    assert pace(monitor) != found and monitor.busy[POLICY] == pytest.approx(0.5)
+    found, busy = speed(monitor), monitor.busy[POLICY]
+    look(monitor, report(2, policy={"replicas": {0: EngineStats(33, 0, 0.5, 3.0)}}))  # both fell
+    assert speed(monitor) == found
+    look(monitor, report(3, policy={"replicas": {0: EngineStats(33, 0, 1.4, 2.0)}}))  # tokens fell: busy is not its own
+    assert speed(monitor) == found and monitor.busy[POLICY] == busy
+    look(monitor, report(4, policy={"replicas": {0: EngineStats(33, 0, 1.4 + 0.5, 2.0 + 330)}}))
+    assert speed(monitor) != found and monitor.busy[POLICY] == pytest.approx(0.5)
 
 
 def test_a_replica_that_did_not_answer_is_left_out():
     """Until it has answered twice in a row: what it had in between is not known."""
     monitor, engine = make(), Engine()
     feed(monitor, engine, [2, 60, 33])
-    found = pace(monitor)
+    found = speed(monitor)
     look(monitor, report(2))
     engine.decode(64, 1000)
     look(monitor, report(3, policy={"replicas": {0: engine.decode(4)}}))
-    assert pace(monitor) == found
+    assert speed(monitor) == found
     look(monitor, report(4, policy={"replicas": {0: engine.decode(4)}}))
-    assert pace(monitor) != found
+    assert speed(monitor) != found
 
 
 def test_what_was_between_two_rollouts_is_nobodys_pace():
     monitor, engine = make(), Engine()
     feed(monitor, engine, [2, 60, 33])
-    found, busy = pace(monitor), monitor.busy[POLICY]
+    found, busy = speed(monitor), monitor.busy[POLICY]
     monitor.ended_rollout()
     engine.busy_s += 100  # weights
     look(monitor, report(1000, policy={"replicas": {0: engine.decode(33)}}))
-    assert (pace(monitor), monitor.busy[POLICY]) == (found, busy)
+    assert (speed(monitor), monitor.busy[POLICY]) == (found, busy)
 
 
 def test_blocks_that_move_are_not_measured():
@@ -138,7 +139,7 @@ def test_blocks_that_move_are_not_measured():
     moving = {0: Move(0, "judge", POLICY)}
     for at, running in enumerate((2, 2, 60, 60)):
         look(monitor, report(at, policy={"replicas": {0: engine.decode(running)}}), moving=moving)
-    assert pace(monitor) == (GUESS.base_s, GUESS.per_sequence_s) and monitor.busy[POLICY] == 0.0
+    assert speed(monitor) == (GUESS.base_s, GUESS.per_sequence_s) and monitor.busy[POLICY] == 0.0
 
 
 def test_busy_is_the_share_of_the_time_since_the_last_look_over_all_replicas():
@@ -146,8 +147,8 @@ def test_busy_is_the_share_of_the_time_since_the_last_look_over_all_replicas():
     for at, busy in ((10.0, (0.0, 0.0)), (12.0, (2.0, 0.5))):
         look(
             monitor,
-            report(at, policy={"replicas": {0: Counters(1, 0, busy[0], 0)}}),
-            report(at + 77, policy={"replicas": {1: Counters(1, 0, busy[1], 0)}}),  # its clock does not count
+            report(at, policy={"replicas": {0: EngineStats(1, 0, busy[0], 0)}}),
+            report(at + 77, policy={"replicas": {1: EngineStats(1, 0, busy[1], 0)}}),  # its clock does not count
         )
     assert monitor.busy == {POLICY: 2.5 / 4, "judge": 0.0}
 
@@ -168,7 +169,7 @@ def test_loads_by_hand():
                 "requests": 24,
                 "waiting": 4,
                 "calls": 3,
-                "replicas": {0: Counters(14, 2, 0, 0, made=70)},
+                "replicas": {0: EngineStats(14, 2, 0, 0, running_tokens=70)},
             },
             judge={"requests": 6, "calls": 6},
         ),
@@ -177,8 +178,8 @@ def test_loads_by_hand():
             kept=1,
             under_way=5,
             rate=0.5,
-            policy={"requests": 8, "calls": 2, "replicas": {1: Counters(16, 0, 0, 0, made=20)}},
-            judge={"requests": 2, "waiting": 3, "calls": 5, "replicas": {1: Counters(6, 1, 0, 0)}},
+            policy={"requests": 8, "calls": 2, "replicas": {1: EngineStats(16, 0, 0, 0, running_tokens=20)}},
+            judge={"requests": 2, "waiting": 3, "calls": 5, "replicas": {1: EngineStats(6, 1, 0, 0)}},
         ),
     ]
     view = look(monitor, *parts)
@@ -283,7 +284,7 @@ def test_expected():
 
 
 def test_a_forecast_needs_measurements():
-    """Until every pace was measured 8 times and lengths were seen, the number of groups is not told."""
+    """Until every speed was measured 8 times and lengths were seen, the number of groups is not told."""
     monitor = make()
     rollout(monitor, 8, each=4, verdicts=12)
     assert monitor.expected(16, 0.5, 4).groups == 0.0

@@ -394,7 +394,7 @@ def test_view_pace_time_left_and_going_back() -> None:
     view = View("run", 10)
     for step in (1, 2, 3):
         assert view.add({"step": step, "reward/mean": step / 10}, now=step * 2.0) == "train"
-    assert view.pace == 2.0 and view.seconds_left(6.0) == 14.0 and view.seconds_left(7.0) == 13.0
+    assert view.step_s == 2.0 and view.seconds_left(6.0) == 14.0 and view.seconds_left(7.0) == 13.0
     assert view.add({"step": 3, "reward/mean": 0.3}, now=7.0) is None
     view.add({"step": 2, "reward/mean": 0.9}, now=9.0)
     assert view.rewards == {1: 0.1, 2: 0.9} and view.step == 2

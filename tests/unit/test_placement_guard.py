@@ -6,21 +6,21 @@ from dataclasses import replace
 import pytest
 
 from gcore.placement.forecast import Forecast, best_still
+from gcore.placement.grid import POLICY, DeviceGrid, Split, all_splits, neighbours, num_splits, split_by
 from gcore.placement.guard import MOVING, STILL, TURNS, Guarded, Memory
-from gcore.placement.pace import Pace
-from gcore.placement.plan import POLICY, Ground, Split, all_splits, neighbours, num_splits, split_by
-from gcore.placement.policy import Costs, Load, View
+from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.placement.rules import Costs, Load, View
 from gcore.simulate.run import simulate, static_name
 from gcore.simulate.scenario import load_scenario
 from gcore.simulate.table import best_static
 from gcore.types import UserError
 
 JUDGE = "judge"
-PACE = Pace(
+PACE = ReplicaSpeed(
     base_s=0.01, per_sequence_s=0.001, prefill_s_per_token=0.0001, max_concurrent=10, sleep_s=1.0, wake_s=2.0,
     weights_s=3.0,
 )  # fmt: skip
-COSTS = Costs(Ground(4, {POLICY: 1, JUDGE: 1}), {POLICY: PACE, JUDGE: PACE})
+COSTS = Costs(DeviceGrid(4, {POLICY: 1, JUDGE: 1}), {POLICY: PACE, JUDGE: PACE})
 TWO = Split((POLICY, POLICY, JUDGE, JUDGE))
 
 
@@ -67,7 +67,7 @@ def test_prefill_stalls_the_pool():
 
 def test_taking_turns():
     """All 4 replicas generate: 100 steps of 10 + 2 ms; at the next look they change, in 3 s; 20 steps of 10 + 2 ms."""
-    found = Forecast(expected(), COSTS).seconds(Split((POLICY,) * 4), Guarded().mover(TURNS), look_s=0.5)
+    found = Forecast(expected(), COSTS).seconds(Split((POLICY,) * 4), Guarded().mover(TURNS), poll_interval_s=0.5)
     assert found == pytest.approx(1.5 + 3.0 + 20 * 0.012)
 
 
@@ -91,7 +91,7 @@ def test_what_was_aborted_is_first_in_line():
 def test_the_best_split_that_stands_still():
     """Judging is three times the work: one block for the policy, three for the judge, of all three splits."""
     forecast = Forecast(expected(groups=40, verdict=300.0), COSTS)
-    seconds = {split: forecast.seconds(split) for split in all_splits(COSTS.ground)}
+    seconds = {split: forecast.seconds(split) for split in all_splits(COSTS.grid)}
     best_s, best = best_still(forecast, TWO, 1)
     assert best_s == seconds[best] == min(seconds.values()) and best.counts() == {POLICY: 1, JUDGE: 3}
 
@@ -195,11 +195,11 @@ def test_planning_changes_nothing_it_was_given():
 
 
 def test_all_splits_of_three_roles():
-    ground = Ground(5, {POLICY: 1, "a": 1, "b": 1})
-    found = [tuple(split.counts().values()) for split in all_splits(ground)]
-    assert found == [(1, 1, 3), (1, 2, 2), (1, 3, 1), (2, 1, 2), (2, 2, 1), (3, 1, 1)] and num_splits(ground) == 6
+    grid = DeviceGrid(5, {POLICY: 1, "a": 1, "b": 1})
+    found = [tuple(split.counts().values()) for split in all_splits(grid)]
+    assert found == [(1, 1, 3), (1, 2, 2), (1, 3, 1), (2, 1, 2), (2, 2, 1), (3, 1, 1)] and num_splits(grid) == 6
     near = [
-        tuple(split.counts().values()) for split in neighbours(split_by(ground, {POLICY: 3, "a": 1, "b": 1}), ground, 1)
+        tuple(split.counts().values()) for split in neighbours(split_by(grid, {POLICY: 3, "a": 1, "b": 1}), grid, 1)
     ]
     assert near == [(2, 2, 1), (2, 1, 2)]
 
@@ -209,7 +209,7 @@ def test_best_static_searches_all_splits(request):
     case = load_scenario(request.config.rootpath / "scenarios" / "three-judges.yaml", ["steps=1"])
     found = best_static(case)
     assert found.regime == "static:2-4-1-1"
-    every = [simulate(case, static_name(split, case.ground)).rollout_s for split in all_splits(case.ground)]
+    every = [simulate(case, static_name(split, case.grid)).rollout_s for split in all_splits(case.grid)]
     assert found.rollout_s == min(every) and len(every) == 35
     evenly = min(simulate(case, f"static:{n}").rollout_s for n in range(1, 6))
     assert evenly > 1.1 * found.rollout_s

@@ -21,12 +21,11 @@ import pytest
 
 from gcore.controller.replicas import Replicas
 from gcore.generation.pool import EnginePool
-from gcore.placement import switch
+from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor
-from gcore.placement.pace import Pace
-from gcore.placement.plan import POLICY, Ground, Move, Split
-from gcore.placement.policy import Costs, View, room
-from gcore.placement.switch import Placer
+from gcore.placement.placer import RETRY_S, Placer
+from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.placement.rules import Costs, View, room
 from gcore.protocols import Rendezvous, RoleDied, WeightPlan
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.simulate import VirtualLoop
@@ -41,8 +40,10 @@ Script = Callable[[int, Split, View], list[Move]]  # look, split, view
 
 def make_engine() -> EmulatedEngine:
     """A sample's whole length follows from its key, wherever it goes on. Built with the weights of version 0."""
-    pace = Pace(0.1, 0.03, prefill_s_per_token=0.01, max_concurrent=SLOTS, sleep_s=0.3, wake_s=0.2, weights_s=0.4)
-    return EmulatedEngine(pace, lengths=lambda r: 1 + r.noise_key % LONG - r.position)
+    speed = ReplicaSpeed(
+        0.1, 0.03, prefill_s_per_token=0.01, max_concurrent=SLOTS, sleep_s=0.3, wake_s=0.2, weights_s=0.4
+    )
+    return EmulatedEngine(speed, lengths=lambda r: 1 + r.noise_key % LONG - r.position)
 
 
 class Replica:
@@ -111,14 +112,14 @@ class Scripted:
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         self.look += 1
-        self.world.logs[self.rank].append((self.look, split.check(costs.ground), view))
+        self.world.logs[self.rank].append((self.look, split.check(costs.grid), view))
         return self.script(self.look, split, view)
 
 
 @dataclass
 class World:
     script: Script = lambda look, split, view: []
-    ground: Ground = field(default_factory=lambda: Ground(4, {POLICY: 1, JUDGE: 1}))
+    grid: DeviceGrid = field(default_factory=lambda: DeviceGrid(4, {POLICY: 1, JUDGE: 1}))
     first: Split | None = None
     split: Split = field(default_factory=lambda: Split((POLICY, POLICY, JUDGE, JUDGE)))
     size: int = 2
@@ -128,7 +129,7 @@ class World:
     decides: bool = False  # else as in an evaluation: no group is decided on
     seed: int = 0
     spread_s: float = 4.0  # over which the groups of a step begin
-    look_s: float = 0.25
+    poll_interval_s: float = 0.25
     tasks: set[asyncio.Future[Any]] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -139,8 +140,8 @@ class World:
         self.logs: list[list[Any]] = [[] for _ in range(self.size)]
         self.took: list[list[float | None]] = [[] for _ in range(self.size)]
         self.replicas = {
-            role: [Replica(self, role, i) for i in range(self.ground.num_blocks * self.ground.per_block(role))]
-            for role in self.ground.roles
+            role: [Replica(self, role, i) for i in range(self.grid.num_blocks * self.grid.per_block(role))]
+            for role in self.grid.roles
         }
         hub, self.placers, self.pools, self.members = Hub(self.size), list[Placer](), [], []
         for rank in range(self.size):
@@ -150,15 +151,15 @@ class World:
             }
             member = Replicas(pools[POLICY], [pools[JUDGE]], [Trainer()], lambda: self.version, self.notes.append)
             placer = Placer(
-                self.ground,
+                self.grid,
                 Scripted(self, rank, self.script),
                 self.split,
                 pools,
                 self.groups_of,
-                Monitor(self.ground, dict.fromkeys(self.ground.roles, SLOTS)),
+                Monitor(self.grid, dict.fromkeys(self.grid.roles, SLOTS)),
                 member.load,
                 levels={POLICY: 2, JUDGE: 1},
-                look_s=self.look_s,
+                poll_interval_s=self.poll_interval_s,
                 timeout_s=TIMEOUT_S,
                 note=self.notes.append if rank == 0 else lambda text: None,
             )
@@ -170,7 +171,7 @@ class World:
     # ---- what must hold
 
     def block(self, replica: Replica) -> int:
-        return replica.number // self.ground.per_block(replica.role)
+        return replica.number // self.grid.per_block(replica.role)
 
     def check_sent(self, replica: Replica, ticket: str) -> None:
         """The caller believes that it has its block; it is awake and has current weights."""
@@ -257,11 +258,11 @@ class World:
 
         async def bring_back() -> None:
             await asyncio.sleep(told_s)
-            await asyncio.gather(*(m.bury(replica.name) for m in members))
+            await asyncio.gather(*(m.mark_dead(replica.name) for m in members))
             await asyncio.sleep(back_s)
             replica.engine, replica.gone, replica.on = make_engine(), asyncio.Event(), {}
             if await members[0].restore(replica.name):
-                await asyncio.gather(*(m.admit(replica.name) for m in members))
+                await asyncio.gather(*(m.mark_alive(replica.name) for m in members))
                 self.counts["returns"] += 1
             else:
                 assert replica.gone.is_set(), replica.name
@@ -307,7 +308,7 @@ def take(block: int = 2) -> Move:
 
 
 def moves_of(world: World) -> list[tuple[int, str, str]]:
-    return [(m["slots"][0], m["to"], m["reason"]) for m in world.placers[0].tally.moves]
+    return [(m["slots"][0], m["to"], m["reason"]) for m in world.placers[0].timeline.moves]
 
 
 # ---- moves
@@ -323,14 +324,14 @@ def test_a_block_changes_hands(size):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_judges_are_sent_what_they_can_use(size):
-    """As soon as their pace is known; three controllers share two judges' replicas each by a third."""
-    ground = Ground(2, {POLICY: 1, JUDGE: 1})
-    world = World(ground=ground, split=Split((POLICY, JUDGE)), size=size, groups=30, spread_s=8.0)
+    """As soon as their speed is known; three controllers share two judges' replicas each by a third."""
+    grid = DeviceGrid(2, {POLICY: 1, JUDGE: 1})
+    world = World(grid=grid, split=Split((POLICY, JUDGE)), size=size, groups=30, spread_s=8.0)
     play(world)
     for placer, pools in zip(world.placers, world.pools, strict=True):
         assert placer.monitor.knows(JUDGE)
         asked = pools[JUDGE]._router._own._limit
-        most = room(placer.monitor.expected(1, 1.0, 1).loads[JUDGE], placer.monitor.costs.paces[JUDGE])
+        most = room(placer.monitor.expected(1, 1.0, 1).loads[JUDGE], placer.monitor.costs.speeds[JUDGE])
         assert asked == (most if size == 1 else -(-most // 3)) < 2 * SLOTS
         assert pools[POLICY]._router._own._limit == 2 * SLOTS
 
@@ -366,7 +367,7 @@ def test_blocks_of_several_replicas():
     """Two engines or one judge a block; and judges of half a block."""
     for widths, first in (({POLICY: 1, JUDGE: 2}, "engine"), ({POLICY: 2, JUDGE: 1}, "judge")):
         split = Split((POLICY, POLICY, JUDGE))
-        world = play(World(at(4, give(), take()), Ground(6, widths), split=split, spread_s=8.0))
+        world = play(World(at(4, give(), take()), DeviceGrid(6, widths), split=split, spread_s=8.0))
         assert world.placers[0].split == Split((POLICY, JUDGE, POLICY))
         news = ("engine-4", "engine-5", "judge-1") if first == "engine" else ("engine-2", "judge-2", "judge-3")
         assert all(world.counts[f"sent {name}"] for name in news)
@@ -537,7 +538,7 @@ def test_a_drain_that_takes_too_long():
     world = faulty(give(), POLICY, 1, "abort", lambda world, replica: deaf())
     world.replicas[POLICY][1].on["abort"] = lambda: deaf()
     world.replicas[POLICY][1].engine = EmulatedEngine(
-        Pace(2.0, 0.0, 0.0, SLOTS, 0.3, 0.2, 0.4), lengths=lambda r: 1 + r.noise_key % LONG - r.position
+        ReplicaSpeed(2.0, 0.0, 0.0, SLOTS, 0.3, 0.2, 0.4), lengths=lambda r: 1 + r.noise_key % LONG - r.position
     )
     stays(play(world), 1, POLICY, f"not drained after {TIMEOUT_S:g} s")
 
@@ -601,8 +602,8 @@ def test_a_failed_move_is_not_tried_again_at_once():
         world.kill(world.replicas[JUDGE][1], back_s=20.0)
 
     play(world, death())
-    tries = [m["at_s"] for m in world.placers[0].tally.moves]
-    assert 3 <= len(tries) <= 20 / switch.RETRY_S + 2 and world.placers[0].split[1] == JUDGE
+    tries = [m["at_s"] for m in world.placers[0].timeline.moves]
+    assert 3 <= len(tries) <= 20 / RETRY_S + 2 and world.placers[0].split[1] == JUDGE
 
 
 def test_all_judges_die():
@@ -615,7 +616,7 @@ def test_all_judges_die():
             world.kill(replica, back_s=30.0)
 
     play(world, deaths())
-    assert world.counts["deaths"] == 2 and world.placers[0].tally.seconds > 30
+    assert world.counts["deaths"] == 2 and world.placers[0].timeline.seconds > 30
 
 
 def test_who_returns_without_a_place_sleeps():
@@ -633,13 +634,13 @@ def test_who_returns_without_a_place_sleeps():
 # ---- random worlds
 
 
-def at_random(seed: int, ground: Ground, often: float) -> Script:
+def at_random(seed: int, grid: DeviceGrid, often: float) -> Script:
     """Any moves that leave every role a block; in the same way on all controllers."""
 
     def script(look: int, split: Split, view: View) -> list[Move]:
         dice = random.Random(f"{seed}/{look}")
         found, counts = list[Move](), Counter(split.owners)
-        free = [block for block in range(ground.num_blocks) if block not in view.moving]
+        free = [block for block in range(grid.num_blocks) if block not in view.moving]
         dice.shuffle(free)
         while free and dice.random() < often:
             block = free.pop()
@@ -656,21 +657,21 @@ def at_random(seed: int, ground: Ground, often: float) -> Script:
 def worlds(count: int) -> Iterator[tuple[World, Any]]:
     for seed in range(count):
         dice = random.Random(seed)
-        ground = Ground(
+        grid = DeviceGrid(
             2 * dice.randint(1, 4), dice.choice([{POLICY: 1, JUDGE: 1}, {POLICY: 1, JUDGE: 2}, {POLICY: 2, JUDGE: 1}])
         )
-        if ground.num_blocks < 2:
-            ground = Ground(4, ground.widths)
-        owners = [dice.choice([POLICY, JUDGE]) for _ in range(ground.num_blocks)]
+        if grid.num_blocks < 2:
+            grid = DeviceGrid(4, grid.widths)
+        owners = [dice.choice([POLICY, JUDGE]) for _ in range(grid.num_blocks)]
         owners[0], owners[-1] = POLICY, JUDGE
         world = World(
-            at_random(seed, ground, dice.choice([0.02, 0.1, 0.3])),
-            ground,
+            at_random(seed, grid, dice.choice([0.02, 0.1, 0.3])),
+            grid,
             split=Split(tuple(owners)),
             size=dice.randint(1, 3),
             groups=4,
             steps=2,
-            look_s=0.5,
+            poll_interval_s=0.5,
             rests=dice.random() < 0.5,
             seed=seed,
         )
@@ -709,5 +710,5 @@ def test_random_worlds():
         assert world.counts["answered"] >= 2 * asked
         counts += world.counts
         counts["taken back"] += len(world.notes)
-        counts["moves"] += sum(len(placer.tally.moves) for placer in world.placers[:1])
+        counts["moves"] += sum(len(placer.timeline.moves) for placer in world.placers[:1])
     assert counts["moves"] > 100 and counts["deaths"] > 60 and counts["taken back"] > 20 and counts["hung"] > 5, counts

@@ -9,7 +9,7 @@ import yaml
 
 from gcore.config import load_config
 from gcore.controller.plan import Machine, first_split, make_plan
-from gcore.placement.plan import POLICY, Ground, Split
+from gcore.placement.grid import POLICY, DeviceGrid, Split
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -41,23 +41,23 @@ def refused(act: Any) -> str:
 
 def test_shared_has_no_ground(config):
     plan = make_plan(config(judge(replicas=3), placement={"policy": {"replicas": 2}}), MACHINE)
-    assert (plan.ground, plan.engines, plan.judges) == (None, 2, {"critic": 3})
+    assert (plan.grid, plan.engines, plan.judges) == (None, 2, {"critic": 3})
 
 
 @pytest.mark.parametrize("mode", ["static", "dynamic", "colocated"])
 def test_every_role_has_a_replica_for_every_place(config, mode):
     placement = {"mode": mode, "slots": 4, "policy": {"replicas": 2}}
     plan = make_plan(config(judge(replicas=3), placement=placement), MACHINE)
-    assert plan.ground == Ground(4, {POLICY: 1, "critic": 1})
+    assert plan.grid == DeviceGrid(4, {POLICY: 1, "critic": 1})
     assert (plan.engines, plan.judges) == (4, {"critic": 4})
     assert f"placement    {mode}: 4 slots in 4 places" in plan.lines(config(judge(), placement=placement))
 
 
 def test_auto_slots_are_the_gpus_or_the_cores(config):
     found = config(judge(), placement={"mode": "dynamic"})
-    assert make_plan(found, MACHINE).ground == Ground(8, {POLICY: 1, "critic": 1})
+    assert make_plan(found, MACHINE).grid == DeviceGrid(8, {POLICY: 1, "critic": 1})
     on_gpus = make_plan(config(judge(), placement={"mode": "dynamic"}), Machine(cores=64, gpus=2))
-    assert on_gpus.ground == Ground(2, {POLICY: 1, "critic": 1}) and on_gpus.engines == 2
+    assert on_gpus.grid == DeviceGrid(2, {POLICY: 1, "critic": 1}) and on_gpus.engines == 2
 
 
 def test_wide_replicas_make_wide_places(config):
@@ -69,8 +69,8 @@ def test_wide_replicas_make_wide_places(config):
     )
     plan = make_plan(made, MACHINE)
     assert (plan.engines, plan.judges) == (8, {"critic": 4, "other": 16})
-    assert plan.ground is not None
-    assert first_split(made, plan.ground) == Split((POLICY, "critic", "critic", "other"))
+    assert plan.grid is not None
+    assert first_split(made, plan.grid) == Split((POLICY, "critic", "critic", "other"))
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_wide_replicas_make_wide_places(config):
 )
 def test_the_first_split(config, placement, owners):
     made = config(judge(), placement=placement)
-    ground = make_plan(made, MACHINE).ground
-    assert ground is not None
-    assert first_split(made, ground) == Split(tuple({"p": POLICY, "c": "critic"}[owner] for owner in owners))
+    grid = make_plan(made, MACHINE).grid
+    assert grid is not None
+    assert first_split(made, grid) == Split(tuple({"p": POLICY, "c": "critic"}[owner] for owner in owners))
 
 
 # ---- refused

@@ -9,23 +9,23 @@ import sys
 import pytest
 
 from gcore.cli import main
-from gcore.placement.pace import Pace
+from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.simulate import costs
 from gcore.simulate.costs import GPUS, SHAPES
 from gcore.simulate.estimate import MODES, Case, estimate, missing_after
 from gcore.simulate.lengths import Lengths
+from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
 from gcore.simulate.planner import USEFUL, plan
-from gcore.simulate.question import Constraints, Workload, modes_of
 from gcore.simulate.roles import Role
 from gcore.types import UserError
 
 H100 = GPUS["h100"]
-PACE = Pace(0.01, 0.0001, 0.00001, max_concurrent=10, sleep_s=0.1, wake_s=0.2, weights_s=0.3)
+PACE = ReplicaSpeed(0.01, 0.0001, 0.00001, max_concurrent=10, sleep_s=0.1, wake_s=0.2, weights_s=0.3)
 
 
-def role(name="policy", tp=1, mean=100, sigma=0.0, per_draw=4, prefill=50.0, pace=PACE):
+def role(name="policy", tp=1, mean=100, sigma=0.0, per_draw=4, prefill=50.0, speed=PACE):
     lengths = Lengths(mean, sigma, 4 * mean)
-    return Role(name, SHAPES["7B"], tp, pace, lengths, per_draw, prefill)
+    return Role(name, SHAPES["7B"], tp, speed, lengths, per_draw, prefill)
 
 
 def case(judge_mean=100, sigma=0.5, gpus=8, prompts=64, swap_s=0.0, **other):
@@ -267,8 +267,8 @@ def test_siblings_and_repeated_verdicts_share_a_prefill():
         return plan(SHAPES["7B"], [SHAPES["7B"]], 8, H100, work, constraints).best.stages
 
     few, many = stages(prompts=256, samples=1), stages(prompts=16, samples=16)  # as many responses to fewer prompts
-    pace = costs.pace_of(SHAPES["7B"], H100, 1, 4050, 256)
-    prefilled = (256 - 16) * 4000 / 8 * pace.prefill_s_per_token
+    speed = costs.pace_of(SHAPES["7B"], H100, 1, 4050, 256)
+    prefilled = (256 - 16) * 4000 / 8 * speed.prefill_s_per_token
     assert few["generation"] - many["generation"] == pytest.approx(prefilled, rel=0.01)
     once, thrice = stages(prompts=256, samples=1), stages(prompts=256, samples=1, repeats=3)
     assert once["rewarding"] < thrice["rewarding"] < 1.5 * once["rewarding"]  # mostly prefill, which they share

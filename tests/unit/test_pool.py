@@ -226,12 +226,12 @@ def test_what_a_dead_replica_had_goes_elsewhere_and_waits_when_there_is_nobody()
         replicas[1].answer(0, "1")
         await settle()
         assert replicas[1].keys == [[1], [0]]  # it came before 2, and keeps its place
-        pool.bury("b")
+        pool.mark_dead("b")
         replicas[1].die()
         await settle()
         assert pool.observe().waiting == 2 and pool.alive() == {}
-        pool.admit("a")
-        pool.admit("nobody")
+        pool.mark_alive("a")
+        pool.mark_alive("nobody")
         await settle()
         assert replicas[0].keys == [[0], [0]]
         replicas[0].answer(1, "0")
@@ -263,10 +263,10 @@ def test_a_drain_moves_what_is_not_finished():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
         pool = EnginePool([a, b])
-        pool.bury("b")
+        pool.mark_dead("b")
         call = begin(pool.generate(ask(0, 1, 2, 3, most=5), priority=4, key=9))
         await settle()
-        pool.admit("b")
+        pool.mark_alive("b")
         drained = begin(pool.drain("a"))
         await settle()
         assert a.aborted == [a.ticket(0)] and not drained.done()
@@ -331,7 +331,7 @@ def test_what_is_moved_waits_for_a_replica_and_keeps_its_place():
         a.answer(0, piece([3]), piece([4]))
         await settle()
         assert drained.done() and pool.observe() == Observation(3, (Outstanding("a", 0, 0, ("drained",)),))
-        pool.admit("a")  # it is alive; that does not open what is drained
+        pool.mark_alive("a")  # it is alive; that does not open what is drained
         await settle()
         assert a.keys == [[0, 1]]
         pool.reopen("a")
@@ -380,7 +380,7 @@ def test_a_replica_that_dies_while_it_is_drained():
         a.die()
         await settle()
         assert drained.done() and b.keys == [[0]]
-        pool.admit("a")
+        pool.mark_alive("a")
         assert pool.observe().replicas[0].closed == ("drained",)
         b.answer(0, piece([2], "stop"))
         assert (await call)[0].tokens_S.tolist() == [2] and idle(pool)
@@ -393,7 +393,7 @@ def test_a_caller_that_is_cancelled_while_it_is_moved_leaves_nothing(when):
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
         pool = EnginePool([a, b])
-        pool.bury("b")
+        pool.mark_dead("b")
         call = begin(pool.generate(ask(0)))
         await settle()
         drained = begin(pool.drain("a"))
@@ -402,7 +402,7 @@ def test_a_caller_that_is_cancelled_while_it_is_moved_leaves_nothing(when):
             a.answer(0, piece([3]))
             await settle()
         if when == "at the second":
-            pool.admit("b")
+            pool.mark_alive("b")
             await settle()
         call.cancel()
         await settle()
@@ -446,7 +446,7 @@ def test_a_drain_waits_for_every_call():
         assert calls[0].done() and not drained.done() and sorted(a.aborted) == sorted([a.ticket(0), a.ticket(1)])
         a.answer(1, piece([2], "stop"))
         await drained
-        pool.bury("a")
+        pool.mark_dead("a")
         pool.reopen("a")
         assert pool.observe().replicas[0].closed == ("dead",)  # which is another matter
 
@@ -595,15 +595,15 @@ def test_the_dead_and_the_drained_are_not_asked():
 
         for replica in replicas:
             replica.script = stats_of(replica.name)
-        pool.bury("a")
+        pool.mark_dead("a")
         await pool.drain("b")
         checked = begin(pool.check(5.0))
         await settle()
-        pool.bury("c")
+        pool.mark_dead("c")
         assert await checked == {} and asked == ["c"]  # c is dead by then, which says more
-        pool.admit("c")
+        pool.mark_alive("c")
         assert await pool.check(5.0) == {"c": False}
-        pool.admit("c")  # it is another process now
+        pool.mark_alive("c")  # it is another process now
         assert pool.observe().replicas[2].closed == ()
 
     run(main)
@@ -623,11 +623,11 @@ def test_a_session_looks_after_its_replicas_until_it_is_closed():
         engine.script, judge.script = silent, at_once
         session: Any = Session.__new__(Session)
         session.pool, session._notes, session._writer = EnginePool([engine]), [], None
-        session.studio = SimpleNamespace(rewarder=SimpleNamespace(pools=[EnginePool([judge])], close=lambda: None))
+        session.shared = SimpleNamespace(rewarder=SimpleNamespace(pools=[EnginePool([judge])], close=lambda: None))
         session.collector = SimpleNamespace(close=lambda: None)
         session.tracer = SimpleNamespace(flush=lambda: None)
         session.group = LocalGroup(Rendezvous(0, 1, None, Hub(1)))
-        replicas = Replicas(session.pool, session.studio.rewarder.pools, [], lambda: 0, session.note)
+        replicas = Replicas(session.pool, session.shared.rewarder.pools, [], lambda: 0, session.note)
         session._health = health = asyncio.create_task(replicas.watch())
         await asyncio.sleep(CHECK_S + ANSWER_S + 1)
         assert session._notes == ["engine-0 has not answered for 20 s; it is sent nothing new until it does"]

@@ -17,7 +17,7 @@ import pytest
 
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
-from gcore.placement.pace import Pace
+from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import RoleDied
 from gcore.runtime.local import LocalHandle
 from gcore.simulate import VirtualLoop
@@ -30,8 +30,10 @@ STOP, SLOTS, CALLS = 2, 4, 30
 
 def make_engine() -> EmulatedEngine:
     """A sample's whole length follows from its key, wherever it goes on."""
-    pace = Pace(0.1, 0.03, prefill_s_per_token=0.011, max_concurrent=SLOTS, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
-    return EmulatedEngine(pace, lengths=lambda r: 1 + r.noise_key % 97 - r.position)
+    speed = ReplicaSpeed(
+        0.1, 0.03, prefill_s_per_token=0.011, max_concurrent=SLOTS, sleep_s=0.0, wake_s=0.0, weights_s=0.0
+    )
+    return EmulatedEngine(speed, lengths=lambda r: 1 + r.noise_key % 97 - r.position)
 
 
 class Replica:
@@ -110,7 +112,7 @@ class World:
             assert not pool._recalled and not any(pool._tickets) and not pool._aborts and not pool._waiting
         for replica in self.replicas:
             stats = await replica.engine.stats()
-            assert (stats["running"], stats["waiting"]) == (0, 0)
+            assert (stats.running, stats.waiting) == (0, 0)
 
     async def caller(self, pool: EnginePool, number: int) -> None:
         rng = self.rng
@@ -152,11 +154,11 @@ class World:
         replica.die()
         await asyncio.sleep(self.rng.random())  # calls may find out before they are told
         for pool in self.pools:
-            pool.bury(replica.name)
+            pool.mark_dead(replica.name)
         await asyncio.sleep(self.rng.random() * 5)
         replica.return_anew()
         for pool in self.pools:
-            pool.admit(replica.name)
+            pool.mark_alive(replica.name)
 
     async def drain(self, replica: Replica) -> None:
         pools = self.rng.sample(self.pools, self.rng.randint(1, len(self.pools)))
@@ -222,12 +224,12 @@ def test_a_moved_sample_is_the_undisturbed_one(moves):
 
             engine.generate = listen  # type: ignore[method-assign]
         for move in range(moves):
-            begun = [(await engine.stats())["generated_tokens"] for engine in engines]
-            while (await engines[move % 2].stats())["generated_tokens"] < begun[move % 2] + 20:
+            begun = [(await engine.stats()).generated_tokens for engine in engines]
+            while (await engines[move % 2].stats()).generated_tokens < begun[move % 2] + 20:
                 await asyncio.sleep(0.001)
             await pool.drain(f"engine-{move % 2}")
             stats = await engines[move % 2].stats()
-            assert (stats["running"], stats["waiting"]) == (0, 0)
+            assert (stats.running, stats.waiting) == (0, 0)
             pool.reopen(f"engine-{move % 2}")
         found = await asyncio.gather(*calls)
         for engine in engines:

@@ -17,10 +17,10 @@ import yaml
 from gcore.cli import main
 from gcore.config import load_config
 from gcore.controller import preflight as checks
+from gcore.controller.dry_run import answers, shortened
 from gcore.controller.footprint import check_sizes, num_parameters, parts
 from gcore.controller.plan import Machine, make_plan
 from gcore.controller.preflight import preflight, sample_of
-from gcore.controller.rehearsal import answers, shortened
 from gcore.controller.supervise import starting_statuses
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Prompt, UserError

@@ -20,11 +20,11 @@ from gcore.controller.build import Roles, build_rewarder
 from gcore.controller.plan import Machine, make_plan
 from gcore.controller.preflight import preflight
 from gcore.generation.noise import noise_key
-from gcore.rewarding import client, voice
+from gcore.rewarding import client, judge_backend
 from gcore.rewarding.client import Pauses
 from gcore.rewarding.judge import JudgeSource
-from gcore.rewarding.rewarder import Blend
-from gcore.rewarding.voice import RemoteVoice
+from gcore.rewarding.judge_backend import RemoteBackend
+from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.types import RewardError, UserError
 from tests.e2e.helpers import RECIPE
 from tests.unit.test_http_reward import Server, served
@@ -47,7 +47,7 @@ def judge_at(url, **spec):
     mode = spec.get("mode", "pointwise")
     defaults = {"name": "wise", "url": url, "template": POINTWISE if mode == "pointwise" else PAIRWISE}
     judge, key = Judge(**{**defaults, **spec}), "rewards.judges.0"
-    return JudgeSource(judge, RemoteVoice(judge, seed_of, key, Pauses(first_s=0.001)), key)
+    return JudgeSource(judge, RemoteBackend(judge, seed_of, key, Pauses(first_s=0.001)), key)
 
 
 def asked(server, scenario, **spec):
@@ -57,7 +57,7 @@ def asked(server, scenario, **spec):
         async with served(server) as url:
             source = judge_at(f"{url}/v1", **spec)
             try:
-                return await asyncio.wait_for(scenario(Blend([source]), source), 20)
+                return await asyncio.wait_for(scenario(WeightedRewarder([source]), source), 20)
             finally:
                 source.close()
 
@@ -69,7 +69,7 @@ def score(server, group=None, **spec):
 
     async def scenario(blend, source):
         try:
-            scored = await blend.score(group or group_of("2", prompt="1+1="))
+            scored = await blend.reward(group or group_of("2", prompt="1+1="))
         except RewardError as error:
             return str(error), blend.take_counts()
         return [s.reward for s in scored], blend.take_counts()
@@ -149,7 +149,7 @@ def test_a_response_is_data():
 )
 def test_what_counts_as_text(said, text):
     async def scenario(blend, source):
-        return await source.say([{"role": "user", "content": "?"}], (1,))
+        return await source.ask([{"role": "user", "content": "?"}], (1,))
 
     assert asked(Server(said), scenario, retries=0) == text
 
@@ -200,9 +200,9 @@ def test_a_workflow_asks():
 
     async def scenario(blend, source):
         ask = [{"role": "user", "content": "why?"}]
-        texts = [await blend.say("wise", ask, ("ask", "x", draw), temperature=0.0, top_k=4) for draw in (0, 1, 0)]
+        texts = [await blend.ask("wise", ask, ("ask", "x", draw), temperature=0.0, top_k=4) for draw in (0, 1, 0)]
         with pytest.raises(UserError, match=r"rewards\.judges\.0\.url: got stop_tokens"):
-            await blend.say("wise", ask, ("ask", "x", 2), stop_tokens=(2,))
+            await blend.ask("wise", ask, ("ask", "x", 2), stop_tokens=(2,))
         return texts
 
     assert asked(server, scenario) == ["because"] * 3
@@ -320,7 +320,7 @@ def test_one_failure_fails_the_group_and_what_waits_is_not_asked():
 
     async def scenario(blend, source):
         with pytest.raises(RewardError, match="answered 400: 'no'"):
-            await blend.score(group_of(*"abcdef"))
+            await blend.reward(group_of(*"abcdef"))
         await asyncio.sleep(0.1)  # time for others to come
         return len(server.requests)
 
@@ -391,8 +391,8 @@ def test_so_many_requests_at_a_time_and_no_more():
 
 def test_close_closes_the_connections():
     async def scenario(blend, source):
-        await blend.score(group_of("2"))
-        session, _ = source.voice.client.line()
+        await blend.reward(group_of("2"))
+        session, _ = source.backend.client.connection()
         blend.close()
         return session.closed
 
@@ -440,10 +440,10 @@ def test_no_replicas_and_no_tokenizer():
     assert plan.judges == {"near": 2}
     assert "judge        far at http://h/v1" in plan.lines(config)
     rewarder = build_rewarder(config, plan, Roles())
-    assert [type(source.voice).__name__ for source in rewarder.sources.values()] == ["RemoteVoice", "EngineVoice"]
+    assert [type(source.backend).__name__ for source in rewarder.sources.values()] == ["RemoteBackend", "EngineBackend"]
     assert [source.key for source in rewarder.sources.values()] == ["rewards.judges.0", "rewards.judges.1"]
     assert len(rewarder.pools) == 1
-    far = rewarder.sources["far"].voice
+    far = rewarder.sources["far"].backend
     assert far.seed_of(("far", 70, 0)) == noise_key(config.run.seed, "judge", "far", 70, 0)
 
 
@@ -526,7 +526,7 @@ def test_a_server_that_says_nothing(monkeypatch):
     async def hang(request):
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(voice, "REACH_S", 0.1)
+    monkeypatch.setattr(judge_backend, "REACH_S", 0.1)
     said = reach(Server(hang))
     assert said.startswith("rewards.judges.0.url: no answer from http://127.0.0.1:")
     assert said.endswith("/v1/models in 0.1 s")

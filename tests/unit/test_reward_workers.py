@@ -18,7 +18,7 @@ import pytest
 from gcore.config.tree import RewardFunction, Rewards
 from gcore.rewarding import workers
 from gcore.rewarding.processes import kill_group
-from gcore.rewarding.rewarder import Blend
+from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut
 from gcore.rewarding.threads import FunctionSource
 from gcore.rewarding.workers import WorkerPool, sources_of
@@ -197,8 +197,8 @@ def group_of(*texts: str, **columns) -> list[Rollout]:
     ]
 
 
-def blend(pool: WorkerPool) -> Blend:
-    return Blend(pool.sources, backoff_s=0)
+def blend(pool: WorkerPool) -> WeightedRewarder:
+    return WeightedRewarder(pool.sources, backoff_s=0)
 
 
 def values(pool: WorkerPool, *groups) -> list:
@@ -206,7 +206,7 @@ def values(pool: WorkerPool, *groups) -> list:
     rewarder = blend(pool)
 
     async def all_of_them():
-        return await asyncio.gather(*(rewarder.score(group) for group in groups), return_exceptions=True)
+        return await asyncio.gather(*(rewarder.reward(group) for group in groups), return_exceptions=True)
 
     scored = asyncio.run(all_of_them())
     return [s if isinstance(s, BaseException) else [x.reward for x in s] for s in scored]
@@ -272,10 +272,10 @@ def test_functions_run_in_the_main_thread_where_the_parent_found_them(place, poo
     wanted = [str(place), list(sys.path)]
     functions = [RewardFunction(name=n, path=p) for n, p in (("a", "users:here"), ("b", "users.py:here"))]
     sources = sources_of(Rewards(functions=functions), 1)
-    rewarder = Blend(sources)
+    rewarder = WeightedRewarder(sources)
     monkeypatch.chdir("/")  # workers start later
     try:
-        assert [s.reward for s in asyncio.run(rewarder.score(group_of("2", wanted=wanted)))] == [2.0]
+        assert [s.reward for s in asyncio.run(rewarder.reward(group_of("2", wanted=wanted)))] == [2.0]
     finally:
         rewarder.close()
 
@@ -428,12 +428,12 @@ def test_a_pool_serves_one_loop_after_another(pool_of):
     pool.sources.pop()
     pids = []
     for _ in range(3):
-        (scored,) = asyncio.run(blend(pool).score(group_of("2")))
+        (scored,) = asyncio.run(blend(pool).reward(group_of("2")))
         pids.append(int(scored.parts["pid/pid"]))
     assert len(set(pids)) == 3
     assert all(map(is_gone, pids))  # asyncio.run cancels what is left
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(blend(pool).score(group_of("2")))
+    loop.run_until_complete(blend(pool).reward(group_of("2")))
     with pytest.raises(RuntimeError, match="one event loop at a time"):
         asyncio.run(pool.sources[0].answer(group_of("2"), 0))
     pool.close()
@@ -452,7 +452,7 @@ def test_flaky_functions_are_retried_and_counted(place, pool_of):
 
     async def everything():
         groups = [group_of(str(g), "x") for g in fails]
-        return await asyncio.gather(*map(rewarder.score, groups), return_exceptions=True)
+        return await asyncio.gather(*map(rewarder.reward, groups), return_exceptions=True)
 
     for (first, second), result in zip(fails.values(), asyncio.run(everything()), strict=True):
         if first and second:
@@ -476,7 +476,7 @@ def test_what_hangs_is_killed_and_asked_again(pool_of, monkeypatch, name):
     with pytest.raises(
         RewardError, match=r"no answer within 0\.3 s; its worker was killed \(tried 2 times\)"
     ) as caught:
-        asyncio.run(rewarder.score(group_of("2")))
+        asyncio.run(rewarder.reward(group_of("2")))
     assert isinstance(caught.value.__cause__, TimedOut)
     assert rewarder.take_counts() == {"timeouts": 2, "retries": 1, "worker_restarts": 2}
     assert len(set(killed)) == 2 and all(map(is_gone, killed))
@@ -649,7 +649,7 @@ def test_workers_are_recycled_between_calls(pool_of):
     rewarder = blend(pool)
 
     async def ten():
-        scored = await asyncio.gather(*(rewarder.score(group_of("2")) for _ in range(10)))
+        scored = await asyncio.gather(*(rewarder.reward(group_of("2")) for _ in range(10)))
         return [int(group[0].parts["pid/pid"]) for group in scored]
 
     pids = asyncio.run(ten())
@@ -663,7 +663,7 @@ def test_async_workers_are_recycled_when_the_last_call_ended(place, pool_of):
     rewarder = blend(pool)
 
     async def fifteen():
-        scored = await asyncio.gather(*(rewarder.score(group_of("2")) for _ in range(15)))
+        scored = await asyncio.gather(*(rewarder.reward(group_of("2")) for _ in range(15)))
         return [group[0].parts["together/pid"] for group in scored]
 
     pids = asyncio.run(fifteen())
@@ -726,7 +726,7 @@ def test_close_leaves_no_process_and_tells_who_waits(place, pool_of):
         pool.close()
         assert not pool.processes
         for pid in pids:
-            with pytest.raises(ProcessLookupError):  # killed, and buried
+            with pytest.raises(ProcessLookupError):  # killed, and mark_dead
                 os.kill(pid, 0)
         pool.close()
         return await asyncio.gather(*waiting, return_exceptions=True)

@@ -13,7 +13,7 @@ import pytest
 from gcore.config.tree import RewardFunction
 from gcore.rewarding import rules
 from gcore.rewarding.functions import adapt, load_function
-from gcore.rewarding.rewarder import Blend
+from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.threads import FunctionSource
 from gcore.types import Prompt, RewardError, Rollout, UserError
 
@@ -28,7 +28,7 @@ def group_of(*texts: str, messages=({"role": "user", "content": "1+1="},), **col
     ]
 
 
-def rewarder_of(*functions, weights=(), attempts=2, **args) -> Blend:
+def rewarder_of(*functions, weights=(), attempts=2, **args) -> WeightedRewarder:
     """A rewarder of functions that live here."""
     for index, function in enumerate(functions):
         globals()[f"_function_{index}"] = function
@@ -41,11 +41,13 @@ def rewarder_of(*functions, weights=(), attempts=2, **args) -> Blend:
         )
         for i in range(len(functions))
     ]
-    return Blend([FunctionSource(s, attempts, f"rewards.functions.{i}") for i, s in enumerate(specs)], backoff_s=0)
+    return WeightedRewarder(
+        [FunctionSource(s, attempts, f"rewards.functions.{i}") for i, s in enumerate(specs)], backoff_s=0
+    )
 
 
-def score(rewarder: Blend, group):
-    return asyncio.run(rewarder.score(group))
+def score(rewarder: WeightedRewarder, group):
+    return asyncio.run(rewarder.reward(group))
 
 
 def call(function, group, **args):
@@ -449,6 +451,6 @@ def test_groups_are_scored_concurrently():
     rewarder = rewarder_of(waits, attempts=1)
 
     async def together():
-        return await asyncio.gather(*(rewarder.score(group_of("2")) for _ in range(3)))
+        return await asyncio.gather(*(rewarder.reward(group_of("2")) for _ in range(3)))
 
     assert [scored[0].reward for scored in asyncio.run(together())] == [1.0, 1.0, 1.0]

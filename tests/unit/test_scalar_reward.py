@@ -22,7 +22,7 @@ from gcore.controller.train_rm import pair_of, read_pairs
 from gcore.models import load_model, load_scorer, score_texts
 from gcore.observe.trace import Tracer
 from gcore.prompts.tokenizer import load_tokenizer, with_padding
-from gcore.rewarding.rewarder import Blend
+from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.scalar import ScalarModel, ScalarSource, padded_width
 from gcore.training.reward_model import PairTrainer, bradley_terry
 from gcore.types import Prompt, RewardError, Rollout, UserError
@@ -515,7 +515,7 @@ def source_of(*answers: Any, tokenizer: Any = TOKENIZER, attempts: int = 2) -> t
 
 
 def blend(source: ScalarSource, group: list[Rollout]) -> list[float]:
-    return [s.reward for s in asyncio.run(Blend([source], backoff_s=0).score(group))]
+    return [s.reward for s in asyncio.run(WeightedRewarder([source], backoff_s=0).reward(group))]
 
 
 def test_the_model_reads_the_conversation():

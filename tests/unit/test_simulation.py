@@ -11,7 +11,7 @@ import pytest
 from gcore.cli import main
 from gcore.observe.page_data import read_source
 from gcore.placement.baselines import colocated, static
-from gcore.placement.plan import POLICY, Move, Split, split_by
+from gcore.placement.grid import POLICY, Move, Split, split_by
 from gcore.simulate import run as runs
 from gcore.simulate.cluster import Place, Simulation, State, quantiles
 from gcore.simulate.run import NAMES, expectation, first_state, simulate
@@ -59,7 +59,7 @@ def scenario(**changes):
 
 
 def rollout(case, split=None, decide=static, step=1, watch=None, state=None):
-    split = split or split_by(case.ground, {POLICY: 2, JUDGE: 2})
+    split = split or split_by(case.grid, {POLICY: 2, JUDGE: 2})
     simulation = Simulation(StepWork(case, step), split, decide, state or replace(first_state(case), rate=0.8))
     if watch:
         watch(simulation)
@@ -108,7 +108,7 @@ def test_what_must_add_up(name, seed):
     owned, busy = sum(found.owned_s.values()), sum(found.busy_s.values())
     assert owned + found.switch_s == pytest.approx(found.seconds * case.slots)
     assert busy <= owned + 1e-9 and found.idle == pytest.approx(1 - busy / (found.seconds * case.slots))
-    for block in range(case.ground.num_blocks):  # the segments of a block follow each other without a gap
+    for block in range(case.grid.num_blocks):  # the segments of a block follow each other without a gap
         pieces = sorted((start, end) for b, _, start, end, _ in found.segments if b == block)
         assert pieces[0][0] == 0.0 and pieces[-1][1] == pytest.approx(found.seconds)
         assert all(a[1] == pytest.approx(b[0]) for a, b in itertools.pairwise(pieces))
@@ -222,7 +222,7 @@ def test_blocks_between_two_roles_are_not_in_the_view():
 def test_a_group_is_decided_when_all_its_verdicts_are_there():
     judges = (SimulatedJudge(name="fair", speed=SPEED, repeats=3), SimulatedJudge(name="strict", speed=SPEED))
     case = scenario(judges=judges, slots=6)
-    simulation, _ = rollout(case, split_by(case.ground, {POLICY: 2, "fair": 2, "strict": 2}))
+    simulation, _ = rollout(case, split_by(case.grid, {POLICY: 2, "fair": 2, "strict": 2}))
     decided = case.samples * (simulation.kept + simulation.dropped)
     for judge in simulation.judges:
         assert len(judge.seen) + judge.under_way == judge.repeats * (decided + case.samples * simulation.judging)
@@ -330,7 +330,7 @@ def test_what_is_not_drawn_again_stays_first():
 def test_prompts_are_decided_on_once_or_carried_over():
     """Over the steps of a run none is lost and none is decided on twice."""
     case = scenario(steps=4, controllers=4, oversampling=1.5)
-    state, split, decided = first_state(case), split_by(case.ground, {POLICY: 2, JUDGE: 2}), []
+    state, split, decided = first_state(case), split_by(case.grid, {POLICY: 2, JUDGE: 2}), []
     for step in range(1, 5):
         simulation = Simulation(StepWork(case, step), split, static, state)
         order = drawn_by(simulation)
@@ -355,7 +355,7 @@ def test_a_step_is_tried_again_from_the_same_state():
     case = scenario(controllers=2, oversampling=1.5)
     state = rollout(case)[1].state
     kept = (state.places, dict(state.memory), state.rate, state.seconds)
-    work, splits = StepWork(case, 2), [split_by(case.ground, {POLICY: n, JUDGE: 4 - n}) for n in (2, 1, 2)]
+    work, splits = StepWork(case, 2), [split_by(case.grid, {POLICY: n, JUDGE: 4 - n}) for n in (2, 1, 2)]
     one, other, again = (Simulation(work, split, static, state).run() for split in splits)
     assert (state.places, dict(state.memory), state.rate, state.seconds) == kept
     assert one == again and one.seconds != other.seconds and one.state != state
@@ -566,5 +566,5 @@ def test_command_says_what_is_wrong_in_a_line(tiny, capsys, arguments, words):
 )
 def test_shipped_scenarios_load(name, request):
     case = load_scenario(request.config.rootpath / "scenarios" / f"{name}.yaml")
-    assert case.name == name and case.ground.num_blocks >= 2
+    assert case.name == name and case.grid.num_blocks >= 2
     case.costs(1), case.costs(case.steps)

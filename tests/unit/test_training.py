@@ -13,16 +13,16 @@ import torch
 from gcore.config.tree import Config
 from gcore.models import load_model
 from gcore.observe.trace import Tracer
-from gcore.preparation.balance import lay_out
+from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Receivers, Rendezvous
 from gcore.runtime.gloo import join
-from gcore.training import policy as policy_module
+from gcore.training import logprob_model as policy_module
 from gcore.training.fsdp import FsdpTrainer
+from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import to_tensors
-from gcore.training.policy import Policy
 from gcore.training.schedule import learning_rate
 from gcore.training.state import gather_weights
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch
@@ -74,7 +74,7 @@ def samples_of(seed: int = 0, prompts: int = 4, siblings: int = 3) -> list[Sampl
 
 
 def batch_of(samples, max_tokens=10_000, mini_batches=1, objective="policy") -> TrainBatch:
-    (batch,) = lay_out(
+    (batch,) = make_layout(
         [meta_of(s) for s in samples],
         step=1,
         num_ranks=1,
@@ -123,7 +123,7 @@ def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens
     network = network_of(config)
     samples = [dataclasses.replace(s, temperature=(0.7, 1.0, 1.3)[s.sibling % 3]) for s in samples_of(prompts=6)]
     by_key = {s.key: s for s in samples}
-    policy = Policy(network)
+    policy = LogprobModel(network)
     micros = batch_of(samples, max_tokens).mini_batches[0].micro_batches
     assert any(len(row) > 1 for micro in micros for row in micro.rows)
     assert (len(micros) > 1) == (max_tokens == 40)
@@ -169,7 +169,7 @@ def test_packed_by_hand():
 
 def test_logits_in_chunks_are_the_same(monkeypatch):
     config, samples = config_of(), samples_of()
-    policy = Policy(network_of(config))
+    policy = LogprobModel(network_of(config))
     packed = to_tensors(batch_of(samples).mini_batches[0].micro_batches[0], {s.key: s for s in samples}, CPU)
 
     def run():

@@ -12,9 +12,9 @@ from gcore.config.tree import Algorithm  # noqa: E402
 from gcore.models import load_model  # noqa: E402
 from gcore.preparation.advantages import ESTIMATORS  # noqa: E402
 from gcore.prompts.tokenizer import load_tokenizer  # noqa: E402
-from gcore.training.losses import POLICY_LOSSES, Steps, kl_penalty, weights  # noqa: E402
+from gcore.training.logprob_model import LogprobModel  # noqa: E402
+from gcore.training.losses import POLICY_LOSSES, Steps, kl_penalty, step_weights  # noqa: E402
 from gcore.training.micro import to_tensors  # noqa: E402
-from gcore.training.policy import Policy  # noqa: E402
 from gcore.types import Sample  # noqa: E402
 from tests.unit.test_training import CPU, MAX_RESPONSE_LENGTH, batch_of, config_of, samples_of  # noqa: E402
 
@@ -127,7 +127,7 @@ def test_loss_and_gradient(tmp_path, case):
     trainer = trl_of(tmp_path, **theirs)
     trainer.beta = 0.07  # set here: as an option it would fetch a reference model, whose logprobs are in the batch
     network = trainer.model
-    policy = Policy(network)
+    policy = LogprobModel(network)
     packed = to_tensors(batch_of(samples).mini_batches[0].micro_batches[0], {s.key: s for s in samples}, CPU)
     assert packed.mask_R1WW is not None  # packed rows on our side, left and right padding on theirs
 
@@ -155,7 +155,7 @@ def test_loss_and_gradient(tmp_path, case):
     logprobs_S = forward()
     steps = Steps(logprobs_S, old_S, packed.advantages_S, packed.loss_mask_S, packed.sample_S, len(samples))
     loss_S, clipped_S = POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
-    weights_S = weights(
+    weights_S = step_weights(
         packed.loss_mask_S,
         packed.sample_S,
         len(samples),

@@ -12,7 +12,7 @@ import pytest
 
 from gcore.config.tree import Config
 from gcore.controller import workflow
-from gcore.controller.workflow import SampleContext, StageClock, Studio, generate_and_reward
+from gcore.controller.workflow import SampleContext, SharedContext, StageClock, generate_and_reward
 from gcore.generation.noise import noise_key
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, Prompt, Request, Rollout, Scored, UserError
@@ -59,30 +59,30 @@ class Judge:
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    async def score(self, group: Sequence[Rollout]) -> list[Scored]:
+    async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
         return [Scored(r, float(r.sibling)) for r in group]
 
-    async def ask(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
+    async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
         self.heard.append((name, [r.sibling for r in group]))
         return [0.5 for _ in group]
 
-    async def say(self, judge: str, messages: Any, key: tuple[object, ...], **params: Any) -> str:
+    async def ask(self, judge: str, messages: Any, key: tuple[object, ...], **params: Any) -> str:
         self.heard.append((judge, list(messages), key, params))
         return "well done"
 
 
-def studio(
+def make_shared(
     engine: Any, *, greedy: bool = False, judge: Any = None, tokenizer: Any = TOKENIZER, **generation: Any
-) -> Studio:
+) -> SharedContext:
     tree = copy.deepcopy(RECIPE)
     tree["generation"] = {"max_response_length": ROOM, "temperature": 0.7, "top_p": 0.9, "top_k": 5, **generation}
     config = Config.model_validate(tree)
     assert (config.run.seed, config.sampling.samples_per_prompt) == (SEED, SIBLINGS)
-    return Studio(config, engine, judge or Judge(), tokenizer, (EOS,), greedy=greedy)
+    return SharedContext(config, engine, judge or Judge(), tokenizer, (EOS,), greedy=greedy)
 
 
 def context(engine: Any, **options: Any) -> Any:
-    return SampleContext(studio(engine, **options))
+    return SampleContext(make_shared(engine, **options))
 
 
 def run(main: Any) -> Any:
@@ -398,7 +398,7 @@ def test_what_the_clock_counts(monkeypatch):
 
     now = [0.0]
     monkeypatch.setattr(workflow.time, "perf_counter", lambda: now[0])
-    shared = studio(Slow("1", "2", "3"))
+    shared = make_shared(Slow("1", "2", "3"))
     ctx = SampleContext(shared)
     (first,) = run(ctx.generate(PROMPT, 1))
     run(ctx.proceed(first))

@@ -2,7 +2,7 @@
 
     View (what is known of each role now) + Split + Costs ──decide──> moves, each with its reason
 
-The rollout ends when enough groups are judged. When that is follows from the roles' paces (see pace.py): n replicas
+The rollout ends when enough groups are judged. When that is follows from the roles' speeds (see speed.py): n replicas
 that share their requests evenly take
 
     base * steps + per_sequence * tokens / n + prefill / n
@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gcore.placement.pace import Pace
-from gcore.placement.plan import POLICY, Ground, Move, Split, split_by
+from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, split_by
+from gcore.placement.replica_speed import ReplicaSpeed
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 FULL = 0.95  # of its best throughput: enough for a replica of a judge
@@ -93,15 +93,15 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What is known of devices. Costs(ground=..., paces={"policy": Pace(...), "judge": Pace(...)})"""
+    """What is known of devices. Costs(grid=..., speeds={"policy": ReplicaSpeed(...), "judge": ReplicaSpeed(...)})"""
 
-    ground: Ground
-    paces: Mapping[str, Pace]
+    grid: DeviceGrid
+    speeds: Mapping[str, ReplicaSpeed]
 
     def switch_s(self, move: Move) -> float:
         """Sleep, wake, and for the policy the weights."""
-        pace = self.paces[move.target]
-        return self.paces[move.source].sleep_s + pace.wake_s + (pace.weights_s if move.target == POLICY else 0.0)
+        speed = self.speeds[move.target]
+        return self.speeds[move.source].sleep_s + speed.wake_s + (speed.weights_s if move.target == POLICY else 0.0)
 
 
 Decide = Callable[[Split, View, Costs], list[Move]]
@@ -122,7 +122,7 @@ class Dynamic:
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         if view.stopping or view.since_move_s < self.cool_down_s:
             return []
-        counts = {role: split.owners.count(role) for role in costs.ground.roles}
+        counts = {role: split.owners.count(role) for role in costs.grid.roles}
         free = dict(counts)
         for block in view.moving:
             free[split[block]] -= 1
@@ -142,7 +142,7 @@ class Dynamic:
         if not wanted:
             return []
         switch_s = {pair: costs.switch_s(Move(0, *pair)) for pair in set(wanted)}  # the same for every block
-        cost = sum(switch_s[pair] for pair in wanted) / costs.ground.num_blocks
+        cost = sum(switch_s[pair] for pair in wanted) / costs.grid.num_blocks
         given = [pair for pair in wanted if pair[0] == POLICY]
         if given and not counts[POLICY] and view.rate < 1:  # if a group is dropped, another must be generated
             cost += switch_s[given[0]] + costs.switch_s(Move(0, given[0][1], POLICY))
@@ -176,13 +176,13 @@ class Dynamic:
         On the way from one block for each judge to the division that is best for what is expected: judges have nothing
         to do at first, so the less a later move costs against that wait, the fewer they get for now.
         """
-        ground = costs.ground
-        judges = [role for role in ground.roles if role != POLICY]
-        counts = {POLICY: ground.num_blocks - len(judges)} | dict.fromkeys(judges, 1)
-        if ground.num_blocks <= len(judges):
-            return Split((POLICY,) * ground.num_blocks)
-        replicas = ground.num_blocks * ground.per_block(POLICY)
-        wait_s = generated_s(view.loads[POLICY], costs.paces[POLICY], replicas, 0.1)
+        grid = costs.grid
+        judges = [role for role in grid.roles if role != POLICY]
+        counts = {POLICY: grid.num_blocks - len(judges)} | dict.fromkeys(judges, 1)
+        if grid.num_blocks <= len(judges):
+            return Split((POLICY,) * grid.num_blocks)
+        replicas = grid.num_blocks * grid.per_block(POLICY)
+        wait_s = generated_s(view.loads[POLICY], costs.speeds[POLICY], replicas, 0.1)
         back_s = max((costs.switch_s(Move(0, POLICY, judge)) for judge in judges), default=0.0)
         outlook = Outlook(view, costs)
         end, way = outlook.end_s(counts), [counts]
@@ -195,7 +195,7 @@ class Dynamic:
             counts = trials[ends.index(end)]
             way.append(counts)
         part = min(1.0, self.patience * back_s / wait_s) if wait_s > 0 else 1.0
-        return split_by(ground, way[int(part * (len(way) - 1))])
+        return split_by(grid, way[int(part * (len(way) - 1))])
 
     def _best(
         self,
@@ -222,15 +222,15 @@ class Dynamic:
         load = outlook.view.loads[role]
         if not counts[role]:
             return load.at_hand > 0
-        ground, per_block = outlook.costs.ground, outlook.per_block[role]
+        grid, per_block = outlook.costs.grid, outlook.per_block[role]
         if role == POLICY:  # what runs elsewhere stays there
             there, blocks = load.waiting + max(0.0, load.needed - load.at_hand), 1
         else:
             there, blocks = load.at_hand, counts[role] + 1
         if there < blocks * per_block:  # not one request for each replica
             return False
-        need = useful_concurrency(load, outlook.costs.paces[role], self._fill(role, outlook, counts))
-        fair = load.needed / (ground.num_blocks * per_block)  # what each would have if all had this role
+        need = useful_concurrency(load, outlook.costs.speeds[role], self._fill(role, outlook, counts))
+        fair = load.needed / (grid.num_blocks * per_block)  # what each would have if all had this role
         return there >= blocks * (max(1.0, min(need, fair / 2)) * per_block)
 
     def _fill(self, role: str, outlook: Outlook, counts: Mapping[str, int]) -> float:
@@ -239,7 +239,7 @@ class Dynamic:
         if role == POLICY:
             return least
         to_come_s = outlook.generated_s(counts)
-        pass_s = outlook.costs.paces[role].base_s * outlook.view.loads[role].mean
+        pass_s = outlook.costs.speeds[role].base_s * outlook.view.loads[role].mean
         return min(most, max(least, 1 - self.passes * pass_s / to_come_s)) if to_come_s > 0 else least
 
 
@@ -255,29 +255,29 @@ def _moved_s(moves: Sequence[Move], view: View, costs: Costs, counts: Mapping[st
     """What runs on the blocks goes on elsewhere: there it is read once more."""
     total = 0.0
     for move in moves:
-        load, pace = view.loads[move.source], costs.paces[move.source]
-        replicas = max(1, counts[move.source] * costs.ground.per_block(move.source))
-        total += view.work.get(move.block, 0.0) * (load.prompt + load.age) * pace.prefill_s_per_token / replicas
+        load, speed = view.loads[move.source], costs.speeds[move.source]
+        replicas = max(1, counts[move.source] * costs.grid.per_block(move.source))
+        total += view.work.get(move.block, 0.0) * (load.prompt + load.age) * speed.prefill_s_per_token / replicas
     return total
 
 
-def useful_concurrency(load: Load, pace: Pace, fill: float) -> float:
+def useful_concurrency(load: Load, speed: ReplicaSpeed, fill: float) -> float:
     """Requests at which a replica reaches `fill` of its best throughput. One is enough where prefill is the work."""
     mean = load.mean
-    each = pace.per_sequence_s * mean + pace.prefill_s_per_token * load.prompt  # what only this request costs
-    need = fill / (1 - fill) * pace.base_s * mean / each if each else pace.max_concurrent
-    return min(max(1.0, need), pace.max_concurrent)
+    each = speed.per_sequence_s * mean + speed.prefill_s_per_token * load.prompt  # what only this request costs
+    need = fill / (1 - fill) * speed.base_s * mean / each if each else speed.max_concurrent
+    return min(max(1.0, need), speed.max_concurrent)
 
 
-def room(load: Load, pace: Pace) -> int:
+def room(load: Load, speed: ReplicaSpeed) -> int:
     """Requests of a judge that a replica is sent at most: what it needs to work at its best, or nearly. The rest waits
     for whoever is free first, and for blocks that are yet to come: what was sent stays where it is."""
-    return math.ceil(useful_concurrency(load, pace, FULL))
+    return math.ceil(useful_concurrency(load, speed, FULL))
 
 
-def generated_s(load: Load, pace: Pace, replicas: int, share: float = 1.0) -> float:
+def generated_s(load: Load, speed: ReplicaSpeed, replicas: int, share: float = 1.0) -> float:
     """When this share of the responses that are needed has been generated."""
-    return _takes_s(_to_make(load, _fresh(load), share), pace, replicas)
+    return _takes_s(_to_make(load, _fresh(load), share), speed, replicas)
 
 
 def _fresh(load: Load) -> Load:
@@ -306,21 +306,21 @@ def _to_make(load: Load, fresh: Load, share: float) -> tuple[float, float, float
     return steps, tokens, (load.waiting + more) * load.prompt
 
 
-def _takes_s(to_make: tuple[float, float, float] | None, pace: Pace, replicas: int) -> float:
+def _takes_s(to_make: tuple[float, float, float] | None, speed: ReplicaSpeed, replicas: int) -> float:
     if to_make is None:
         return 0.0
     if not replicas:
         return math.inf
     steps, tokens, prompts = to_make
-    steps = max(steps, tokens / (replicas * pace.max_concurrent))
-    return pace.base_s * steps + (pace.per_sequence_s * tokens + prompts * pace.prefill_s_per_token) / replicas
+    steps = max(steps, tokens / (replicas * speed.max_concurrent))
+    return speed.base_s * steps + (speed.per_sequence_s * tokens + prompts * speed.prefill_s_per_token) / replicas
 
 
-def judged_s(load: Load, pace: Pace) -> float:
+def judged_s(load: Load, speed: ReplicaSpeed) -> float:
     """Seconds of one replica, full, for all the verdicts that are needed."""
     tokens = load.needed * load.mean
-    full = min(pace.max_concurrent, max(1.0, load.needed))
-    return tokens * (pace.base_s / full + pace.per_sequence_s) + load.needed * load.prompt * pace.prefill_s_per_token
+    full = min(speed.max_concurrent, max(1.0, load.needed))
+    return tokens * (speed.base_s / full + speed.per_sequence_s) + load.needed * load.prompt * speed.prefill_s_per_token
 
 
 def end_s(view: View, costs: Costs, counts: Mapping[str, int]) -> float:
@@ -333,29 +333,29 @@ class Outlook:
 
     def __init__(self, view: View, costs: Costs) -> None:
         self.view, self.costs = view, costs
-        ground = costs.ground
-        self.per_block = {role: ground.per_block(role) for role in ground.roles}
+        grid = costs.grid
+        self.per_block = {role: grid.per_block(role) for role in grid.roles}
         policy = view.loads[POLICY]
         fresh = _fresh(policy)
         self._to_make = [_to_make(policy, fresh, share) for share in FRACTIONS]
         # of those with work: replicas a block, seconds of one replica for all, verdicts to come, seconds of the last
         self._judges: list[tuple[str, int, float, float, float]] = []
-        for role in ground.roles:
-            load, pace = view.loads[role], costs.paces[role]
+        for role in grid.roles:
+            load, speed = view.loads[role], costs.speeds[role]
             if role == POLICY or load.needed <= 0:
                 continue
             missing = max(0.0, load.needed - load.at_hand)  # not generated yet
-            alone = pace.base_s * load.mean + pace.prefill_s_per_token * load.prompt
-            self._judges.append((role, self.per_block[role], judged_s(load, pace), missing, alone))
+            alone = speed.base_s * load.mean + speed.prefill_s_per_token * load.prompt
+            self._judges.append((role, self.per_block[role], judged_s(load, speed), missing, alone))
 
     def generated_s(self, counts: Mapping[str, int]) -> float:
         """When all responses that are needed have been generated."""
-        return _takes_s(self._to_make[-1], self.costs.paces[POLICY], counts[POLICY] * self.per_block[POLICY])
+        return _takes_s(self._to_make[-1], self.costs.speeds[POLICY], counts[POLICY] * self.per_block[POLICY])
 
     def end_s(self, counts: Mapping[str, int]) -> float:
         """Seconds to the end of the rollout, with so many blocks for each role."""
-        pace, replicas = self.costs.paces[POLICY], counts[POLICY] * self.per_block[POLICY]
-        times = [_takes_s(to_make, pace, replicas) for to_make in self._to_make]
+        speed, replicas = self.costs.speeds[POLICY], counts[POLICY] * self.per_block[POLICY]
+        times = [_takes_s(to_make, speed, replicas) for to_make in self._to_make]
         end = times[-1]
         for role, per_block, judged, missing, alone in self._judges:
             judges = counts[role] * per_block

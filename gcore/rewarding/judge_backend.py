@@ -1,8 +1,8 @@
 """Who speaks for a judge: an engine of this run, or a server behind a URL. A conversation goes in, text comes out.
 
 messages ──question──> ──answer──> text
-             │             ├── EngineVoice: a replica's tokens, decoded
-             │             └── RemoteVoice: POST URL/chat/completions, tried again where that helps
+             │             ├── EngineBackend: a replica's tokens, decoded
+             │             └── RemoteBackend: POST URL/chat/completions, tried again where that helps
              └── checked and prepared once, asked as often as there are repeats and tries
 """
 
@@ -42,7 +42,7 @@ MARKS = re.compile(
 )
 
 
-class Voice(Protocol):
+class JudgeBackend(Protocol):
     counts: Counter[str]
 
     def check(self, texts: Mapping[str, str], messages: Sequence[Message]) -> None:
@@ -70,7 +70,7 @@ class Voice(Protocol):
     def close(self) -> None: ...
 
 
-class EngineVoice:
+class EngineBackend:
     """A model that this run serves, with a tokenizer and chat template of its own. `ask` asks one of its replicas."""
 
     def __init__(self, spec: Judge, tokenizer: Any, stop_tokens: tuple[int, ...], ask: Ask, key: str):
@@ -137,7 +137,7 @@ class Question:
     where: str
 
 
-class RemoteVoice:
+class RemoteBackend:
     """A model that somebody else serves, asked as OpenAI's chat completions are. It has its own tokenizer: how long a
     conversation may be is for the server to say."""
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gcore.placement.monitor import Counters
-from gcore.placement.plan import Ground, Move, Split
+from gcore.placement.grid import DeviceGrid, Move, Split
+from gcore.protocols import EngineStats
 
 
-class Tally:
+class PlacementTimeline:
     """`latest`: what every replica told last; it is kept up to date by the monitor."""
 
     def __init__(
-        self, ground: Ground, split: Split, latest: Mapping[tuple[str, int], Counters], step: int, now: float
+        self, grid: DeviceGrid, split: Split, latest: Mapping[tuple[str, int], EngineStats], step: int, now: float
     ) -> None:
         self.moves: list[dict[str, Any]] = []
-        self.timeline: list[dict[str, Any]] = []
+        self.intervals: list[dict[str, Any]] = []
         self.owned_s: dict[str, float] = {}  # slot seconds of each role
         self.busy_s: dict[str, float] = {}
         self.seconds = 0.0
-        self._ground, self._latest, self._step, self._began = ground, latest, step, now
+        self._grid, self._latest, self._step, self._began = grid, latest, step, now
         self._owners: dict[int, tuple[str, float, float]] = {}  # block -> owner, since when, its busy seconds then
         for block, owner in enumerate(split.owners):
             self._own(block, owner, now)
@@ -38,7 +38,7 @@ class Tally:
             {
                 "step": self._step,
                 "at_s": since,
-                "slots": list(self._ground.slots_of(move.block)),
+                "slots": list(self._grid.slots_of(move.block)),
                 "from": move.source,
                 "to": move.target,
                 "seconds": now - since,
@@ -48,7 +48,7 @@ class Tally:
 
     def close(self, now: float) -> None:
         """No move is under way."""
-        for block in range(self._ground.num_blocks):
+        for block in range(self._grid.num_blocks):
             self._close(block, now)
         self.seconds = now - self._began
 
@@ -56,7 +56,7 @@ class Tally:
         self._owners[block] = owner, now, self._busy_of(owner, block)
 
     def _busy_of(self, role: str, block: int) -> float:
-        found = [self._latest.get((role, i)) for i in self._ground.replicas(role, block)]
+        found = [self._latest.get((role, i)) for i in self._grid.replicas(role, block)]
         return sum(c.busy_s for c in found if c is not None) / len(found)
 
     def _close(self, block: int, now: float) -> None:
@@ -65,9 +65,9 @@ class Tally:
         busy = min(max(0.0, self._busy_of(role, block) - busy_then), max(0.0, now - start))
         self._piece(block, role, start, now, busy / (now - start) if now > start else 0.0)
         for table, seconds in ((self.owned_s, now - start), (self.busy_s, busy)):
-            table[role] = table.get(role, 0.0) + seconds * self._ground.block
+            table[role] = table.get(role, 0.0) + seconds * self._grid.block
 
     def _piece(self, block: int, role: str, start: float, end: float, busy: float | None) -> None:
-        for slot in self._ground.slots_of(block):
+        for slot in self._grid.slots_of(block):
             piece: dict[str, Any] = {"step": self._step, "slot": slot, "role": role, "start": start, "end": end}
-            self.timeline.append(piece | ({} if busy is None else {"busy": busy}))
+            self.intervals.append(piece | ({} if busy is None else {"busy": busy}))

@@ -9,8 +9,8 @@ from gcore.config import load_config
 from gcore.config.load import dump_config
 from gcore.controller.auto import settle
 from gcore.controller.build import sleep_level
+from gcore.controller.gpu_assignment import GpuAssignment, apart, together
 from gcore.controller.plan import Machine, make_plan
-from gcore.controller.seats import Seats, apart, together
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -32,9 +32,9 @@ def config(tmp_path):
 
 
 def test_together_replica_i_of_every_kind_is_on_gpu_i():
-    seats = together(2, {"engine": 2, "judge-critic": 1, "trainer": 2})
-    assert seats == Seats((1, 1), share=round(0.95 / 3, 4))
-    assert [seats.of("engine", rank) for rank in (0, 1, 2)] == [(0, 0.3167), (1, 0.3167), (0, 0.3167)]
+    gpu_assignment = together(2, {"engine": 2, "judge-critic": 1, "trainer": 2})
+    assert gpu_assignment == GpuAssignment((1, 1), share=round(0.95 / 3, 4))
+    assert [gpu_assignment.of("engine", rank) for rank in (0, 1, 2)] == [(0, 0.3167), (1, 0.3167), (0, 0.3167)]
 
 
 def test_more_replicas_than_gpus_take_smaller_shares():
@@ -42,9 +42,14 @@ def test_more_replicas_than_gpus_take_smaller_shares():
 
 
 def test_apart_every_replica_has_its_own():
-    seats = apart(8, {"engine": 2, "judge-critic": 1, "trainer": 2}, {"engine": 1, "judge-critic": 4})
-    assert seats.bundles == (1, 1, 4, 1, 1)
-    places = [seats.of("engine", 1), seats.of("judge-critic", 0), seats.of("trainer", 0), seats.of("trainer", 1)]
+    gpu_assignment = apart(8, {"engine": 2, "judge-critic": 1, "trainer": 2}, {"engine": 1, "judge-critic": 4})
+    assert gpu_assignment.bundles == (1, 1, 4, 1, 1)
+    places = [
+        gpu_assignment.of("engine", 1),
+        gpu_assignment.of("judge-critic", 0),
+        gpu_assignment.of("trainer", 0),
+        gpu_assignment.of("trainer", 1),
+    ]
     assert places == [(1, 1.0), (2, 4.0), (3, 1.0), (4, 1.0)]
 
 
@@ -57,7 +62,7 @@ def test_disaggregated_shares_the_gpus_out(config):
     auto = "placement.trainer.ranks=auto", "placement.policy.replicas=auto"
     plan = make_plan(config("placement.mode=disaggregated", *auto, tensor_parallel=2, replicas=1), EIGHT)
     assert (plan.engines, plan.judges, plan.trainers, plan.gpus) == (3, {"critic": 1}, 3, 8)
-    assert plan.seats.bundles == (1, 1, 1, 2, 1, 1, 1) and plan.ground is None
+    assert plan.gpu_assignment.bundles == (1, 1, 1, 2, 1, 1, 1) and plan.grid is None
     said = plan.lines(config())
     assert "devices      8 GPU(s): engine 3, judge-critic 2, trainer 3" in said
 
@@ -66,7 +71,7 @@ def test_disaggregated_keeps_what_is_given(config):
     given = "placement.mode=disaggregated", "placement.trainer.ranks=4", "generation.tensor_parallel=2"
     plan = make_plan(config(*given), EIGHT)
     assert (plan.trainers, plan.engines) == (4, 1)  # one GPU is the judge's, three are left, an engine takes two
-    assert sum(plan.seats.bundles) == 7
+    assert sum(plan.gpu_assignment.bundles) == 7
 
 
 def test_disaggregated_on_a_cpu_is_shared(config):
@@ -99,7 +104,7 @@ def test_auto_takes_what_the_planner_ranks_first(config):
     steps = dict(part.rsplit(" ", 2)[:2] for part in why.partition("SXM5: ")[2].removesuffix(")").split(", "))
     assert set(steps) == {"dynamic", "static", "colocated"}
     assert float(steps[found.placement.mode]) == min(map(float, steps.values()))
-    assert make_plan(found, EIGHT).ground.slots == 8
+    assert make_plan(found, EIGHT).grid.slots == 8
     again = yaml.safe_load(dump_config(found))
     assert again["placement"]["mode"] == found.placement.mode  # what the run's folder says
     assert found.model_copy(update={"placement": asked.placement}) == asked  # and nothing else has changed

@@ -3,7 +3,7 @@
     a decoding step of b sequences lasts   base_s + per_sequence_s * b
     a prompt of n tokens lasts             prefill_s_per_token * n     (serial on the device)
 
-`gcore.simulate.costs.serving` fits a Pace to a model on a GPU; a measured one can be written by hand.
+`gcore.simulate.costs.serving` fits a ReplicaSpeed to a model on a GPU; a measured one can be written by hand.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Pace:
+class ReplicaSpeed:
     """The speed of one replica (of `tensor_parallel` slots) and what it costs to move it.
 
-    Pace(base_s=0.012, per_sequence_s=3e-5, prefill_s_per_token=5e-5, max_concurrent=256, sleep_s=0.5, wake_s=2.0,
-         weights_s=1.0)
+    ReplicaSpeed(base_s=0.012, per_sequence_s=3e-5, prefill_s_per_token=5e-5, max_concurrent=256,
+                 sleep_s=0.5, wake_s=2.0, weights_s=1.0)
     """
 
     base_s: float  # a decoding step before its first sequence: reading the weights, launching kernels

@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from gcore.placement.monitor import Counters, Monitor, Report, RoleReport
-from gcore.placement.plan import POLICY, Ground, Move, Split
-from gcore.placement.policy import Costs, View, room
-from gcore.placement.tally import Tally
-from gcore.protocols import Group, Handle, RoleDied, RoleError
+from gcore.clients import EngineClient
+from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
+from gcore.placement.monitor import Monitor, Report, RoleReport
+from gcore.placement.rules import Costs, View, room
+from gcore.placement.timeline import PlacementTimeline
+from gcore.protocols import EngineStats, Group, Handle, RoleDied, RoleError
 
 ANSWER_S = 2.0  # a replica that does not tell its counters sooner is left out of a look
 LOOKS = 0.01  # time between two looks, as a share of the last rollout
@@ -69,7 +70,7 @@ class Placer:
 
     def __init__(
         self,
-        ground: Ground,
+        grid: DeviceGrid,
         rule: Rule,
         split: Split,
         pools: Mapping[str, Pool],
@@ -78,14 +79,14 @@ class Placer:
         load: Load,
         *,
         levels: Mapping[str, int],  # how deep the replicas of a role sleep when they do not have their block
-        look_s: float,
+        poll_interval_s: float,
         timeout_s: float,
         note: Callable[[str], None],
     ) -> None:
-        self.ground, self.split, self.monitor = ground, split.check(ground), monitor
+        self.grid, self.split, self.monitor = grid, split.check(grid), monitor
         self._rule, self._pools, self._load, self._levels, self._note = rule, pools, load, levels, note
-        self._line, self._rank, self._size = group.line(), group.rank, group.size
-        self._look_s, self._timeout_s = look_s, timeout_s
+        self._group, self._rank, self._size = group.subgroup(), group.rank, group.size
+        self._poll_interval_s, self._timeout_s = poll_interval_s, timeout_s
         self._moving: dict[int, _Moving] = {}
         self._drained: set[int] = set()
         self._arrived: set[int] = set()
@@ -99,18 +100,18 @@ class Placer:
         self._orders = {key: asyncio.Lock() for key in keys}  # one at a time puts a replica to sleep, wakes or mends it
         self._alone: dict[int, float] = {}  # blocks that are left alone, until when
         self._changed = asyncio.Event()
-        self.tally = Tally(ground, self.split, monitor.latest, 0, 0.0)
+        self.timeline = PlacementTimeline(grid, self.split, monitor.latest, 0, 0.0)
 
     # ---- between rollouts -----------------------------------------------------------------------------------------
 
     async def begin(self, groups: int, rate: float, samples: int) -> None:
         """Choose the split of the next rollout. Nothing is under way, so owners may change at no cost but waking."""
         view = self.monitor.expected(groups, rate, samples)
-        self.split = self._rule.begin(view, self.monitor.costs, self.split, self._took_s).check(self.ground)
+        self.split = self._rule.begin(view, self.monitor.costs, self.split, self._took_s).check(self.grid)
         self._took_s = None
         if self._rank == 0:
             await self._settle()
-        await self._line.all_gather("engines in place", None)
+        await self._group.all_gather("engines in place", None)
         for role, pool in self._pools.items():
             own = self.owners(role)
             for i, replica in enumerate(pool.replicas):
@@ -121,7 +122,7 @@ class Placer:
 
     def owners(self, role: str) -> dict[int, Handle]:
         """The replicas of a role that have their block."""
-        numbers = [i for b in self.split.blocks(role) for i in self.ground.replicas(role, b)]
+        numbers = [i for b in self.split.blocks(role) for i in self.grid.replicas(role, b)]
         return {i: self._pools[role].replicas[i] for i in numbers}
 
     async def rest(self) -> None:
@@ -137,7 +138,7 @@ class Placer:
 
     async def _sleep(self, role: str, replicas: Mapping[int, Handle]) -> None:
         for handle in replicas.values():
-            while (stats := await handle.call("stats")) and stats["running"] + stats["waiting"]:
+            while (stats := await EngineClient(handle).stats()).running + stats.waiting:
                 await asyncio.sleep(0.005)  # requests that were aborted are being cleared away
         await self._order(role, replicas, "sleep")
 
@@ -191,10 +192,10 @@ class Placer:
     async def during(self, progress: Progress, step: int) -> AsyncIterator[None]:
         """Looks go on while the block runs, and end when it has ended on every controller and no move is under way."""
         done = asyncio.Event()
-        self.tally = Tally(self.ground, self.split, self.monitor.latest, step, _now())
+        self.timeline = PlacementTimeline(self.grid, self.split, self.monitor.latest, step, _now())
         try:
             async with asyncio.TaskGroup() as tasks:  # without looks the block might wait for a move for ever
-                tasks.create_task(self._looks(progress, done, step))
+                tasks.create_task(self._poll_loop(progress, done, step))
                 yield
                 done.set()
                 self._changed.set()
@@ -203,21 +204,21 @@ class Placer:
                 if moving.task is not None:
                     moving.task.cancel()
             raise errors.exceptions[0] from None
-        self.tally.close(_now())
-        self._rollout_s = self.tally.seconds
+        self.timeline.close(_now())
+        self._rollout_s = self.timeline.seconds
         if self.monitor.ended_rollout():
             self._took_s = self._ended_s - self._began_s
 
-    async def _looks(self, progress: Progress, done: asyncio.Event, step: int) -> None:
-        self._began_s = (await self._line.all_gather(f"placement begins at step {step}", _now()))[0]
+    async def _poll_loop(self, progress: Progress, done: asyncio.Event, step: int) -> None:
+        self._began_s = (await self._group.all_gather(f"placement begins at step {step}", _now()))[0]
         while True:
-            wait_s = max(self._look_s, LOOKS * self._rollout_s)
+            wait_s = max(self._poll_interval_s, LOOKS * self._rollout_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()
             self._changed.clear()
             report = await self._report(progress, done.is_set())
-            parts: list[Report] = await self._line.all_gather(f"placement at step {step}", report)
+            parts: list[Report] = await self._group.all_gather(f"placement at step {step}", report)
             now = parts[0].at_s
             moving = {block: m.move for block, m in self._moving.items()}
             view = self.monitor.add(parts, self.split, moving, now - self._last_move)
@@ -238,7 +239,7 @@ class Placer:
         """Judges get what they can use, in equal parts from all controllers."""
         for role, pool in self._pools.items():
             if role != POLICY and self.monitor.knows(role):
-                pool.limit(-(-room(view.loads[role], self.monitor.costs.paces[role]) // self._size))
+                pool.limit(-(-room(view.loads[role], self.monitor.costs.speeds[role]) // self._size))
 
     async def _report(self, progress: Progress, done: bool) -> Report:
         roles = {}
@@ -248,19 +249,19 @@ class Placer:
             found = {i: c for i, c in zip(mine, counters, strict=True) if c is not None}
             roles[role] = RoleReport(**pool.report(), replicas=found)
         failed = {block: self._moving[block].move.source for block in self._failed}
-        stuck = {(role, i) for block, role in failed.items() for i in self.ground.replicas(role, block)}
+        stuck = {(role, i) for block, role in failed.items() for i in self.grid.replicas(role, block)}
         return Report(
             _now(), *progress(), roles, frozenset(self._drained), frozenset(self._arrived), dict(self._failed),
             frozenset(key for key in stuck if self._awake[key] is not True), done,
         )  # fmt: skip
 
     def _start(self, move: Move, now: float) -> None:
-        self.tally.began(move, now)
+        self.timeline.began(move, now)
         self._moving[move.block] = _Moving(move, now)
         self._last_move = now
         self.split = self.split.after([move])
         pool = self._pools[move.source]
-        names = [pool.replicas[i].name for i in self.ground.replicas(move.source, move.block)]
+        names = [pool.replicas[i].name for i in self.grid.replicas(move.source, move.block)]
         self._moving[move.block].task = asyncio.ensure_future(self._drain(move, names))
 
     async def _drain(self, move: Move, names: Sequence[str]) -> None:
@@ -311,10 +312,10 @@ class Placer:
         else:
             self.monitor.moved(move.target, now - moving.since)
         owner = self.split[move.block]
-        for i in self.ground.replicas(owner, move.block):
+        for i in self.grid.replicas(owner, move.block):
             if (owner, i) not in stuck:  # those are woken again for the next rollout, or die and return
                 back.setdefault(owner, []).append(self._pools[owner].replicas[i].name)
-        self.tally.ended(move, moving.since, now, failure)
+        self.timeline.ended(move, moving.since, now, failure)
 
     async def _change(self, move: Move) -> None:
         """Controller 0: sleep, wake, weights."""
@@ -337,15 +338,15 @@ class Placer:
                     await act(role, {i: self._pools[role].replicas[i]})
 
         for act, role, as_it_was in ((self._sleep, move.target, False), (self._serve, move.source, True)):
-            numbers = self.ground.replicas(role, move.block)
+            numbers = self.grid.replicas(role, move.block)
             await asyncio.gather(*(one(act, role, i) for i in numbers if self._awake[role, i] is not as_it_was))
 
     def _of(self, role: str, block: int) -> dict[int, Handle]:
-        return {i: self._pools[role].replicas[i] for i in self.ground.replicas(role, block)}
+        return {i: self._pools[role].replicas[i] for i in self.grid.replicas(role, block)}
 
     # ---- replicas that die ----------------------------------------------------------------------------------------
 
-    def buried(self, name: str) -> None:
+    def mark_dead(self, name: str) -> None:
         """A replica died. It will be back, awake as it is built."""
         if (found := self._find(name)) is not None:
             self._awake[found] = True
@@ -378,7 +379,7 @@ class Placer:
                     raise RoleDied(name, "it neither sleeps nor wakes") from None
             yield serves and self._awake[found] is True  # after a rollout it may sleep on its own block, as all do
 
-    def admitted(self, name: str) -> None:
+    def mark_alive(self, name: str) -> None:
         """A replica is asked again, if it has its block."""
         if (found := self._find(name)) is not None:
             role, block = found[0], self._block(*found)
@@ -391,17 +392,15 @@ class Placer:
         return next(found, None)
 
     def _block(self, role: str, i: int) -> int:
-        return i // self.ground.per_block(role)
+        return i // self.grid.per_block(role)
 
 
-async def _counters(handle: Handle) -> Counters | None:
+async def _counters(handle: Handle) -> EngineStats | None:
     try:
         async with asyncio.timeout(ANSWER_S):
-            stats = await handle.call("stats")
+            return await EngineClient(handle).stats()
     except (RoleDied, RoleError, TimeoutError):
         return None
-    names = ("running", "waiting", "busy_s", "generated_tokens", "running_tokens")
-    return Counters(*(stats[name] for name in names))
 
 
 def _now() -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore.checkpoint.pool import load_pool, save_pool
+from gcore.checkpoint.pending_groups import load_pending_groups, save_pending_groups
 from gcore.types import Prompt, Rollout, Scored
 
 ARRAYS = ("tokens_S", "logprobs_S", "mask_S", "versions_S")
@@ -53,8 +53,8 @@ def plain(group: list[Scored]) -> list[Any]:
 
 def test_what_is_read_is_what_was_written(tmp_path: Path):
     groups = [group_of(12, 4), group_of(3, 1), group_of(40, 5)]
-    save_pool(tmp_path, 0, groups)
-    found = load_pool(tmp_path, prompt_at)
+    save_pending_groups(tmp_path, 0, groups)
+    found = load_pending_groups(tmp_path, prompt_at)
     assert [plain(group) for group in found] == [plain(group) for group in groups]
     assert [s.rollout.version for s in found[0]] == [s.rollout.version for s in groups[0]]
     found[0][0].rollout.tokens_S[0] += 1  # arrays of one's own, to be changed
@@ -64,14 +64,14 @@ def test_what_is_read_is_what_was_written(tmp_path: Path):
 def test_everyone_writes_and_everyone_reads_all(tmp_path: Path):
     written = {rank: [group_of(100 * rank + i, 2, rank) for i in range(rank % 3)] for rank in range(12)}
     for rank, groups in written.items():
-        save_pool(tmp_path, rank, groups)
+        save_pending_groups(tmp_path, rank, groups)
     asked: list[int] = []
 
     def at(number: int) -> Prompt:
         asked.append(number)
         return prompt_at(number)
 
-    found = load_pool(tmp_path, at)
+    found = load_pending_groups(tmp_path, at)
     expected = sorted((group for groups in written.values() for group in groups), key=lambda g: g[0].rollout.prompt.id)
     found.sort(key=lambda group: group[0].rollout.prompt.id)
     assert [plain(group) for group in found] == [plain(group) for group in expected]
@@ -79,13 +79,13 @@ def test_everyone_writes_and_everyone_reads_all(tmp_path: Path):
 
 
 def test_nothing_waits_nothing_is_written(tmp_path: Path):
-    save_pool(tmp_path, 0, [])
-    assert list(tmp_path.iterdir()) == [] and load_pool(tmp_path, prompt_at) == []
+    save_pending_groups(tmp_path, 0, [])
+    assert list(tmp_path.iterdir()) == [] and load_pending_groups(tmp_path, prompt_at) == []
 
 
 @pytest.mark.parametrize("reward", [float("inf"), float("-inf"), 1e-300, -0.0, 3])
 def test_rewards_come_back_exactly(tmp_path: Path, reward: float):
     (sample, *_) = group_of(1, 1)
-    save_pool(tmp_path, 0, [[Scored(sample.rollout, reward, {})]])
-    (((found,),)) = load_pool(tmp_path, prompt_at)
+    save_pending_groups(tmp_path, 0, [[Scored(sample.rollout, reward, {})]])
+    (((found,),)) = load_pending_groups(tmp_path, prompt_at)
     assert (found.reward, np.signbit(found.reward), found.parts) == (reward, np.signbit(reward), {})

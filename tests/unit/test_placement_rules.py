@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from gcore.placement.baselines import Utilisation, colocated, colocated_early, early_swap, static
-from gcore.placement.pace import Pace
-from gcore.placement.plan import POLICY, Ground, Move, Split, shares, split_by
-from gcore.placement.policy import (
+from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, shares, split_by
+from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.placement.rules import (
     Costs,
     Dynamic,
     Load,
@@ -22,17 +22,17 @@ from gcore.placement.policy import (
     useful_concurrency,
 )
 
-PACE = Pace(
+PACE = ReplicaSpeed(
     base_s=0.01, per_sequence_s=0.001, prefill_s_per_token=0.0001, max_concurrent=10, sleep_s=1.0, wake_s=2.0,
     weights_s=3.0,
 )  # fmt: skip
 JUDGE = "judge"
 
 
-def costs(blocks=8, widths=(1, 1), paces=None, roles=(POLICY, JUDGE)):
+def costs(blocks=8, widths=(1, 1), speeds=None, roles=(POLICY, JUDGE)):
     widths = dict(zip(roles, widths, strict=True))
-    ground = Ground(blocks * max(widths.values()), widths)
-    return Costs(ground, paces or dict.fromkeys(roles, PACE))
+    grid = DeviceGrid(blocks * max(widths.values()), widths)
+    return Costs(grid, speeds or dict.fromkeys(roles, PACE))
 
 
 def owners(split, moves):
@@ -86,10 +86,10 @@ def test_judged():
 
 
 def test_room_is_what_nearly_all_of_the_throughput_takes():
-    pace = replace(PACE, max_concurrent=10_000)
+    speed = replace(PACE, max_concurrent=10_000)
     load = Load(lengths=(100.0,), prompt=50.0)
-    assert room(load, pace) == math.ceil(useful_concurrency(load, pace, 0.95)) > useful_concurrency(load, pace, 0.9)
-    assert room(load, replace(pace, max_concurrent=7)) == 7
+    assert room(load, speed) == math.ceil(useful_concurrency(load, speed, 0.95)) > useful_concurrency(load, speed, 0.9)
+    assert room(load, replace(speed, max_concurrent=7)) == 7
 
 
 def test_useful_concurrency():
@@ -130,7 +130,7 @@ BACKLOG = View(
 
 
 def test_a_backlog_draws_blocks_from_the_emptiest():
-    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     view = replace(BACKLOG, work={0: 9, 1: 0, 2: 9, 3: 1, 4: 9, 5: 9})
     moves = Dynamic(at_once=0.5)(split, view, costs())
     assert [(m.block, m.source, m.target) for m in moves] == [
@@ -142,13 +142,13 @@ def test_a_backlog_draws_blocks_from_the_emptiest():
 
 
 def test_at_most_so_many_at_once():
-    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     assert len(Dynamic(at_once=0.5)(split, BACKLOG, costs())) == 3
     assert len(Dynamic(at_once=0.2)(split, BACKLOG, costs())) == 1
 
 
 def test_empty_blocks_go_all_at_once():
-    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     view = replace(BACKLOG, work=dict.fromkeys(range(6), 0.0) | {0: 3.0, 4: 5.0})
     moves = Dynamic(at_once=0.2)(split, view, costs())
     assert sorted(m.block for m in moves) == [1, 2, 3, 5]
@@ -157,17 +157,17 @@ def test_empty_blocks_go_all_at_once():
 @pytest.mark.parametrize("sleep_s", [0.0, 1e6])
 def test_no_move_that_does_not_pay(sleep_s):
     slow = {role: replace(PACE, sleep_s=sleep_s) for role in (POLICY, JUDGE)}
-    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
-    assert bool(Dynamic()(split, BACKLOG, costs(paces=slow))) == (sleep_s == 0.0)
+    split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
+    assert bool(Dynamic()(split, BACKLOG, costs(speeds=slow))) == (sleep_s == 0.0)
 
 
 def test_no_move_within_the_margin():
-    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     assert Dynamic(margin=0.99)(split, BACKLOG, costs()) == []
 
 
 def test_silent_when_told():
-    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     assert Dynamic()(split, replace(BACKLOG, stopping=True), costs()) == []
     assert Dynamic(cool_down_s=5)(split, replace(BACKLOG, since_move_s=4.9), costs()) == []
     assert Dynamic(cool_down_s=5)(split, replace(BACKLOG, since_move_s=5.0), costs()) != []
@@ -176,7 +176,7 @@ def test_silent_when_told():
 
 
 def test_the_last_block_of_a_role_with_work_stays():
-    split = split_by(costs().ground, {POLICY: 1, JUDGE: 7})
+    split = split_by(costs().grid, {POLICY: 1, JUDGE: 7})
     assert Dynamic()(split, BACKLOG, costs()) == []
     done = {**BACKLOG.loads, POLICY: Load()}
     assert [m.source for m in Dynamic()(split, replace(BACKLOG, loads=done), costs())] == [POLICY]
@@ -205,28 +205,28 @@ def test_two_roles_without_a_block_get_one_each():
 def test_the_last_block_of_the_policy_counts_the_way_back_while_groups_may_be_dropped():
     """Nothing is generated; verdicts of 2.5 s are left. A block would save 0.3 s for 3/8 s; the way back takes 6 s."""
     quick = {role: replace(PACE, sleep_s=0.1, wake_s=0.1, weights_s=0.1) for role in (POLICY, JUDGE)}
-    split = split_by(costs().ground, {POLICY: 1, JUDGE: 7})
+    split = split_by(costs().grid, {POLICY: 1, JUDGE: 7})
     judge = Load(running=100, waiting=4000, needed=4000, lengths=(400,))
     view = View({POLICY: Load(), JUDGE: judge})
-    assert [m.source for m in Dynamic()(split, view, costs(paces=quick))] == [POLICY]
+    assert [m.source for m in Dynamic()(split, view, costs(speeds=quick))] == [POLICY]
     gain = end_s(view, costs(), {POLICY: 1, JUDGE: 7}) - end_s(view, costs(), {POLICY: 0, JUDGE: 8})
     dear = {role: replace(PACE, sleep_s=gain / 2, wake_s=gain / 2, weights_s=0.0) for role in (POLICY, JUDGE)}
-    assert len(Dynamic()(split, view, costs(paces=dear))) == 1
-    assert Dynamic()(split, replace(view, rate=0.7), costs(paces=dear)) == []
+    assert len(Dynamic()(split, view, costs(speeds=dear))) == 1
+    assert Dynamic()(split, replace(view, rate=0.7), costs(speeds=dear)) == []
 
 
 def test_who_waits_is_judged_in_a_fuller_batch():
     """A hundred verdicts at hand: enough for more judges when generation ends soon, not while much is still to come."""
-    paces = {POLICY: PACE, JUDGE: replace(PACE, max_concurrent=200)}
+    speeds = {POLICY: PACE, JUDGE: replace(PACE, max_concurrent=200)}
     judge = Load(running=60, needed=4000, lengths=(100,))
-    split = split_by(costs().ground, {POLICY: 6, JUDGE: 2})
+    split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     soon = View({POLICY: Load(running=40, needed=40, age=990, lengths=(1000,)), JUDGE: judge})
     late = View({POLICY: Load(running=40, needed=40, lengths=(100_000,)), JUDGE: judge})
     least, most = Dynamic().fill
-    assert Dynamic()._fill(JUDGE, Outlook(soon, costs(paces=paces)), split.counts()) == least
-    assert Dynamic()._fill(JUDGE, Outlook(late, costs(paces=paces)), split.counts()) == most
-    assert Dynamic()(split, soon, costs(paces=paces)) != []
-    assert Dynamic()(split, late, costs(paces=paces)) == []
+    assert Dynamic()._fill(JUDGE, Outlook(soon, costs(speeds=speeds)), split.counts()) == least
+    assert Dynamic()._fill(JUDGE, Outlook(late, costs(speeds=speeds)), split.counts()) == most
+    assert Dynamic()(split, soon, costs(speeds=speeds)) != []
+    assert Dynamic()(split, late, costs(speeds=speeds)) == []
 
 
 def random_view(rng, roles, blocks):
@@ -261,7 +261,7 @@ def test_every_move_is_valid(decide, roles):
             split = Split((split[0],) * blocks)
         view = random_view(rng, roles, blocks)
         moves = decide(split, view, known)
-        after = split.after(moves).check(known.ground)
+        after = split.after(moves).check(known.grid)
         assert len({m.block for m in moves}) == len(moves)
         assert not {m.block for m in moves} & view.moving
         assert not (view.stopping and moves)
@@ -276,7 +276,7 @@ def test_moves_stop_under_constant_load():
     rng = random.Random(3)
     for _ in range(100):
         known = costs(rng.randint(2, 16))
-        split = shares(known.ground, {POLICY: rng.random(), JUDGE: rng.random()})
+        split = shares(known.grid, {POLICY: rng.random(), JUDGE: rng.random()})
         view = replace(random_view(rng, (POLICY, JUDGE), 0), since_move_s=math.inf, stopping=False)
         seen = []
         for _ in range(40):
@@ -292,9 +292,9 @@ def test_begin():
     """Where a move is quick against the wait for the first response one judge is enough, else the best split stands."""
     view = View({POLICY: Load(waiting=100, needed=100, lengths=(1000,)), JUDGE: Load(needed=100, lengths=(1000,))})
     cheap = {role: replace(PACE, sleep_s=0.0, wake_s=0.001) for role in (POLICY, JUDGE)}
-    assert Dynamic().begin(view, costs(paces=cheap)).counts() == {POLICY: 7, JUDGE: 1}
+    assert Dynamic().begin(view, costs(speeds=cheap)).counts() == {POLICY: 7, JUDGE: 1}
     dear = {role: replace(PACE, wake_s=1000.0) for role in (POLICY, JUDGE)}
-    known = costs(paces=dear)
+    known = costs(speeds=dear)
     found = Dynamic().begin(view, known).counts()
     ends = {n: end_s(view, known, {POLICY: n, JUDGE: 8 - n}) for n in range(1, 8)}
     assert ends[found[POLICY]] == min(ends.values()) and found[POLICY] < 7
@@ -302,7 +302,7 @@ def test_begin():
     few = 8 - found[POLICY]
     wait_s = generated_s(view.loads[POLICY], PACE, 8, 0.1)
     half = {role: replace(PACE, sleep_s=0.0, wake_s=wait_s / 8) for role in (POLICY, JUDGE)}  # patience is 4
-    assert Dynamic().begin(view, costs(paces=half)).counts()[JUDGE] == 1 + (few - 1) // 2, "half of the way"
+    assert Dynamic().begin(view, costs(speeds=half)).counts()[JUDGE] == 1 + (few - 1) // 2, "half of the way"
 
 
 # ---- baselines ----------------------------------------------------------------------------------------------------

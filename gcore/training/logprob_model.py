@@ -15,7 +15,7 @@ NEVER = -1e9  # a logit whose probability is 0, and so is its gradient; infinity
 LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks
 
 
-class Policy(nn.Module):
+class LogprobModel(nn.Module):
     """A causal language model whose logits are computed only where a step is predicted."""
 
     def __init__(self, network: Any) -> None:

@@ -21,8 +21,8 @@ POLICY = "policy"
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """Ground(slots=16, widths={"policy": 2, "judge": 4}): the slots, and how many of them a replica of a role takes"""
+class DeviceGrid:
+    """The slots, and how many a replica of each role takes. DeviceGrid(slots=16, widths={"policy": 2, "judge": 4})"""
 
     slots: int
     widths: Mapping[str, int]
@@ -100,57 +100,57 @@ class Split:
             owners[move.block] = move.target
         return Split(tuple(owners))
 
-    def check(self, ground: Ground) -> Split:
-        """Every slot has one role of the ground. Raises UserError where it does not."""
-        strange = sorted(set(self.owners) - set(ground.widths))
-        if strange or len(self.owners) != ground.num_blocks:
+    def check(self, grid: DeviceGrid) -> Split:
+        """Every slot has one role of the grid. Raises UserError where it does not."""
+        strange = sorted(set(self.owners) - set(grid.widths))
+        if strange or len(self.owners) != grid.num_blocks:
             raise UserError(
                 f"a split over {len(self.owners)} blocks with roles {sorted(set(self.owners))}; expected "
-                f"{ground.num_blocks} blocks of {ground.roles}"
+                f"{grid.num_blocks} blocks of {grid.roles}"
             )
         return self
 
 
-def split_by(ground: Ground, blocks: Mapping[str, int]) -> Split:
-    """So many blocks for each role, in the order given; all of them together must be the ground's."""
-    if sum(blocks.values()) != ground.num_blocks or min(blocks.values()) < 0:
-        raise UserError(f"{dict(blocks)} blocks do not make the {ground.num_blocks} there are")
-    return Split(tuple(role for role, count in blocks.items() for _ in range(count))).check(ground)
+def split_by(grid: DeviceGrid, blocks: Mapping[str, int]) -> Split:
+    """So many blocks for each role, in the order given; all of them together must be the grid's."""
+    if sum(blocks.values()) != grid.num_blocks or min(blocks.values()) < 0:
+        raise UserError(f"{dict(blocks)} blocks do not make the {grid.num_blocks} there are")
+    return Split(tuple(role for role, count in blocks.items() for _ in range(count))).check(grid)
 
 
-def all_splits(ground: Ground) -> list[Split]:
+def all_splits(grid: DeviceGrid) -> list[Split]:
     """Every division of the blocks with at least one for each role; fewest for the first role come first."""
-    total, roles = ground.num_blocks, ground.roles
+    total, roles = grid.num_blocks, grid.roles
     cuts = itertools.combinations(range(1, total), len(roles) - 1)
     sizes = ([end - start for start, end in itertools.pairwise((0, *cut, total))] for cut in cuts)
-    return [split_by(ground, dict(zip(roles, some, strict=True))) for some in sizes]
+    return [split_by(grid, dict(zip(roles, some, strict=True))) for some in sizes]
 
 
-def num_splits(ground: Ground) -> int:
-    return math.comb(ground.num_blocks - 1, len(ground.roles) - 1)
+def num_splits(grid: DeviceGrid) -> int:
+    return math.comb(grid.num_blocks - 1, len(grid.roles) - 1)
 
 
-def neighbours(split: Split, ground: Ground, stride: int) -> list[Split]:
+def neighbours(split: Split, grid: DeviceGrid, stride: int) -> list[Split]:
     """Splits in which one role has so many blocks more, and another has them less. Every role keeps one."""
-    counts = {role: split.owners.count(role) for role in ground.roles}
+    counts = {role: split.owners.count(role) for role in grid.roles}
     return [
-        split_by(ground, counts | {source: counts[source] - stride, target: counts[target] + stride})
-        for source, target in itertools.permutations(ground.roles, 2)
+        split_by(grid, counts | {source: counts[source] - stride, target: counts[target] + stride})
+        for source, target in itertools.permutations(grid.roles, 2)
         if counts[source] > stride
     ]
 
 
-def shares(ground: Ground, weights: Mapping[str, float], at_least: int = 1) -> Split:
+def shares(grid: DeviceGrid, weights: Mapping[str, float], at_least: int = 1) -> Split:
     """Blocks in proportion to the weights (largest remainders), at least so many each where there are enough."""
-    roles = ground.roles
-    floor = at_least if ground.num_blocks >= at_least * len(roles) else 0
-    free = ground.num_blocks - floor * len(roles)
+    roles = grid.roles
+    floor = at_least if grid.num_blocks >= at_least * len(roles) else 0
+    free = grid.num_blocks - floor * len(roles)
     if not (total := sum(weights[role] for role in roles)):
         weights, total = dict.fromkeys(roles, 1.0), float(len(roles))
     exact = {role: free * weights[role] / total for role in roles}
     counts = {role: floor + int(exact[role]) for role in roles}
-    missing = ground.num_blocks - sum(counts.values())
+    missing = grid.num_blocks - sum(counts.values())
     by_remainder: Sequence[str] = sorted(roles, key=lambda role: int(exact[role]) - exact[role])
     for role in by_remainder[:missing]:
         counts[role] += 1
-    return split_by(ground, counts)
+    return split_by(grid, counts)

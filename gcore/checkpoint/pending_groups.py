@@ -18,7 +18,7 @@ from gcore.types import Kept, Prompt, Rollout, Scored
 ARRAYS = {"tokens_S": np.int32, "logprobs_S": np.float32, "mask_S": np.bool_, "versions_S": np.int32}
 
 
-def save_pool(folder: Path, rank: int, groups: Sequence[Sequence[Scored]]) -> None:
+def save_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scored]]) -> None:
     """pool-RANK.safetensors holds the steps of all samples one after another, pool-RANK.json says whose they are."""
     samples = [s for group in groups for s in group]
     if not samples:
@@ -47,7 +47,7 @@ def save_pool(folder: Path, rank: int, groups: Sequence[Sequence[Scored]]) -> No
     (folder / f"pool-{rank}.json").write_text(json.dumps(about))
 
 
-def load_pool(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[list[Scored]]:
+def load_pending_groups(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[list[Scored]]:
     groups: dict[int, list[Scored]] = {}
     for file in sorted(folder.glob("pool-*.json")):
         arrays, start, kept = load_file(file.with_suffix(".safetensors")), 0, 0

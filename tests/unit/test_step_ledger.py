@@ -7,29 +7,29 @@ from collections.abc import Callable
 
 import pytest
 
-from gcore.controller.board import Board, News
+from gcore.controller.step_ledger import ProgressReport, StepLedger
 
 SEEDS = range(60)
 
 
-def strict(target: int, base: int = 0, window: int = 100) -> Board:
-    board = Board(target, strict=True)
+def strict(target: int, base: int = 0, window: int = 100) -> StepLedger:
+    board = StepLedger(target, strict=True)
     board.begin(base, window)
     return board
 
 
-def free(target: int) -> Board:
-    board = Board(target, strict=False)
+def free(target: int) -> StepLedger:
+    board = StepLedger(target, strict=False)
     board.begin(0, 100)
     return board
 
 
-def kept(*cursors: int, version: int = 0) -> News:
-    return News(kept=[(cursor, version) for cursor in cursors])
+def kept(*cursors: int, version: int = 0) -> ProgressReport:
+    return ProgressReport(kept=[(cursor, version) for cursor in cursors])
 
 
-def dropped(*cursors: int, why: str = "no_spread") -> News:
-    return News(dropped=[(cursor, why) for cursor in cursors])
+def dropped(*cursors: int, why: str = "no_spread") -> ProgressReport:
+    return ProgressReport(dropped=[(cursor, why) for cursor in cursors])
 
 
 # --- strict
@@ -56,7 +56,7 @@ def test_strict_ends_at_the_end_of_the_window():
 
 def test_strict_takes_no_notice_of_who_is_idle():
     board = strict(1)
-    board.add([News(idle=True), News(idle=True)])
+    board.add([ProgressReport(idle=True), ProgressReport(idle=True)])
     assert board.chosen() is None
 
 
@@ -75,12 +75,14 @@ def decide(dice: random.Random, window: int) -> dict[int, bool]:
     return {cursor: dice.random() < 0.5 for cursor in range(window)}
 
 
-def deal(dice: random.Random, fate: dict[int, bool], base: int, size: int, send: Callable[[list[News]], bool]) -> None:
+def deal(
+    dice: random.Random, fate: dict[int, bool], base: int, size: int, send: Callable[[list[ProgressReport]], bool]
+) -> None:
     """The fates as news of `size` controllers, in random order, in ticks of random size, until `send` says enough."""
     left = list(fate)
     dice.shuffle(left)
     while left:
-        parts = [News() for _ in range(size)]
+        parts = [ProgressReport() for _ in range(size)]
         for _ in range(dice.randint(0, 4)):
             if left:
                 cursor = left.pop()
@@ -104,7 +106,7 @@ def test_strict_is_the_same_prefix_however_the_news_come(seed):
     for size in (1, 2, 3, 4):
         board, known = strict(target, base, window), set[int]()
 
-        def send(parts: list[News], board: Board = board, known: set[int] = known) -> bool:
+        def send(parts: list[ProgressReport], board: StepLedger = board, known: set[int] = known) -> bool:
             board.add(parts)
             known |= {cursor for part in parts for cursor, _ in (*part.kept, *part.dropped)}
             certain = set(range(base, last + 1)) <= known
@@ -141,7 +143,7 @@ def test_drawing_up_to_the_frontier_is_enough(seed):
 def test_free_ends_when_enough_have_come_and_takes_them_in_prompt_order():
     """In order of arrival the last to come would be left behind, and those are the long ones."""
     board = free(2)
-    board.add([kept(7), News()])
+    board.add([kept(7), ProgressReport()])
     assert board.chosen() is None
     board.add([kept(9), kept(3)])
     assert board.chosen() == [3, 7]
@@ -151,12 +153,12 @@ def test_free_ends_when_enough_have_come_and_takes_them_in_prompt_order():
 def test_the_parts_of_what_is_missing_add_up(size):
     """10 wanted, 4 there, half of the groups pass: 12 must be under way, and 7 are."""
     board = free(10)
-    board.add([News(kept=[(i, 0) for i in range(4)], running=7), *[News()] * (size - 1)])
+    board.add([ProgressReport(kept=[(i, 0) for i in range(4)], running=7), *[ProgressReport()] * (size - 1)])
     for _ in range(4):
         parts = [board.missing(10, 0.5, rank, size) for rank in range(size)]
         assert sum(parts) == 5 and max(parts) - min(parts) <= 1
         assert sum(board.missing(5, 0.5, rank, size) for rank in range(size)) == 2 - 7  # too many
-        board.add([News(running=7)])
+        board.add([ProgressReport(running=7)])
     assert len({board.missing(10, 0.5, 0, 3) for board.ticks in range(3)}) == 2  # each controller has its turn
     assert [board.missing(4, 0.5, rank, size) for rank in range(size)] == [-7] * size  # none in place of a dropped one
 
@@ -171,34 +173,34 @@ def test_free_takes_the_oldest_policy_first():
 
 def test_free_waits_for_what_the_next_step_could_not_use():
     board = free(1)
-    board.add([kept(1), News(due=2)])
+    board.add([kept(1), ProgressReport(due=2)])
     assert board.chosen() is None
-    board.add([News(due=1), News()])
+    board.add([ProgressReport(due=1), ProgressReport()])
     assert board.chosen() is None
-    board.add([News(), News()])
+    board.add([ProgressReport(), ProgressReport()])
     assert board.chosen() == [1]
 
 
 def test_free_ends_when_all_are_idle():
     board = free(3)
-    board.add([News(kept=[(1, 0)], idle=True), News(idle=False)])
+    board.add([ProgressReport(kept=[(1, 0)], idle=True), ProgressReport(idle=False)])
     assert board.chosen() is None
-    board.add([News(idle=True), News(idle=True)])
+    board.add([ProgressReport(idle=True), ProgressReport(idle=True)])
     assert board.chosen() == [1]
 
 
 def test_who_is_withdrawn_may_come_back_in_the_same_breath():
     board = free(2)
     board.add([kept(1, 2, version=0)])
-    board.add([News(withdrawn=[1, 2], kept=[(2, 5)])])
+    board.add([ProgressReport(withdrawn=[1, 2], kept=[(2, 5)])])
     assert board.kept == {2: 5}
-    board.add([News(withdrawn=[8])])  # nobody told of it yet
+    board.add([ProgressReport(withdrawn=[8])])  # nobody told of it yet
     assert board.kept == {2: 5}
 
 
 def test_a_new_step_keeps_the_groups_and_forgets_the_drops():
     board = free(5)
-    board.add([News(kept=[(1, 0), (2, 0)], dropped=[(3, "no_spread")], idle=True, due=1)])
+    board.add([ProgressReport(kept=[(1, 0), (2, 0)], dropped=[(3, "no_spread")], idle=True, due=1)])
     assert (board.seen, len(board.dropped)) == (2, 1)
     board.begin(0, 100)
     assert (board.kept, board.dropped, board.seen) == ({1: 0, 2: 0}, {}, 0)
@@ -224,9 +226,9 @@ def test_free_whatever_the_news(seed):
             for cursor in gone:
                 del shadow[cursor]
             bad = [(fresh := fresh + 1, "no_spread") for _ in range(dice.randint(0, 1))]
-            parts.append(News(found, bad, gone, dice.random() < 0.3, int(dice.random() < 0.3)))
+            parts.append(ProgressReport(found, bad, gone, dice.random() < 0.3, int(dice.random() < 0.3)))
         shadow |= {cursor: (version, cursor) for part in parts for cursor, version in part.kept}
-        together = News(
+        together = ProgressReport(
             *([entry for part in parts for entry in getattr(part, name)] for name in ("kept", "dropped", "withdrawn")),
             all(part.idle for part in parts),
             sum(part.due for part in parts),

@@ -25,7 +25,7 @@ from gcore.controller.plan import Plan, make_plan, see_machine
 from gcore.controller.preflight import Checked, Seen, model_megabytes, preflight
 from gcore.controller.sources import check_models, pin
 from gcore.rewarding.judge import JudgeSource
-from gcore.rewarding.rewarder import Blend
+from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut
 from gcore.types import Prompt, RewardError, Rollout, UserError
 
@@ -145,7 +145,7 @@ def _reason(error: Exception, name: str, prompt: Prompt) -> str:
     return str(error).removeprefix(f"reward {name!r}, prompt {prompt.id}: ")
 
 
-def _show_judges(config: Config, rewarder: Blend, group: Sequence[Rollout]) -> Iterator[Score]:
+def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rollout]) -> Iterator[Score]:
     """What each judge would be asked; a Score for one that cannot be."""
     for spec in config.rewards.judges:
         source = rewarder.sources[spec.name]

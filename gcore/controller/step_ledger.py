@@ -1,6 +1,6 @@
 """What the controllers know in common of the rollout phase, and when it ends. Pure.
 
-    every controller: News ──all_gather (a tick)──> Board.add ──> Board.chosen: None, or the same prompts everywhere
+    every controller: ProgressReport ──all_gather (a tick)──> StepLedger.add ──> chosen: None, or the same prompts
 
 All of them feed the same news in the same order and so come to the same decision without a word more. Only prompt
 numbers cross; the groups stay where they were made.
@@ -17,8 +17,8 @@ FAILURES = (REWARD_ERROR, WORKFLOW_ERROR)  # counted against rewards.max_error_f
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """News(kept=[(130, 2)], dropped=[(134, "no_spread")], idle=False): what one controller saw since the last tick"""
+class ProgressReport:
+    """What one controller saw since the last tick. ProgressReport(kept=[(130, 2)], dropped=[(134, "no_spread")])"""
 
     kept: list[tuple[int, int]] = field(default_factory=list)  # prompt, oldest policy version in its group
     dropped: list[tuple[int, str]] = field(default_factory=list)  # prompt, why
@@ -28,7 +28,7 @@ class News:
     running: int = 0  # groups under way
 
 
-class Board:
+class StepLedger:
     """`strict` takes the first good groups in prompt order. Otherwise a step ends when enough groups are there, and
     takes those of the oldest policy, in prompt order. Arrival order would leave the long responses behind until they
     are too old, and train on the short ones."""
@@ -49,7 +49,7 @@ class Board:
         self._idle, self._due = False, 0
         self.seen, self._frontier = 0, None
 
-    def add(self, parts: Sequence[News]) -> None:
+    def add(self, parts: Sequence[ProgressReport]) -> None:
         for cursor in (c for part in parts for c in part.withdrawn):
             self.kept.pop(cursor, None)
         arrived = sorted(entry for part in parts for entry in part.kept)

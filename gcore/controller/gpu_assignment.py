@@ -13,8 +13,8 @@ from gcore.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
-    """Seats(bundles=(2, 1, 1), first={"engine": 0, "judge-critic": 1, "trainer": 2}): the engine spans two GPUs."""
+class GpuAssignment:
+    """GpuAssignment(bundles=(2, 1, 1), first={"engine": 0, "judge-critic": 1, "trainer": 2}): engine on two GPUs."""
 
     bundles: tuple[int, ...] = ()  # GPUs of each bundle; a replica sits in one
     first: Mapping[str, int] = field(default_factory=dict)  # kind -> bundle of its replica 0; empty: all share
@@ -28,13 +28,13 @@ class Seats:
         return bundle, float(self.bundles[bundle])
 
 
-def together(gpus: int, counts: Mapping[str, int]) -> Seats:
+def together(gpus: int, counts: Mapping[str, int]) -> GpuAssignment:
     """Replica i of every kind on GPU i, modulo their number; the scheduler must find room for all."""
     kinds = sum(-(-count // gpus) for count in counts.values()) if gpus else 1
-    return Seats((1,) * gpus, share=round(0.95 / kinds, 4))
+    return GpuAssignment((1,) * gpus, share=round(0.95 / kinds, 4))
 
 
-def apart(gpus: int, counts: Mapping[str, int], widths: Mapping[str, int]) -> Seats:
+def apart(gpus: int, counts: Mapping[str, int], widths: Mapping[str, int]) -> GpuAssignment:
     """One kind after the other; `widths` are the GPUs of a replica, 1 where nothing is said."""
     bundles, first = list[int](), dict[str, int]()
     for kind, count in counts.items():
@@ -46,4 +46,4 @@ def apart(gpus: int, counts: Mapping[str, int], widths: Mapping[str, int]) -> Se
             f"placement.mode=disaggregated gives every replica GPUs of its own: {asked} = {sum(bundles)} GPUs, got "
             f"{gpus} (keys: placement.trainer.ranks, placement.policy.replicas, rewards.judges.N.replicas)"
         )
-    return Seats(tuple(bundles), first)
+    return GpuAssignment(tuple(bundles), first)
