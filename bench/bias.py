@@ -75,6 +75,7 @@ class Team:
     """The controllers and engines of one emulated run."""
 
     def __init__(self, mode: str, keep: str, controllers: int, seeded: bool, seed: int, args: argparse.Namespace):
+        from gcore.content.text import TextModality
         from gcore.controller.collect import Collector
         from gcore.controller.workflow import SharedContext, generate_and_reward
         from gcore.generation.pool import EnginePool
@@ -107,7 +108,8 @@ class Team:
             group = LocalGroup(Rendezvous(rank, controllers, None, hub))
             pool = EnginePool.for_controller(handles, rank, controllers, args.slots)
             rewarder = WeightedRewarder([FunctionSource(config.rewards.functions[0], 1, HERE)])
-            shared = SharedContext(config, pool, rewarder, tokenizer, stop_tokens(config.model, tokenizer))
+            modality = TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer))
+            shared = SharedContext(config, pool, rewarder, modality)
             collector = Collector(workflow, shared, group, config.sampling, accept, lambda _: None)
             collector.source = source
             self.collectors.append(collector)
@@ -128,7 +130,7 @@ class Team:
         scored = [s for part in found for group in part.groups for s in group]
         return {
             "step_s": loop.time() - began,
-            "lengths": [len(s.rollout.tokens_S) for s in scored],
+            "lengths": [len(s.rollout.content.tokens_S) for s in scored],
             "drawn": sum(part.drawn for part in found),
             "groups": sum(len(part.groups) for part in found),
             "eligible": self._eligible(found),

@@ -69,6 +69,7 @@ class Setting:
 
 
 def embedded(setting: Setting, network: Any, threads: int, stack: ExitStack) -> Callable[[list[Job]], list[list[int]]]:
+    from gcore.content.tokens import Tokens
     from gcore.generation.embedded import EmbeddedEngine
     from gcore.types import Request, SamplingParams
 
@@ -77,11 +78,12 @@ def embedded(setting: Setting, network: Any, threads: int, stack: ExitStack) -> 
 
     def run(jobs: list[Job]) -> list[list[int]]:
         requests = [
-            Request(np.array(j.prompt, np.int32), SamplingParams(max_tokens=j.tokens), j.noise_key) for j in jobs
+            Request(Tokens(np.array(j.prompt, np.int32)), SamplingParams(max_tokens=j.tokens), j.noise_key)
+            for j in jobs
         ]
         completions = asyncio.run(engine.generate(requests))
-        assert all(len(c.logprobs_S) == len(c.tokens_S) for c in completions)
-        return [c.tokens_S.tolist() for c in completions]
+        assert all(len(c.logprobs_S) == len(c.content.tokens_S) for c in completions)
+        return [c.content.tokens_S.tolist() for c in completions]
 
     return run
 

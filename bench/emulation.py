@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gcore.config.tree import Config  # noqa: E402
+from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.grid import POLICY, Split, all_splits, split_by  # noqa: E402
 from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
@@ -106,7 +107,7 @@ def _of(spec: Any) -> Lengths:
 
 
 def _request(prompt: np.ndarray, key: int) -> Request:
-    return Request(prompt, SamplingParams(1), key)
+    return Request(Tokens(prompt), SamplingParams(1), key)
 
 
 def keep(group: Sequence[Any]) -> tuple[bool, str]:

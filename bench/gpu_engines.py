@@ -125,17 +125,18 @@ async def through_the_pool(engine: Any, lengths: list[int]) -> float:
     """Tokens a second of requests for so many tokens each, as a controller sends them."""
     import numpy as np
 
+    from gcore.content.tokens import Tokens
     from gcore.generation.pool import EnginePool
     from gcore.types import Request, SamplingParams
 
     pool, tokens = EnginePool([engine]), prompts(len(lengths))
     asked = [
-        Request(np.array(p, np.int32), SamplingParams(n), i)
+        Request(Tokens(np.array(p, np.int32)), SamplingParams(n), i)
         for i, (p, n) in enumerate(zip(tokens, lengths, strict=True))
     ]
     started = time.perf_counter()
     found = await asyncio.gather(*(pool.generate(asked[i : i + 8]) for i in range(0, len(asked), 8)))
-    return sum(len(c.tokens_S) for group in found for c in group) / (time.perf_counter() - started)
+    return sum(len(c.content.tokens_S) for group in found for c in group) / (time.perf_counter() - started)
 
 
 def bare(folder: str, count: int, tokens: int, fraction: float) -> list[float]:
@@ -164,6 +165,7 @@ def bare(folder: str, count: int, tokens: int, fraction: float) -> list[float]:
 
 
 async def measure(name: str, folder: Path, count: int, tokens: int, fraction: float, gpu: bool) -> dict[str, float]:
+    from gcore.content.tokens import Tokens
     from gcore.generation.pool import EnginePool
     from gcore.runtime.ray import RayRuntime
     from gcore.types import Request, SamplingParams
@@ -193,10 +195,12 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
         import numpy as np
 
         pool = EnginePool(engines)
-        asked = [Request(np.array(p, np.int32), SamplingParams(64), i) for i, p in enumerate(prompts(8))]
+        asked = [Request(Tokens(np.array(p, np.int32)), SamplingParams(64), i) for i, p in enumerate(prompts(8))]
         differences = []
         for request, completion in zip(asked, await pool.generate(asked), strict=True):
-            theirs = await holders[0].call("logprobs", request.tokens_P.tolist(), completion.tokens_S.tolist())
+            theirs = await holders[0].call(
+                "logprobs", request.content.tokens_T.tolist(), completion.content.tokens_S.tolist()
+            )
             differences.append(np.abs(np.array(theirs) - completion.logprobs_S).mean())
         row["logprob_diff"] = float(np.mean(differences))
         for level in (1, 2):
@@ -215,7 +219,9 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
             names = (f"wake{level}_and_update_s", f"  wake{level}_weights_s", f"  wake{level}_cache_s")
             row |= dict(zip(names, best, strict=True))
         after = await pool.generate(asked)
-        theirs = await holders[0].call("logprobs", asked[0].tokens_P.tolist(), after[0].tokens_S.tolist())
+        theirs = await holders[0].call(
+            "logprobs", asked[0].content.tokens_P.tolist(), after[0].content.tokens_S.tolist()
+        )
         row["logprob_diff_after_sleep"] = float(np.abs(np.array(theirs) - after[0].logprobs_S).mean())
         return row
     finally:

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gcore.config.tree import Config  # noqa: E402
+from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement import rules as rules  # noqa: E402
 from gcore.placement.grid import POLICY, Split  # noqa: E402
@@ -168,7 +169,7 @@ async def speed_of(engine: Any, most: int, read: int) -> dict[str, float]:
 
     async def timed(batch: int, length: int, tokens: int) -> float:
         prompts = [np.array([BOS, *(FIRST + rng.integers(0, 10, length - 1))], np.int32) for _ in range(batch)]
-        requests = [Request(p, SamplingParams(tokens), noise_key(int(rng.integers(2**31)))) for p in prompts]
+        requests = [Request(Tokens(p), SamplingParams(tokens), noise_key(int(rng.integers(2**31)))) for p in prompts]
         started = time.perf_counter()
         await engine.call("generate", requests, "calibration")
         return time.perf_counter() - started

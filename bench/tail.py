@@ -99,7 +99,7 @@ class Judgement:
 
 
 def tokens_of(groups: Sequence[list[Any]]) -> int:
-    return sum(len(s.rollout.tokens_S) for group in groups for s in group)
+    return sum(len(s.rollout.content.tokens_S) for group in groups for s in group)
 
 
 class Team:

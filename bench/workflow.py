@@ -102,13 +102,15 @@ def make_collector(
     tokenizer: Any,
 ) -> Any:
     """As controller/session.py makes it."""
+    from gcore.content.text import TextModality
     from gcore.controller.collect import Collector
     from gcore.controller.workflow import SharedContext
     from gcore.generation.pool import EnginePool
     from gcore.prompts.tokenizer import stop_tokens
 
     pool = EnginePool(engines, (group.rank, group.size))
-    shared = SharedContext(config, pool, rewarder, tokenizer, stop_tokens(config.model, tokenizer))
+    modality = TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer))
+    shared = SharedContext(config, pool, rewarder, modality)
     collector = Collector(workflow, shared, group, config.sampling, keep, lambda _: None)
     collector.source = source
     return collector
@@ -224,7 +226,7 @@ async def rollout(
         "programs": inside.entered,
         "most_at_once": inside.most,
         "rss_growth_mb": (peak - before) / 2**20,
-        "tokens": sum(len(s.rollout.tokens_S) for g in collected.groups for s in g) / programs / args.siblings,
+        "tokens": sum(len(s.rollout.content.tokens_S) for g in collected.groups for s in g) / programs / args.siblings,
     }
 
 
@@ -244,6 +246,7 @@ class Inside:
 
 async def engine_alone(args: argparse.Namespace) -> dict[str, float]:
     """The same requests to a fresh engine, made beforehand and from bare tasks."""
+    from gcore.content.tokens import Tokens
     from gcore.generation.noise import noise_key
     from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
     from gcore.types import Request, SamplingParams
@@ -254,8 +257,8 @@ async def engine_alone(args: argparse.Namespace) -> dict[str, float]:
     params = SamplingParams(args.most_tokens, stop_tokens=stop_tokens(config.model, tokenizer))
     calls = []
     for i in range(args.programs):
-        tokens_P = source.at(i).tokens_P
-        calls.append([Request(tokens_P, params, noise_key(0, i, s)) for s in range(args.siblings)])
+        tokens_P = source.at(i).content.tokens_P
+        calls.append([Request(Tokens(tokens_P), params, noise_key(0, i, s)) for s in range(args.siblings)])
     engine = make_engine(args)
     gc.collect()
     cpu, wall = time.process_time(), time.perf_counter()

@@ -26,7 +26,7 @@ async def workflow(ctx: Context, prompt: Prompt) -> list[Scored]:
 async def grow(ctx: Context, rollout: Rollout) -> Rollout:
     while rollout.finish == "length":  # of the chunk; an answer that is complete ends with "stop"
         branches = await ctx.branch(rollout, BRANCHES, max_tokens=CHUNK)
-        if len(branches[0].tokens_S) == len(rollout.tokens_S):
+        if len(branches[0].content.tokens_S) == len(rollout.content.tokens_S):
             break  # of the whole response
         scores = await ctx.score(SCORER, branches)
         rollout = max(zip(branches, scores, strict=True), key=lambda pair: pair[1] or 0.0)[0]

@@ -3,7 +3,8 @@
     Prompt ──generation──> Rollout ──rewarding──> Scored ──preparation──> Sample ──pack──> TrainBatch
 
 Names end in the shape they have: `_S` runs over *steps* (a token, or one denoising step), the unit of decision;
-`_P` runs over prompt tokens; `_T` over the whole sequence (`_P` followed by `_S`).
+`_P` runs over prompt tokens; `_T` over the whole sequence (`_P` followed by `_S`). What the steps consist of (tokens,
+images, ...) is their `content`: see content/base.py.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from gcore.content.base import Content
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -44,14 +48,14 @@ class WorkflowError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompt(id=70, row=6, messages=({"role": "user", "content": "27+58="},), tokens_P=[1, 6, ...], columns={...})"""
+    """Prompt(id=70, row=6, messages=({"role": "user", "content": "27+58="},), content=Tokens(...), columns={...})"""
 
     id: int  # position in the run's global order: unique over epochs, and the key of the sampling noise
     row: int  # row of the dataset
     messages: tuple[Message, ...]
     text: str  # after the chat template
-    tokens_P: Ints
-    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns, handed to rewards
+    content: Content  # what the policy's engine reads: for language models Tokens
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns, for rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,10 @@ class SamplingParams:
     top_k: int = 0  # 0 is off
     stop_tokens: tuple[int, ...] = ()
     keep_mask: bool = False  # answer with the tokens that top-k and top-p left, and logprobs among them alone
+
+    def after(self, num_steps: int) -> SamplingParams:
+        """For the rest of a request of which `num_steps` steps are done."""
+        return replace(self, max_tokens=self.max_tokens - num_steps)
 
     def override(self, given: Mapping[str, Any], what: str) -> SamplingParams:
         """With these fields instead. `what` was called with them, by a user's workflow."""
@@ -78,69 +86,69 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an engine is asked: continue these tokens. Request(tokens_P=[1, 6, 11], params=..., noise_key=2**63 + 5)"""
+    """What an engine is asked: continue this content. Request(Tokens([1, 6, 11]), params=..., noise_key=2**63 + 5)"""
 
-    tokens_P: Ints
+    content: Content
     params: SamplingParams
     noise_key: int  # 64 bits from (seed, prompt id, sibling): see generation/noise.py
-    position: int = 0  # steps this sample took before this request (multi-turn), so that noise never repeats
-    priority: int = 0  # lower goes first where requests wait; of equals, who came first. Changes no result
-    images: tuple[Pixels, ...] = ()  # in the order of their placeholder tokens in tokens_P, one for each
+    priority: int = 0  # lower goes first in queues; equal priorities go by arrival. Changes no result
 
+    @property
+    def position(self) -> int:
+        """Steps that the sample took before this request: noise goes by position, so it never repeats."""
+        return self.content.num_steps
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The tokens that top-k and top-p left to choose from, step after step; a step with none had all of them.
-
-    Two steps, {4, 9} and all: Kept(ids_K=[4, 9], counts_S=[2, 0])
-    """
-
-    ids_K: Ints
-    counts_S: Ints
-
-    @staticmethod
-    def joined(*parts: tuple[Kept | None, int]) -> Kept | None:
-        """Of stretches of steps, each with its length, one after another; None if none of them has any."""
-        if not any(kept for kept, _ in parts):
-            return None
-        nothing = np.zeros(0, np.int32)
-        ids = [kept.ids_K if kept else nothing for kept, _ in parts]
-        counts = [kept.counts_S if kept else np.zeros(length, np.int32) for kept, length in parts]
-        return Kept(np.concatenate(ids), np.concatenate(counts))
+    def after(self, piece: Completion) -> Request:
+        """What is left to ask for once `piece` is there: the same sample, from the end of the piece."""
+        content, params = self.content.extended(piece.content), self.params.after(piece.content.num_steps)
+        return replace(self, content=content, params=params)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine answers. Completion(tokens_S=[12, 9], logprobs_S=[-.1, -.7], versions_S=[3, 3], finish="stop")"""
+    """What an engine answers. Completion(Tokens.steps([12, 9]), logprobs_S=[-.1, -.7], versions_S=[3, 3], "stop")"""
 
-    tokens_S: Ints
-    logprobs_S: (
-        Floats  # of the sampled tokens, temperature applied, before top-k and top-p: what the trainer computes too;
-        # with `kept`, among those tokens alone
-    )
-    versions_S: Ints  # of the policy's weights at each token: they may change while a sample is being generated
+    content: Content  # the new steps alone
+    logprobs_S: Floats  # as the trainer computes them: temperature applied, before top-k and top-p (or with their mask)
+    versions_S: Ints  # of the policy's weights at each step: they may change while a sample is being generated
     finish: Finish
-    kept: Kept | None = None  # where it was asked for
+
+    def joined(self, later: Completion) -> Completion:
+        return Completion(
+            self.content.extended(later.content),
+            np.concatenate([self.logprobs_S, later.logprobs_S]),
+            np.concatenate([self.versions_S, later.versions_S]),
+            later.finish,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One finished sample of a prompt. Rollout(prompt=Prompt(id=70, ...), sibling=3, tokens_S=[12, 9, 2], text="85")"""
+    """One finished sample of a prompt. Rollout(prompt=Prompt(id=70, ...), sibling=3, content=..., output="85")"""
 
     prompt: Prompt
     sibling: int
-    tokens_S: Ints
+    content: Content  # the prompt's, with all steps
     logprobs_S: Floats
-    mask_S: Bools  # True where the policy decided; False for tokens of tools or feedback
-    text: str
+    mask_S: Bools  # True where the policy decided; False for steps of tools or feedback
+    output: Any  # what rewards judge and people read: for language models the text of the response
     versions_S: Ints
     finish: Finish
     temperature: float = 1.0  # it was sampled at; the trainer computes logprobs at the same
-    kept: Kept | None = None  # and among the same tokens
+
+    @property
+    def text(self) -> str:
+        if not isinstance(self.output, str):
+            raise UserError(f"the output is {type(self.output).__name__}, not text (keys: rewards, workflow)")
+        return self.output
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.mask_S)
 
     @property
     def version(self) -> int:
-        """The oldest policy that had a part in it."""
+        """The oldest policy version among its steps."""
         return int(self.versions_S.min())
 
 
@@ -156,17 +164,16 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a trainer rank trains on. Sample(prompt_id=70, sibling=3, tokens_T=[1, 6, 12, 2], advantages_S=[.9, .9])"""
+    """What a trainer rank trains on. Sample(prompt_id=70, sibling=3, content=Tokens(...), advantages_S=[.9, .9])"""
 
     prompt_id: int
     sibling: int
-    tokens_T: Ints
+    content: Content
     mask_S: Bools
     rollout_logprobs_S: Floats
     advantages_S: Floats
     temperature: float = 1.0
     reward: float | None = None  # what the rewards of the recipe gave; None for demonstrations
-    kept: Kept | None = None  # tokens that could be sampled at each step, where logprobs are those among them alone
 
     @property
     def key(self) -> Key:
@@ -183,9 +190,9 @@ class SampleMeta:
 
     prompt_id: int
     sibling: int
-    length: int  # of tokens_T
+    length: int  # size of its content
     actions: int  # steps that count in the loss
-    digest: bytes = b""  # of the sampled tokens, for samples_digest
+    digest: bytes = b""  # of its steps, for samples_digest
 
     @property
     def key(self) -> tuple[int, int]:

@@ -1,11 +1,12 @@
-"""Groups that wait for a later step, on disk: arrays as safetensors, the rest as JSON.
+"""Groups that wait for a later training step, on disk: arrays as safetensors, everything else as JSON.
 
-Every controller writes its own file and reads the files of all, so their number may change in between.
+Every controller writes its own file and reads the files of all, so the number of controllers may change in between.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,62 +14,63 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from gcore.types import Kept, Prompt, Rollout, Scored
+from gcore.types import Prompt, Rollout, Scored
 
-ARRAYS = {"tokens_S": np.int32, "logprobs_S": np.float32, "mask_S": np.bool_, "versions_S": np.int32}
+COLUMNS = ("logprobs_S", "mask_S", "versions_S")  # of every step; the content has arrays of its own
 
 
 def save_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scored]]) -> None:
-    """pool-RANK.safetensors holds the steps of all samples one after another, pool-RANK.json says whose they are."""
+    """pending-RANK.safetensors has each array of all samples, one after another; pending-RANK.json says whose."""
     samples = [s for group in groups for s in group]
     if not samples:
         return
-    arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(s.rollout, name) for s in samples]).astype(kind) for name, kind in ARRAYS.items()
-    }
-    if kept := Kept.joined(*((s.rollout.kept, len(s.rollout.tokens_S)) for s in samples)):
-        arrays |= {"kept_ids": kept.ids_K, "kept_counts": kept.counts_S}
-    save_file(arrays, folder / f"pool-{rank}.safetensors")
+    arrays = [_arrays(s.rollout) for s in samples]
+    names = sorted({name for part in arrays for name in part})
+    save_file(
+        {name: np.concatenate([part[name] for part in arrays if name in part]) for name in names},
+        folder / f"pending-{rank}.safetensors",
+    )
     about = [
         {
             "prompt": s.rollout.prompt.id,
             "sibling": s.rollout.sibling,
-            "steps": len(s.rollout.tokens_S),
-            "text": s.rollout.text,
+            "lengths": {name: len(array) for name, array in part.items()},
+            "output": s.rollout.output,
             "finish": s.rollout.finish,
             "temperature": s.rollout.temperature,
-            "kept": len(s.rollout.kept.ids_K) if s.rollout.kept else 0,
             "reward": s.reward,
             "parts": dict(s.parts),
             "notes": {name: list(texts) for name, texts in s.notes.items()},
         }
-        for s in samples
+        for s, part in zip(samples, arrays, strict=True)
     ]
-    (folder / f"pool-{rank}.json").write_text(json.dumps(about))
+    (folder / f"pending-{rank}.json").write_text(json.dumps(about))
 
 
 def load_pending_groups(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[list[Scored]]:
     groups: dict[int, list[Scored]] = {}
-    for file in sorted(folder.glob("pool-*.json")):
-        arrays, start, kept = load_file(file.with_suffix(".safetensors")), 0, 0
+    for file in sorted(folder.glob("pending-*.json")):
+        arrays, starts = load_file(file.with_suffix(".safetensors")), Counter[str]()
         for about in json.loads(file.read_text()):
-            part = slice(start, start + about["steps"])
-            start = part.stop
             number = about["prompt"]
             prompt = groups[number][0].rollout.prompt if number in groups else prompt_at(number)
-            ids = slice(kept, kept + (about.get("kept") or 0))
-            kept = ids.stop
-            steps: dict[str, Any] = {name: arrays[name][part] for name in ARRAYS}
+            own: dict[str, Any] = {}
+            for name, length in about["lengths"].items():
+                own[name] = arrays[name][starts[name] : starts[name] + length]
+                starts[name] += length
+            steps = {name: own.pop(name) for name in COLUMNS}
             rollout = Rollout(
                 prompt=prompt,
                 sibling=about["sibling"],
-                text=about["text"],
+                content=prompt.content.with_steps(own),
+                output=about["output"],
                 finish=about["finish"],
                 temperature=about["temperature"],
-                kept=Kept(arrays["kept_ids"][ids], arrays["kept_counts"][part]) if about.get("kept") else None,
                 **steps,
             )
-            groups.setdefault(number, []).append(
-                Scored(rollout, about["reward"], about["parts"], about.get("notes", {}))
-            )
+            groups.setdefault(number, []).append(Scored(rollout, about["reward"], about["parts"], about["notes"]))
     return list(groups.values())
+
+
+def _arrays(rollout: Rollout) -> dict[str, np.ndarray]:
+    return {**rollout.content.step_arrays(), **{name: getattr(rollout, name) for name in COLUMNS}}

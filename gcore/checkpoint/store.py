@@ -18,6 +18,7 @@ from typing import Any, Literal
 from gcore.types import UserError
 
 MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT = 2  # of the files of a checkpoint
 Kind = Literal["warm", "step"]
 KINDS: tuple[Kind, ...] = ("warm", "step")  # in the order in which a run makes them
 
@@ -45,7 +46,7 @@ def commit(partial: Path, state: dict[str, Any], keep: int) -> Path:
     for file in partial.iterdir():
         _to_disk(file)
     files = {f.name: {"bytes": f.stat().st_size, "sha256": _checksum(f)} for f in sorted(partial.iterdir())}
-    (partial / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
+    (partial / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
     _to_disk(partial / MANIFEST)
     _to_disk(partial)
     final = partial.with_suffix("")
@@ -96,9 +97,15 @@ def find(resume: str, folder: Path) -> Path | None:
 def verify(checkpoint: Path) -> Path:
     """Every file has the size and checksum it was sealed with."""
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        files = manifest["files"]
     except (ValueError, KeyError):
-        files = {MANIFEST: {"bytes": -1}}
+        manifest, files = {"format": FORMAT}, {MANIFEST: {"bytes": -1}}
+    if manifest.get("format") != FORMAT:
+        raise UserError(
+            f"{checkpoint} has checkpoint format {manifest.get('format')}; this version reads {FORMAT}: resume with "
+            "the version that wrote it (key: run.resume)"
+        )
     for name, entry in files.items():
         file = checkpoint / name
         if not file.is_file() or file.stat().st_size != entry["bytes"] or _checksum(file) != entry["sha256"]:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gcore.config.tree import Config, Generation, Judge, Model
+from gcore.content.base import Content
 from gcore.controller.plan import Plan
 from gcore.protocols import Group, Handle, Rendezvous, Runtime, Trainer
-from gcore.types import Completion, Ints, Request, SamplingParams, Scored, UserError
+from gcore.types import Completion, Request, SamplingParams, Scored, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -343,10 +344,10 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
     if spec.model is None or pool is None:
         return JudgeSource(spec, RemoteBackend(spec, noise, place), place)
 
-    async def ask(tokens_P: Ints, params: SamplingParams, key: tuple[object, ...]) -> Completion:
+    async def ask(question: Content, params: SamplingParams, key: tuple[object, ...]) -> Completion:
         _, prompt, *_ = key  # a prompt's number, or a word where a workflow asks: see JudgeSource
         priority, near = (prompt, key[:2]) if isinstance(prompt, int) else (0, None)
-        return (await pool.generate([Request(tokens_P, params, noise(key))], priority, near))[0]
+        return (await pool.generate([Request(question, params, noise(key))], priority, near))[0]
 
     tokenizer = load_tokenizer(spec.model, f"{place}.model", chat=True)
     backend = EngineBackend(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place)

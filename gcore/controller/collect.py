@@ -326,7 +326,7 @@ class Collector:
             self._broken.set()
         self._rewards[cursor] = [s.reward for s in group]
         if keep:
-            self._lengths[cursor] = sum(len(s.rollout.tokens_S) for s in group), len(group)
+            self._lengths[cursor] = sum(s.rollout.num_steps for s in group), len(group)
             self.ready[cursor] = group
             self._kept.append((cursor, min(s.rollout.version for s in group)))
         else:

@@ -74,7 +74,7 @@ class Dispatcher:
         keys = (key for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row)
         bundle = [by_key[key] for key in keys if key in by_key]
         if bundle:
-            self.bytes_out += sum(s.tokens_T.nbytes + 9 * s.num_steps for s in bundle)
+            self.bytes_out += sum(s.content.nbytes + 9 * s.num_steps for s in bundle)
             await self._trainers[rank].call("push", self._group.rank, bundle)
 
     async def on_all_ranks(self, method: str, *args: Any) -> list[Any]:

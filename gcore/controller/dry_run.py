@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gcore.config.tree import Config
+from gcore.content.tokens import Tokens
 from gcore.controller.auto import settle
 from gcore.controller.build import Roles, build_rewarder
 from gcore.controller.footprint import memory_line, parts
@@ -77,7 +78,7 @@ def dry_run(config: Config) -> None:
 def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -> list[Score]:
     """The prompt, its answers, their rewards. Returns the rewards that failed."""
     print()
-    where = f"row {prompt.row} as the model reads it, {len(prompt.tokens_P):,} tokens"
+    where = f"row {prompt.row} as the model reads it, {prompt.content.size:,} tokens"
     _print([*_labelled("prompt", where), *_quoted(prompt.text)])
     group = answers(prompt, checked.tokenizer, config.generation.max_response_length)
     titles = ["made-up", "reference"][: len(group)]
@@ -110,19 +111,19 @@ def answers(prompt: Prompt, tokenizer: Any, max_length: int) -> list[Rollout]:
     column = prompt.columns.get("answer")
     reference = [str(column)] if isinstance(column, str | int | float) else []
 
-    def tokens(text: str) -> Any:
-        return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    def encoded(text: str) -> Tokens:
+        return Tokens.steps(np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32))
 
     alphabet = getattr(tokenizer, "alphabet", "")  # of a model that is built here
     own = (*MADE_UP, alphabet[-1:]) if alphabet else MADE_UP
     said = [text for text in own if not alphabet or set(text) <= set(alphabet)]
-    short_enough = [text for text in said if text not in reference and len(tokens(text)) <= max_length]
+    short_enough = [text for text in said if text not in reference and encoded(text).num_steps <= max_length]
     group = []
     for sibling, text in enumerate([(short_enough or said)[0], *reference]):
-        tokens_S = tokens(text)
-        zeros = np.zeros(len(tokens_S))
+        response = encoded(text)
+        content, zeros = prompt.content.extended(response), np.zeros(response.num_steps)
         steps: dict[str, Any] = {"logprobs_S": zeros.astype(np.float32), "versions_S": zeros.astype(np.int32)}
-        group.append(Rollout(prompt, sibling, tokens_S, mask_S=zeros == 0, text=text, finish="stop", **steps))
+        group.append(Rollout(prompt, sibling, content, mask_S=zeros == 0, output=text, finish="stop", **steps))
     return group
 
 

@@ -276,8 +276,8 @@ def _render(config: Config, data: Opened, tokenizer: Any) -> Seen:
                 templater.demonstration(data.rows[index])
         except UserError as error:
             raise _of_row(error, data, index) from None
-        longest = max(longest, len(prompt.tokens_P))
-        if len(prompt.tokens_P) > limit:
+        longest = max(longest, prompt.content.size)
+        if prompt.content.size > limit:
             too_long.append(index)
         elif first is None:
             first = prompt

@@ -33,7 +33,7 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
     tokens_passed, samples_passed = collected.passed
     scored = [s for group in collected.groups for s in group]
     rewards = [s.reward for s in scored]
-    lengths = [len(s.rollout.tokens_S) for s in scored]
+    lengths = [s.rollout.num_steps for s in scored]
     parts: dict[str, list[float]] = {}
     for s in scored:
         for name, value in s.parts.items():
@@ -47,7 +47,7 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "tokens": sum(lengths),
         "tokens_eligible": tokens_passed + aborted[0],
         "samples_eligible": samples_passed + aborted[1],
-        "prompt_tokens": sum(len(s.rollout.prompt.tokens_P) for s in scored),
+        "prompt_tokens": sum(s.rollout.prompt.content.size for s in scored),
         "max_length": max(lengths, default=0),
         "clipped": sum(s.rollout.finish == "length" for s in scored),
         "reward_drawn": exact(collected.rewards),

@@ -16,6 +16,7 @@ from gcore.checkpoint import store
 from gcore.checkpoint.pending_groups import load_pending_groups, save_pending_groups
 from gcore.clients import EngineClient
 from gcore.config.tree import Config, Dataset
+from gcore.content.text import TextModality
 from gcore.controller import record
 from gcore.controller.collect import Collected, Collector, Filter, answer_all, merge_places
 from gcore.controller.dispatch import Dispatcher
@@ -59,8 +60,9 @@ class Session:
         most = config.generation.max_concurrent
         self.pool = pool = EnginePool.for_controller(engines, group.rank, group.size, most, roam=grid is not None)
         stops = stop_tokens(config.model, tokenizer)
-        self.shared = SharedContext(config, pool, rewarder, tokenizer, stops)
-        self.greedy = SharedContext(config, pool, rewarder, tokenizer, stops, greedy=True)
+        modality = TextModality(config.generation, tokenizer, stops)
+        self.shared = SharedContext(config, pool, rewarder, modality)
+        self.greedy = SharedContext(config, pool, rewarder, modality, greedy=True)
         self.collector = Collector(workflow, self.shared, group, config.sampling, keep, self.report)
         self.engines, self.trainers, self._tokenizer = engines, trainers, tokenizer
         self.dispatcher = Dispatcher(config, group, pool, trainers, sleep_level)
@@ -223,14 +225,15 @@ class Session:
                 self._times.pop("checkpoint")  # it belongs to no step
 
     def _demonstration(self, cursor: int) -> Sample:
-        prompt, answer_S = self.source.at(cursor), self.source.demonstration(cursor)
+        answer = self.source.demonstration(cursor)
+        steps = answer.num_steps
         return Sample(
             prompt_id=cursor,
             sibling=0,
-            tokens_T=np.concatenate([prompt.tokens_P, answer_S]),
-            mask_S=np.ones(len(answer_S), np.bool_),
-            rollout_logprobs_S=np.zeros(len(answer_S), np.float32),
-            advantages_S=np.ones(len(answer_S), np.float32),
+            content=self.source.at(cursor).content.extended(answer),
+            mask_S=np.ones(steps, np.bool_),
+            rollout_logprobs_S=np.zeros(steps, np.float32),
+            advantages_S=np.ones(steps, np.float32),
         )
 
     # ---- evaluation and checkpoints -------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
     async def workflow(ctx, prompt) -> list[Scored]
 
-Thousands run at once in each controller; each awaits only what concerns its own prompt. Tokens in, tokens out: what an
-engine produced is never tokenised again, also when a tool or a judge speaks between two turns of the policy.
+Thousands run at once in each controller; each awaits only what concerns its own prompt. What an engine produced is
+never tokenised again, also when a tool or a judge speaks between two turns of the policy (content/text.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from gcore.config.tree import Config
+from gcore.content.base import Content, Modality
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.protocols import Context, Rewarder
-from gcore.types import Completion, Ints, Kept, Message, Prompt, Request, Rollout, SamplingParams, Scored, UserError
+from gcore.types import Completion, Message, Prompt, Request, Rollout, SamplingParams, Scored
 
 Workflow = Callable[[Context, Prompt], Awaitable[list[Scored]]]
-PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "\u00a7"})
 
 
 async def generate_and_reward(ctx: Context, prompt: Prompt) -> list[Scored]:
@@ -75,81 +75,16 @@ class StageClock:
 
 
 class SharedContext:
-    """What all samples of a controller share; `greedy` is the variant evaluations use."""
+    """What all samples of a controller share; `greedy` is the variant that evaluations use."""
 
     def __init__(
-        self,
-        config: Config,
-        pool: EnginePool,
-        rewarder: Rewarder,
-        tokenizer: Any,
-        stop_tokens: tuple[int, ...],
-        *,
-        greedy: bool = False,
+        self, config: Config, pool: EnginePool, rewarder: Rewarder, modality: Modality, *, greedy: bool = False
     ) -> None:
-        self.pool, self.rewarder, self.tokenizer, self.greedy = pool, rewarder, tokenizer, greedy
+        self.pool, self.rewarder, self.modality, self.greedy = pool, rewarder, modality, greedy
         self.seed = config.run.seed
         self.n = 1 if greedy else config.sampling.samples_per_prompt
-        generation = config.generation
-        self.max_tokens = generation.max_response_length
-        self.params = SamplingParams(
-            self.max_tokens,
-            0.0 if greedy else generation.temperature,
-            generation.top_p,
-            generation.top_k,
-            stop_tokens,
-            generation.keep_sampling_mask,
-        )
         self.least_siblings = 1 if greedy else least_siblings(config)
         self.clock = StageClock()
-
-    def sampling(self, given: dict[str, Any], room: int | None = None) -> SamplingParams:
-        given = {**given, **({"temperature": 0.0} if self.greedy else {})}
-        stop = given.pop("stop", ())
-        params = self.params.override(given, "ctx.generate")
-        words = [stop] if isinstance(stop, str) else stop
-        stop_tokens = (*params.stop_tokens, *map(self._token, words))
-        max_tokens = params.max_tokens if room is None else min(params.max_tokens, room)
-        return dataclasses.replace(params, stop_tokens=stop_tokens, max_tokens=max_tokens)
-
-    def _token(self, text: str) -> int:
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(tokens) != 1:
-            raise UserError(f"stop={text!r} is {len(tokens)} tokens of this tokenizer; expected one (key: workflow)")
-        return tokens[0]
-
-    def between_turns(self, rollout: Rollout, said: str | Sequence[Message]) -> Ints:
-        """The tokens that stand between what the policy said and its next turn. A string stands there as it is."""
-        text = said if isinstance(said, str) else self._tail() + self._turns(said)
-        tokens: Ints = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-        if not isinstance(said, str) and len(tokens) and tokens[0] == rollout.tokens_S[-1]:
-            tokens = tokens[1:]  # the policy ended its turn itself
-        return tokens
-
-    def _tail(self) -> str:
-        """What the chat template writes after the content of an assistant's message."""
-        rendered = self._render(PROBE)
-        return rendered[rendered.rindex("\u00a7") + 1 :]
-
-    def _turns(self, messages: Sequence[Message]) -> str:
-        before, after = self._render(PROBE), self._render((*PROBE, *messages), add_generation_prompt=True)
-        if not after.startswith(before):
-            raise UserError(
-                "the chat template rewrites earlier turns when messages are added, so tokens would change; "
-                "give ctx.proceed a string instead of messages (or change model.chat_template)"
-            )
-        return after[len(before) :]
-
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        if not self.tokenizer.chat_template:
-            raise UserError(
-                "ctx.proceed: the tokenizer has no chat template for messages; give it a string (or set "
-                "model.chat_template)"
-            )
-        text: str = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        return text
 
 
 class SampleContext:
@@ -169,31 +104,29 @@ class SampleContext:
         one greedy response, whatever is asked for.
         """
         shared = self._shared
-        sampling = shared.sampling(params)
+        sampling = shared.modality.params(params, greedy=shared.greedy)
         siblings = self._issue(shared.n if n is None or shared.greedy else n)
-        requests = [Request(prompt.tokens_P, sampling, noise_key(shared.seed, prompt.id, s)) for s in siblings]
-        completions = await self._complete(prompt, requests)
-        temperature = sampling.temperature or 1.0
-        nothing = np.zeros(0, np.int32)
-        empty = Rollout(prompt, 0, nothing, nothing.astype(np.float32), nothing != 0, "", nothing, "stop", temperature)
-        return [self._joined(empty, s, nothing, c) for s, c in zip(siblings, completions, strict=True)]
+        temperature, none = sampling.temperature or 1.0, np.zeros(0, np.int32)
+        start = Rollout(prompt, 0, prompt.content, none.astype(np.float32), none != 0, "", none, "stop", temperature)
+        return await self._continue(start, siblings, None, sampling)
 
     async def proceed(self, rollout: Rollout, said: str | Sequence[Message] = "", **params: Any) -> Rollout:
-        """Append what somebody said (masked from the loss) and let the policy go on, within the same length limit.
+        """Append what a tool or a judge said (masked from the loss), then let the policy continue, within the same
+        length limit.
 
-        `said` is text as it stands, or messages for the chat template. Without room for another token of the policy the
-        rollout comes back as it is, finish="length".
+        `said` is text that is used as it is, or messages for the chat template. Without room for another step of the
+        policy the rollout comes back unchanged, finish="length".
         """
-        added = self._shared.between_turns(rollout, said)
-        return (await self._go_on(rollout, [rollout.sibling], added, params))[0]
+        added = self._shared.modality.between_turns(rollout.content, said)
+        return (await self._next_turn(rollout, [rollout.sibling], added, params))[0]
 
     async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
         """`n` continuations of the same beginning, as new siblings with noise of their own."""
-        place = (rollout.sibling, len(rollout.tokens_S))  # numbers follow from it: branches may race with one another
+        place = (rollout.sibling, rollout.num_steps)  # numbers follow from it: branches may run at the same time
         first, more = self._branches[place], 1 if self._shared.greedy else n
         self._branches[place] += more
         siblings = [noise_key("branch", *place, i) >> 16 for i in range(first, first + more)]
-        return await self._go_on(rollout, siblings, np.zeros(0, np.int32), params)
+        return await self._next_turn(rollout, siblings, None, params)
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
         with self._shared.clock.within("rewarding"):
@@ -213,47 +146,40 @@ class SampleContext:
         first, self._issued = self._issued, self._issued + n
         return range(first, self._issued)
 
-    async def _complete(self, prompt: Prompt, requests: Sequence[Request]) -> list[Completion]:
-        """Prompts are numbered as they are drawn: who began earlier goes first, and so do its later turns. Siblings and
-        later turns go where the prompt was computed; prompts of evaluations have numbers of their own."""
-        shared = self._shared
-        with shared.clock.within("generation"):
-            return await shared.pool.generate(requests, priority=prompt.id, key=(shared.greedy, prompt.id))
-
-    async def _go_on(
-        self, rollout: Rollout, siblings: Sequence[int], added: Ints, params: dict[str, Any]
+    async def _next_turn(
+        self, rollout: Rollout, siblings: Sequence[int], added: Content | None, params: dict[str, Any]
     ) -> list[Rollout]:
-        shared, prompt = self._shared, rollout.prompt
-        taken = len(rollout.tokens_S) + len(added)
-        room = shared.max_tokens - taken
-        if room < 1:
+        num_steps = rollout.num_steps + (added.num_steps if added is not None else 0)
+        greedy, modality = self._shared.greedy, self._shared.modality
+        sampling = modality.next_params(params, greedy=greedy, temperature=rollout.temperature, num_steps=num_steps)
+        if sampling is None:
             return [dataclasses.replace(rollout, sibling=s, finish="length") for s in siblings]
-        same = rollout.temperature if shared.params.temperature else 0.0  # greedy samples are trained at 1
-        sampling = shared.sampling({"temperature": same, **params}, room)
-        if (sampling.temperature or 1.0) != rollout.temperature:
-            raise UserError(
-                f"a sample goes on at its temperature of {rollout.temperature}; got {sampling.temperature}: "
-                "its logprobs are computed at one temperature (key: workflow)"
-            )
-        tokens = np.concatenate([prompt.tokens_P, rollout.tokens_S, added])
-        requests = [Request(tokens, sampling, noise_key(shared.seed, prompt.id, s), taken) for s in siblings]
-        completions = await self._complete(prompt, requests)
-        return [self._joined(rollout, s, added, c) for s, c in zip(siblings, completions, strict=True)]
+        return await self._continue(rollout, siblings, added, sampling)
 
-    def _joined(self, start: Rollout, sibling: int, added: Ints, end: Completion) -> Rollout:
-        """start + added (not the policy's) + end, as one sample."""
-        num, fresh = len(added), len(start.tokens_S) == 0
-        tokens_S = end.tokens_S if fresh and not num else np.concatenate([start.tokens_S, added, end.tokens_S])
-        before = start.versions_S[-1:] if len(start.versions_S) else end.versions_S[:1]
-        return Rollout(
-            prompt=start.prompt,
+    async def _continue(
+        self, start: Rollout, siblings: Sequence[int], added: Content | None, params: SamplingParams
+    ) -> list[Rollout]:
+        """Prompts are numbered as they are drawn: earlier prompts and their later turns go first in queues. Siblings
+        and later turns go to the replica that has computed the prompt. Evaluations have prompt numbers of their own."""
+        shared, prompt = self._shared, start.prompt
+        content = start.content if added is None else start.content.extended(added)
+        requests = [Request(content, params, noise_key(shared.seed, prompt.id, s)) for s in siblings]
+        with shared.clock.within("generation"):
+            completions = await shared.pool.generate(requests, priority=prompt.id, key=(shared.greedy, prompt.id))
+        return [self._joined(start, s, content, c) for s, c in zip(siblings, completions, strict=True)]
+
+    def _joined(self, start: Rollout, sibling: int, content: Content, end: Completion) -> Rollout:
+        """start, then the steps that `content` has beyond it (not the policy's), then end: one sample."""
+        between, new = content.num_steps - start.num_steps, end.content.num_steps
+        whole = content.extended(end.content)
+        before = start.versions_S[-1:] if start.num_steps else end.versions_S[:1]
+        return dataclasses.replace(
+            start,
             sibling=sibling,
-            tokens_S=tokens_S,
-            logprobs_S=np.concatenate([start.logprobs_S, np.zeros(num, np.float32), end.logprobs_S]),
-            mask_S=np.concatenate([start.mask_S, np.zeros(num, np.bool_), np.ones(len(end.tokens_S), np.bool_)]),
-            text=self._shared.tokenizer.decode(tokens_S, skip_special_tokens=True),
-            versions_S=np.concatenate([start.versions_S, np.repeat(before, num), end.versions_S]).astype(np.int32),
+            content=whole,
+            logprobs_S=np.concatenate([start.logprobs_S, np.zeros(between, np.float32), end.logprobs_S]),
+            mask_S=np.concatenate([start.mask_S, np.zeros(between, np.bool_), np.ones(new, np.bool_)]),
+            output=self._shared.modality.output(whole),
+            versions_S=np.concatenate([start.versions_S, np.repeat(before, between), end.versions_S]).astype(np.int32),
             finish=end.finish,
-            temperature=start.temperature,
-            kept=Kept.joined((start.kept, len(start.tokens_S)), (None, num), (end.kept, len(end.tokens_S))),
         )

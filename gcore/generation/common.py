@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from gcore.content.media import resolve
+from gcore.content.tokens import tokens_of
 from gcore.types import Request, UserError
 
 GIB = 2**30
@@ -17,29 +19,30 @@ def free_gpu() -> float:
 
 def check(request: Request, max_length: int, vocabulary: int, sees: bool = False) -> None:
     """Complain of what cannot be served before the library sees it. `sees`: images are welcome."""
-    params, total = request.params, len(request.tokens_P) + request.params.max_tokens
-    if len(request.tokens_P) == 0:
+    params, content = request.params, tokens_of(request.content)
+    tokens_T, total = content.tokens_T, content.size + params.max_tokens
+    if len(tokens_T) == 0:
         raise UserError("an engine request has an empty prompt; expected at least one token (chat templates add some)")
-    if request.tokens_P.min() < 0 or request.tokens_P.max() >= vocabulary:  # it would take the engine down
+    if tokens_T.min() < 0 or tokens_T.max() >= vocabulary:  # it would take the engine down
         raise UserError(
             f"an engine request has a token outside the vocabulary of {vocabulary}: tokens "
-            f"{request.tokens_P.min()} to {request.tokens_P.max()} (is this the model's own tokenizer?)"
+            f"{tokens_T.min()} to {tokens_T.max()} (is this the model's own tokenizer?)"
         )
     if params.max_tokens < 1:
         raise UserError(f"an engine request asks for {params.max_tokens} tokens; expected at least 1")
     if total > max_length:
         raise UserError(
-            f"prompt of {len(request.tokens_P)} tokens + max_tokens {params.max_tokens} = {total} exceeds the engine's "
+            f"prompt of {len(tokens_T)} tokens + max_tokens {params.max_tokens} = {total} exceeds the engine's "
             f"{max_length} (keys: data.max_prompt_length, generation.max_response_length)"
         )
-    if request.images and not sees:
+    if content.images and not sees:
         raise UserError(
-            f"an engine request has {len(request.images)} images, expected none: this engine serves text alone "
+            f"an engine request has {len(content.images)} images, expected none: this engine serves text alone "
             "(keys: generation.engine=vllm, and model.path of a model that takes images)"
         )
-    for image in request.images:
+    for image in map(resolve, content.images):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
             raise UserError(
                 f"an engine request has an image of {image.dtype} and shape {image.shape}; "
-                "expected uint8, height x width x 3 (Request.images)"
+                "expected uint8, height x width x 3 (Tokens.images)"
             )

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from gcore.content.tokens import SamplingMask, Tokens, tokens_of
 from gcore.decoders import as_argument, traits_of
 from gcore.generation.cache import RowCache
 from gcore.generation.common import check
@@ -40,7 +41,7 @@ from gcore.generation.sampling import Rows, sample
 from gcore.models import Adapters
 from gcore.observe.trace import Tracer
 from gcore.protocols import EngineStats, MemoryChange, Weights
-from gcore.types import Completion, Finish, Ints, Kept, Request
+from gcore.types import Completion, Finish, Ints, Request
 from gcore.weights.receiver import Base, WeightReceiver
 
 ROW_BLOCK = 8
@@ -54,6 +55,7 @@ def _round_up(value: int, block: int) -> int:
 @dataclass(slots=True)
 class _Job:
     request: Request
+    tokens_T: Ints  # the request's: prompt and earlier steps
     future: asyncio.Future[Completion]
     loop: asyncio.AbstractEventLoop
     ticket: str
@@ -63,9 +65,10 @@ class _Job:
     kept: list[Ints] = field(default_factory=list)  # of each token, where it was asked for
 
     def completion(self, finish: Finish) -> Completion:
-        arrays = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), np.array(self.versions, np.int32)
         counts = np.array([len(ids) for ids in self.kept], np.int32)
-        return Completion(*arrays, finish, Kept(np.concatenate(self.kept), counts) if self.kept else None)
+        mask = SamplingMask(np.concatenate(self.kept), counts) if self.kept else None
+        content = Tokens.steps(np.array(self.tokens, np.int32), mask)
+        return Completion(content, np.array(self.logprobs, np.float32), np.array(self.versions, np.int32), finish)
 
 
 class EmbeddedEngine:
@@ -124,7 +127,7 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         for request in requests:
             check(request, self._max_length, self._vocabulary)
-        jobs = [_Job(request, loop.create_future(), loop, ticket) for request in requests]
+        jobs = [_Job(r, tokens_of(r.content).tokens_T, loop.create_future(), loop, ticket) for r in requests]
         with self._wake:
             self._check_running()
             for job in jobs:
@@ -275,16 +278,16 @@ class EmbeddedEngine:
         if not new:
             return
         first = len(self._jobs)
-        need = max(len(job.request.tokens_P) + job.request.params.max_tokens for job in new)
+        need = max(len(job.tokens_T) + job.request.params.max_tokens for job in new)
         rows = min(_round_up(first + len(new), 64), len(self._lengths))
         self._cache.reserve(rows, _round_up(need, KEY_BLOCK))
         prompts: dict[bytes, list[int]] = {}
         for i, job in enumerate(new, start=first):
-            tokens_P = job.request.tokens_P
-            self._lengths[i], self._last[i] = len(tokens_P) - 1, tokens_P[-1]
+            tokens_T = job.tokens_T
+            self._lengths[i], self._last[i] = len(tokens_T) - 1, tokens_T[-1]
             self._rows.put(i, job.request)
-            if len(tokens_P) > 1:
-                prompts.setdefault(tokens_P[:-1].tobytes(), []).append(i)
+            if len(tokens_T) > 1:
+                prompts.setdefault(tokens_T[:-1].tobytes(), []).append(i)
         self._jobs.extend(new)
         if prompts:
             self._prefill(list(prompts.values()))
@@ -302,7 +305,7 @@ class EmbeddedEngine:
             tokens = np.zeros((len(part), width), np.int64)
             for i, rows in enumerate(part):
                 length = self._lengths[rows[0]]
-                tokens[i, :length] = self._jobs[rows[0]].request.tokens_P[:-1]
+                tokens[i, :length] = self._jobs[rows[0]].tokens_T[:-1]
             position = torch.arange(width, device=self._device)
             masks = self._traits.masks(position <= position[:, None], position[:, None], self._model.dtype)
             masks = {kind: mask.expand(len(part), 1, width, width) for kind, mask in masks.items()}

@@ -22,11 +22,9 @@ from collections.abc import AsyncIterator, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
-
 from gcore.generation.routing import Router, own_replicas
 from gcore.protocols import Handle, RoleDied, RoleError
-from gcore.types import Completion, Ints, Kept, Request
+from gcore.types import Completion, Ints, Request
 
 Reason = Literal["dead", "drained", "paused", "suspect"]
 REMEMBERED = 2048  # lengths between two reports
@@ -282,7 +280,7 @@ class EnginePool(Pool):
             await self._complete(left, found, priority, arrival, key)
         finally:
             self._num_calls -= 1
-        lengths = [len(found[n].tokens_S) for n in range(len(requests))]
+        lengths = [found[n].content.num_steps for n in range(len(requests))]
         self._ended.extend(lengths)
         self._longest.append(max(lengths, default=0))
         return [found[n] for n in range(len(requests))]
@@ -291,17 +289,17 @@ class EnginePool(Pool):
         self, left: dict[int, Request], found: dict[int, Completion], priority: int, arrival: int, key: Hashable
     ) -> None:
         while left:
-            work = sum(len(r.tokens_P) + r.params.max_tokens for r in left.values())
+            work = sum(r.content.size + r.params.max_tokens for r in left.values())
             try:
                 async with self._place(_Need(priority, arrival, work, len(left), key)) as i:
                     answers, moved = await self._ask(i, list(left.values()))
             except RoleDied:
                 continue
             for (n, request), answer in zip(list(left.items()), answers, strict=True):
-                piece = _cut(request, answer) if moved else answer
-                found[n] = _joined(found[n], piece) if n in found else piece
+                piece = _ended(request, answer) if moved else answer
+                found[n] = found[n].joined(piece) if n in found else piece
                 if moved and piece.finish == "abort":
-                    left[n] = _rest(request, piece)
+                    left[n] = request.after(piece)
                 else:
                     del left[n]
 
@@ -348,7 +346,7 @@ class EnginePool(Pool):
         self._aborts.discard(answer)
         if not answer.cancelled() and answer.exception() is None:
             self._aborted_requests += len(answer.result())
-            self._aborted_tokens += sum(len(completion.tokens_S) for completion in answer.result())
+            self._aborted_tokens += sum(completion.content.num_steps for completion in answer.result())
 
     def _recall(self, i: int) -> None:
         for ticket in self._tickets[i]:
@@ -388,32 +386,7 @@ async def _answers(replica: Handle, timeout_s: float) -> bool | None:
     return True
 
 
-def _cut(request: Request, piece: Completion) -> Completion:
-    """An abort may come just when the last token is there: then nothing is left to go on with."""
-    tokens_S, params = piece.tokens_S, request.params
-    if piece.finish == "abort" and len(tokens_S) and tokens_S[-1] in params.stop_tokens:
-        return replace(piece, finish="stop")
-    if piece.finish == "abort" and len(tokens_S) >= params.max_tokens:
-        return replace(piece, finish="length")
-    return piece
-
-
-def _rest(request: Request, piece: Completion) -> Request:
-    """What is left to ask for: the same sample, from where the piece ends."""
-    made = len(piece.tokens_S)
-    return replace(
-        request,
-        tokens_P=np.concatenate([request.tokens_P, piece.tokens_S]),
-        params=replace(request.params, max_tokens=request.params.max_tokens - made),
-        position=request.position + made,
-    )
-
-
-def _joined(start: Completion, end: Completion) -> Completion:
-    return Completion(
-        np.concatenate([start.tokens_S, end.tokens_S]),
-        np.concatenate([start.logprobs_S, end.logprobs_S]),
-        np.concatenate([start.versions_S, end.versions_S]),
-        end.finish,
-        Kept.joined((start.kept, len(start.tokens_S)), (end.kept, len(end.tokens_S))),
-    )
+def _ended(request: Request, piece: Completion) -> Completion:
+    """An abort may arrive together with the last step: then the response is complete."""
+    finish = piece.content.end(request.params) if piece.finish == "abort" else None
+    return piece if finish is None else replace(piece, finish=finish)

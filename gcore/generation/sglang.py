@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gcore.content.tokens import Tokens, tokens_of
 from gcore.generation.common import GIB, MEMORY, check, free_gpu
 from gcore.generation.futures import fail, finish
 from gcore.generation.sglang_core import Server, SglangOptions, open_server
@@ -262,7 +263,7 @@ class SglangEngine:
         if self._options.seeds:
             sampling["custom_params"] = {"noise": (_signed(request.noise_key), request.position)}
         chunks = await self._server.front.async_generate(
-            input_ids=request.tokens_P.tolist(),
+            input_ids=tokens_of(request.content).tokens_T.tolist(),
             sampling_params=sampling,
             return_logprob=True,
             stream=True,
@@ -286,7 +287,9 @@ class SglangEngine:
         versions = np.zeros(len(job.tokens), np.int32)
         for span in job.spans:
             versions[span["start"] : span["end"]] = self._loads[int(span["version"])]
-        return Completion(np.array(job.tokens, np.int32), np.array(job.logprobs, np.float32), versions, ending)
+        return Completion(
+            Tokens.steps(np.array(job.tokens, np.int32)), np.array(job.logprobs, np.float32), versions, ending
+        )
 
     # ---- orders ---------------------------------------------------------------------------------------------------
 

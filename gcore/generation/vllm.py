@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from gcore.content.tokens import Tokens, tokens_of
 from gcore.generation.common import GIB, MEMORY, check, free_gpu
 from gcore.generation.futures import fail, finish, finish_all, post
 from gcore.generation.noise import noise_key
@@ -69,8 +70,8 @@ class _Job:
         return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
 
     def completion(self, finish: Finish) -> Completion:
-        arrays = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), np.array(self.versions, np.int32)
-        return Completion(*arrays, finish)
+        steps = np.array(self.logprobs, np.float32), np.array(self.versions, np.int32)
+        return Completion(Tokens.steps(np.array(self.tokens, np.int32)), *steps, finish)
 
 
 class VllmEngine:
@@ -252,13 +253,13 @@ class VllmEngine:
                 self._add(job)
             except ValueError as error:  # sampling parameters or images that vLLM does not take
                 post(job.loop, fail, job.future, UserError(f"vLLM refuses an engine request: {error}"))
-                if job.request.images:  # vLLM believes that its core has them
+                if tokens_of(job.request.content).images:  # vLLM believes that its core has them
                     self._core.reset_mm_cache()
 
     def _add(self, job: _Job) -> None:
         from vllm import SamplingParams
 
-        request, params = job.request, job.request.params
+        request, params, content = job.request, job.request.params, tokens_of(job.request.content)
         seed = noise_key(request.noise_key, request.position) >> 1 if self._options.seeds else None
         sampling = SamplingParams(
             max_tokens=params.max_tokens,
@@ -273,10 +274,10 @@ class VllmEngine:
         )
         self._count += 1
         job.name = f"{self._count}"
-        prompt = {"prompt_token_ids": request.tokens_P.tolist(), "cache_salt": f"{self._loads}"}
+        prompt = {"prompt_token_ids": content.tokens_T.tolist(), "cache_salt": f"{self._loads}"}
         rest = {"supported_tasks": self._core.get_supported_tasks(), "priority": request.priority}
         process = self._core.input_processor.process_inputs
-        if request.images:
+        if content.images:
             process = partial(with_images, process, request, self._options.max_length)
         self._core.engine_core.add_request(process(job.name, prompt, sampling, **rest))
         self._jobs[job.name] = job

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from gcore.content.media import resolve
+from gcore.content.tokens import tokens_of
 from gcore.generation.common import GIB
 from gcore.models import Adapters
 from gcore.types import Request, UserError
@@ -146,11 +148,13 @@ def with_images(
     wants, and knows images, and the prefixes they are in, by their content."""
     from PIL import Image
 
-    images = {"image": [Image.fromarray(image) for image in request.images]}
+    content = tokens_of(request.content)
+
+    images = {"image": [Image.fromarray(image) for image in map(resolve, content.images)]}
     try:
         found = process(name, {**prompt, "multi_modal_data": images}, *args, **rest)
     except Exception as error:  # each model's processor has its own; an image must not take the engine down
-        raise ValueError(f"{len(request.images)} images in {len(request.tokens_P)} tokens: {error}") from error
+        raise ValueError(f"{len(content.images)} images in {content.size} tokens: {error}") from error
     length, answer = len(found.prompt_token_ids), request.params.max_tokens
     if length + answer > max_length:
         raise ValueError(

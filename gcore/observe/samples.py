@@ -95,13 +95,13 @@ def _sample(scored: Scored) -> Row:
     rollout = scored.rollout
     return {
         "sibling": rollout.sibling,
-        "text": shortened(rollout.text),
+        "text": shortened(str(rollout.output)),
         "reward": scored.reward,
         "parts": dict(scored.parts),
         "notes": {name: [shortened(text) for text in texts] for name, texts in scored.notes.items()},
         "version": rollout.version,
         "finish": rollout.finish,
-        "length": len(rollout.tokens_S),
+        "length": rollout.num_steps,
     }
 
 

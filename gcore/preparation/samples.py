@@ -91,7 +91,7 @@ async def charge_kl(
 def overlong(rollout: Rollout, algorithm: Algorithm, max_length: int) -> float:
     """What a response that comes near the length limit loses: 0 or less."""
     return overlong_penalty(
-        len(rollout.tokens_S),
+        rollout.num_steps,
         max_length=max_length,
         buffer=algorithm.overlong_buffer,
         penalty=algorithm.overlong_penalty,
@@ -116,24 +116,22 @@ def to_sample(scored: Scored, advantage: float, mask_truncated: bool = False) ->
     return Sample(
         prompt_id=rollout.prompt.id,
         sibling=rollout.sibling,
-        tokens_T=np.concatenate([rollout.prompt.tokens_P, rollout.tokens_S]).astype(np.int32),
+        content=rollout.content,
         mask_S=_mask(rollout, mask_truncated),
         rollout_logprobs_S=rollout.logprobs_S,
-        advantages_S=np.full(len(rollout.tokens_S), advantage, np.float32),
+        advantages_S=np.full(rollout.num_steps, advantage, np.float32),
         temperature=rollout.temperature,
         reward=scored.reward,
-        kept=rollout.kept,
     )
 
 
 def meta_of(sample: Sample) -> SampleMeta:
-    tokens_S = sample.tokens_T[len(sample.tokens_T) - sample.num_steps :]
-    digest = hashlib.blake2b(tokens_S.astype("<i4").tobytes(), digest_size=16).digest()
-    return SampleMeta(sample.prompt_id, sample.sibling, len(sample.tokens_T), int(sample.mask_S.sum()), digest)
+    actions = int(sample.mask_S.sum())
+    return SampleMeta(sample.prompt_id, sample.sibling, sample.content.size, actions, sample.content.digest())
 
 
 def samples_digest(metas: Sequence[SampleMeta]) -> str:
-    """One hash over (prompt id, sibling, sampled tokens) of a whole step, in sorted order: equal for equal samples."""
+    """One hash over (prompt id, sibling, steps) of a whole training step, in sorted order: equal for equal samples."""
     total = hashlib.blake2b(digest_size=16)
     for meta in sorted(metas, key=lambda m: m.key):
         total.update(f"{meta.prompt_id}/{meta.sibling}/".encode() + meta.digest)

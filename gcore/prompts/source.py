@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.config.tree import Data, Dataset
+from gcore.content.tokens import Tokens
 from gcore.prompts.rows import answer_of, check_media, prompt_column, prompt_of
 from gcore.prompts.tokenizer import no_template
 from gcore.types import Ints, Message, Prompt, UserError
@@ -83,7 +84,7 @@ class Templater:
             raise UserError(f"{self.key}: an empty prompt has no tokens; expected text")
         return text, np.asarray(tokens, dtype=np.int32)
 
-    def demonstration(self, row: Row) -> Ints:
+    def demonstration(self, row: Row) -> Tokens:
         """What a teacher said: the column `demonstration` if it is filled, else the reference answer; then eos."""
         answer = row.get("demonstration")
         if answer is None:
@@ -91,7 +92,7 @@ class Templater:
         if answer is None:
             raise UserError(f"{self.key}: no answer to demonstrate in this row (set {self.key}.answer_column)")
         tokens = self._tokens(str(answer), [str(answer)])
-        return np.append(tokens, np.int32(self.tokenizer.eos_token_id))
+        return Tokens.steps(np.append(tokens, np.int32(self.tokenizer.eos_token_id)))
 
     def prompt(self, row: Row, index: int, cursor: int) -> Prompt:
         """The row as a Prompt. `columns["prompt"]` is the prompt as the dataset has it: rewards are given that form."""
@@ -102,7 +103,7 @@ class Templater:
         answer = answer_of(row, self.spec)
         if answer is not None:
             columns["answer"] = answer
-        return Prompt(id=cursor, row=index, messages=messages, text=text, tokens_P=tokens, columns=columns)
+        return Prompt(id=cursor, row=index, messages=messages, text=text, content=Tokens(tokens), columns=columns)
 
     def _tokens(self, text: str, contents: Sequence[Any]) -> Ints:
         self._check_alphabet(contents)
@@ -157,7 +158,7 @@ class PromptSource:
         index = self.row(cursor)
         return self.templater.prompt(self.rows[index], index, cursor)
 
-    def demonstration(self, cursor: int) -> Ints:
+    def demonstration(self, cursor: int) -> Tokens:
         return self.templater.demonstration(self.rows[self.row(cursor)])
 
     def row(self, cursor: int) -> int:

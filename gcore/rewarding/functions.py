@@ -204,7 +204,7 @@ class Adapter:
     def invoke(self, call: Mapping[str, Any]) -> Any:
         """Token ids become lists only here: as arrays they travel fast to another process."""
         if self.style == "trl" and "completion_ids" in call:
-            call = {**call, "completion_ids": [tokens_S.tolist() for tokens_S in call["completion_ids"]]}
+            call = {**call, "completion_ids": [ids.tolist() for ids in call["completion_ids"]]}
         return self.function(**call)
 
     def read(self, answers: list[Any], num: int) -> Answer:
@@ -228,7 +228,7 @@ class Adapter:
                 rollout.text if isinstance(prompt, str) else [{"role": "assistant", "content": rollout.text}]
                 for rollout, prompt in zip(group, raw, strict=True)
             ],
-            completion_ids=[rollout.tokens_S for rollout in group],
+            **_content_columns(group),
         )
 
     def _verl(self, rollout: Rollout) -> dict[str, Any]:
@@ -310,6 +310,15 @@ def _raw_prompt(rollout: Rollout) -> Any:
         case ({"role": "user", "content": str(content)},):
             return content
     return list(rollout.prompt.messages)
+
+
+def _content_columns(group: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """For language models `completion_ids`, as TRL calls them."""
+    columns: dict[str, list[Any]] = {}
+    for rollout in group:
+        for name, value in rollout.content.reward_columns().items():
+            columns.setdefault(name, []).append(value)
+    return columns
 
 
 def _columns(group: Sequence[Rollout]) -> dict[str, list[Any]]:

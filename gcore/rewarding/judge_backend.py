@@ -19,12 +19,13 @@ import numpy as np
 from jinja2 import TemplateError
 
 from gcore.config.tree import Judge
+from gcore.content.tokens import Tokens, tokens_of
 from gcore.rewarding.client import REACH_S, JsonClient, Pauses
 from gcore.rewarding.source import BadAnswer, short
-from gcore.types import Completion, Ints, Message, RewardError, SamplingParams, UserError
+from gcore.types import Completion, Message, RewardError, SamplingParams, UserError
 
 Key = tuple[object, ...]  # names the noise
-Ask = Callable[[Ints, SamplingParams, Key], Awaitable[Completion]]
+Ask = Callable[[Tokens, SamplingParams, Key], Awaitable[Completion]]
 
 OWN = {  # not for `extra`, and why
     "messages": "made from template and system_prompt",
@@ -100,7 +101,7 @@ class EngineBackend:
     def plain(self, response: str) -> str:
         return _defused(self._special, response)
 
-    def question(self, messages: Sequence[Message], where: str) -> Ints:
+    def question(self, messages: Sequence[Message], where: str) -> Tokens:
         """Exactly the text of the chat template: it wrote its special tokens itself."""
         text = self._render(messages)
         tokens = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
@@ -109,17 +110,17 @@ class EngineBackend:
                 f"{where}: the judge's prompt has {len(tokens)} tokens; expected at most "
                 f"{self.spec.max_prompt_length} (key: {self.key}.max_prompt_length)"
             )
-        return tokens
+        return Tokens(tokens)
 
     def text(self, messages: Sequence[Message]) -> str:
         return self._render(messages)
 
-    async def answer(self, question: Ints, params: SamplingParams, key: Key) -> str:
+    async def answer(self, question: Tokens, params: SamplingParams, key: Key) -> str:
         params = replace(params, stop_tokens=params.stop_tokens or self.stop_tokens)
         completion = await self.ask(question, params, key)
         if completion.finish == "abort":  # half a verdict is none: a 1 may have been on its way to 10
             raise RewardError(f"judge {self.spec.name!r} was aborted while it spoke")
-        return str(self.tokenizer.decode(completion.tokens_S, skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens_of(completion.content).tokens_S, skip_special_tokens=True))
 
     def close(self) -> None:
         pass

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.config.base import EmulatedDevice, Model, Serving
+from gcore.content.tokens import Tokens, tokens_of
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.simulate.device import RUNNING, Device, Job
@@ -51,7 +52,7 @@ def log_normal(median: float, sigma: float, shared: float = 0.0) -> Lengths:
     def length(request: Request) -> int:
         common = 0.0
         if of_prompt:
-            prompt = request.tokens_P[: len(request.tokens_P) - request.position]
+            prompt = tokens_of(request.content).tokens_P
             common = of_prompt * _normal(zlib.crc32(prompt.tobytes()), 0)
         end = 0
         while end <= request.position:
@@ -284,7 +285,7 @@ class EmulatedEngine:
         self._read[prompt] = None
         if len(self._read) > REMEMBERED:
             del self._read[next(iter(self._read))]
-        return Job(length, 0 if known else len(request.tokens_P), priority=request.priority)
+        return Job(length, 0 if known else request.content.size, priority=request.priority)
 
     def _take_back(self, asked: _Asked) -> None:
         job = asked.job
@@ -299,7 +300,7 @@ class EmulatedEngine:
 
     def _end(self, asked: _Asked, num: int, finish: Finish, began: float | None) -> None:
         asked.completion = Completion(
-            _tokens_of(asked.request, num, finish, self._tokens),
+            Tokens.steps(_sampled(asked.request, num, finish, self._tokens)),
             np.full(num, -1.0, np.float32),
             self._versions(began, num),
             finish,
@@ -345,24 +346,25 @@ def engine_of(serving: Serving, device: EmulatedDevice, model: Model, max_length
 
 
 def _check(request: Request, max_length: int | None) -> None:
-    if len(request.tokens_P) == 0:
+    content = tokens_of(request.content)
+    if content.size == 0:
         raise UserError("an engine request has an empty prompt; expected at least one token (chat templates add some)")
     if request.params.max_tokens < 1:
         raise UserError(f"an engine request asks for {request.params.max_tokens} tokens; expected at least 1")
-    if request.images:
+    if content.images:
         raise UserError(
-            f"an engine request has {len(request.images)} images, expected none: the emulated engine serves text alone "
+            f"an engine request has {len(content.images)} images, expected none: the emulated engine serves text alone "
             "(key: generation.engine=vllm)"
         )
-    total = len(request.tokens_P) + request.params.max_tokens
+    total = content.size + request.params.max_tokens
     if max_length is not None and total > max_length:
         raise UserError(
-            f"prompt of {len(request.tokens_P)} tokens + max_tokens {request.params.max_tokens} = {total} exceeds the "
+            f"prompt of {content.size} tokens + max_tokens {request.params.max_tokens} = {total} exceeds the "
             f"engine's {max_length} (keys: data.max_prompt_length, generation.max_response_length)"
         )
 
 
-def _tokens_of(request: Request, num: int, finish: Finish, tokens: range) -> Ints:
+def _sampled(request: Request, num: int, finish: Finish, tokens: range) -> Ints:
     """What an aborted request has is the beginning of what it would have had."""
     table = _table(tokens, request.params.stop_tokens)
     found: Ints = table[_noise(request.noise_key, request.position, num) % np.uint64(len(table))]
@@ -387,7 +389,7 @@ def _noise(key: int, start: int, num: int) -> npt.NDArray[np.uint64]:
 
 
 def _digest(request: Request) -> bytes:
-    return hashlib.blake2b(request.tokens_P.tobytes(), digest_size=8).digest()
+    return hashlib.blake2b(tokens_of(request.content).tokens_T.tobytes(), digest_size=8).digest()
 
 
 def _normal(key: int, place: int) -> float:

@@ -110,4 +110,4 @@ def trainer_of(config: Config, section: EmulatedTraining, rank: int) -> Emulated
 
 
 def _tokens(samples: Sequence[Sample]) -> int:
-    return sum(len(sample.tokens_T) for sample in samples)
+    return sum(sample.content.size for sample in samples)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from gcore.content.tokens import tokens_of
 from gcore.types import Key, Sample
 
 FOLDER = "bad_batches"
@@ -43,7 +44,7 @@ def dump(
             "sibling": s.sibling,
             "reward": s.reward,
             "temperature": s.temperature,
-            "tokens": s.tokens_T.tolist(),
+            "tokens": tokens_of(s.content).tokens_T.tolist(),
             "mask": s.mask_S.tolist(),
             "advantages": s.advantages_S.tolist(),
             "rollout_logprobs": s.rollout_logprobs_S.tolist(),

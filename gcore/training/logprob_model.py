@@ -34,7 +34,7 @@ class LogprobModel(nn.Module):
         kept_ids_K: Tensor | None = None,
         kept_counts_S: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`kept`: the tokens that could be sampled at each step, as in types.Kept; default: all."""
+        """`kept`: the tokens that could be sampled at each step, as in content.tokens.SamplingMask; default: all."""
         hidden = self.network.get_decoder()(
             input_ids=tokens_RW,
             position_ids=None if mask is None else positions_RW,

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gcore.types import Kept, MicroBatch, Sample
+from gcore.content.tokens import SamplingMask, Tokens, tokens_of
+from gcore.types import MicroBatch, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class Packed:
     temperature_S: Tensor
     sample_S: Tensor
     keys: tuple[tuple[int, int], ...]  # samples in the order of sample_S
-    kept: tuple[Tensor, Tensor] | None = None  # ids_K, counts_S: the tokens that could be sampled, as in types.Kept
-    is_padding: bool = False  # this rank had nothing left; it only keeps the others company in collectives
+    sampling_mask: tuple[Tensor, Tensor] | None = None  # ids_K, counts_S, as in content.tokens.SamplingMask
+    is_padding: bool = False  # dummy batch so that this rank joins the collectives
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -44,7 +45,7 @@ class Packed:
             self.select_S,
             self.targets_S,
             self.temperature_S,
-            *(self.kept or (None, None)),
+            *(self.sampling_mask or (None, None)),
         )
 
 
@@ -53,17 +54,18 @@ def to_tensors(batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], dev
     tokens = np.zeros((num_rows, width), np.int64)
     positions = np.zeros((num_rows, width), np.int64)
     segments = np.full((num_rows, width), -1, np.int64)
-    select, ordered = [], []
+    select, ordered, contents = [], list[Sample](), list[Tokens]()
     for r, row in enumerate(batch.rows):
         start = 0
         for i, key in enumerate(row):
-            sample = samples[key]
-            length, first = len(sample.tokens_T), len(sample.tokens_T) - sample.num_steps
-            tokens[r, start : start + length] = sample.tokens_T
+            sample, content = samples[key], tokens_of(samples[key].content)
+            length, first = content.size, len(content.tokens_P)
+            tokens[r, start : start + length] = content.tokens_T
             positions[r, start : start + length] = np.arange(length)
             segments[r, start : start + length] = i
             select.append(r * width + start + np.arange(first - 1, length - 1))
             ordered.append(sample)
+            contents.append(content)
             start += length
     if not ordered:
         return _padding(tokens, positions, device)
@@ -81,22 +83,22 @@ def to_tensors(batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], dev
         positions_RW=torch.from_numpy(positions).to(device),
         mask_R1WW=mask,
         select_S=steps(select, torch.int64),
-        targets_S=steps([s.tokens_T[len(s.tokens_T) - s.num_steps :] for s in ordered], torch.int64),
+        targets_S=steps([content.tokens_S for content in contents], torch.int64),
         loss_mask_S=steps([s.mask_S for s in ordered], torch.float32),
         advantages_S=steps([s.advantages_S for s in ordered], torch.float32),
         rollout_logprobs_S=steps([s.rollout_logprobs_S for s in ordered], torch.float32),
         temperature_S=steps([np.full(s.num_steps, s.temperature) for s in ordered], torch.float32),
         sample_S=steps([np.full(s.num_steps, i) for i, s in enumerate(ordered)], torch.int64),
         keys=tuple(s.key for s in ordered),
-        kept=_kept(ordered, device),
+        sampling_mask=_sampling_mask(contents, device),
     )
 
 
-def _kept(samples: list[Sample], device: torch.device) -> tuple[Tensor, Tensor] | None:
-    kept = Kept.joined(*((s.kept, s.num_steps) for s in samples))
-    if kept is None:
+def _sampling_mask(contents: list[Tokens], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    mask = SamplingMask.joined(*((content.sampling_mask, content.num_steps) for content in contents))
+    if mask is None:
         return None
-    return torch.from_numpy(kept.ids_K).to(device, torch.int64), torch.from_numpy(kept.counts_S).to(device, torch.int64)
+    return torch.from_numpy(mask.ids_K).to(device, torch.int64), torch.from_numpy(mask.counts_S).to(device, torch.int64)
 
 
 def _padding(tokens: np.ndarray, positions: np.ndarray, device: torch.device) -> Packed:

@@ -121,9 +121,12 @@ def serves(engine: Any, network: Any, version: int) -> bool:
     found = run(engine, *(ask(p, 16, temperature=0) for p in prompts))
     assert {v for c in found for v in c.versions_S.tolist()} == {version}
     close = [
-        np.abs(c.logprobs_S - logprobs_of(network, p, c.tokens_S)).max() for p, c in zip(prompts, found, strict=True)
+        np.abs(c.logprobs_S - logprobs_of(network, p, c.content.tokens_S)).max()
+        for p, c in zip(prompts, found, strict=True)
     ]
-    return [c.tokens_S.tolist() for c in found] == [greedy(network, p, 16) for p in prompts] and max(close) < CLOSE
+    return [c.content.tokens_S.tolist() for c in found] == [greedy(network, p, 16) for p in prompts] and max(
+        close
+    ) < CLOSE
 
 
 def test_it_starts_as_the_base_and_serves_base_and_adapters(engine, base, adapters):

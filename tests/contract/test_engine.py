@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from gcore.config.tree import BuildModel, Model
+from gcore.content.tokens import Tokens
 from gcore.generation import sampling
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
@@ -179,7 +180,8 @@ def ask(
     stop: tuple[int, ...] = (),
     **params: Any,
 ) -> Request:
-    return Request(tokens, SamplingParams(max_tokens, stop_tokens=stop, **params), noise_key(0, key, 0), position)
+    content = Tokens.split(tokens, position)  # the last `position` tokens are steps of earlier turns
+    return Request(content, SamplingParams(max_tokens, stop_tokens=stop, **params), noise_key(0, key, 0))
 
 
 def run(engine: Any, *requests: Request) -> list[Completion]:
@@ -187,7 +189,7 @@ def run(engine: Any, *requests: Request) -> list[Completion]:
 
 
 def bits(completion: Completion) -> tuple[bytes, bytes, str]:
-    return completion.tokens_S.tobytes(), completion.logprobs_S.tobytes(), completion.finish
+    return completion.content.tokens_S.tobytes(), completion.logprobs_S.tobytes(), completion.finish
 
 
 def alike(make: Any, found: list[Completion], expected: list[Completion]) -> bool:
@@ -195,7 +197,7 @@ def alike(make: Any, found: list[Completion], expected: list[Completion]) -> boo
     if make.exact:
         return [bits(c) for c in found] == [bits(c) for c in expected]
     close = [np.allclose(c.logprobs_S, e.logprobs_S, rtol=0, atol=CLOSE) for c, e in zip(found, expected, strict=True)]
-    said = [[(c.tokens_S.tolist(), c.finish) for c in side] for side in (found, expected)]
+    said = [[(c.content.tokens_S.tolist(), c.finish) for c in side] for side in (found, expected)]
     return said[0] == said[1] and all(close)
 
 
@@ -221,10 +223,10 @@ def test_greedy_is_that_of_transformers(make, networks, architecture):
     prompts = [prompt(n) for n in (1, 2, 5, 9, 17, 31, 32, 33, 34, 44)]
     found = run(make(network), *(ask(p, 20, temperature=0) for p in prompts))
     expected = [greedy(network, p, 20) for p in prompts]
-    assert [c.tokens_S.tolist() for c in found] == expected
+    assert [c.content.tokens_S.tolist() for c in found] == expected
     assert len({tuple(e) for e in expected}) > 5  # the model does not say the same whatever is asked
     for p, completion in zip(prompts, found, strict=True):
-        assert np.abs(completion.logprobs_S - logprobs_of(network, p, completion.tokens_S)).max() < CLOSE
+        assert np.abs(completion.logprobs_S - logprobs_of(network, p, completion.content.tokens_S)).max() < CLOSE
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
@@ -233,7 +235,7 @@ def test_logprobs_are_those_of_a_full_forward(make, networks, architecture, temp
     network = networks[architecture]
     requests = [ask(prompt(n, 1), 16, key=n, temperature=temperature) for n in (1, 3, 8, 30, 48)]
     for request, completion in zip(requests, run(make(network), *requests), strict=True):
-        expected = logprobs_of(network, request.tokens_P, completion.tokens_S, temperature)
+        expected = logprobs_of(network, request.content.tokens_T, completion.content.tokens_S, temperature)
         assert np.abs(completion.logprobs_S - expected).max() < CLOSE
 
 
@@ -241,10 +243,10 @@ def test_logprobs_are_those_of_a_full_forward(make, networks, architecture, temp
 def test_answers_are_typed_and_ordered(make, networks):
     requests = [ask(prompt(5), n, temperature=0) for n in (7, 1, 12, 3)]
     found = run(make(networks["qwen3"]), *requests)
-    assert [len(c.tokens_S) for c in found] == [7, 1, 12, 3]
+    assert [len(c.content.tokens_S) for c in found] == [7, 1, 12, 3]
     for c in found:
-        assert (c.tokens_S.dtype, c.logprobs_S.dtype, c.versions_S.dtype) == (np.int32, np.float32, np.int32)
-        assert len(c.logprobs_S) == len(c.versions_S) == len(c.tokens_S)
+        assert (c.content.tokens_S.dtype, c.logprobs_S.dtype, c.versions_S.dtype) == (np.int32, np.float32, np.int32)
+        assert len(c.logprobs_S) == len(c.versions_S) == len(c.content.tokens_S)
         assert set(c.versions_S.tolist()) == {0} and c.finish == "length"
 
 
@@ -259,7 +261,7 @@ def test_no_requests_no_answers(make, networks):
 def test_stop_tokens_end_the_answer_and_stay_in_it(make, networks):
     engine, p = make(networks["qwen3"]), prompt(6)
     (free,) = run(engine, ask(p, 16, key=3))
-    tokens = free.tokens_S.tolist()
+    tokens = free.content.tokens_S.tolist()
     stop = next(t for t in tokens[3:] if t not in tokens[:3])
     end = tokens.index(stop) + 1
     never = next(t for t in range(16) if t not in tokens)
@@ -271,9 +273,9 @@ def test_stop_tokens_end_the_answer_and_stay_in_it(make, networks):
         ask(p, 16, key=3, stop=(never,)),
     )
     for c in (stopped, both, at_the_end):
-        assert (c.tokens_S.tolist(), c.finish) == (tokens[:end], "stop")
+        assert (c.content.tokens_S.tolist(), c.finish) == (tokens[:end], "stop")
         assert np.abs(c.logprobs_S - free.logprobs_S[:end]).max() < CLOSE
-    assert (other.tokens_S.tolist(), other.finish) == (tokens, "length")
+    assert (other.content.tokens_S.tolist(), other.finish) == (tokens, "length")
 
 
 @also_emulated
@@ -281,17 +283,17 @@ def test_an_answer_ends_at_its_first_stop_token(make, networks):
     stops = (5, 9)
     found = run(make(networks["qwen3"]), *(ask(prompt(6), 12, key=i, stop=stops) for i in range(60)))
     for c in found:
-        *others, last = c.tokens_S.tolist()
+        *others, last = c.content.tokens_S.tolist()
         assert not {*others} & {*stops}
         assert c.finish == ("stop" if last in stops else "length")
-        assert len(c.tokens_S) == 12 or c.finish == "stop"
+        assert len(c.content.tokens_S) == 12 or c.finish == "stop"
     assert {c.finish for c in found} == {"stop", "length"}
 
 
 @also_emulated
 def test_the_longest_that_fits(make, networks):
     (found,) = run(make(networks["qwen3"]), ask(prompt(MAX_LENGTH - 10), 10, temperature=0))
-    assert (len(found.tokens_S), found.finish) == (10, "length")
+    assert (len(found.content.tokens_S), found.finish) == (10, "length")
 
 
 @also_emulated
@@ -325,8 +327,8 @@ def crowd(n: int) -> list[Request]:
 def test_more_requests_than_slots(make, networks):
     requests = crowd(40)
     few, many = (run(make(networks["qwen3"], max_concurrent=n), *requests) for n in (3, 64))
-    assert [c.tokens_S.tolist() for c in few] == [c.tokens_S.tolist() for c in many]
-    assert [len(c.tokens_S) for c in few] == [r.params.max_tokens for r in requests]
+    assert [c.content.tokens_S.tolist() for c in few] == [c.content.tokens_S.tolist() for c in many]
+    assert [len(c.content.tokens_S) for c in few] == [r.params.max_tokens for r in requests]
 
 
 @also_emulated
@@ -342,16 +344,16 @@ def test_concurrent_callers(make, networks):
         return await asyncio.gather(*(call(i) for i in range(0, 36, 3)))
 
     found = [c for part in asyncio.run(all_at_once()) for c in part]
-    assert [c.tokens_S.tolist() for c in found] == [c.tokens_S.tolist() for c in expected]
+    assert [c.content.tokens_S.tolist() for c in found] == [c.content.tokens_S.tolist() for c in expected]
 
 
 def test_callers_of_several_event_loops(make, networks):
     engine, requests = make(networks["qwen3"]), crowd(12)
-    expected = [c.tokens_S.tolist() for c in run(engine, *requests)]
+    expected = [c.content.tokens_S.tolist() for c in run(engine, *requests)]
     found: dict[int, list[int]] = {}
 
     def caller(i: int) -> None:
-        found[i] = run(engine, requests[i])[0].tokens_S.tolist()
+        found[i] = run(engine, requests[i])[0].content.tokens_S.tolist()
 
     threads = [threading.Thread(target=caller, args=(i,)) for i in range(12)]
     for thread in threads:
@@ -419,7 +421,7 @@ def test_siblings_share_one_prefill(networks):
     p, q = prompt(20), prompt(12)
     found = run(engine, *(ask(p, 6, key=i) for i in range(8)), *(ask(q, 6, key=i) for i in range(4)))
     assert sum(widths) == 2
-    assert len({c.tokens_S.tobytes() for c in found[:8]}) == 8
+    assert len({c.content.tokens_S.tobytes() for c in found[:8]}) == 8
     assert [bits(c) for c in found[:8]] == [bits(run(engine, ask(p, 6, key=i))[0]) for i in range(8)]
     engine.close()
 
@@ -433,14 +435,14 @@ def test_the_key_decides_the_sample(make, networks):
     first = run(make(networks["qwen3"]), *(ask(p, 10, key=i) for i in range(20)))
     again = run(make(networks["qwen3"]), *(ask(p, 10, key=i) for i in range(20)))
     assert alike(make, first, again)
-    assert len({c.tokens_S.tobytes() for c in first}) == 20
+    assert len({c.content.tokens_S.tobytes() for c in first}) == 20
 
 
 @also_emulated
 def test_a_later_turn_has_other_noise(make, networks):
     engine, p = make(networks["qwen3"]), prompt(7)
     turns = run(engine, *(ask(p, 12, key=5, position=n) for n in (0, 1, 5, 12)))
-    assert len({c.tokens_S.tobytes() for c in turns}) == 4
+    assert len({c.content.tokens_S.tobytes() for c in turns}) == 4
     assert alike(make, run(engine, *(ask(p, 12, key=5, position=n) for n in (0, 1, 5, 12))), turns)
 
 
@@ -450,10 +452,10 @@ def test_a_later_turn_goes_on_with_the_noise(make_exact, networks):
     engine, p = make_exact(networks["qwen3"]), prompt(7)
     (whole,) = run(engine, ask(p, 12, key=5))
     (head,) = run(engine, ask(p, 5, key=5))
-    (tail,) = run(engine, ask(np.concatenate([p, head.tokens_S]), 7, key=5, position=5))
-    assert [*head.tokens_S, *tail.tokens_S] == whole.tokens_S.tolist()
-    (repeated,) = run(engine, ask(np.concatenate([p, head.tokens_S]), 7, key=5))
-    assert repeated.tokens_S.tolist() != tail.tokens_S.tolist()
+    (tail,) = run(engine, ask(np.concatenate([p, head.content.tokens_S]), 7, key=5, position=5))
+    assert [*head.content.tokens_S, *tail.content.tokens_S] == whole.content.tokens_S.tolist()
+    (repeated,) = run(engine, ask(np.concatenate([p, head.content.tokens_S]), 7, key=5))
+    assert repeated.content.tokens_S.tolist() != tail.content.tokens_S.tolist()
 
 
 def truncated(probs: np.ndarray, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
@@ -485,7 +487,7 @@ def truncated(probs: np.ndarray, top_k: int = 0, top_p: float = 1.0) -> np.ndarr
 def test_the_distribution_is_the_one_asked_for(make, networks, params):
     network, p, n = networks["qwen3"], prompt(9, 3), 3000
     found = run(make(network, max_concurrent=1024), *(ask(p, 1, key=i, **params) for i in range(n)))
-    counts = np.bincount([int(c.tokens_S[0]) for c in found], minlength=16)
+    counts = np.bincount([int(c.content.tokens_S[0]) for c in found], minlength=16)
     with torch.no_grad():
         logits = network(torch.from_numpy(p.astype(np.int64))[None]).logits[0, -1].double().numpy()
     scaled = np.exp((logits - logits.max()) / params.get("temperature", 1.0))
@@ -503,7 +505,7 @@ def test_the_distribution_is_the_one_asked_for(make, networks, params):
             assert ((counts - plain * n) ** 2 / np.maximum(plain * n, 1e-9)).sum() > 100
     # logprobs are of the tempered distribution before truncation: what a trainer can compute
     for c in found[:50]:
-        assert c.logprobs_S[0] == pytest.approx(np.log(probs[c.tokens_S[0]]), abs=CLOSE)
+        assert c.logprobs_S[0] == pytest.approx(np.log(probs[c.content.tokens_S[0]]), abs=CLOSE)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 1 - 2.0**-53])
@@ -537,12 +539,12 @@ def test_new_weights_take_effect_and_are_stamped(make, kind):
     (first,) = run(engine, ask(p, 10, temperature=0))
     asyncio.run(engine.load_weights(7, weights))
     (second,) = run(engine, ask(p, 10, temperature=0))
-    assert (first.tokens_S.tolist(), first.versions_S.tolist()) == (before, [0] * 10)
-    assert (second.tokens_S.tolist(), second.versions_S.tolist()) == (after, [7] * 10)
+    assert (first.content.tokens_S.tolist(), first.versions_S.tolist()) == (before, [0] * 10)
+    assert (second.content.tokens_S.tolist(), second.versions_S.tolist()) == (after, [7] * 10)
     # what was given is copied: changing it later changes nothing
     for value in weights.values():
         value[...] = 0
-    assert run(engine, ask(p, 10, temperature=0))[0].tokens_S.tolist() == after
+    assert run(engine, ask(p, 10, temperature=0))[0].content.tokens_S.tolist() == after
 
 
 def test_weights_that_do_not_fit_are_refused_whole(make):
@@ -605,7 +607,7 @@ def test_every_token_is_stamped_with_the_weights_it_comes_from(make):
     for c, whole in zip(found, before, strict=True):
         switch = int((c.versions_S == 0).sum())
         assert c.versions_S.tolist() == [0] * switch + [3] * (50 - switch)
-        assert c.tokens_S[:switch].tolist() == whole.tokens_S[:switch].tolist()
+        assert c.content.tokens_S[:switch].tolist() == whole.content.tokens_S[:switch].tolist()
         assert np.abs(c.logprobs_S[:switch] - whole.logprobs_S[:switch]).max(initial=0) < CLOSE
         if switch < 50:
             assert c.logprobs_S[switch:].tolist() != whole.logprobs_S[switch:].tolist()
@@ -642,8 +644,8 @@ def test_weights_may_come_in_parts(make):
     mixed, later = asyncio.run(asyncio.wait_for(load(), 60))
     switch = mixed.versions_S.tolist().index(4)
     assert mixed.versions_S.tolist() == [0] * switch + [4] * (40 - switch)
-    assert mixed.tokens_S[:switch].tolist() == before[:switch] and mixed.tokens_S.tolist() != before
-    assert (later.tokens_S.tolist(), later.versions_S.tolist()) == (after, [4] * 40)
+    assert mixed.content.tokens_S[:switch].tolist() == before[:switch] and mixed.content.tokens_S.tolist() != before
+    assert (later.content.tokens_S.tolist(), later.versions_S.tolist()) == (after, [4] * 40)
 
 
 def test_parts_that_do_not_fit_are_refused_and_may_come_again(make):
@@ -660,10 +662,10 @@ def test_parts_that_do_not_fit_are_refused_and_may_come_again(make):
 
     with pytest.raises(Exception, match="version 4"):
         asyncio.run(asyncio.wait_for(engine.load_weights(4, second, (1, 2)), 60))  # the first is not there
-    assert run(engine, ask(p, 10, temperature=0))[0].tokens_S.tolist() == greedy(old, p, 10)
+    assert run(engine, ask(p, 10, temperature=0))[0].content.tokens_S.tolist() == greedy(old, p, 10)
     assert asyncio.run(asyncio.wait_for(load((first, (0, 2))), 60)) == 0
     assert asyncio.run(asyncio.wait_for(load((wrong, (1, 2)), (short, (1, 2)), (second, (1, 2))), 60)) == 4
-    assert run(engine, ask(p, 10, temperature=0))[0].tokens_S.tolist() == greedy(new, p, 10)
+    assert run(engine, ask(p, 10, temperature=0))[0].content.tokens_S.tolist() == greedy(new, p, 10)
 
 
 # --- sleeping
@@ -700,7 +702,7 @@ def test_it_does_not_fall_asleep_at_work(make, networks):
             await engine.sleep(1)
         return await answers
 
-    assert [len(c.tokens_S) for c in asyncio.run(asyncio.wait_for(nap(), 60))] == [50] * 10
+    assert [len(c.content.tokens_S) for c in asyncio.run(asyncio.wait_for(nap(), 60))] == [50] * 10
 
 
 # --- aborting
@@ -720,14 +722,14 @@ def test_abort_answers_at_once_with_what_there_is(make, networks):
         return await answers, await engine.stats()
 
     found, stats = asyncio.run(asyncio.wait_for(give_up(), 60))
-    lengths = [len(c.tokens_S) for c in found]
+    lengths = [len(c.content.tokens_S) for c in found]
     assert [c.finish for c in found] == ["length" if n == 50 else "abort" for n in lengths]
     assert lengths[:2] == [50, 50] and lengths[-1] == 0 and any(0 < n < 50 for n in lengths)
     for c, complete in zip(found, whole, strict=True):
-        n = len(c.tokens_S)
-        assert c.tokens_S.tolist() == complete.tokens_S[:n].tolist()
+        n = len(c.content.tokens_S)
+        assert c.content.tokens_S.tolist() == complete.content.tokens_S[:n].tolist()
         assert len(c.logprobs_S) == len(c.versions_S) == n
-        assert (c.tokens_S.dtype, c.logprobs_S.dtype, c.versions_S.dtype) == (np.int32, np.float32, np.int32)
+        assert (c.content.tokens_S.dtype, c.logprobs_S.dtype, c.versions_S.dtype) == (np.int32, np.float32, np.int32)
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.generated_tokens == sum(lengths) < 60 * 50  # nobody goes on with them
     assert alike(make, run(engine, *requests[:4]), whole[:4])

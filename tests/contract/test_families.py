@@ -19,6 +19,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore.config.tree import Model
+from gcore.content.tokens import Tokens
 from gcore.decoders import traits_of
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
@@ -163,7 +164,7 @@ def samples_of(lengths: list[tuple[int, int]]) -> list[Sample]:
     for i, (prompt, steps) in enumerate(lengths):
         tokens = rng.integers(3, VOCABULARY, prompt + steps).astype(np.int32)
         zeros = np.zeros(steps, np.float32)
-        found.append(Sample(i, 0, tokens, np.ones(steps, bool), zeros, zeros))
+        found.append(Sample(i, 0, Tokens.split(tokens, steps), np.ones(steps, bool), zeros, zeros))
     return found
 
 
@@ -184,7 +185,7 @@ def generated(
     engine = EmbeddedEngine(network, max_concurrent=4, max_length=max_length)
     try:
         requests = [
-            Request(prompt.astype(np.int32), SamplingParams(max_tokens=n, temperature=1.0), noise_key(0, i))
+            Request(Tokens(prompt.astype(np.int32)), SamplingParams(max_tokens=n, temperature=1.0), noise_key(0, i))
             for i, (prompt, n) in enumerate(zip(prompts, max_tokens, strict=True), start=first_key)
         ]
         return asyncio.run(engine.generate(requests))
@@ -198,7 +199,7 @@ def test_trainer_packed_and_alone_is_the_plain_forward_pass(name, folders):
     network = reference(folders(name), name)
     policy = LogprobModel(ours(folders(name))).train()
     with torch.no_grad():
-        expected = [plain(network, s.tokens_T, s.num_steps) for s in samples]
+        expected = [plain(network, s.content.tokens_T, s.num_steps) for s in samples]
         packed = trained(policy, samples, ((0, 1, 3), (2,)), 56)
         alone = trained(policy, samples, ((0,), (1,), (2,), (3,)), 32)
     for want, *got in zip(expected, packed, alone, strict=True):
@@ -216,7 +217,9 @@ def test_engine_samples_with_the_logprobs_of_the_plain_forward_pass(name, folder
     network = reference(folders(name), name)
     with torch.no_grad():
         for prompt, completion in zip(prompts, found, strict=True):
-            want = plain(network, np.concatenate([prompt, completion.tokens_S]), len(completion.tokens_S))
+            want = plain(
+                network, np.concatenate([prompt, completion.content.tokens_S]), len(completion.content.tokens_S)
+            )
             assert np.abs(completion.logprobs_S - want.numpy()).max() < CLOSE
 
 
@@ -224,7 +227,7 @@ def test_engine_samples_with_the_logprobs_of_the_plain_forward_pass(name, folder
 def test_gradients_are_those_of_the_plain_forward_pass(name, folders):
     samples = samples_of([(9, 14), (3, 20), (17, 6)])
     network, policy = reference(folders(name), name), LogprobModel(ours(folders(name))).train()
-    sum(plain(network, s.tokens_T, s.num_steps).sum() for s in samples).backward()  # type: ignore[union-attr]
+    sum(plain(network, s.content.tokens_T, s.num_steps).sum() for s in samples).backward()  # type: ignore[union-attr]
     torch.cat(trained(policy, samples, ((0, 2), (1,)), 48)).sum().backward()
     wanted = dict(network.named_parameters())
     for key, parameter in policy.network.named_parameters():
@@ -239,8 +242,8 @@ def test_company_changes_no_bit_of_a_sample(name, folders):
     prompts = [rng.integers(3, VOCABULARY, n) for n in (1, 7, 23, 40, 65)]
     together = generated(ours(folders(name)), prompts, [30, 12, 25, 9, 18])
     for prompt, completion, key in zip(prompts[:3], together, range(3), strict=False):
-        (alone,) = generated(ours(folders(name)), [prompt], [len(completion.tokens_S)], first_key=key)
-        assert np.array_equal(alone.tokens_S, completion.tokens_S)
+        (alone,) = generated(ours(folders(name)), [prompt], [len(completion.content.tokens_S)], first_key=key)
+        assert np.array_equal(alone.content.tokens_S, completion.content.tokens_S)
         assert np.array_equal(alone.logprobs_S, completion.logprobs_S)
 
 
@@ -253,9 +256,9 @@ def test_windows_in_sequences_longer_than_a_block_of_the_attention_kernel(name, 
     rng = np.random.default_rng(2)
     prompt = rng.integers(3, VOCABULARY, 700)
     (found,) = generated(ours(folders(name)), [prompt], [40], max_length=800)
-    tokens = np.concatenate([prompt, found.tokens_S]).astype(np.int32)
+    tokens = np.concatenate([prompt, found.content.tokens_S]).astype(np.int32)
     zeros, other = np.zeros(40, np.float32), samples_of([(30, 40)])[0]
-    sample = Sample(1, 0, tokens, np.ones(40, bool), zeros, zeros)
+    sample = Sample(1, 0, Tokens.split(tokens, 40), np.ones(40, bool), zeros, zeros)
     with torch.no_grad():
         want = plain(reference(folders(name), name), tokens, 40)
         packed = trained(LogprobModel(ours(folders(name))).train(), [other, sample], ((0, 1),), 832)[1]
@@ -274,7 +277,7 @@ def test_scorers_in_padded_batches_are_the_plain_forward_pass(name, tmp_path):
     how = {"attn_implementation": "eager"} if name in SOFT_CAPPED else {}
     plainly = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32, **how).eval()
     scorer = load_scorer(Model(path=str(tmp_path)), 0, torch.float32, CPU)
-    texts = [sample.tokens_T for sample in samples_of([(9, 14), (3, 30), (1, 2)])]
+    texts = [sample.content.tokens_T for sample in samples_of([(9, 14), (3, 30), (1, 2)])]
     with torch.no_grad():
         want = [float(plainly(torch.from_numpy(text.astype(np.int64))[None]).logits[0, 0]) for text in texts]
         assert score_texts(scorer, texts, 40).tolist() == pytest.approx(want, abs=CLOSE)

@@ -116,21 +116,27 @@ def image(seed: int, height: int = 20, width: int = 24) -> Pixels:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
+def with_images(request: Request, *images: Pixels) -> Request:
+    return replace(request, content=replace(request.content, images=images))
+
+
 def about(images: tuple[Pixels, ...], length: int = 6, max_tokens: int = 10, **options: Any) -> Request:
     """A question of `length` tokens, with the images after its first two."""
     words = prompt(length)
     tokens = np.concatenate([words[:2], [IMAGE] * len(images), words[2:]]).astype(np.int32)
-    return replace(ask(tokens, max_tokens, **options), images=images)
+    return with_images(ask(tokens, max_tokens, **options), *images)
 
 
 def exactly(network: Any, request: Request, completion: Completion) -> bool:
     """What transformers says, from pixels that transformers' processor made."""
-    spread = [[MARK, WHOLE] + [IMAGE] * SPACE + [MARK] if token == IMAGE else [token] for token in request.tokens_P]
+    spread = [
+        [MARK, WHOLE] + [IMAGE] * SPACE + [MARK] if token == IMAGE else [token] for token in request.content.tokens_T
+    ]
     tokens = [int(token) for part in spread for token in part]
     seen = processor().image_processor(list(request.images), input_data_format="channels_last", return_tensors="pt")
     pixels = {name: seen[name] for name in ("pixel_values", "pixel_attention_mask")}
     with torch.no_grad():
-        ids = torch.tensor([tokens + completion.tokens_S.tolist()])
+        ids = torch.tensor([tokens + completion.content.tokens_S.tolist()])
         inputs = network.get_input_embeddings()(ids)
         features = network.model.get_image_features(**pixels).pooler_output.flatten(0, 1)
         inputs[0, [i for i, token in enumerate(tokens) if token == IMAGE]] = features  # one that it says is a word
@@ -157,7 +163,7 @@ def test_siblings_share_the_image_and_its_prefix(engine, network):
     first, *others = cached_prompts(engine, lambda: answers.extend(run(engine, *requests)))
     assert first == 0 and len(others) == 3 and min(others) >= 256
     assert all(exactly(network, request, c) for request, c in zip(requests, answers, strict=True))
-    assert len({c.tokens_S.tobytes() for c in answers}) == 4
+    assert len({c.content.tokens_S.tobytes() for c in answers}) == 4
 
 
 def test_a_prefix_belongs_to_its_image(engine, network):
@@ -172,9 +178,10 @@ def test_without_an_image_it_reads(engine, network):
     request = about((), temperature=0)
     (found,) = run(engine, request)
     with torch.no_grad():
-        ids = torch.tensor([request.tokens_P.tolist() + found.tokens_S.tolist()])
+        ids = torch.tensor([request.content.tokens_T.tolist() + found.content.tokens_S.tolist()])
         assert (
-            network(input_ids=ids).logits[0].argmax(-1)[len(request.tokens_P) - 1 : -1].tolist() == ids[0, 6:].tolist()
+            network(input_ids=ids).logits[0].argmax(-1)[len(request.content.tokens_T) - 1 : -1].tolist()
+            == ids[0, 6:].tolist()
         )
 
 
@@ -216,7 +223,7 @@ def test_who_gives_way_after_new_weights_looks_again(engine, network, monkeypatc
         return await answers
 
     for c in asyncio.run(asyncio.wait_for(generate(), 60)):
-        assert len(c.tokens_S) == 380 and set(c.versions_S.tolist()) == {0, 1}
+        assert len(c.content.tokens_S) == 380 and set(c.versions_S.tolist()) == {0, 1}
     assert gave_way
     assert exactly(new, requests[0], run(engine, requests[0])[0])
 
@@ -241,7 +248,7 @@ def test_a_moved_sample_takes_its_images_along(engine, network):
         return (await answer)[0]
 
     found = asyncio.run(asyncio.wait_for(moved(), 60))
-    assert len(found.tokens_S) == 300 and exactly(network, request, found)
+    assert len(found.content.tokens_S) == 300 and exactly(network, request, found)
 
 
 # --- what is refused
@@ -250,13 +257,13 @@ def test_a_moved_sample_takes_its_images_along(engine, network):
 def test_refused_images_harm_nobody(engine, network):
     good, other = about((image(0),), temperature=0), image(7)
     for bad, words in (
-        (replace(good, images=(image(0), image(1))), "2 images in 7 tokens"),  # one place for two
-        (replace(about(()), images=(image(0),)), "1 images in 6 tokens"),
+        (with_images(good, image(0), image(1)), "2 images in 7 tokens"),  # one place for two
+        (with_images(about(()), image(0)), "1 images in 6 tokens"),
         (about((other,), LONG - 20, 10), r"prompt of 511 tokens with its images \+ max_tokens 10 = 521 exceeds"),
         (about((other,), LONG - 12, 10), "longer than the maximum model length of 512"),
-        (replace(good, images=(image(0).astype(np.float32),)), "float32 and shape"),
-        (replace(good, images=(image(0)[..., 0],)), r"uint8 and shape \(20, 24\)"),
-        (replace(good, images=(image(0).transpose(2, 0, 1),)), r"shape \(3, 20, 24\)"),
+        (with_images(good, image(0).astype(np.float32)), "float32 and shape"),
+        (with_images(good, image(0)[..., 0]), r"uint8 and shape \(20, 24\)"),
+        (with_images(good, image(0).transpose(2, 0, 1)), r"shape \(3, 20, 24\)"),
     ):
         with pytest.raises(UserError, match=words):
             run(engine, bad)
@@ -268,6 +275,6 @@ def test_refused_images_harm_nobody(engine, network):
 def test_a_model_of_text_refuses_images():
     engine = vllm(network_of())
     with pytest.raises(UserError, match=r"has 1 images, expected none.*model\.path"):
-        run(engine, replace(ask(prompt(5), 5), images=(image(0),)))
-    assert len(run(engine, ask(prompt(5), 5))[0].tokens_S) == 5
+        run(engine, with_images(ask(prompt(5), 5), image(0)))
+    assert len(run(engine, ask(prompt(5), 5))[0].content.tokens_S) == 5
     engine.close()

@@ -132,7 +132,9 @@ def test_samples_are_those_of_the_embedded_engine(networks):
     requests, other = crowd(40), embedded(networks["qwen3"])
     found, expected = run(sglang(networks["qwen3"]), *requests), run(other, *requests)
     other.close()
-    assert [(c.tokens_S.tolist(), c.finish) for c in found] == [(c.tokens_S.tolist(), c.finish) for c in expected]
+    assert [(c.content.tokens_S.tolist(), c.finish) for c in found] == [
+        (c.content.tokens_S.tolist(), c.finish) for c in expected
+    ]
     for c, e in zip(found, expected, strict=True):
         assert np.abs(c.logprobs_S - e.logprobs_S).max() < CLOSE
 
@@ -148,7 +150,7 @@ def test_the_models_own_end_of_sequence_is_a_token_like_others(networks):
     never = next(t for t in range(16) if t not in expected)
     for stop in ((), (never,)):
         (found,) = run(engine, ask(p, 12, temperature=0, stop=stop))
-        assert (found.tokens_S.tolist(), found.finish) == (expected, "length")
+        assert (found.content.tokens_S.tolist(), found.finish) == (expected, "length")
 
 
 def test_aborting_one_spares_those_whose_numbers_begin_alike(networks):
@@ -174,7 +176,7 @@ def test_a_prefix_dies_with_its_weights(networks):
     run(engine, ask(p, 5), ask(p, 5, key=1))
     asyncio.run(asyncio.wait_for(engine.load_weights(7, weights_of(new)), 60))
     (found,) = run(engine, ask(p, 5))
-    assert np.abs(found.logprobs_S - logprobs_of(new, p, found.tokens_S)).max() < CLOSE
+    assert np.abs(found.logprobs_S - logprobs_of(new, p, found.content.tokens_S)).max() < CLOSE
 
 
 def test_those_under_way_go_on_with_the_new_weights_alone(networks):
@@ -192,7 +194,7 @@ def test_those_under_way_go_on_with_the_new_weights_alone(networks):
     switch = found.versions_S.tolist().index(3)
     assert 10 <= switch < 50
     for network, part in ((networks["qwen3"], slice(0, switch)), (new, slice(switch, 50))):
-        expected = logprobs_of(network, p, found.tokens_S)[part]
+        expected = logprobs_of(network, p, found.content.tokens_S)[part]
         assert np.abs(found.logprobs_S[part] - expected).max() < CLOSE
 
 
@@ -211,9 +213,9 @@ def test_aborted_while_weights_arrive(networks):
         return found
 
     found = asyncio.run(asyncio.wait_for(give_up(), 60))
-    n = len(found.tokens_S)
+    n = len(found.content.tokens_S)
     assert 10 <= n < 50 and found.finish == "abort" and set(found.versions_S.tolist()) == {0}
-    assert found.tokens_S.tolist() == whole.tokens_S[:n].tolist() and len(found.logprobs_S) == n
+    assert found.content.tokens_S.tolist() == whole.content.tokens_S[:n].tolist() and len(found.logprobs_S) == n
     assert run(engine, ask(p, 50))[0].versions_S.tolist() == [5] * 50
 
 

@@ -65,7 +65,7 @@ def engine(opened: Any, network: Any) -> Any:
 
 
 def exactly(network: Any, tokens: np.ndarray, completion: Completion) -> bool:
-    return bool(np.abs(completion.logprobs_S - logprobs_of(network, tokens, completion.tokens_S)).max() < CLOSE)
+    return bool(np.abs(completion.logprobs_S - logprobs_of(network, tokens, completion.content.tokens_S)).max() < CLOSE)
 
 
 # --- prefixes
@@ -93,7 +93,7 @@ def test_siblings_share_their_prefix(engine, network):
     p, answers = prompt(300), list[Completion]()
     first, *others = cached_prompts(engine, lambda: answers.extend(run(engine, *(ask(p, 5, key=i) for i in range(4)))))
     assert first == 0 and len(others) == 3 and min(others) >= 256
-    assert len({c.tokens_S.tobytes() for c in answers}) == 4 and all(exactly(network, p, c) for c in answers)
+    assert len({c.content.tokens_S.tobytes() for c in answers}) == 4 and all(exactly(network, p, c) for c in answers)
 
 
 @pytest.mark.parametrize("version", [7, 0])
@@ -135,7 +135,7 @@ def test_a_token_outside_the_vocabulary_is_refused_and_harms_nobody(engine, netw
     fine, bad = ask(prompt(5), 5, temperature=0), ask(np.array([4, 10**6], np.int32), 5)
     with pytest.raises(UserError, match="vocabulary"):
         run(engine, fine, bad)
-    assert run(engine, fine)[0].tokens_S.tolist() == greedy(network, prompt(5), 5)
+    assert run(engine, fine)[0].content.tokens_S.tolist() == greedy(network, prompt(5), 5)
 
 
 def test_a_sampler_that_is_not_known_truncates_nothing(engine, monkeypatch):
@@ -146,7 +146,7 @@ def test_a_sampler_that_is_not_known_truncates_nothing(engine, monkeypatch):
     for params in ({"top_k": 3}, {"top_p": 0.5}):
         with pytest.raises(UserError, match=r"set generation\.top_p to 1"):
             run(engine, ask(prompt(5), 5, **params))
-    assert len(run(engine, ask(prompt(5), 5))[0].tokens_S) == 5
+    assert len(run(engine, ask(prompt(5), 5))[0].content.tokens_S) == 5
 
 
 class Second:
@@ -181,8 +181,8 @@ def test_without_seeds_samples_do_not_repeat(engine):
     engine._options = replace(options, seeds=False)
     found = run(engine, *[ask(prompt(5), 20)] * 5)
     engine._options = options
-    assert len({c.tokens_S.tobytes() for c in found}) == 5
-    assert len({c.tokens_S.tobytes() for c in run(engine, *[ask(prompt(5), 20)] * 5)}) == 1
+    assert len({c.content.tokens_S.tobytes() for c in found}) == 5
+    assert len({c.content.tokens_S.tobytes() for c in run(engine, *[ask(prompt(5), 20)] * 5)}) == 1
 
 
 def test_freed_places_are_given_away_several_at_a_time(engine, monkeypatch):
@@ -197,7 +197,7 @@ def test_freed_places_are_given_away_several_at_a_time(engine, monkeypatch):
     monkeypatch.setattr(engine, "_admit", watched)
     lengths = np.random.default_rng(0).integers(1, 40, 100)
     found = run(engine, *(ask(prompt(4, i), int(n)) for i, n in enumerate(lengths)))
-    assert [len(c.tokens_S) for c in found] == lengths.tolist()
+    assert [len(c.content.tokens_S) for c in found] == lengths.tolist()
     taken = [step for step, (before, after, _) in enumerate(log) if after > before]
     for last, step in pairwise(taken):
         before, after, waited = log[step]
@@ -237,7 +237,7 @@ def test_parts_come_in_order(engine, network):
         return await engine.load_weights(4, third, (2, 3))
 
     assert asyncio.run(asyncio.wait_for(load(), 60)) == 4
-    assert run(engine, ask(p, 10, temperature=0))[0].tokens_S.tolist() == greedy(new, p, 10)
+    assert run(engine, ask(p, 10, temperature=0))[0].content.tokens_S.tolist() == greedy(new, p, 10)
 
 
 def test_half_loaded_it_waits_for_whole_weights(engine, network, monkeypatch):
@@ -259,7 +259,7 @@ def test_half_loaded_it_waits_for_whole_weights(engine, network, monkeypatch):
         return await answer
 
     (found,) = asyncio.run(asyncio.wait_for(load(), 60))
-    assert (found.tokens_S.tolist(), set(found.versions_S.tolist())) == (greedy(network, p, 10), {6})
+    assert (found.content.tokens_S.tolist(), set(found.versions_S.tolist())) == (greedy(network, p, 10), {6})
 
 
 def test_a_head_of_its_own_is_updated_too():
@@ -268,11 +268,11 @@ def test_a_head_of_its_own_is_updated_too():
         network.config.tie_word_embeddings = False
         network.lm_head.weight = torch.nn.Parameter(network.lm_head.weight.detach().flip(0).clone())
     engine, p = open_vllm(old), prompt(9)
-    assert run(engine, ask(p, 10, temperature=0))[0].tokens_S.tolist() == greedy(old, p, 10)
+    assert run(engine, ask(p, 10, temperature=0))[0].content.tokens_S.tolist() == greedy(old, p, 10)
     assert "lm_head.weight" in weights_of(new)
     asyncio.run(asyncio.wait_for(engine.load_weights(1, weights_of(new)), 60))
     (found,) = run(engine, ask(p, 10, temperature=0))
-    assert found.tokens_S.tolist() == greedy(new, p, 10) and exactly(new, p, found)
+    assert found.content.tokens_S.tolist() == greedy(new, p, 10) and exactly(new, p, found)
     engine.close()
 
 
@@ -313,13 +313,15 @@ def test_engines_of_one_process_decode_at_once(engine, network):
         return await asyncio.gather(*calls)
 
     for other, found in zip(networks, asyncio.run(asyncio.wait_for(all_at_once(), 60)), strict=True):
-        assert [c.tokens_S.tolist() for c in found] == [greedy(other, p, 30) for p in prompts]
+        assert [c.content.tokens_S.tolist() for c in found] == [greedy(other, p, 30) for p in prompts]
     models = [weakref.ref(one._core.model_executor.driver_worker.get_model()) for one in engines]
     for one in engines[1:]:
         one.close()
     gc.collect()
     assert [model() is None for model in models] == [False, True, True]
-    assert run(engine, ask(prompts[0], 30, temperature=0))[0].tokens_S.tolist() == greedy(network, prompts[0], 30)
+    assert run(engine, ask(prompts[0], 30, temperature=0))[0].content.tokens_S.tolist() == greedy(
+        network, prompts[0], 30
+    )
 
 
 @on_cpu
@@ -481,7 +483,7 @@ def test_a_batch_that_is_computed_ahead_keeps_its_stamp(ahead):
         return (await asyncio.gather(engine.generate(requests), loads()))[0]
 
     for c in asyncio.run(asyncio.wait_for(both(), 60)):
-        assert c.logprobs_S.tolist() == c.versions_S.tolist() and len(c.tokens_S) == 20000
+        assert c.logprobs_S.tolist() == c.versions_S.tolist() and len(c.content.tokens_S) == 20000
         assert c.versions_S[0] == 0 and c.versions_S[-1] == 5
 
 
@@ -509,7 +511,7 @@ def test_after_a_sleep_that_dropped_the_weights_they_must_come_first(ahead, leve
 
     async def nap() -> bool:
         (stopped,) = await engine.generate([ask(prompt(3), 9, stop=(5,))])
-        assert (len(stopped.tokens_S), stopped.finish, len(core.batch_queue)) == (3, "stop", 1)
+        assert (len(stopped.content.tokens_S), stopped.finish, len(core.batch_queue)) == (3, "stop", 1)
         await engine.sleep(level)
         answer = asyncio.ensure_future(engine.generate([ask(prompt(3), 5)]))
         await engine.wake("weights")
@@ -535,8 +537,8 @@ def test_aborting_while_a_batch_is_on_its_way(ahead):
         return await mine, await theirs
 
     (mine,), (theirs,) = asyncio.run(asyncio.wait_for(give_up(), 60))
-    assert (mine.finish, theirs.finish, len(theirs.tokens_S)) == ("abort", "length", 2000)
-    assert asyncio.run(engine.stats()).generated_tokens == len(mine.tokens_S) + 2000
+    assert (mine.finish, theirs.finish, len(theirs.content.tokens_S)) == ("abort", "length", 2000)
+    assert asyncio.run(engine.stats()).generated_tokens == len(mine.content.tokens_S) + 2000
 
 
 def test_vllm_is_told_the_priorities(ahead):

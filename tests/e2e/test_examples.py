@@ -152,7 +152,7 @@ def test_a_tool_speaks_and_is_masked(tmp_path):
         "        assert r.text[:3 + 3].count('[7]') == 1 or r.mask_S.sum() < 5, r\n"
         "        start = list(r.mask_S).index(False)\n"
         "        assert (~r.mask_S).sum() == 3 and not r.mask_S[start : start + 3].any(), r\n"
-        "        assert (r.logprobs_S[~r.mask_S] == 0).all() and len(r.versions_S) == len(r.tokens_S), r\n"
+        "        assert (r.logprobs_S[~r.mask_S] == 0).all() and len(r.versions_S) == len(r.content.tokens_S), r\n"
         "    return await ctx.reward(group)\n"
     )
     path = write_recipe(tmp_path, model={"build": BUILD}, generation={"max_response_length": 12})

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from gcore.cli import main
 from gcore.config.tree import Model, ScalarReward
+from gcore.content.tokens import Tokens
 from gcore.models import load_model, load_scorer
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.rewarding.scalar import ScalarModel, ScalarSource
@@ -61,10 +62,12 @@ def scores(folder: Path, *answers: str) -> list[float]:
     """As a run would have them: the folder's own tokenizer and template, through the source and the served model."""
     spec = ScalarReward(name="evens", model=Model(path=str(folder)))
     model = ScalarModel(load_scorer(spec.model, 0, torch.float32, CPU), max_tokens_per_batch=1024)
-    prompt = Prompt(0, 0, ({"role": "user", "content": "3+4="},), "", np.array([1], np.int32))
+    prompt = Prompt(0, 0, ({"role": "user", "content": "3+4="},), "", Tokens(np.array([1], np.int32)))
     steps = np.zeros(1, np.float32)
     group = [
-        Rollout(prompt, i, np.array([4], np.int32), steps, steps == 0, answer, np.zeros(1, np.int32), "stop")
+        Rollout(
+            prompt, i, Tokens.steps(np.array([4], np.int32)), steps, steps == 0, answer, np.zeros(1, np.int32), "stop"
+        )
         for i, answer in enumerate(answers)
     ]
     source = ScalarSource(spec, load_tokenizer(spec.model), model.score, attempts=1)

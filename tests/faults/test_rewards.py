@@ -15,6 +15,8 @@ import pytest
 from aiohttp import web
 
 from gcore.config.tree import Config, HttpReward, Judge, Model, Rewards
+from gcore.content.text import TextModality
+from gcore.content.tokens import Tokens
 from gcore.controller.collect import Collected, Collector, spread
 from gcore.controller.workflow import SharedContext, generate_and_reward
 from gcore.prompts.tokenizer import build_char_tokenizer
@@ -61,13 +63,15 @@ class Engine:
 
     def _one(self, key: int) -> Completion:
         tokens = np.random.default_rng(key).integers(4, 14, 4).astype(np.int32)
-        return Completion(tokens, np.zeros(4, np.float32), np.zeros(4, np.int32), "stop")
+        return Completion(Tokens.steps(tokens), np.zeros(4, np.float32), np.zeros(4, np.int32), "stop")
 
 
 class Source:
     def at(self, number: int) -> Prompt:
         message = {"role": "user", "content": f"{number}="}
-        return Prompt(number, number, (message,), f"{number}=", np.array([1], np.int32), {"answer": str(number)})
+        return Prompt(
+            number, number, (message,), f"{number}=", Tokens(np.array([1], np.int32)), {"answer": str(number)}
+        )
 
 
 async def run(rewarders: list[WeightedRewarder], per_step: int = 8) -> list[list[Collected]]:
@@ -77,7 +81,7 @@ async def run(rewarders: list[WeightedRewarder], per_step: int = 8) -> list[list
     hub = Hub(CONTROLLERS)
 
     async def controller(rank: int) -> list[Collected]:
-        shared = SharedContext(config, Engine(), rewarders[rank], TOKENIZER, (2,))  # type: ignore[arg-type]
+        shared = SharedContext(config, Engine(), rewarders[rank], TextModality(config.generation, TOKENIZER, (2,)))  # type: ignore[arg-type]
         group = LocalGroup(Rendezvous(rank, CONTROLLERS, None, hub))
         collector = Collector(generate_and_reward, shared, group, config.sampling, spread, lambda _: None)
         collector.source = Source()  # type: ignore[assignment]
@@ -197,7 +201,9 @@ def test_a_judge_that_never_answers_in_format():
             text = "=" if random.Random(number).random() < 0.3 else str(1 + key[2] % 2)
             seen["unreadable"] += text == "="
             tokens = np.asarray(TOKENIZER(text, add_special_tokens=False)["input_ids"] + [2], np.int32)
-            return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+            return Completion(
+                Tokens.steps(tokens), np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop"
+            )
 
         return ask
 

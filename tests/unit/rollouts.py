@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gcore.config.tree import Sampling
+from gcore.content.tokens import Tokens
 from gcore.controller.collect import Collected, Collector, Filter, spread
 from gcore.controller.step_ledger import REWARD_ERROR
 from gcore.controller.workflow import StageClock
@@ -53,13 +54,13 @@ def run(main: Coroutine[Any, Any, Any], bound_s: float = 3600.0) -> Any:
 
 
 def prompt_at(number: int) -> Prompt:
-    return Prompt(number, number, (), "", np.array([1], np.int32))
+    return Prompt(number, number, (), "", Tokens(np.array([1], np.int32)))
 
 
 def scored(number: int, sibling: int, reward: float = 1.0, versions: tuple[int, ...] = (0,)) -> Scored:
     steps = np.array(versions, np.int32)
     logprobs, mask = np.zeros(len(steps), np.float32), np.ones(len(steps), np.bool_)
-    return Scored(Rollout(prompt_at(number), sibling, steps, logprobs, mask, "", steps, "stop"), reward)
+    return Scored(Rollout(prompt_at(number), sibling, Tokens.steps(steps), logprobs, mask, "", steps, "stop"), reward)
 
 
 def group_of(number: int, good: bool = True, versions: tuple[int, ...] = (0,)) -> list[Scored]:

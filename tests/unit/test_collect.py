@@ -145,7 +145,7 @@ def test_what_a_workflow_raises_drops_its_group_and_names_the_users_line():
 
 def test_what_a_workflow_of_ours_raises_comes_out_as_it_is():
     broken: Any = SimpleNamespace(clock=StageClock(), least_siblings=2)  # it has no `sampling`
-    with pytest.raises(AttributeError, match="sampling"):
+    with pytest.raises(AttributeError, match="modality"):
         run(answer_all(generate_and_reward, broken, [prompt_at(0)], lambda _: None))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.content.tokens import Tokens
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import EngineStats, MemoryChange
 from gcore.simulate import VirtualLoop
@@ -29,10 +30,11 @@ STOP = 2
 numbers = itertools.count()
 
 
-def ask(length: int, *, key: int = 0, prompt: int = 1, most: int = 1000, **more: Any) -> Request:
+def ask(length: int, *, key: int = 0, prompt: int = 1, most: int = 1000, position: int = 0, **more: Any) -> Request:
     """A request that makes `length` tokens: `by_key` below reads it from the key. No two have the same prompt."""
     params = SamplingParams(most, stop_tokens=(STOP, 3))
-    return Request(np.full(prompt, next(numbers), np.int32), params, key * 10_000 + length, **more)
+    content = Tokens.split(np.full(prompt + position, next(numbers), np.int32), position)
+    return Request(content, params, key * 10_000 + length, **more)
 
 
 def by_key(request: Request) -> int:
@@ -163,7 +165,7 @@ def test_requests_of_one_call_share_the_slots_and_are_answered_in_their_order():
     async def main() -> None:
         engine = make(1.0, slots=2)
         found = await engine.generate([ask(n) for n in (5, 1, 2)])
-        assert [len(c.tokens_S) for c in found] == [5, 1, 2]
+        assert [len(c.content.tokens_S) for c in found] == [5, 1, 2]
         assert now() == pytest.approx(5.0, abs=1e-9)  # 1, then 2 beside the 5
 
     run(main)
@@ -243,11 +245,11 @@ def test_abort_answers_at_once_with_what_there_is_and_frees_the_slot():
         await asyncio.sleep(7.5)
         await engine.abort("a")
         end, completion = await first
-        assert (end, completion.finish, len(completion.tokens_S)) == (7.5, "abort", 7)
+        assert (end, completion.finish, len(completion.content.tokens_S)) == (7.5, "abort", 7)
         assert len(completion.logprobs_S) == len(completion.versions_S) == 7
         assert (await second)[0] == pytest.approx(12.5, abs=1e-9)
         whole = (await engine.generate([ask(100, key=1)]))[0]
-        assert completion.tokens_S.tolist() == whole.tokens_S[:7].tolist()
+        assert completion.content.tokens_S.tolist() == whole.content.tokens_S[:7].tolist()
 
     run(main)
 
@@ -270,7 +272,7 @@ def test_abort_of_what_waits_or_is_being_read_has_no_tokens_and_others_go_on():
         found = await asyncio.gather(*tasks)
         assert [round(end, 6) for end, _ in found] == [63.0, 4.0, 4.0, 56.0]
         assert [c.finish for _, c in found] == ["stop", "abort", "abort", "stop"]
-        assert [len(c.tokens_S) for _, c in found] == [10, 0, 0, 3]
+        assert [len(c.content.tokens_S) for _, c in found] == [10, 0, 0, 3]
         await engine.abort("runs")  # long done
         assert (await engine.stats()).generated_tokens == 13
 
@@ -284,8 +286,9 @@ def test_abort_ends_all_requests_of_a_ticket_and_keeps_those_that_were_done():
         await asyncio.sleep(5.0)
         await engine.abort("t")
         found = await task
-        assert [(c.finish, len(c.tokens_S)) for c in found] == [("stop", 2), ("abort", 5), ("abort", 3)]
-        assert {name: (await engine.stats())[name] for name in ("running", "waiting")} == {"running": 0, "waiting": 0}
+        assert [(c.finish, len(c.content.tokens_S)) for c in found] == [("stop", 2), ("abort", 5), ("abort", 3)]
+        stats = await engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
 
     run(main)
 
@@ -313,7 +316,7 @@ def test_the_pace_rises_when_a_request_is_aborted():
         await asyncio.sleep(6.0)  # two tokens at 3 s
         await engine.abort("t")
         assert (await task)[0] == pytest.approx(6.0 + 2 * 2.0, abs=1e-9)
-        assert len((await other)[0].tokens_S) == 2
+        assert len((await other)[0].content.tokens_S) == 2
 
     run(main)
 
@@ -329,7 +332,7 @@ def test_the_end_of_what_was_aborted_does_not_come():
         await asyncio.sleep(2.0)
         await engine.abort("prefills")
         assert (await task)[0] == 27.0  # one token by 3, the others from 8 on
-        assert len((await decodes)[0].tokens_S) == 1 and len((await prefills)[0].tokens_S) == 0
+        assert len((await decodes)[0].content.tokens_S) == 1 and len((await prefills)[0].content.tokens_S) == 0
         assert await engine.stats() == quiet(21, 27.0)
 
     run(main)
@@ -361,7 +364,7 @@ def test_what_waits_does_not_begin_when_its_call_is_aborted():
         other = asyncio.ensure_future(engine.generate([ask(30, prompt=1), ask(30, prompt=50)], "t"))
         await asyncio.sleep(4.0)
         await engine.abort("t")
-        assert [len(c.tokens_S) for c in await other] == [2, 0]
+        assert [len(c.content.tokens_S) for c in await other] == [2, 0]
         await task
         assert now() == pytest.approx(12.0, abs=1e-9)
 
@@ -529,9 +532,9 @@ def test_the_same_key_gives_the_same_tokens_in_any_company():
         alone = (await make().generate([ask(40, key=5)]))[0]
         engine = make(0.1, slots=3, per_sequence_s=0.3)
         found = await engine.generate([ask(n, key=key) for n, key in [(9, 1), (40, 5), (40, 6), (2, 3)]])
-        assert found[1].tokens_S.tolist() == alone.tokens_S.tolist()
-        assert found[2].tokens_S.tolist() != alone.tokens_S.tolist()
-        assert len(set(alone.tokens_S.tolist())) > 30  # of 1000
+        assert found[1].content.tokens_S.tolist() == alone.content.tokens_S.tolist()
+        assert found[2].content.tokens_S.tolist() != alone.content.tokens_S.tolist()
+        assert len(set(alone.content.tokens_S.tolist())) > 30  # of 1000
 
     run(main)
 
@@ -541,7 +544,7 @@ def test_a_second_turn_goes_on_in_the_noise_of_the_first():
         engine = make()
         whole = (await engine.generate([ask(20, key=5)]))[0]
         rest = (await engine.generate([ask(20, key=5, position=8, most=12)]))[0]
-        assert rest.tokens_S[:11].tolist() == whole.tokens_S[8:19].tolist()
+        assert rest.content.tokens_S[:11].tolist() == whole.content.tokens_S[8:19].tolist()
 
     run(main)
 
@@ -550,14 +553,14 @@ def test_how_a_response_ends():
     async def main() -> None:
         engine = EmulatedEngine(speed_of(1.0, 4), lengths=by_key, tokens=range(2, 6))
         stops, cut, exact = await engine.generate([ask(200), ask(200, most=50), ask(50, most=50)])
-        assert (stops.finish, len(stops.tokens_S), stops.tokens_S[-1]) == ("stop", 200, STOP)
-        assert set(stops.tokens_S[:-1].tolist()) == {4, 5}  # 2 and 3 would have ended it
-        assert (cut.finish, len(cut.tokens_S), set(cut.tokens_S.tolist())) == ("length", 50, {4, 5})
-        assert (exact.finish, len(exact.tokens_S)) == ("length", 50)
-        endless = Request(np.ones(1, np.int32), SamplingParams(30), 5)  # no token that could end it
-        assert [(c.finish, len(c.tokens_S)) for c in await engine.generate([endless])] == [("length", 30)]
+        assert (stops.finish, len(stops.content.tokens_S), stops.content.tokens_S[-1]) == ("stop", 200, STOP)
+        assert set(stops.content.tokens_S[:-1].tolist()) == {4, 5}  # 2 and 3 would have ended it
+        assert (cut.finish, len(cut.content.tokens_S), set(cut.content.tokens_S.tolist())) == ("length", 50, {4, 5})
+        assert (exact.finish, len(exact.content.tokens_S)) == ("length", 50)
+        endless = Request(Tokens(np.ones(1, np.int32)), SamplingParams(30), 5)  # no token that could end it
+        assert [(c.finish, len(c.content.tokens_S)) for c in await engine.generate([endless])] == [("length", 30)]
         assert stops.logprobs_S.tolist() == [-1.0] * 200
-        dtypes = (stops.tokens_S.dtype, stops.logprobs_S.dtype, stops.versions_S.dtype)
+        dtypes = (stops.content.tokens_S.dtype, stops.logprobs_S.dtype, stops.versions_S.dtype)
         assert dtypes == (np.int32, np.float32, np.int32)
 
     run(main)
@@ -565,7 +568,7 @@ def test_how_a_response_ends():
 
 def test_log_normal_lengths_have_their_median_and_spread():
     lengths = log_normal(median=100, sigma=1.0)
-    requests = [Request(np.ones(1, np.int32), SamplingParams(10**6), key) for key in range(4000)]
+    requests = [Request(Tokens(np.ones(1, np.int32)), SamplingParams(10**6), key) for key in range(4000)]
     logs = np.log([lengths(request) for request in requests])
     assert np.median(logs) == pytest.approx(np.log(100), abs=0.08)
     assert logs.std() == pytest.approx(1.0, abs=0.04)
@@ -577,18 +580,19 @@ def test_log_normal_lengths_have_their_median_and_spread():
 def test_a_sample_that_goes_on_elsewhere_ends_where_it_would_have_ended():
     lengths = log_normal(median=50, sigma=1.0, shared=0.5)
     for key in range(50):
-        whole = Request(np.array([5, key], np.int32), SamplingParams(10**6, stop_tokens=(STOP,)), key)
+        whole = Request(Tokens(np.array([5, key], np.int32)), SamplingParams(10**6, stop_tokens=(STOP,)), key)
         length = lengths(whole)
         made = length // 2
-        begun = np.concatenate([whole.tokens_P, np.zeros(made, np.int32)])
-        assert lengths(dataclasses.replace(whole, tokens_P=begun, position=made)) == length - made
-        assert lengths(dataclasses.replace(whole, tokens_P=begun, position=length)) >= 1  # a turn of its own
+        begun = np.concatenate([whole.content.tokens_P, np.zeros(made, np.int32)])
+        assert lengths(dataclasses.replace(whole, content=Tokens.split(begun, made))) == length - made
+        over = np.concatenate([whole.content.tokens_P, np.zeros(length, np.int32)])
+        assert lengths(dataclasses.replace(whole, content=Tokens.split(over, length))) >= 1  # a turn of its own
 
 
 def test_siblings_share_a_part_of_their_spread():
     lengths = log_normal(median=1000, sigma=1.0, shared=0.8)
     params = SamplingParams(10**6)
-    logs = np.log([[lengths(Request(np.array([p]), params, 10 * p + s)) for s in range(8)] for p in range(600)])
+    logs = np.log([[lengths(Request(Tokens(np.array([p])), params, 10 * p + s)) for s in range(8)] for p in range(600)])
     assert logs.std() == pytest.approx(1.0, abs=0.06)
     assert logs.mean(axis=1).var() == pytest.approx(0.8 + 0.2 / 8, abs=0.08)
     assert np.median(logs) == pytest.approx(np.log(1000), abs=0.1)
@@ -599,7 +603,7 @@ def test_requests_that_make_no_sense_are_refused(tokens, most, words):
     async def main() -> None:
         engine = make()
         with pytest.raises(UserError, match=words):
-            await engine.generate([ask(3), Request(np.ones(tokens, np.int32), SamplingParams(most), 0)])
+            await engine.generate([ask(3), Request(Tokens(np.ones(tokens, np.int32)), SamplingParams(most), 0)])
         assert (await engine.stats()).running == 0
 
     run(main)
@@ -635,7 +639,7 @@ def test_it_serves_one_loop_after_another():
     engine = make(0.001)
     for _ in range(2):
         found = asyncio.run(asyncio.wait_for(engine.generate([ask(3)]), 30))
-        assert len(found[0].tokens_S) == 3
+        assert len(found[0].content.tokens_S) == 3
 
 
 # ---- the loop

@@ -14,6 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from gcore.config.tree import Config
+from gcore.content.tokens import Tokens
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
@@ -28,7 +29,9 @@ ROOT = Path(__file__).parents[2]
 def sample(prompt: int, length: int, sibling: int = 0) -> Sample:
     """`length` tokens, two of them the prompt's."""
     steps, numbers = length - 2, np.zeros(length - 2, np.float32)
-    return Sample(prompt, sibling, np.zeros(length, np.int32), np.ones(steps, np.bool_), numbers, numbers)
+    return Sample(
+        prompt, sibling, Tokens.split(np.zeros(length, np.int32), steps), np.ones(steps, np.bool_), numbers, numbers
+    )
 
 
 def laid_out(samples: list[Sample], ranks: int, mini_batches: int = 1) -> list[TrainBatch]:

@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.content.tokens import Tokens
 from gcore.generation.pool import EnginePool
 from gcore.types import Request, SamplingParams
 
 
 def requests(n: int, tokens: int = 10) -> list[Request]:
-    return [Request(np.zeros(4, np.int32), SamplingParams(tokens), i) for i in range(n)]
+    return [Request(Tokens(np.zeros(4, np.int32)), SamplingParams(tokens), i) for i in range(n)]
 
 
 class Said(str):
     """A completion that is told by its name."""
 
-    tokens_S = ()
+    content = Tokens.steps(np.zeros(0, np.int32))
 
 
 class Replica:

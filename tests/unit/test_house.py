@@ -1,6 +1,7 @@
 """The plan of the house: imports point one way, pure files stay pure, the loop fits one screen."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ STAGES = (
 )
 COMMON = (
     *("gcore.types", "gcore.protocols", "gcore.clients", "gcore.config", "gcore.observe"),
-    *("gcore.hub", "gcore.models", "gcore.decoders"),
+    *("gcore.hub", "gcore.models", "gcore.decoders", "gcore.content"),
 )
 ALSO = {
     "simulate": ("gcore.placement", "gcore.generation.routing"),  # what is simulated is the code of a run
@@ -84,7 +85,10 @@ def test_stage_rooms_import_common_ground_and_themselves_alone(room):
 
 def test_ground_floor():
     """What everyone imports imports nobody above it."""
-    assert imports(PACKAGE / "types.py") == set()
+    assert imports(PACKAGE / "types.py") == {"gcore.content.base"}  # for the type checker alone
+    assert all(
+        within(name, ("gcore.content", "gcore.config", "gcore.types")) for p in files("content") for name in imports(p)
+    )
     assert imports(PACKAGE / "protocols.py") == {"gcore.types"}
     assert imports(PACKAGE / "clients.py") == {"gcore.protocols"}
     for room, allowed in {
@@ -106,6 +110,17 @@ def test_weights_is_a_common_room():
     assert files("weights")
     for path in files("weights"):
         assert all(within(name, allowed) for name in imports(path)), path
+
+
+def test_tokens_are_handled_by_engines_and_trainers_alone():
+    """Other stages pass content on through its interface (content/base.py). The backends of text judges are engines'
+    clients with a tokenizer of their own."""
+    allowed = ("content", "generation", "training", "simulate/engine.py", "models.py", "rewarding/judge_backend.py")
+    for path in PACKAGE.rglob("*.py"):
+        where = path.relative_to(PACKAGE).as_posix()
+        if not where.startswith(allowed) and where != "types.py":
+            assert not re.search(r"\btokens_[A-Z]", path.read_text()), where
+    assert not re.search(r"\btokens_[A-Z]", (PACKAGE / "generation" / "pool.py").read_text())
 
 
 def test_nobody_imports_the_command_line():

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gcore.config.tree import BuildModel, Model
+from gcore.content.tokens import Tokens
 from gcore.generation.common import check
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.pool import EnginePool
@@ -29,7 +30,7 @@ def image(seed: int = 0, height: int = 4, width: int = 6) -> Pixels:
 
 
 def ask(*images: Pixels, key: int = 0) -> Request:
-    return Request(np.array([4, 9, 5], np.int32), SamplingParams(8), key, images=images)
+    return Request(Tokens(np.array([4, 9, 5], np.int32), images=images), SamplingParams(8), key)
 
 
 # --- how they travel
@@ -40,8 +41,8 @@ def test_siblings_travel_with_one_copy():
     siblings = [ask(picture, key=i) for i in range(8)]
     sent = pickle.dumps(siblings, protocol=5)
     assert picture.nbytes < len(sent) < 1.1 * picture.nbytes
-    assert all(np.array_equal(request.images[0], picture) for request in pickle.loads(sent))
-    assert Request(np.array([4], np.int32), SamplingParams(8), 0).images == ()
+    assert all(np.array_equal(request.content.images[0], picture) for request in pickle.loads(sent))
+    assert Request(Tokens(np.array([4], np.int32)), SamplingParams(8), 0).content.images == ()
 
 
 def test_what_a_drain_takes_back_goes_on_with_its_images():
@@ -61,7 +62,9 @@ def test_what_a_drain_takes_back_goes_on_with_its_images():
                 await self.drained.wait()
             made = np.full(2 if len(asked) == 1 else request.params.max_tokens, 7, np.int32)
             finish: Any = "abort" if len(asked) == 1 else "length"
-            return [Completion(made, -np.ones(len(made), np.float32), np.zeros(len(made), np.int32), finish)]
+            return [
+                Completion(Tokens.steps(made), -np.ones(len(made), np.float32), np.zeros(len(made), np.int32), finish)
+            ]
 
     async def moved() -> Completion:
         pool, request = EnginePool([Replica()]), ask(image(0), image(1))
@@ -72,9 +75,10 @@ def test_what_a_drain_takes_back_goes_on_with_its_images():
         return (await answer)[0]
 
     found = asyncio.run(asyncio.wait_for(moved(), 20))
-    assert found.tokens_S.tolist() == [7] * 8
-    assert [request.tokens_P.tolist() for request in asked] == [[4, 9, 5], [4, 9, 5, 7, 7]]
-    assert asked[1].images is asked[0].images and len(asked[1].images) == 2
+    assert found.content.tokens_S.tolist() == [7] * 8
+    assert [request.content.tokens_T.tolist() for request in asked] == [[4, 9, 5], [4, 9, 5, 7, 7]]
+    images = [request.content.images for request in asked]
+    assert images[1] is images[0] and len(images[1]) == 2
 
 
 # --- who refuses them
@@ -97,7 +101,7 @@ def test_engines_of_text_refuse_images(make: Callable[[], Any]):
     engine = make()
     with pytest.raises(UserError, match=r"has 2 images, expected none.*generation\.engine=vllm"):
         asyncio.run(asyncio.wait_for(engine.generate([ask(), ask(image(0), image(1))]), 20))
-    assert len(asyncio.run(asyncio.wait_for(engine.generate([ask()]), 20))[0].tokens_S) == 8
+    assert len(asyncio.run(asyncio.wait_for(engine.generate([ask()]), 20))[0].content.tokens_S) == 8
     if make is embedded:
         engine.close()
 

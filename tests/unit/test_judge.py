@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gcore.config.tree import Judge, Model
+from gcore.content.tokens import Tokens
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.rewarding.judge import JudgeSource, pairs
 from gcore.rewarding.judge_backend import EngineBackend
@@ -32,16 +33,16 @@ class Script:
         self.texts: list[str] = []
         self.params = []
 
-    async def __call__(self, tokens_P, params, key) -> Completion:
-        assert tokens_P.dtype == np.int32
-        text = TOKENIZER.decode(tokens_P)
+    async def __call__(self, question, params, key) -> Completion:
+        assert question.tokens_P.dtype == np.int32 and not question.num_steps
+        text = TOKENIZER.decode(question.tokens_P)
         self.keys.append(key)
         self.texts.append(text)
         self.params.append(params)
         await asyncio.sleep(random.random() / 1000)  # answers arrive in any order
         tokens = np.asarray(TOKENIZER(self.script(text, key), add_special_tokens=False)["input_ids"] + [2], np.int32)
         zeros = np.zeros(len(tokens), np.float32)
-        return Completion(tokens, zeros, zeros.astype(np.int32), self.finish)
+        return Completion(Tokens.steps(tokens), zeros, zeros.astype(np.int32), self.finish)
 
 
 def judge_of(script, key="rewards.judges.0", **spec) -> tuple[JudgeSource, Script]:
@@ -105,7 +106,9 @@ def test_the_chat_template_alone_writes_special_tokens():
             return {"input_ids": [ord(c) for c in text]}
 
     source, engine = judge_of(lambda text, key: "7")
-    source.backend.ask = lambda tokens, params, key: seen.append(tokens.tolist()) or engine(np.int32([4]), params, key)
+    source.backend.ask = lambda question, *rest: (
+        seen.append(question.tokens_P.tolist()) or engine(Tokens(np.int32([4])), *rest)
+    )
     source.backend.tokenizer, seen = Tokenizer(), []
     answer(source, group_of("2", prompt="1"))
     assert seen == [[ord(c) for c in "[1 2 good?]"]]

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from gcore.checkpoint.pending_groups import load_pending_groups, save_pending_groups
+from gcore.content.tokens import Tokens
 from gcore.types import Prompt, Rollout, Scored
 
-ARRAYS = ("tokens_S", "logprobs_S", "mask_S", "versions_S")
+ARRAYS = ("logprobs_S", "mask_S", "versions_S")
 
 
 def prompt_at(number: int) -> Prompt:
-    return Prompt(number, number % 7, (), f"<{number}>", np.arange(number, dtype=np.int32))
+    return Prompt(number, number % 7, (), f"<{number}>", Tokens(np.arange(number, dtype=np.int32)))
 
 
 def group_of(number: int, siblings: int, seed: int = 0) -> list[Scored]:
@@ -27,7 +28,7 @@ def group_of(number: int, siblings: int, seed: int = 0) -> list[Scored]:
         rollout = Rollout(
             prompt_at(number),
             sibling * 2**40,  # as branches have it
-            rng.integers(0, 2**31 - 1, n).astype(np.int32),
+            prompt_at(number).content.extended(Tokens.steps(rng.integers(0, 2**31 - 1, n).astype(np.int32))),
             -rng.random(n).astype(np.float32) * 1e-3,
             rng.random(n) > 0.3,
             f"ein „Wort“\n{sibling}",
@@ -42,7 +43,13 @@ def group_of(number: int, siblings: int, seed: int = 0) -> list[Scored]:
 def plain(group: list[Scored]) -> list[Any]:
     return [
         (
-            (s.rollout.prompt.id, s.rollout.prompt.row, s.rollout.prompt.text, s.rollout.prompt.tokens_P.tolist()),
+            (
+                s.rollout.prompt.id,
+                s.rollout.prompt.row,
+                s.rollout.prompt.text,
+                s.rollout.prompt.content.tokens_P.tolist(),
+            ),
+            (s.rollout.content.tokens_T.dtype, s.rollout.content.tokens_T.tobytes()),
             *((getattr(s.rollout, name).dtype, getattr(s.rollout, name).tobytes()) for name in ARRAYS),
             (s.rollout.sibling, s.rollout.text, s.rollout.finish, s.rollout.temperature),
             (s.reward, dict(s.parts)),
@@ -57,7 +64,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path):
     found = load_pending_groups(tmp_path, prompt_at)
     assert [plain(group) for group in found] == [plain(group) for group in groups]
     assert [s.rollout.version for s in found[0]] == [s.rollout.version for s in groups[0]]
-    found[0][0].rollout.tokens_S[0] += 1  # arrays of one's own, to be changed
+    found[0][0].rollout.content.tokens_S[0] += 1  # arrays of one's own, to be changed
     assert all(s.rollout.prompt is group[0].rollout.prompt for group in found for s in group)
 
 

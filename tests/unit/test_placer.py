@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.content.tokens import Tokens
 from gcore.controller.replicas import Replicas
 from gcore.generation.pool import EnginePool
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
@@ -239,13 +240,14 @@ class World:
     async def ask(self, pool: EnginePool, count: int, number: int) -> None:
         prompt = np.arange(1, self.rng.randint(2, 9), dtype=np.int32)
         requests = [
-            Request(prompt, SamplingParams(LONG, stop_tokens=(STOP,)), self.rng.getrandbits(60)) for _ in range(count)
+            Request(Tokens(prompt), SamplingParams(LONG, stop_tokens=(STOP,)), self.rng.getrandbits(60))
+            for _ in range(count)
         ]
         found = await pool.generate(requests, priority=number)
         for request, answer in zip(requests, found, strict=True):
             length = 1 + request.noise_key % LONG
             assert answer.finish == ("stop" if length < LONG else "length")
-            assert np.array_equal(answer.tokens_S, _tokens_of(request, length, answer.finish, range(4, 1000)))
+            assert np.array_equal(answer.content.tokens_S, _tokens_of(request, length, answer.finish, range(4, 1000)))
         self.counts["answered"] += 1
 
     def kill(self, replica: Replica, back_s: float = 3.0, told_s: float = 0.1) -> None:

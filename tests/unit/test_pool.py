@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.content.tokens import Tokens
 from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas
 from gcore.controller.session import Session
 from gcore.generation.pool import EnginePool, Observation, Outstanding, Pool, ScorerPool
@@ -23,18 +24,20 @@ STOP = 2
 
 def ask(*keys: int, most: int = 10, prompt: Sequence[int] = (5, 6, 7, 8)) -> list[Request]:
     params = SamplingParams(most, temperature=0.5, stop_tokens=(STOP,))
-    return [Request(np.array(prompt, np.int32), params, key) for key in keys]
+    return [Request(Tokens(np.array(prompt, np.int32)), params, key) for key in keys]
 
 
 def piece(tokens: Sequence[int], finish: Any = "abort", version: int = 0) -> Completion:
     logprobs = -np.array(tokens, np.float32)
-    return Completion(np.array(tokens, np.int32), logprobs, np.full(len(tokens), version, np.int32), finish)
+    return Completion(
+        Tokens.steps(np.array(tokens, np.int32)), logprobs, np.full(len(tokens), version, np.int32), finish
+    )
 
 
 class Said(str):
     """A completion that is told by its name."""
 
-    tokens_S = ()
+    content = Tokens.steps(np.zeros(0, np.int32))
 
 
 class Replica:
@@ -90,9 +93,10 @@ def idle(pool: Pool) -> bool:
 
 
 def same(found: Completion, expected: Completion) -> bool:
-    arrays = ("tokens_S", "logprobs_S", "versions_S")
+    arrays = ("logprobs_S", "versions_S")
     alike = all(np.array_equal(getattr(found, name), getattr(expected, name)) for name in arrays)
-    return alike and found.finish == expected.finish
+    steps = found.content.tokens_S.tolist() == expected.content.tokens_S.tolist()
+    return alike and steps and found.finish == expected.finish
 
 
 # ---- the line
@@ -274,13 +278,13 @@ def test_a_drain_moves_what_is_not_finished():
         await settle()
         assert drained.done() and pool.observe().replicas[0] == Outstanding("a", 0, 0, ("drained",))
         assert b.keys == [[1, 2, 3]] and b.ticket(0) != a.ticket(0)
-        asked = [(r.tokens_P.tolist(), r.params.max_tokens, r.position, r.priority) for r in b.generates[0][0]]
+        asked = [(r.content.tokens_T.tolist(), r.params.max_tokens, r.position, r.priority) for r in b.generates[0][0]]
         assert asked == [([5, 6, 7, 8, 3, 4], 3, 2, 4), ([5, 6, 7, 8], 5, 0, 4), ([5, 6, 7, 8, 5], 4, 1, 4)]
         assert {r.params.temperature for r in b.generates[0][0]} == {0.5}
         b.answer(0, piece([7, 7, 7], "length", 2), piece([2], "stop", 2), piece([6, 2], "stop", 2))
         found = await call
         lengthy = Completion(
-            np.array([3, 4, 7, 7, 7], np.int32),
+            Tokens.steps(np.array([3, 4, 7, 7, 7], np.int32)),
             np.array([-3, -4, -7, -7, -7], np.float32),
             np.array([0, 0, 2, 2, 2], np.int32),
             "length",
@@ -288,7 +292,7 @@ def test_a_drain_moves_what_is_not_finished():
         assert (
             same(found[0], piece([9, 2], "stop")) and same(found[1], lengthy) and same(found[2], piece([2], "stop", 2))
         )
-        assert found[3].tokens_S.tolist() == [5, 6, 2] and found[3].versions_S.tolist() == [1, 2, 2]
+        assert found[3].content.tokens_S.tolist() == [5, 6, 2] and found[3].versions_S.tolist() == [1, 2, 2]
         assert idle(pool)
 
     run(main)
@@ -341,7 +345,7 @@ def test_what_is_moved_waits_for_a_replica_and_keeps_its_place():
         await settle()
         a.answer(2, piece([2], "stop"))
         await calls[1]
-        assert [c.tokens_S.tolist() for c in await calls[0]] == [[3, 2], [4, 2]] and idle(pool)
+        assert [c.content.tokens_S.tolist() for c in await calls[0]] == [[3, 2], [4, 2]] and idle(pool)
 
     run(main)
 
@@ -362,9 +366,9 @@ def test_moved_twice_and_then_its_replica_dies():
         replicas[2].die()
         await settle()
         (request,) = replicas[3].generates[0][0]
-        assert (request.tokens_P.tolist(), request.position) == ([5, 6, 7, 8, 3, 4, 5], 3)
+        assert (request.content.tokens_T.tolist(), request.position) == ([5, 6, 7, 8, 3, 4, 5], 3)
         replicas[3].answer(0, piece([2], "stop"))
-        assert (await call)[0].tokens_S.tolist() == [3, 4, 5, 2] and idle(pool)
+        assert (await call)[0].content.tokens_S.tolist() == [3, 4, 5, 2] and idle(pool)
 
     run(main)
 
@@ -383,7 +387,7 @@ def test_a_replica_that_dies_while_it_is_drained():
         pool.mark_alive("a")
         assert pool.observe().replicas[0].closed == ("drained",)
         b.answer(0, piece([2], "stop"))
-        assert (await call)[0].tokens_S.tolist() == [2] and idle(pool)
+        assert (await call)[0].content.tokens_S.tolist() == [2] and idle(pool)
 
     run(main)
 
@@ -468,7 +472,7 @@ def test_a_drain_ends_when_the_replica_is_reopened():
         await asyncio.sleep(1.5)
         assert drained.done() and len(a.aborted) == 1
         a.answer(1, piece([2], "stop"))
-        assert (await call)[0].tokens_S.tolist() == [3, 2]
+        assert (await call)[0].content.tokens_S.tolist() == [3, 2]
 
     run(main)
 

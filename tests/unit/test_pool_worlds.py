@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.content.tokens import Tokens
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.placement.replica_speed import ReplicaSpeed
@@ -120,7 +121,7 @@ class World:
         prompt = np.arange(1, rng.randint(2, 9), dtype=np.int32)
         params = SamplingParams(rng.randint(1, 100), stop_tokens=(STOP,))
         keys = [rng.getrandbits(60) for _ in range(rng.choice([1, 1, 3, 4, 12]))]
-        requests = [Request(prompt, params, key) for key in keys]
+        requests = [Request(Tokens(prompt), params, key) for key in keys]
         call = asyncio.ensure_future(pool.generate(requests, priority=number, key=rng.choice([None, number % 7])))
         if rng.random() < 0.25:
             await asyncio.sleep(rng.random() * 20)
@@ -133,8 +134,8 @@ class World:
         expected = await make_engine().generate(requests)
         for found, right in zip(call.result(), expected, strict=True):
             assert found.finish == right.finish
-            assert np.array_equal(found.tokens_S, right.tokens_S)
-            assert len(found.logprobs_S) == len(found.versions_S) == len(found.tokens_S)
+            assert np.array_equal(found.content.tokens_S, right.content.tokens_S)
+            assert len(found.logprobs_S) == len(found.versions_S) == len(found.content.tokens_S)
 
     async def trouble(self) -> None:
         while asyncio.get_running_loop().time() < 80:  # else some would never come to an end
@@ -212,7 +213,7 @@ def test_a_moved_sample_is_the_undisturbed_one(moves):
         pool = EnginePool(handles, limit=12)
         params = SamplingParams(56, temperature=0.8, top_p=0.95, stop_tokens=(5,))
         prompts = [np.arange(1, 4 + n % 3, dtype=np.int32) + n for n in range(4)]
-        groups = [[Request(p, params, noise_key(7, n, s)) for s in range(4)] for n, p in enumerate(prompts)]
+        groups = [[Request(Tokens(p), params, noise_key(7, n, s)) for s in range(4)] for n, p in enumerate(prompts)]
         calm = [await engines[0].generate(group) for group in groups]
         asked: list[int] = []
         calls = [asyncio.ensure_future(pool.generate(group, priority=n, key=n)) for n, group in enumerate(groups)]
@@ -239,6 +240,6 @@ def test_a_moved_sample_is_the_undisturbed_one(moves):
     calm, found, moved = asyncio.run(asyncio.wait_for(main(network_of()), 60))
     assert moved > 0 and {c.finish for c in calm} == {"stop", "length"}
     for one, other in zip(calm, found, strict=True):
-        assert one.tokens_S.tolist() == other.tokens_S.tolist() and one.finish == other.finish
+        assert one.content.tokens_S.tolist() == other.content.tokens_S.tolist() and one.finish == other.finish
         np.testing.assert_allclose(one.logprobs_S, other.logprobs_S, atol=1e-5, rtol=0)
-        assert len(other.versions_S) == len(other.tokens_S)
+        assert len(other.versions_S) == len(other.content.tokens_S)

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 from gcore.config.tree import Config, Lora
+from gcore.content.tokens import Tokens
 from gcore.controller.build import build_engine, build_judge, build_scorer, build_trainer
 from gcore.controller.plan import Machine, make_plan
 from gcore.generation.noise import noise_key
@@ -158,17 +159,20 @@ def error(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
 @pytest.mark.parametrize("name", ["engine", "judge"])
 def test_engines_in_bfloat16_are_as_near_to_float32_as_the_library(name, roles, texts, libraries):
     requests = [
-        Request(text[:PROMPT], SamplingParams(max_tokens=STEPS), noise_key(0, i)) for i, text in enumerate(texts)
+        Request(Tokens(text[:PROMPT]), SamplingParams(max_tokens=STEPS), noise_key(0, i))
+        for i, text in enumerate(texts)
     ]
     found = asyncio.run(roles[name].generate(requests))
-    whole = [np.concatenate([text[:PROMPT], c.tokens_S]) for text, c in zip(texts, found, strict=True)]
+    whole = [np.concatenate([text[:PROMPT], c.content.tokens_S]) for text, c in zip(texts, found, strict=True)]
     wanted, usual = ([logprobs_by(network, text) for text in whole] for network in libraries)
     assert error([c.logprobs_S for c in found], wanted) < 1.3 * error(usual, wanted)
 
 
 def test_the_trainer_in_bfloat16_is_as_near_to_float32_as_the_library(roles, texts, libraries):
     zeros = np.zeros(STEPS, np.float32)
-    samples = [Sample(i, 0, text, np.ones(STEPS, bool), zeros, zeros) for i, text in enumerate(texts)]
+    samples = [
+        Sample(i, 0, Tokens.split(text, STEPS), np.ones(STEPS, bool), zeros, zeros) for i, text in enumerate(texts)
+    ]
     keys = [s.key for s in samples]
     wanted, usual = ([logprobs_by(network, text) for text in texts] for network in libraries)
     for rows in ((tuple(keys),), tuple((key,) for key in keys)):

@@ -16,6 +16,7 @@ import yaml
 
 from gcore.cli import main
 from gcore.config import load_config
+from gcore.content.tokens import Tokens
 from gcore.controller import preflight as checks
 from gcore.controller.dry_run import answers, shortened
 from gcore.controller.footprint import check_sizes, num_parameters, parts
@@ -317,7 +318,7 @@ def test_judges_show_what_they_read_and_are_not_called(place, capsys):
 
 def test_a_made_up_answer_is_one_that_the_policy_could_give():
     def made_up(alphabet, limit, answer=None):
-        prompt = Prompt(0, 0, (), "", None, {} if answer is None else {"answer": answer})
+        prompt = Prompt(0, 0, (), "", Tokens(None), {} if answer is None else {"answer": answer})
         return [rollout.text for rollout in answers(prompt, build_char_tokenizer(alphabet), limit)]
 
     assert made_up("0123456789", 5, 13) == ["42", "13"]

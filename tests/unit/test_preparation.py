@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gcore.config.tree import Algorithm
+from gcore.content.tokens import Tokens
 from gcore.preparation.advantages import ESTIMATORS, grpo
 from gcore.preparation.samples import advantages_of, charge_kl, make_samples
 from gcore.protocols import Rendezvous
@@ -23,8 +24,8 @@ def scored(prompt: int, sibling: int, reward: float, mask, finish="stop") -> Sco
     mask_S = np.array(mask, bool)
     tokens_S = np.zeros(len(mask_S), np.int32)
     floats = np.zeros(len(mask_S), np.float32)
-    given = Prompt(prompt, prompt, (), "", np.array([1, 2], np.int32))
-    return Scored(Rollout(given, sibling, tokens_S, floats, mask_S, "", tokens_S, finish), reward)
+    given = Prompt(prompt, prompt, (), "", Tokens(np.array([1, 2], np.int32)))
+    return Scored(Rollout(given, sibling, Tokens.steps(tokens_S), floats, mask_S, "", tokens_S, finish), reward)
 
 
 def on_controllers(work, groups, size=1):

@@ -146,7 +146,7 @@ def test_strings_go_in_as_they_are_without_a_template(base):
     assert base.convert_ids_to_tokens(tokens) == ["<bos>", "1", "+", "1", "="] and tokens.dtype == np.int32
     for prompt in ("<bos>1+1=", "1+1="):  # one bos, not two
         assert templater.render({"prompt": prompt})[2].tolist() == tokens.tolist()
-    assert base.convert_ids_to_tokens(templater.demonstration(TRL)) == ["2", "<eos>"]
+    assert base.convert_ids_to_tokens(templater.demonstration(TRL).tokens_S) == ["2", "<eos>"]
     assert templater.prompt(TRL, 0, 0).columns["prompt"] == "1+1="
 
 
@@ -500,7 +500,7 @@ def test_render_text_and_tokens_agree(tokenizer):
 
 
 def test_demonstration_is_answer_and_eos(tokenizer):
-    tokens = Templater(tokenizer, data_for(path="x")).demonstration({"prompt": "9+3=", "answer": 12})
+    tokens = Templater(tokenizer, data_for(path="x")).demonstration({"prompt": "9+3=", "answer": 12}).tokens_S
     assert tokens.dtype == np.int32
     assert tokenizer.convert_ids_to_tokens(tokens) == ["1", "2", "<eos>"]
     with pytest.raises(UserError, match=r"data\.train\.answer_column"):
@@ -510,7 +510,7 @@ def test_demonstration_is_answer_and_eos(tokenizer):
 @pytest.mark.parametrize(("demonstration", "said"), [(None, "12"), ("13", "13"), (0, "0"), ("", "")])
 def test_a_null_demonstration_is_the_answer(tokenizer, demonstration, said):
     row = {"prompt": "9+3=", "answer": 12, "demonstration": demonstration}
-    tokens = Templater(tokenizer, data_for(path="x")).demonstration(row)
+    tokens = Templater(tokenizer, data_for(path="x")).demonstration(row).tokens_S
     assert tokenizer.convert_ids_to_tokens(tokens) == [*said, "<eos>"]
 
 
@@ -577,7 +577,7 @@ def test_prompts_carry_columns_and_answer(tokenizer):
     prompt = source.at(6)
     assert (prompt.id, prompt.row, prompt.text) == (6, 0, "<bos>1+1=")
     assert prompt.columns == {**VERL, "answer": "2"}
-    assert tokenizer.convert_ids_to_tokens(source.demonstration(6)) == ["2", "<eos>"]
+    assert tokenizer.convert_ids_to_tokens(source.demonstration(6).tokens_S) == ["2", "<eos>"]
     asked = PromptSource([{"question": "1", "label": "2", "level": 3}], [0], Templater(tokenizer, data), seed=0).at(0)
     assert asked.columns == {"prompt": "1", "label": "2", "level": 3, "answer": "2"}
     bare = PromptSource([{"prompt": "1"}], [0], Templater(tokenizer, data), seed=0).at(0)

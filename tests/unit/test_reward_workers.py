@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from gcore.config.tree import RewardFunction, Rewards
+from gcore.content.tokens import Tokens
 from gcore.rewarding import workers
 from gcore.rewarding.processes import kill_group
 from gcore.rewarding.rewarder import WeightedRewarder
@@ -189,10 +190,14 @@ def pool_of(place, pools):
 
 
 def group_of(*texts: str, **columns) -> list[Rollout]:
-    prompt = Prompt(70, 6, ({"role": "user", "content": "1+1="},), "<bos>1+1=", np.array([1], np.int32), columns)
+    prompt = Prompt(
+        70, 6, ({"role": "user", "content": "1+1="},), "<bos>1+1=", Tokens(np.array([1], np.int32)), columns
+    )
     steps = np.zeros(2, np.float32)
     return [
-        Rollout(prompt, i, np.array([i, 2], np.int32), steps, steps == 0, text, np.zeros(2, np.int32), "stop")
+        Rollout(
+            prompt, i, Tokens.steps(np.array([i, 2], np.int32)), steps, steps == 0, text, np.zeros(2, np.int32), "stop"
+        )
         for i, text in enumerate(texts)
     ]
 

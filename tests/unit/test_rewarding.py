@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gcore.config.tree import RewardFunction
+from gcore.content.tokens import Tokens
 from gcore.rewarding import rules
 from gcore.rewarding.functions import adapt, load_function
 from gcore.rewarding.rewarder import WeightedRewarder
@@ -19,11 +20,13 @@ from gcore.types import Prompt, RewardError, Rollout, UserError
 
 
 def group_of(*texts: str, messages=({"role": "user", "content": "1+1="},), **columns) -> list[Rollout]:
-    prompt = Prompt(70, 6, tuple(messages), "<bos>1+1=", np.array([1, 2], np.int32), columns)
+    prompt = Prompt(70, 6, tuple(messages), "<bos>1+1=", Tokens(np.array([1, 2], np.int32)), columns)
     n = len(texts)
     steps = np.zeros(2, np.float32)
     return [
-        Rollout(prompt, i, np.array([i, 2], np.int32), steps, steps == 0, text, np.zeros(2, np.int32), "stop")
+        Rollout(
+            prompt, i, Tokens.steps(np.array([i, 2], np.int32)), steps, steps == 0, text, np.zeros(2, np.int32), "stop"
+        )
         for i, text in zip(range(n), texts, strict=True)
     ]
 

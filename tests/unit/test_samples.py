@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gcore.content.tokens import Tokens
 from gcore.observe import samples
 from gcore.observe.samples import SampleLog, read_samples, rewind_samples, shortened
 from gcore.types import Prompt, Rollout, Scored
@@ -15,10 +16,10 @@ from gcore.types import Prompt, Rollout, Scored
 
 def group_of(number: int, siblings: int = 2, text: str = "85") -> list[Scored]:
     prompt = Prompt(
-        number, number % 7, ({"role": "user", "content": "27+58="},), "<s>27+58=", np.arange(3), {"answer": 85}
+        number, number % 7, ({"role": "user", "content": "27+58="},), "<s>27+58=", Tokens(np.arange(3)), {"answer": 85}
     )
     steps = np.array([4, 5, 2], np.int32)
-    made = Rollout(prompt, 0, steps, steps * 0.1, steps > 0, text, np.array([4, 3, 4], np.int32), "stop")
+    made = Rollout(prompt, 0, Tokens.steps(steps), steps * 0.1, steps > 0, text, np.array([4, 3, 4], np.int32), "stop")
     notes = {"critic": ["Right. Score: 9"]}
     return [Scored(replace(made, sibling=i), i / 2, {"exact": 1.0, "critic": 0.9}, notes) for i in range(siblings)]
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 from gcore.config import load_config
 from gcore.config.reward_model import Pairs, PairTraining, RewardModelConfig
 from gcore.config.tree import BuildModel, Model, ScalarReward
+from gcore.content.tokens import Tokens
 from gcore.controller.train_rm import pair_of, read_pairs
 from gcore.models import load_model, load_scorer, score_texts
 from gcore.observe.trace import Tracer
@@ -60,10 +61,12 @@ def tokens(conversation: str) -> np.ndarray:
 
 
 def group_of(*texts: str, messages: Any = ({"role": "user", "content": "1+1="},)) -> list[Rollout]:
-    prompt = Prompt(70, 6, tuple(messages), "<bos>1+1=", np.array([1, 2], np.int32))
+    prompt = Prompt(70, 6, tuple(messages), "<bos>1+1=", Tokens(np.array([1, 2], np.int32)))
     steps = np.zeros(2, np.float32)
     return [
-        Rollout(prompt, i, np.array([i, 2], np.int32), steps, steps == 0, said, np.zeros(2, np.int32), "stop")
+        Rollout(
+            prompt, i, Tokens.steps(np.array([i, 2], np.int32)), steps, steps == 0, said, np.zeros(2, np.int32), "stop"
+        )
         for i, said in enumerate(texts)
     ]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gcore.config.tree import Config
+from gcore.content.tokens import Tokens
 from gcore.models import load_model
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
@@ -69,7 +70,16 @@ def samples_of(seed: int = 0, prompts: int = 4, siblings: int = 3) -> list[Sampl
             mask[-1] = True
             tokens = np.concatenate([start, rng.integers(4, 16, n)]).astype(np.int32)
             advantages = np.full(n, rng.normal(), np.float32)
-            found.append(Sample(prompt, sibling, tokens, mask, -rng.exponential(1, n).astype(np.float32), advantages))
+            found.append(
+                Sample(
+                    prompt,
+                    sibling,
+                    Tokens.split(tokens, n),
+                    mask,
+                    -rng.exponential(1, n).astype(np.float32),
+                    advantages,
+                )
+            )
     return found
 
 
@@ -106,7 +116,7 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 def alone(network, sample: Sample, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs and entropies of a sample's steps by the library's plain forward pass."""
-    tokens = torch.from_numpy(sample.tokens_T.astype(np.int64))
+    tokens = torch.from_numpy(sample.content.tokens_T.astype(np.int64))
     logprobs = torch.log_softmax(network(tokens[None]).logits[0].float() / temperature, -1)
     first = len(tokens) - sample.num_steps
     wanted = logprobs[first - 1 : len(tokens) - 1]
@@ -142,9 +152,15 @@ def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens
 
 def test_packed_by_hand():
     samples = {
-        (0, 0): Sample(0, 0, np.array([5, 6, 7], np.int32), *(np.array([1, 1]) > 0, np.zeros(2), np.full(2, 0.5))),
-        (0, 1): Sample(0, 1, np.array([5, 8], np.int32), *(np.array([0]) > 0, np.full(1, -0.25), np.full(1, -0.5))),
-        (1, 0): Sample(1, 0, np.array([9, 9, 4], np.int32), *(np.array([1]) > 0, np.zeros(1), np.full(1, 2.0))),
+        (0, 0): Sample(
+            0, 0, Tokens.split(np.array([5, 6, 7], np.int32), 2), *(np.array([1, 1]) > 0, np.zeros(2), np.full(2, 0.5))
+        ),
+        (0, 1): Sample(
+            0, 1, Tokens.split(np.array([5, 8], np.int32), 1), *(np.array([0]) > 0, np.full(1, -0.25), np.full(1, -0.5))
+        ),
+        (1, 0): Sample(
+            1, 0, Tokens.split(np.array([9, 9, 4], np.int32), 1), *(np.array([1]) > 0, np.zeros(1), np.full(1, 2.0))
+        ),
     }
     packed = to_tensors(MicroBatch((((0, 0), (0, 1)), ((1, 0),)), 6), samples, CPU)
     assert packed.tokens_RW.tolist() == [[5, 6, 7, 5, 8, 0], [9, 9, 4, 0, 0, 0]]
@@ -438,7 +454,7 @@ def test_the_samples_of_a_bad_update_are_written_down(tmp_path):
     assert sorted(rows) == [s.key for s in samples[6:]]
     for s in sick[6:]:
         row = rows[s.key]
-        assert row["tokens"] == s.tokens_T.tolist() and row["mask"] == s.mask_S.tolist()
+        assert row["tokens"] == s.content.tokens_T.tolist() and row["mask"] == s.mask_S.tolist()
         assert row["reward"] == s.reward and row["temperature"] == 1.0
         for column, values in {"advantages": s.advantages_S, "rollout_logprobs": s.rollout_logprobs_S}.items():
             assert np.array_equal(row[column], values, equal_nan=True)

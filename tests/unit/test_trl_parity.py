@@ -82,8 +82,8 @@ def padded(values) -> torch.Tensor:
 
 
 def trl_batch(samples: list[Sample], old, ref) -> dict[str, torch.Tensor]:
-    prompts = [s.tokens_T[: len(s.tokens_T) - s.num_steps] for s in samples]
-    completions = [s.tokens_T[len(s.tokens_T) - s.num_steps :] for s in samples]
+    prompts = [s.content.tokens_T[: len(s.content.tokens_T) - s.num_steps] for s in samples]
+    completions = [s.content.tokens_T[len(s.content.tokens_T) - s.num_steps :] for s in samples]
     left = torch.nn.utils.rnn.pad_sequence
     return {
         "prompt_ids": left([torch.tensor(p.astype(np.int64)) for p in prompts], True, 0, "left"),

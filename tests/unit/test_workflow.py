@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from gcore.config.tree import Config
+from gcore.content.text import TextModality
+from gcore.content.tokens import Tokens
 from gcore.controller import workflow
 from gcore.controller.workflow import SampleContext, SharedContext, StageClock, generate_and_reward
 from gcore.generation.noise import noise_key
@@ -29,7 +31,9 @@ def tokens(text: str) -> list[int]:
     return found
 
 
-PROMPT = Prompt(70, 6, ({"role": "user", "content": "1+2="},), "<bos>1+2=", np.array(tokens("<bos>1+2="), np.int32))
+PROMPT = Prompt(
+    70, 6, ({"role": "user", "content": "1+2="},), "<bos>1+2=", Tokens(np.array(tokens("<bos>1+2="), np.int32))
+)
 
 
 class Engine:
@@ -50,7 +54,7 @@ class Engine:
         logprobs = -np.arange(self.said + 1, self.said + 1 + len(words)).astype(np.float32)
         self.said += len(words)
         versions = np.full(len(words), self.version, np.int32)
-        return Completion(words, logprobs, versions, "stop" if text.endswith(".") else "length")
+        return Completion(Tokens.steps(words), logprobs, versions, "stop" if text.endswith(".") else "length")
 
 
 class Judge:
@@ -78,7 +82,8 @@ def make_shared(
     tree["generation"] = {"max_response_length": ROOM, "temperature": 0.7, "top_p": 0.9, "top_k": 5, **generation}
     config = Config.model_validate(tree)
     assert (config.run.seed, config.sampling.samples_per_prompt) == (SEED, SIBLINGS)
-    return SharedContext(config, engine, judge or Judge(), tokenizer, (EOS,), greedy=greedy)
+    modality = TextModality(config.generation, tokenizer, (EOS,))
+    return SharedContext(config, engine, judge or Judge(), modality, greedy=greedy)
 
 
 def context(engine: Any, **options: Any) -> Any:
@@ -91,7 +96,7 @@ def run(main: Any) -> Any:
 
 def asked(request: Request) -> tuple[list[int], int, int, float, int]:
     params = request.params
-    return request.tokens_P.tolist(), request.noise_key, request.position, params.temperature, params.max_tokens
+    return request.content.tokens_T.tolist(), request.noise_key, request.position, params.temperature, params.max_tokens
 
 
 def key(sibling: int) -> int:
@@ -106,7 +111,7 @@ def test_generate_asks_for_siblings_with_noise_of_their_own():
     ctx = context(engine)
     group = run(ctx.generate(PROMPT))
     assert [asked(r) for r in engine.asked] == [
-        (PROMPT.tokens_P.tolist(), key(s), 0, 0.7, ROOM) for s in range(SIBLINGS)
+        (PROMPT.content.tokens_P.tolist(), key(s), 0, 0.7, ROOM) for s in range(SIBLINGS)
     ]
     params = engine.asked[0].params
     assert (params.top_p, params.top_k, params.stop_tokens) == (0.9, 5, (EOS,))
@@ -117,14 +122,16 @@ def test_generate_asks_for_siblings_with_noise_of_their_own():
         "length",
     ]
     second = group[1]
-    assert second.tokens_S.tolist() == tokens("12.") and second.logprobs_S.tolist() == [-3, -4, -5]
+    assert second.content.tokens_S.tolist() == tokens("12.") and second.logprobs_S.tolist() == [-3, -4, -5]
     assert (second.mask_S.tolist(), second.versions_S.tolist(), second.temperature) == ([True] * 3, [0] * 3, 0.7)
-    kinds = (second.tokens_S.dtype, second.logprobs_S.dtype, second.mask_S.dtype, second.versions_S.dtype)
+    kinds = (second.content.tokens_S.dtype, second.logprobs_S.dtype, second.mask_S.dtype, second.versions_S.dtype)
     assert kinds == (np.int32, np.float32, np.bool_, np.int32)
 
     more = run(ctx.generate(PROMPT, 2, temperature=1.5, max_tokens=3, top_k=0))  # siblings of those before
     assert [r.sibling for r in more] == [4, 5]
-    assert [asked(r) for r in engine.asked[4:]] == [(PROMPT.tokens_P.tolist(), key(s), 0, 1.5, 3) for s in (4, 5)]
+    assert [asked(r) for r in engine.asked[4:]] == [
+        (PROMPT.content.tokens_P.tolist(), key(s), 0, 1.5, 3) for s in (4, 5)
+    ]
     assert engine.asked[4].params.top_k == 0 and engine.asked[4].params.top_p == 0.9
     assert [r.temperature for r in more] == [1.5, 1.5]
 
@@ -135,15 +142,15 @@ def test_what_the_engine_said_is_never_tokenised_again():
 
     class Odd(Engine):
         def _answer(self, text: str) -> Completion:
-            return Completion(odd, np.zeros(5, np.float32), np.zeros(5, np.int32), "stop")
+            return Completion(Tokens.steps(odd), np.zeros(5, np.float32), np.zeros(5, np.int32), "stop")
 
     engine = Odd("", "")
     ctx = context(engine)
     (first,) = run(ctx.generate(PROMPT, 1))
-    assert first.tokens_S.tolist() == odd.tolist() and first.text == "4"
+    assert first.content.tokens_S.tolist() == odd.tolist() and first.text == "4"
     second = run(ctx.proceed(first, "?"))
-    assert second.tokens_S.tolist() == [*odd, *tokens("?"), *odd]
-    assert engine.asked[1].tokens_P.tolist() == [*PROMPT.tokens_P.tolist(), *odd, *tokens("?")]
+    assert second.content.tokens_S.tolist() == [*odd, *tokens("?"), *odd]
+    assert engine.asked[1].content.tokens_T.tolist() == [*PROMPT.content.tokens_P.tolist(), *odd, *tokens("?")]
 
 
 def test_evaluations_are_greedy_and_single_whatever_is_asked():
@@ -183,17 +190,17 @@ def test_proceed_with_text():
     (first,) = run(ctx.generate(PROMPT, 1))
     engine.version = 4
     found = run(ctx.proceed(first, "ab?"))
-    so_far = [*PROMPT.tokens_P.tolist(), *tokens("12.ab?")]
+    so_far = [*PROMPT.content.tokens_P.tolist(), *tokens("12.ab?")]
     assert asked(engine.asked[1]) == (so_far, key(0), 6, 0.7, ROOM - 6)  # the noise goes on where it stood
     assert engine.asked[1].params.stop_tokens == (EOS,) and engine.asked[1].params.top_p == 0.9
-    assert found.tokens_S.tolist() == tokens("12.ab?3.") and found.text == "12ab?3"
+    assert found.content.tokens_S.tolist() == tokens("12.ab?3.") and found.text == "12ab?3"
     assert found.mask_S.tolist() == [True] * 3 + [False] * 3 + [True] * 2
     assert found.logprobs_S.tolist() == [-1, -2, -3, 0, 0, 0, -4, -5]
     assert found.versions_S.tolist() == [0, 0, 0, 0, 0, 0, 4, 4] and found.version == 0
     assert (found.sibling, found.finish, found.temperature) == (0, "stop", 0.7)
-    kinds = (found.tokens_S.dtype, found.logprobs_S.dtype, found.mask_S.dtype, found.versions_S.dtype)
+    kinds = (found.content.tokens_S.dtype, found.logprobs_S.dtype, found.mask_S.dtype, found.versions_S.dtype)
     assert kinds == (np.int32, np.float32, np.bool_, np.int32)
-    assert first.tokens_S.tolist() == tokens("12.")  # as it was
+    assert first.content.tokens_S.tolist() == tokens("12.")  # as it was
 
 
 def test_proceed_with_nothing_to_say():
@@ -201,8 +208,8 @@ def test_proceed_with_nothing_to_say():
     ctx = context(engine)
     (first,) = run(ctx.generate(PROMPT, 1, max_tokens=2))
     found = run(ctx.proceed(first))
-    assert asked(engine.asked[1]) == ([*PROMPT.tokens_P.tolist(), *tokens("12")], key(0), 2, 0.7, ROOM - 2)
-    assert (found.tokens_S.tolist(), found.mask_S.tolist()) == (tokens("123."), [True] * 4)
+    assert asked(engine.asked[1]) == ([*PROMPT.content.tokens_P.tolist(), *tokens("12")], key(0), 2, 0.7, ROOM - 2)
+    assert (found.content.tokens_S.tolist(), found.mask_S.tolist()) == (tokens("123."), [True] * 4)
 
 
 @pytest.mark.parametrize(("said", "between"), [("12.", "b?"), ("12", ".b?")])
@@ -212,9 +219,9 @@ def test_proceed_with_messages_closes_the_turn_once(said, between):
     ctx = context(engine)
     (first,) = run(ctx.generate(PROMPT, 1))
     found = run(ctx.proceed(first, [{"role": "tool", "content": "b"}, {"role": "user", "content": "?"}]))
-    assert found.tokens_S.tolist() == tokens(f"{said}{between}3.")
+    assert found.content.tokens_S.tolist() == tokens(f"{said}{between}3.")
     assert found.mask_S.tolist() == [True] * len(tokens(said)) + [False] * len(tokens(between)) + [True] * 2
-    assert engine.asked[1].tokens_P.tolist() == [*PROMPT.tokens_P.tolist(), *tokens(said + between)]
+    assert engine.asked[1].content.tokens_T.tolist() == [*PROMPT.content.tokens_P.tolist(), *tokens(said + between)]
 
 
 def test_messages_come_as_the_chat_template_writes_them():
@@ -227,7 +234,7 @@ def test_messages_come_as_the_chat_template_writes_them():
     ctx = context(engine, tokenizer=tokenizer)
     (first,) = run(ctx.generate(PROMPT, 1))
     found = run(ctx.proceed(first, [{"role": "bystander", "content": "?"}]))
-    assert found.tokens_S.tolist() == tokens("1. b?. a2.")
+    assert found.content.tokens_S.tolist() == tokens("1. b?. a2.")
     assert found.mask_S.tolist() == [True] * 2 + [False] * 6 + [True] * 2
 
 
@@ -248,10 +255,10 @@ def test_all_turns_share_one_limit(added, room):
     (first,) = run(ctx.generate(PROMPT, 1, max_tokens=4))
     found = run(ctx.proceed(first, "?" * added))
     if room:
-        assert engine.asked[1].params.max_tokens == 1 and len(found.tokens_S) == ROOM
+        assert engine.asked[1].params.max_tokens == 1 and len(found.content.tokens_S) == ROOM
     else:  # what was said without an answer is not part of it
         assert len(engine.asked) == 1 and found.finish == "length"
-        assert found.tokens_S.tolist() == first.tokens_S.tolist() and found.mask_S.all()
+        assert found.content.tokens_S.tolist() == first.content.tokens_S.tolist() and found.mask_S.all()
 
 
 def test_a_turn_may_be_shorter_than_the_room():
@@ -292,7 +299,7 @@ def test_branches_are_new_siblings_of_one_beginning():
     (first, _) = run(ctx.generate(PROMPT, 2))
     engine.version = 2
     branches = run(ctx.branch(first, 3))
-    start, siblings = [*PROMPT.tokens_P.tolist(), *tokens("12")], [r.sibling for r in branches]
+    start, siblings = [*PROMPT.content.tokens_P.tolist(), *tokens("12")], [r.sibling for r in branches]
     assert len({0, 1, *siblings}) == 5
     assert [asked(r) for r in engine.asked[2:]] == [(start, key(s), 2, 0.7, ROOM - 2) for s in siblings]
     assert [r.text for r in branches] == ["1234", "125", "126"]

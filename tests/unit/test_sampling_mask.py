@@ -9,35 +9,37 @@ import torch
 
 from gcore.checkpoint.pending_groups import load_pending_groups, save_pending_groups
 from gcore.config.advice import warnings
+from gcore.content.tokens import SamplingMask, Tokens
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
-from gcore.generation.pool import _joined
 from gcore.generation.sampling import Rows, sample
 from gcore.preparation.samples import to_sample
 from gcore.training import logprob_model as policy_module
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import to_tensors
-from gcore.types import Completion, Kept, MicroBatch, Prompt, Request, Rollout, SamplingParams, Scored, UserError
+from gcore.types import Completion, MicroBatch, Prompt, Request, Rollout, SamplingParams, Scored, UserError
 from tests.unit.test_presets import config_of
 from tests.unit.test_training import CPU, batch_of, network_of, trainer_of, update, world  # noqa: F401 (a fixture)
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
 
-def kept_of(*steps) -> Kept:
-    return Kept(np.concatenate([np.array(s, np.int32) for s in steps]), np.array([len(s) for s in steps], np.int32))
+def mask_of(*steps) -> SamplingMask:
+    return SamplingMask(
+        np.concatenate([np.array(s, np.int32) for s in steps]), np.array([len(s) for s in steps], np.int32)
+    )
 
 
-def plain(kept: Kept | None):
+def plain(kept: SamplingMask | None):
     return None if kept is None else (kept.ids_K.tolist(), kept.counts_S.tolist())
 
 
 def test_joined_by_hand():
-    assert plain(Kept.joined((kept_of([4, 9], [1]), 2), (None, 3), (kept_of([2]), 1))) == (
+    assert plain(SamplingMask.joined((mask_of([4, 9], [1]), 2), (None, 3), (mask_of([2]), 1))) == (
         [4, 9, 1, 2],
         [2, 1, 0, 0, 0, 1],
     )
-    assert Kept.joined((None, 3), (None, 2)) is None
+    assert SamplingMask.joined((None, 3), (None, 2)) is None
 
 
 # --- the engine
@@ -49,7 +51,7 @@ def test_sampling_gives_what_was_left_and_logprobs_among_it(limits):
     rows = Rows(8)
     for i in range(6):  # every other row is asked
         params = SamplingParams(1, **limits, keep_mask=i % 2 == 0)
-        rows.put(i, Request(PROMPT, params, noise_key(i)))
+        rows.put(i, Request(Tokens(PROMPT), params, noise_key(i)))
     tokens, logprobs, kept = sample(logits, rows)
     assert sorted(kept) == [0, 2, 4]
     full = torch.log_softmax(logits / limits.get("temperature", 1.0), -1).double()
@@ -68,7 +70,7 @@ def test_sampling_gives_what_was_left_and_logprobs_among_it(limits):
 @pytest.mark.parametrize("params", [{}, {"top_k": 3, "temperature": 0.0}])
 def test_nothing_is_kept_where_nothing_was_left_out_or_nothing_sampled(params):
     rows = Rows(1)
-    rows.put(0, Request(PROMPT, SamplingParams(1, **params, keep_mask=True), 1))
+    rows.put(0, Request(Tokens(PROMPT), SamplingParams(1, **params, keep_mask=True), 1))
     assert sample(torch.randn(1, 20), rows)[2] == {}
 
 
@@ -82,21 +84,25 @@ def test_engine_and_trainer_agree():
                 parameter.mul_(4)  # neither flat nor certain
     engine = EmbeddedEngine(network, max_concurrent=4, max_length=24)
     params = SamplingParams(6, top_p=0.7, keep_mask=True)
-    completions = asyncio.run(engine.generate([Request(PROMPT, params, noise_key(i)) for i in range(5)]))
+    completions = asyncio.run(engine.generate([Request(Tokens(PROMPT), params, noise_key(i)) for i in range(5)]))
     engine.close()
     samples = {}
     for i, c in enumerate(completions):
-        assert len(c.kept.counts_S) == 6 and c.kept.counts_S.min() >= 1 and len(c.kept.ids_K) == c.kept.counts_S.sum()
-        prompt = Prompt(0, 0, (), "", PROMPT)
+        assert (
+            len(c.content.sampling_mask.counts_S) == 6
+            and c.content.sampling_mask.counts_S.min() >= 1
+            and len(c.content.sampling_mask.ids_K) == c.content.sampling_mask.counts_S.sum()
+        )
+        prompt = Prompt(0, 0, (), "", Tokens(PROMPT))
         rollout = Rollout(
-            prompt, i, c.tokens_S, c.logprobs_S, np.ones(6, bool), "", c.versions_S, "length", kept=c.kept
+            prompt, i, prompt.content.extended(c.content), c.logprobs_S, np.ones(6, bool), "", c.versions_S, "length"
         )
         samples[0, i] = to_sample(Scored(rollout, 1.0), 0.5)
-    assert max(c.kept.counts_S.max() for c in completions) > 1
+    assert max(c.content.sampling_mask.counts_S.max() for c in completions) > 1
     packed = to_tensors(MicroBatch((((0, 0), (0, 1)), ((0, 2), (0, 3)), ((0, 4),)), 18), samples, CPU)
     with torch.no_grad():
         logprobs_S, entropy_S = LogprobModel(network)(*packed.inputs)
-        full_S, _ = LogprobModel(network)(*dataclasses.replace(packed, kept=None).inputs)
+        full_S, _ = LogprobModel(network)(*dataclasses.replace(packed, sampling_mask=None).inputs)
     assert torch.allclose(logprobs_S, packed.rollout_logprobs_S, atol=1e-5)
     assert torch.isfinite(entropy_S).all() and (entropy_S >= -1e-6).all()
     assert (logprobs_S - full_S).min() > -1e-6 and (logprobs_S - full_S).max() > 0.05
@@ -105,11 +111,12 @@ def test_engine_and_trainer_agree():
 # --- the trainer
 
 
-def sample_of(target: int, kept: Kept | None, sibling: int = 0):
-    prompt = Prompt(0, 0, (), "", PROMPT)
+def sample_of(target: int, kept: SamplingMask | None, sibling: int = 0):
+    prompt = Prompt(0, 0, (), "", Tokens(PROMPT))
     one = np.array([target], np.int32)
+    content = Tokens(PROMPT, one, kept)
     floats = np.zeros(1, np.float32)
-    return to_sample(Scored(Rollout(prompt, sibling, one, floats, one >= 0, "", one, "stop", kept=kept), 1.0), 1.0)
+    return to_sample(Scored(Rollout(prompt, sibling, content, floats, one >= 0, "", one, "stop"), 1.0), 1.0)
 
 
 @pytest.mark.parametrize("corrected", [True, False])
@@ -118,13 +125,13 @@ def test_the_gradient_of_the_sampled_policy_has_mean_zero(corrected):
     often as it comes, must be 0. Without the kept tokens it pushes the policy towards them."""
     network = network_of(config_of())
     policy, ids = LogprobModel(network), [4, 7, 9, 12]
-    kept = kept_of(ids)
+    kept = mask_of(ids)
     samples = {(0, i): sample_of(target, kept, i) for i, target in enumerate(ids)}
     packed = to_tensors(MicroBatch(tuple(((0, i),) for i in range(4)), 8), samples, CPU)
     sampled_S = policy(*packed.inputs)[0].exp().detach()
     assert float(sampled_S.sum()) == pytest.approx(1, abs=1e-6)
     if not corrected:
-        packed = dataclasses.replace(packed, kept=None)
+        packed = dataclasses.replace(packed, sampling_mask=None)
     (sampled_S * policy(*packed.inputs)[0]).sum().backward()
     norm = float(torch.cat([p.grad.flatten() for p in network.parameters()]).norm())
     assert norm < 1e-6 if corrected else norm > 0.1
@@ -133,7 +140,7 @@ def test_the_gradient_of_the_sampled_policy_has_mean_zero(corrected):
 def test_logits_in_chunks_and_steps_without_limits(monkeypatch):
     network = network_of(config_of())
     steps = [[4, 5], [], [6, 7, 8], [9]]
-    samples = {(0, i): sample_of(ids[0] if ids else 11, kept_of(ids), i) for i, ids in enumerate(steps)}
+    samples = {(0, i): sample_of(ids[0] if ids else 11, mask_of(ids), i) for i, ids in enumerate(steps)}
     samples[0, 4] = sample_of(5, None, 4)
     packed = to_tensors(MicroBatch(tuple(((0, i),) for i in range(5)), 8), samples, CPU)
     policy = LogprobModel(network)
@@ -159,7 +166,7 @@ def test_an_update_with_kept_tokens():
     config = config_of(algorithm={"mini_batches": 1, "kl_coef": 0.1})
     trainer = trainer_of(config)
     asyncio.run(trainer.begin())
-    samples = [sample_of(t, kept_of([4, 7, 9]), i) for i, t in enumerate((4, 7, 9))]
+    samples = [sample_of(t, mask_of([4, 7, 9]), i) for i, t in enumerate((4, 7, 9))]
     stats = update(trainer, samples, batch_of(samples))
     assert stats["skipped"] == 0.0 and stats["kl"] == pytest.approx(0, abs=1e-5) and stats["grad_norm"] > 0
 
@@ -168,19 +175,19 @@ def test_an_update_with_kept_tokens():
 
 
 def test_pieces_and_checkpoints_keep_it(tmp_path):
-    start = Completion(*(np.array([1, 2], t) for t in (np.int32, np.float32, np.int32)), "abort", kept_of([1, 3], [2]))
-    end = Completion(*(np.array([5], t) for t in (np.int32, np.float32, np.int32)), "stop", kept_of([5, 6]))
-    whole = _joined(start, end)
-    assert plain(whole.kept) == ([1, 3, 2, 5, 6], [2, 1, 2])
+    columns = [(np.array(n, np.float32), np.array(n, np.int32)) for n in ([1, 2], [5])]
+    start = Completion(Tokens.steps(columns[0][1], mask_of([1, 3], [2])), *columns[0], "abort")
+    end = Completion(Tokens.steps(columns[1][1], mask_of([5, 6])), *columns[1], "stop")
+    whole = start.joined(end)
+    assert plain(whole.content.sampling_mask) == ([1, 3, 2, 5, 6], [2, 1, 2])
+    prompt, bare = Prompt(0, 0, (), "", Tokens(PROMPT)), dataclasses.replace(start, content=Tokens.steps(columns[0][1]))
     rollouts = [
-        Rollout(
-            Prompt(0, 0, (), "", PROMPT), i, c.tokens_S, c.logprobs_S, c.tokens_S > 0, "", c.versions_S, "stop", kept=k
-        )
-        for i, (c, k) in enumerate([(whole, whole.kept), (start, None), (end, end.kept)])
+        Rollout(prompt, i, prompt.content.extended(c.content), c.logprobs_S, c.versions_S > 0, "", c.versions_S, "stop")
+        for i, c in enumerate((whole, bare, end))
     ]
     save_pending_groups(tmp_path, 0, [[Scored(r, 1.0) for r in rollouts]])
-    (found,) = load_pending_groups(tmp_path, lambda n: Prompt(n, n, (), "", PROMPT))
-    assert [plain(s.rollout.kept) for s in found] == [plain(r.kept) for r in rollouts]
+    (found,) = load_pending_groups(tmp_path, lambda n: Prompt(n, n, (), "", Tokens(PROMPT)))
+    assert [plain(s.rollout.content.sampling_mask) for s in found] == [plain(r.content.sampling_mask) for r in rollouts]
 
 
 # --- configuration
