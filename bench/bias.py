@@ -95,6 +95,7 @@ class Team:
         handles = [LocalHandle(f"engine-{i}", engine) for i, engine in enumerate(self.engines)]
         hub, tokenizer = Hub(controllers), load_tokenizer(config.model)
         source, self.started, self.collectors, self.pools = make_source(config, tokenizer), 0, [], []
+        self.version = 0  # of the engines' weights
 
         def accept(group: list[Any]) -> tuple[bool, str]:
             number = group[0].rollout.prompt.id
@@ -110,9 +111,8 @@ class Team:
             rewarder = WeightedRewarder([FunctionSource(config.rewards.functions[0], 1, HERE)])
             modality = TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer))
             shared = SharedContext(config, pool, rewarder, modality)
-            collector = Collector(workflow, shared, group, config.sampling, accept, lambda _: None)
-            collector.source = source
-            self.collectors.append(collector)
+            rest = config.sampling, accept, lambda _: None, source, lambda: self.version
+            self.collectors.append(Collector(workflow, shared, group, *rest))
             self.pools.append(pool)
 
     async def step(self, number: int) -> dict[str, Any]:
@@ -124,8 +124,8 @@ class Team:
         await asyncio.sleep(self.args.train_s)
         for engine in self.engines:
             await engine.load_weights(number, {})
-        for collector, pool in zip(self.collectors, self.pools, strict=True):
-            collector.version = number
+        self.version = number
+        for pool in self.pools:
             pool.resume()
         scored = [s for part in found for group in part.groups for s in group]
         return {

@@ -123,6 +123,7 @@ class Team:
         sampling = {"prompts_per_step": self.target, "filter": "spread", **WAYS[way]}
         hub = Hub(CONTROLLERS)
         self.collectors, self.filters = [], []
+        self.version = 0  # of the engines' weights
         for rank in range(CONTROLLERS):
             own = (seed + 1) * 1000 + rank if self.alone else seed
             config = make_config(own, args.siblings, args.most_tokens, sampling=sampling)
@@ -132,7 +133,8 @@ class Team:
             tokenizer = load_tokenizer(config.model)
             rewarder = WeightedRewarder([FunctionSource(config.rewards.functions[0], 1, HERE)])
             keep, source = Judgement(own, args.accept), make_source(config, tokenizer)
-            collector = make_collector(config, handles, rewarder, group, generate_and_reward, keep, source, tokenizer)
+            roles = config, handles, rewarder, group, generate_and_reward, keep, source, tokenizer
+            collector = make_collector(*roles, version=lambda: self.version)
             collector.rate = args.accept  # as after some steps
             self.collectors.append(collector)
             self.filters.append(keep)
@@ -157,8 +159,7 @@ class Team:
         met = started if missing <= 0 else good[missing - 1]
         for engine in self.engines:
             await engine.load_weights(number, {})
-        for collector in self.collectors:
-            collector.version = number
+        self.version = number
         return {
             "step_s": ended - started,
             "wait_s": ended - met,

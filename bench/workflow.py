@@ -34,7 +34,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,9 @@ def make_collector(
     keep: Any,
     source: Any,
     tokenizer: Any,
+    version: Callable[[], int] = lambda: 0,
 ) -> Any:
-    """As controller/session.py makes it."""
+    """As controller/opening.py makes it."""
     from gcore.content.text import TextModality
     from gcore.controller.collect import Collector
     from gcore.controller.workflow import SharedContext
@@ -111,9 +112,7 @@ def make_collector(
     pool = EnginePool(engines, (group.rank, group.size))
     modality = TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer))
     shared = SharedContext(config, pool, rewarder, modality)
-    collector = Collector(workflow, shared, group, config.sampling, keep, lambda _: None)
-    collector.source = source
-    return collector
+    return Collector(workflow, shared, group, config.sampling, keep, lambda _: None, source, version)
 
 
 # ---- one row, in a process of its own --------------------------------------------------------------------------------

@@ -256,22 +256,9 @@ def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rende
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)  # thousands of live samples make every collection long, and none is garbage
     from gcore.controller.loop import Controller
-    from gcore.observe.trace import Tracer
-    from gcore.prompts.tokenizer import load_tokenizer
+    from gcore.controller.setup import make_setup
 
-    return Controller(
-        config,
-        build_group(rendezvous),
-        roles.engines,
-        roles.trainers,
-        load_tokenizer(config.model),
-        build_rewarder(config, plan, roles, rendezvous.rank),
-        load_workflow(config.workflow),
-        load_filter(config.sampling.filter),
-        sleep_level(config),
-        Tracer(trace_folder(config), f"controller-{rendezvous.rank}"),
-        plan.grid,
-    )
+    return Controller(make_setup(config, plan, roles, build_group(rendezvous)))
 
 
 def build_group(rendezvous: Rendezvous) -> Group:

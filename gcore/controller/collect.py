@@ -81,7 +81,7 @@ async def answer_all(
 
 
 class Collector:
-    """Lives as long as the run. `version` is the policy the engines serve; the loop sets it."""
+    """Lives as long as the run. `version`: of the policy that the engines serve now."""
 
     def __init__(
         self,
@@ -91,13 +91,14 @@ class Collector:
         sampling: Sampling,
         keep: Filter,
         report: Callable[[str], None],
+        source: PromptSource,
+        version: Callable[[], int],
     ) -> None:
         self._workflow, self._shared, self._sampling = workflow, shared, sampling
         self._filter, self._report = keep, report
         self._rank, self._size = group.rank, group.size
         self._group = group.subgroup()
-        self.source: PromptSource | None = None
-        self.version = 0
+        self._source, self._version = source, version
         self.board = StepLedger(sampling.prompts_per_step, sampling.strict)
         self.rate = 1.0  # share of groups that pass the filter, lately
         self.base = 0  # strict: where the next step's prompts begin
@@ -279,7 +280,7 @@ class Collector:
             cursor = self._draw()
             self._allowed -= 1
             task = asyncio.ensure_future(self._one(cursor))
-            self._running[cursor] = (task, self.version)
+            self._running[cursor] = (task, self._version())
 
     def _wants(self) -> bool:
         if self._sampling.fixed:
@@ -312,8 +313,7 @@ class Collector:
     async def _one(self, cursor: int) -> None:
         group, failure = list[Scored](), None
         try:
-            assert self.source is not None
-            group = await run_workflow(self._workflow, self._shared, self.source.at(cursor))
+            group = await run_workflow(self._workflow, self._shared, self._source.at(cursor))
             keep, reason = self._filter(group)
         except Exception as error:
             keep, reason, failure = False, reason_of(error), error

@@ -41,7 +41,8 @@ class Dispatcher:
         self.slept: dict[str, float] = {}  # metrics of the last sleep and wake: seconds and gigabytes
         self._mine = [r for r in range(len(trainers)) if r % group.size == group.rank]
         self._cost = CostModel(crossover=768.0)
-        self.bytes_out = 0
+        self._bytes_out = 0
+        self.version = 0  # of the weights that the engines serve
 
     async def open(self) -> Stats:
         info: Stats = await self._trainers[0].call("info")
@@ -74,8 +75,13 @@ class Dispatcher:
         keys = (key for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row)
         bundle = [by_key[key] for key in keys if key in by_key]
         if bundle:
-            self.bytes_out += sum(s.content.nbytes + 9 * s.num_steps for s in bundle)
+            self._bytes_out += sum(s.content.nbytes + 9 * s.num_steps for s in bundle)
             await self._trainers[rank].call("push", self._group.rank, bundle)
+
+    def take_bytes_out(self) -> int:
+        """Bytes that were pushed since the last call."""
+        num_bytes, self._bytes_out = self._bytes_out, 0
+        return num_bytes
 
     async def on_all_ranks(self, method: str, *args: Any) -> list[Any]:
         """Call every rank, each from the controller that drives it. Returns all answers by rank, on all of them."""
@@ -113,6 +119,7 @@ class Dispatcher:
                 self._measure("wake_cache", await self._on_engines(lambda engine: engine.wake("kv_cache")))
         self._asleep = False
         await self._group.all_gather(f"weights of version {version}", None)
+        self.version = version
         self._engines.resume()
 
     async def _on_engines(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:

@@ -12,102 +12,87 @@ Controllers meet only where `all_gather` stands (in dispatch.py and below), and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from gcore.config.tree import Config
-from gcore.controller.collect import Collected, Filter
+from gcore.controller.collect import Collected
+from gcore.controller.failures import check_failures
+from gcore.controller.opening import open_evaluation, open_run
 from gcore.controller.record import skipped_line
-from gcore.controller.session import Session
-from gcore.controller.workflow import Workflow
-from gcore.observe.trace import Tracer
-from gcore.placement.grid import DeviceGrid
+from gcore.controller.services import Services
+from gcore.controller.setup import Setup
 from gcore.preparation.samples import charge_kl, make_samples
-from gcore.protocols import Group, Handle, Rewarder
 from gcore.types import SampleMeta, TrainBatch
 
 
 class Controller:
-    """One of N equal controllers. `run` is the whole program; `status` is what the progress view asks for."""
+    """One of N equal controllers. The driver calls its methods by name; `run` is the whole program."""
 
-    def __init__(
-        self,
-        config: Config,
-        group: Group,
-        engines: Sequence[Handle],
-        trainers: Sequence[Handle],
-        tokenizer: Any,
-        rewarder: Rewarder,
-        workflow: Workflow,
-        keep: Filter,
-        sleep_level: int,
-        tracer: Tracer,
-        grid: DeviceGrid | None = None,
-    ) -> None:
-        self.config, self.group = config, group
-        roles = engines, trainers, tokenizer, rewarder, workflow
-        self.session = Session(config, group, *roles, keep, sleep_level, tracer, grid)
-        replicas = self.session.replicas
-        self.status, self.mark_dead, self.restore, self.mark_alive = (
-            self.session.status,
-            replicas.mark_dead,
-            replicas.restore,
-            replicas.mark_alive,
-        )
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self.status = setup.status.take
+        self.mark_dead, self.mark_alive = setup.replicas.mark_dead, setup.replicas.mark_alive
+        self.restore = setup.replicas.restore
 
     async def run(self) -> None:
-        session, steps = self.session, self.config.run.steps
-        await session.open()
-        while session.step < steps:
-            step = session.step + 1
-            with session.timed("step"):
-                collected = await self.rollout(step)
-                async with session.replicas.trainers_in_use:
-                    metas, batches = await self.preparation(step, collected)
-                    stats = await self.training(step, batches)
-                    await self.weights(step)
-            await session.record(step, collected, metas, stats)
-            session.step = step
-            await session.evaluate_if_due()
-            await session.checkpoint_if_due()
-        await session.close()
+        with self._setup.replicas.watched():
+            services, step = await open_run(self._setup)  # prompts, checkpoint or warm start, first weights
+            while step < services.config.run.steps:
+                step += 1
+                with services.status.timed("step", step):
+                    collected = await rollout(services, step)
+                    async with services.weights.trainers_in_use:
+                        metas, batches = await prepare(services, step, collected)
+                        stats = await train(services, step, batches)
+                        await update_weights(services, step)
+                await services.recorder.record_step(step, collected, metas, stats)
+                await services.evaluator.evaluate_if_due(step)
+                await services.checkpointer.save_if_due(step)
+            await services.close()
 
     async def evaluate(self) -> dict[str, Any]:
         """`gcore eval`: no trainer, the engines answer the held-out prompts."""
-        await self.session.open()
-        return await self.session.evaluate()
+        with self._setup.replicas.watched():
+            evaluator = await open_evaluation(self._setup)
+            return await evaluator.evaluate(step=0)
 
-    async def rollout(self, step: int) -> Collected:
-        with self.session.timed("rollout", step):
-            async with self.session.placing(step):
-                collected = await self.session.collector.step(step)
-            await self.session.rest(step)
-            return collected
 
-    async def preparation(self, step: int, collected: Collected) -> tuple[list[SampleMeta], list[TrainBatch]]:
-        with self.session.timed("preparation", step):
-            algorithm, groups = self.config.algorithm, collected.groups
-            longest, staleness = self.config.generation.max_response_length, self.config.sampling.staleness
-            samples = await make_samples(groups, algorithm, self.group, step - 1, staleness, longest)
-            metas, batches = await self.session.dispatcher.dispatch_samples(step, samples)
-            await self.session.check_failures(step, metas, collected)
-            if algorithm.needs_logprobs and batches:
-                kl = await self.session.dispatcher.on_ranks("prepare", [(batch,) for batch in batches])
-                if algorithm.kl_in_reward:
-                    batches = await charge_kl(groups, algorithm, self.group, longest, kl, batches)
-            return metas, batches
+async def rollout(services: Services, step: int) -> Collected:
+    """This controller's groups of the step. Then the engines free their memory for the trainer."""
+    collector, placement = services.collector, services.placement
+    with services.status.timed("rollout", step):
+        async with placement.during(collector.progress, step):
+            collected = await collector.step(step)
+        await placement.rest(step)
+        return collected
 
-    async def training(self, step: int, batches: list[TrainBatch]) -> list[dict[str, float]]:
-        with self.session.timed("training", step):
-            if not batches:  # no group of this step was worth training on
-                return []
-            ranks = await self.session.dispatcher.on_ranks("update", [(batch,) for batch in batches])
-            if line := skipped_line(step, ranks, self.session.folder):
-                self.session.note(line)
-            return ranks
 
-    async def weights(self, step: int) -> None:
-        with self.session.timed("weights", step):
-            engines = await self.session.choose_placement()
-            await self.session.dispatcher.update_weights(step, engines)
-            self.session.collector.version = step
+async def prepare(services: Services, step: int, collected: Collected) -> tuple[list[SampleMeta], list[TrainBatch]]:
+    """The metadata of all samples of the step, and the batch of each trainer rank. The samples are at their ranks."""
+    config, group, groups = services.config, services.group, collected.groups
+    algorithm, longest = config.algorithm, config.generation.max_response_length
+    with services.status.timed("preparation", step):
+        samples = await make_samples(groups, algorithm, group, step - 1, config.sampling.staleness, longest)
+        metas, batches = await services.dispatcher.dispatch_samples(step, samples)
+        await check_failures(services, step, metas, collected)
+        if algorithm.needs_logprobs and batches:
+            kl = await services.dispatcher.on_ranks("prepare", [(batch,) for batch in batches])
+            if algorithm.kl_in_reward:
+                batches = await charge_kl(groups, algorithm, group, longest, kl, batches)
+        return metas, batches
+
+
+async def train(services: Services, step: int, batches: list[TrainBatch]) -> list[dict[str, float]]:
+    """Statistics of each trainer rank; none where no group of the step was worth training on."""
+    with services.status.timed("training", step):
+        if not batches:
+            return []
+        ranks = await services.dispatcher.on_ranks("update", [(batch,) for batch in batches])
+        if line := skipped_line(step, ranks, services.config.run.folder):
+            services.status.note(line)
+        return ranks
+
+
+async def update_weights(services: Services, step: int) -> None:
+    with services.status.timed("weights", step):
+        engines = await services.placement.begin(services.collector.rate)  # that serve the next rollout
+        await services.dispatcher.update_weights(step, engines)

@@ -10,10 +10,12 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from gcore.config.tree import Config
+from gcore.controller.dispatch import Dispatcher
 from gcore.controller.plan import first_split
 from gcore.placement.baselines import colocated
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
@@ -63,8 +65,48 @@ class Moving:
         return self.rule.decide(self.memory, split, view, costs)
 
 
+class RolloutPlacement(Protocol):
+    """Which policy engines serve a rollout, as the training loop sees it."""
+
+    async def begin(self, rate: float) -> Mapping[int, Handle] | None:
+        """Choose the engines of the next rollout; they are awake and need weights. None: all. `rate`: share of groups
+        that pass the filter."""
+        ...
+
+    def during(self, progress: Progress, step: int) -> AbstractAsyncContextManager[None]:
+        """While samples are made, slots may change hands."""
+        ...
+
+    async def rest(self, step: int) -> None:
+        """After the rollout, engines free their memory for the trainer. They wake for the new weights."""
+        ...
+
+    def row(self) -> Mapping[str, float]:
+        """Metrics of the last rollout."""
+        ...
+
+
+@dataclass(frozen=True)
+class Undivided:
+    """placement.mode: shared, disaggregated. There are no slots to divide: all engines serve every rollout."""
+
+    dispatcher: Dispatcher
+
+    async def begin(self, rate: float) -> None:
+        return None
+
+    def during(self, progress: Progress, step: int) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def rest(self, step: int) -> None:
+        await self.dispatcher.rest()
+
+    def row(self) -> dict[str, float]:
+        return {}
+
+
 class Placement:
-    """One on every controller. Controller 0 writes the record."""
+    """The modes that divide slots. One on every controller. Controller 0 writes the record."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Sums from all controllers and ranks -> one row of metrics."""
+"""Sums from all controllers and ranks -> one row of metrics, and the files of the run that rows and samples go to."""
 
 from __future__ import annotations
 
@@ -14,9 +14,74 @@ import numpy as np
 
 from gcore.config.tree import Config
 from gcore.controller.collect import Collected
+from gcore.controller.setup import Setup
 from gcore.controller.step_ledger import REWARD_ERROR
+from gcore.observe.metrics import MetricsWriter
+from gcore.observe.samples import SampleLog
+from gcore.observe.values import Row
 from gcore.preparation.samples import overlong, samples_digest
-from gcore.types import SampleMeta
+from gcore.types import SampleMeta, Scored
+
+
+class Recorder:
+    """`writer`: of metrics.jsonl, on controller 0. `samples`: the log of a few groups per step, if it is on."""
+
+    def __init__(self, setup: Setup, writer: MetricsWriter | None = None, samples: SampleLog | None = None) -> None:
+        self._config, self._group, self._status, self._tracer = setup.config, setup.group, setup.status, setup.tracer
+        self._pool, self._rewarder = setup.pool, setup.rewarder
+        self._dispatcher, self._placement = setup.dispatcher, setup.placement
+        self._writer, self._samples = writer, samples
+
+    async def record_step(
+        self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: Sequence[dict[str, float]]
+    ) -> None:
+        """The step is done. `metas`: of all samples of the step; `ranks`: statistics of each trainer rank."""
+        stages = {stage: collected.stage_s.get(stage, 0.0) for stage in ("generation", "rewarding")}
+        aborted = self._pool.take_aborted()
+        if self._config.sampling.strict:
+            aborted = 0, 0  # none of those is before the end of the step in prompt order
+        sums = {
+            **local_sums(collected, step - 1, aborted),
+            **overlong_sum(collected, self._config),
+            "counts": self._rewarder.take_counts(),
+            "bytes_out": self._dispatcher.take_bytes_out(),
+            "times": {**self._status.take_all_seconds(), **stages},
+        }
+        gathered = await self._group.all_gather(f"metrics of step {step}", sums)
+        times = {name: max(part["times"].get(name, 0.0) for part in gathered) for name in sums["times"]}
+        tokens = sum(part["tokens"] for part in gathered)
+        self.write(
+            {
+                "step": step,
+                **rollout_row(gathered, metas),
+                **actor_row(ranks),
+                **self._dispatcher.slept,
+                **self._placement.row(),
+                "perf/tokens_per_s": tokens / times["step"],
+                "controller/bytes_in": max(part["tokens"] * 8 for part in gathered),
+                "controller/bytes_out": max(part["bytes_out"] for part in gathered),
+                **{f"timing_s/{name}": seconds for name, seconds in times.items()},
+            }
+        )
+        if self._samples is not None:
+            self._samples.write(step, {meta.prompt_id for meta in metas}, collected.groups)
+        self._tracer.flush()
+        self._status.finished(step)
+
+    def record_evaluation(self, step: int, row: Row, groups: Sequence[Sequence[Scored]]) -> None:
+        self.write({"step": step, **row})
+        if self._samples is not None:
+            self._samples.write_eval(step, groups)
+
+    def write(self, row: Row) -> None:
+        self._status.add_row(row)
+        if self._writer is not None:
+            self._writer.log(row)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._tracer.flush()
 
 
 def exact(values: Iterable[float]) -> Fraction:

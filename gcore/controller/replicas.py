@@ -1,4 +1,4 @@
-"""The replicas that a controller sends requests to; some of them die and are started again.
+"""The replicas that a controller sends requests to; some of them die and are started again, and need current weights.
 
 died ──mark_dead (all controllers)──> restarted ──restore (controller 0: current weights)──> mark_alive (all) ──> serves
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
 
-from gcore.controller.placement import Placement
 from gcore.generation.pool import EnginePool, Pool
 from gcore.protocols import Handle, RoleDied
 from gcore.weights.transfer import WeightTransfer
@@ -18,28 +19,68 @@ CHECK_S = 30.0  # between two health checks
 ANSWER_S = 20.0  # a replica that does not answer for longer gets no new requests until it does
 
 
+class CurrentWeights:
+    """The weights that the policy's engines serve, for engines that missed an update. Controller 0 sends them.
+
+    `version`: of these weights. The lock `trainers_in_use` is held during every use of the trainers. An evaluation has
+    no trainers and sends nothing."""
+
+    def __init__(self, trainers: Sequence[Handle], version: Callable[[], int]) -> None:
+        self._trainers, self._version = trainers, version
+        self._transfer = WeightTransfer(trainers)
+        self.trainers_in_use = asyncio.Lock()
+
+    async def load(self, engines: Mapping[int, Handle]) -> None:
+        """To engines that wake during a rollout."""
+        async with self.trainers_in_use:
+            served = await self._transfer.send(engines, self._version())
+        if missing := [engine.name for engine in engines.values() if engine.name not in served]:
+            raise RoleDied(missing[0], "it took no weights")
+
+    async def load_restarted(self, engines: Mapping[int, Handle]) -> bool:
+        """To engines that were started again; the caller holds the lock. False: one of them died again."""
+        if not engines or not self._trainers:
+            return True
+        served = await self._transfer.send(engines, self._version(), restarted=True)
+        return all(engine.name in served for engine in engines.values())
+
+
+class Slots(Protocol):
+    """Where roles share devices: the slots of a replica, which may be moving or belong to another role."""
+
+    def mark_dead(self, name: str) -> None: ...
+
+    async def arrived(self, name: str) -> None:
+        """Wait for the end of a move of its slots."""
+        ...
+
+    def returning(self, name: str) -> AbstractAsyncContextManager[bool | None]:
+        """Its slots stay where they are until this ends. True: it owns them and serves; False: it sleeps; None: a move
+        of them has begun, see `arrived`."""
+        ...
+
+    def mark_alive(self, name: str) -> None: ...
+
+
 class Replicas:
-    """`version`: of the current weights. The lock `trainers_in_use` is held during every use of the trainers."""
+    """`slots`: None where every replica has devices of its own."""
 
     def __init__(
         self,
         policy: EnginePool,
         others: Sequence[Pool],
-        trainers: Sequence[Handle],
-        version: Callable[[], int],
+        weights: CurrentWeights,
         note: Callable[[str], None],
+        slots: Slots | None = None,
     ) -> None:
-        self._policy, self._pools, self._trainers = policy, [policy, *others], trainers
-        self._transfer = WeightTransfer(trainers)
-        self._version, self._note = version, note
-        self.placement: Placement | None = None
-        self.trainers_in_use = asyncio.Lock()
+        self._policy, self._pools, self._weights = policy, [policy, *others], weights
+        self._note, self._slots = note, slots
 
     async def mark_dead(self, name: str) -> None:
         for pool in self._pools:
             pool.mark_dead(name)
-        if self.placement is not None:
-            self.placement.mark_dead(name)
+        if self._slots is not None:
+            self._slots.mark_dead(name)
 
     async def restore(self, name: str) -> bool:
         """Controller 0: send current weights to a policy engine that was started again, between two uses of the
@@ -47,14 +88,15 @@ class Replicas:
 
         It is admitted here under the same lock: the next update goes to the engines that controller 0 has admitted, and
         the driver's call of `mark_alive` on all controllers may come later."""
-        if self.placement is None:
+        trainers_in_use = self._weights.trainers_in_use
+        if self._slots is None:
             takes_weights = any(engine.name == name for engine in self._policy.replicas)
-            async with self.trainers_in_use if takes_weights else contextlib.nullcontext():  # judges take no weights
+            async with trainers_in_use if takes_weights else contextlib.nullcontext():  # judges take no weights
                 return await self._renew(name)
         while True:
-            await self.placement.arrived(name)
+            await self._slots.arrived(name)
             try:
-                async with self.trainers_in_use, self.placement.returning(name) as serves:
+                async with trainers_in_use, self._slots.returning(name) as serves:
                     if serves is not None:
                         return await self._renew(name, serves)
             except RoleDied:
@@ -62,8 +104,7 @@ class Replicas:
 
     async def _renew(self, name: str, serves: bool = True) -> bool:
         mine = {i: engine for i, engine in enumerate(self._policy.replicas) if engine.name == name}
-        needs_weights = serves and mine and self._trainers
-        if needs_weights and name not in await self._transfer.send(mine, self._version(), restarted=True):
+        if serves and not await self._weights.load_restarted(mine):
             return False
         await self.mark_alive(name)
         return True
@@ -71,18 +112,19 @@ class Replicas:
     async def mark_alive(self, name: str) -> None:
         for pool in self._pools:
             pool.mark_alive(name)
-        if self.placement is not None:
-            self.placement.mark_alive(name)
+        if self._slots is not None:
+            self._slots.mark_alive(name)
 
-    async def load(self, engines: Mapping[int, Handle]) -> None:
-        """Controller 0: send current weights to policy engines that wake during a rollout."""
-        async with self.trainers_in_use:
-            served = await self._transfer.send(engines, self._version())
-        if missing := [engine.name for engine in engines.values() if engine.name not in served]:
-            raise RoleDied(missing[0], "it took no weights")
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Health checks run in the background."""
+        checks = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            checks.cancel()
 
-    async def watch(self) -> None:
-        """Health checks, in the background during the whole run."""
+    async def _watch(self) -> None:
         while True:
             await asyncio.sleep(CHECK_S)
             for changed in await asyncio.gather(*(pool.check(ANSWER_S) for pool in self._pools)):

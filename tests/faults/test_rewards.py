@@ -83,8 +83,9 @@ async def run(rewarders: list[WeightedRewarder], per_step: int = 8) -> list[list
     async def controller(rank: int) -> list[Collected]:
         shared = SharedContext(config, Engine(), rewarders[rank], TextModality(config.generation, TOKENIZER, (2,)))  # type: ignore[arg-type]
         group = LocalGroup(Rendezvous(rank, CONTROLLERS, None, hub))
-        collector = Collector(generate_and_reward, shared, group, config.sampling, spread, lambda _: None)
-        collector.source = Source()  # type: ignore[assignment]
+        source: Any = Source()
+        rest = config.sampling, spread, lambda _: None, source, lambda: 0
+        collector = Collector(generate_and_reward, shared, group, *rest)
         return [await collector.step(step) for step in range(1, STEPS + 1)]
 
     try:

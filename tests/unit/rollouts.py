@@ -101,10 +101,9 @@ class World:
 
     def _collector(self, group: LocalGroup) -> Collector:
         shared: Any = SimpleNamespace(clock=StageClock(), least_siblings=2)
-        collector = Collector(self.workflow, shared, group, self.sampling, self._filter, self.reports.append)
-        collector.source = SimpleNamespace(at=prompt_at)  # type: ignore[assignment]
-        collector.version = self.version
-        return collector
+        source: Any = SimpleNamespace(at=prompt_at)
+        rest = self.sampling, self._filter, self.reports.append, source, lambda: self.version
+        return Collector(self.workflow, shared, group, *rest)
 
     async def workflow(self, ctx: Any, prompt: Prompt) -> list[Scored]:
         attempt, first = self.started.count(prompt.id), self.version
@@ -146,7 +145,6 @@ class World:
             if rank == 0:
                 self.version = step
             await group.all_gather("weights", None)
-            collector.version = step
 
 
 def of_chance(seed: object, drop: float, error: float = 0.0, slow: float = 0.1) -> dict[str, Any]:

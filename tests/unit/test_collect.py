@@ -441,7 +441,7 @@ def test_groups_that_grew_too_old_are_made_again():
     world = World(sampling(prompts_per_step=1, surplus="keep"))
     collector = world.collectors[0]
     collector.restore({"cursor": 3, "pending": [], "undrawn": []}, [group_of(i, versions=(0,)) for i in range(3)])
-    collector.version = world.version = 1
+    world.version = 1
     run(world.train(2))
     assert [numbers(found) for found in world.steps] == [[0], [1]]
     assert world.started == [1]  # 2 waits: nobody needed it yet

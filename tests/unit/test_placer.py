@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from gcore.content.tokens import Tokens
-from gcore.controller.replicas import Replicas
+from gcore.controller.replicas import CurrentWeights, Replicas
 from gcore.generation.pool import EnginePool
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor
@@ -32,6 +32,7 @@ from gcore.runtime.local import Hub, LocalGroup
 from gcore.simulate import VirtualLoop
 from gcore.simulate.engine import EmulatedEngine, _tokens_of
 from gcore.types import Request, SamplingParams
+from gcore.weights.transfer import WeightTransfer
 
 JUDGE, SLOTS, STOP = "judge", 4, 2
 LONG = 40
@@ -150,7 +151,7 @@ class World:
             pools = {
                 role: EnginePool.for_controller(found, rank, self.size, SLOTS) for role, found in self.replicas.items()
             }
-            member = Replicas(pools[POLICY], [pools[JUDGE]], [Trainer()], lambda: self.version, self.notes.append)
+            weights = CurrentWeights([Trainer()], lambda: self.version)
             placer = Placer(
                 self.grid,
                 Scripted(self, rank, self.script),
@@ -158,16 +159,16 @@ class World:
                 pools,
                 self.groups_of,
                 Monitor(self.grid, dict.fromkeys(self.grid.roles, SLOTS)),
-                member.load,
+                weights.load,
                 levels={POLICY: 2, JUDGE: 1},
                 poll_interval_s=self.poll_interval_s,
                 timeout_s=TIMEOUT_S,
                 note=self.notes.append if rank == 0 else lambda text: None,
             )
-            member.placement = placer  # type: ignore[assignment]
             self.placers.append(placer)
             self.pools.append(pools)
-            self.members.append((self.groups_of, member))
+            replicas = Replicas(pools[POLICY], [pools[JUDGE]], weights, self.notes.append, placer)
+            self.members.append((self.groups_of, weights, replicas))
 
     # ---- what must hold
 
@@ -208,16 +209,16 @@ class World:
         await asyncio.gather(*map(self.controller, range(self.size)))
 
     async def controller(self, rank: int) -> None:
-        group, member = self.members[rank]
+        group, weights, _ = self.members[rank]
         placer = self.placers[rank]
         for step in range(1, self.steps + 1):
-            async with member.trainers_in_use:
+            async with weights.trainers_in_use:
                 await placer.begin(self.groups, 1.0, 2)
                 if rank == 0:
                     self.version = step
                     living = self.pools[0][POLICY].alive()
                     own = {i: r for i, r in placer.owners(POLICY).items() if i in living}
-                    await member._transfer.send(own, step)
+                    await WeightTransfer([Trainer()]).send(own, step)
                 await group.all_gather("weights", None)
             left = [self.groups]
             async with placer.during(
@@ -256,7 +257,7 @@ class World:
             return
         replica.gone.set()
         self.counts["deaths"] += 1
-        members = [member for _, member in self.members]
+        members = [replicas for *_, replicas in self.members]
 
         async def bring_back() -> None:
             await asyncio.sleep(told_s)

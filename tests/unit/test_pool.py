@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gcore.content.tokens import Tokens
-from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas
-from gcore.controller.session import Session
+from gcore.controller.replicas import ANSWER_S, CHECK_S, CurrentWeights, Replicas
 from gcore.generation.pool import EnginePool, Observation, Outstanding, Pool, ScorerPool
-from gcore.protocols import Rendezvous, RoleDied, RoleError
-from gcore.runtime.local import Hub, LocalGroup
+from gcore.protocols import RoleDied, RoleError
 from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams
 
@@ -613,9 +610,9 @@ def test_the_dead_and_the_drained_are_not_asked():
     run(main)
 
 
-def test_a_session_looks_after_its_replicas_until_it_is_closed():
+def test_replicas_are_checked_until_the_run_ends():
     async def main() -> None:
-        well, before = asyncio.Event(), asyncio.all_tasks()
+        well, before, notes = asyncio.Event(), asyncio.all_tasks(), list[str]()
         engine, judge = Replica("engine-0"), Replica("judge-0")
 
         async def silent(method: str) -> None:
@@ -625,25 +622,18 @@ def test_a_session_looks_after_its_replicas_until_it_is_closed():
             pass
 
         engine.script, judge.script = silent, at_once
-        session: Any = Session.__new__(Session)
-        session.pool, session._notes, session._writer = EnginePool([engine]), [], None
-        session.shared = SimpleNamespace(rewarder=SimpleNamespace(pools=[EnginePool([judge])], close=lambda: None))
-        session.collector = SimpleNamespace(close=lambda: None)
-        session.tracer = SimpleNamespace(flush=lambda: None)
-        session.group = LocalGroup(Rendezvous(0, 1, None, Hub(1)))
-        replicas = Replicas(session.pool, session.shared.rewarder.pools, [], lambda: 0, session.note)
-        session._health = health = asyncio.create_task(replicas.watch())
-        await asyncio.sleep(CHECK_S + ANSWER_S + 1)
-        assert session._notes == ["engine-0 has not answered for 20 s; it is sent nothing new until it does"]
-        await asyncio.sleep(CHECK_S + ANSWER_S)
-        assert len(session._notes) == 1
-        well.set()
-        await asyncio.sleep(2 * CHECK_S)
-        assert session._notes[1:] == ["engine-0 answers again"]
-        well.clear()
-        await asyncio.sleep(CHECK_S + ANSWER_S / 2)  # in the middle of a check
-        await session.close()
+        weights = CurrentWeights([], lambda: 0)
+        with Replicas(EnginePool([engine]), [EnginePool([judge])], weights, notes.append).watched():
+            await asyncio.sleep(CHECK_S + ANSWER_S + 1)
+            assert notes == ["engine-0 has not answered for 20 s; it is sent nothing new until it does"]
+            await asyncio.sleep(CHECK_S + ANSWER_S)
+            assert len(notes) == 1
+            well.set()
+            await asyncio.sleep(2 * CHECK_S)
+            assert notes[1:] == ["engine-0 answers again"]
+            well.clear()
+            await asyncio.sleep(CHECK_S + ANSWER_S / 2)  # in the middle of a check
         await settle()
-        assert health.cancelled() and len(asyncio.all_tasks() - before) == 0
+        assert len(asyncio.all_tasks() - before) == 0
 
     run(main)

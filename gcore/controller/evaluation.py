@@ -1,0 +1,56 @@
+"""Evaluation: greedy answers to the held-out prompts, each controller its share, as one row of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gcore.controller.collect import answer_all
+from gcore.controller.record import Recorder, exact
+from gcore.controller.setup import Setup
+from gcore.prompts.source import PromptSource
+
+
+class Evaluator:
+    """`held_out`: None if the recipe has no such prompts; then evaluations do nothing."""
+
+    def __init__(self, setup: Setup, recorder: Recorder, held_out: PromptSource | None) -> None:
+        self._config, self._group, self._status = setup.config, setup.group, setup.status
+        self._workflow, self._placement = setup.workflow, setup.placement
+        self._greedy = setup.sample_context(greedy=True)
+        self._recorder, self._held_out = recorder, held_out
+
+    async def evaluate_if_due(self, step: int) -> None:
+        every = self._config.observe.eval_every
+        if step == self._config.run.steps or (every and step % every == 0):
+            await self.evaluate(step)
+
+    async def evaluate(self, step: int) -> dict[str, Any]:
+        """The row. `step`: the last one that is done."""
+        if self._held_out is None:
+            return {}
+        with self._status.timed("eval", step):
+            size, rank = self._group.size, self._group.rank
+            prompts = [self._held_out.at(i) for i in range(len(self._held_out)) if i % size == rank]
+            async with self._placement.during(_all_of(len(prompts)), step):
+                collected = await answer_all(self._workflow, self._greedy, prompts, self._status.report)
+            name = self._config.rewards.accuracy_name
+            scored = [s for group in collected.groups for s in group]
+            judged = [s.parts[name] for s in scored if name in s.parts]
+            sums = (exact(judged), len(judged), exact(s.reward for s in scored), len(scored), collected.dropped.total())
+            parts = await self._group.all_gather("evaluation", sums)
+        accuracy, judged_count, reward, count, failed = (sum(part[i] for part in parts) for i in range(5))
+        row = {
+            "eval/accuracy": float(accuracy / judged_count) if judged_count else None,
+            "eval/reward_mean": float(reward / count) if count else None,
+            "eval/prompts": count,
+            "eval/failed": failed,
+            "timing_s/eval": self._status.take_seconds("eval"),
+        }
+        self._recorder.record_evaluation(step, row, collected.groups)
+        return row
+
+
+def _all_of(num_prompts: int) -> Callable[[], tuple[float, int, int, int, float]]:
+    """The progress of an evaluation as placement sees it: all prompts are under way until the end."""
+    return lambda: (float(num_prompts), 0, 0, num_prompts, 1.0)

@@ -1,0 +1,41 @@
+"""All that the training loop works with, complete before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gcore.config.tree import Config
+from gcore.controller.checkpointing import Checkpointer
+from gcore.controller.collect import Collector
+from gcore.controller.dispatch import Dispatcher
+from gcore.controller.evaluation import Evaluator
+from gcore.controller.placement import RolloutPlacement
+from gcore.controller.record import Recorder
+from gcore.controller.replicas import CurrentWeights
+from gcore.controller.status import LiveStatus
+from gcore.protocols import Group, Rewarder
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Of one controller. All controllers join the collectives; only controller 0 writes files of the whole run."""
+
+    config: Config
+    group: Group  # the controllers
+    collector: Collector  # prompts -> groups of scored samples
+    rewarder: Rewarder
+    dispatcher: Dispatcher  # samples -> trainer ranks; weights -> engines
+    weights: CurrentWeights  # for engines that miss an update
+    placement: RolloutPlacement  # which engines serve the next rollout
+    recorder: Recorder  # rows of metrics, samples to read
+    evaluator: Evaluator
+    checkpointer: Checkpointer
+    status: LiveStatus  # for the progress view
+
+    async def close(self) -> None:
+        """After the last step."""
+        self.status.show("done")
+        self.collector.close()
+        self.rewarder.close()
+        self.recorder.close()
+        await self.group.all_gather("end", None)

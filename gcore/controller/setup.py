@@ -1,0 +1,81 @@
+"""What a controller has before its run starts: its connections to the other roles, and the user's code.
+
+pools ──requests──> engines, judges, scorers       replicas: which of them are alive
+dispatcher ──samples, calls──> trainer ranks       placement: which engines serve the next rollout
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gcore.config.tree import Config
+from gcore.content.base import Modality
+from gcore.content.text import TextModality
+from gcore.controller.build import Roles, build_rewarder, load_filter, load_workflow, sleep_level, trace_folder
+from gcore.controller.collect import Filter
+from gcore.controller.dispatch import Dispatcher
+from gcore.controller.placement import Placement, RolloutPlacement, Undivided
+from gcore.controller.plan import Plan
+from gcore.controller.replicas import CurrentWeights, Replicas
+from gcore.controller.status import LiveStatus
+from gcore.controller.workflow import SharedContext, Workflow
+from gcore.generation.pool import EnginePool
+from gcore.observe.trace import Tracer
+from gcore.placement.grid import POLICY
+from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
+from gcore.protocols import Group, Rewarder
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    config: Config
+    group: Group
+    tokenizer: Any
+    modality: Modality
+    workflow: Workflow
+    keep: Filter
+    pool: EnginePool
+    rewarder: Rewarder
+    dispatcher: Dispatcher
+    weights: CurrentWeights
+    placement: RolloutPlacement
+    replicas: Replicas
+    status: LiveStatus
+    tracer: Tracer
+
+    def sample_context(self, *, greedy: bool = False) -> SharedContext:
+        """What all samples share; `greedy`: all answers of an evaluation."""
+        return SharedContext(self.config, self.pool, self.rewarder, self.modality, greedy=greedy)
+
+
+def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
+    grid, level = plan.grid, sleep_level(config)
+    tokenizer = load_tokenizer(config.model)
+    rewarder = build_rewarder(config, plan, roles, group.rank)
+    tracer = Tracer(trace_folder(config), f"controller-{group.rank}")
+    status = LiveStatus(group.rank, tracer)
+    most = config.generation.max_concurrent
+    pool = EnginePool.for_controller(roles.engines, group.rank, group.size, most, roam=grid is not None)
+    dispatcher = Dispatcher(config, group, pool, roles.trainers, level)
+    weights = CurrentWeights(roles.trainers, lambda: dispatcher.version)
+    divided: Placement | None = None
+    if grid is not None and roles.trainers:  # an evaluation has all replicas awake
+        pools = {POLICY: pool} | {p.role: p for p in rewarder.pools if p.role in grid.widths}
+        divided = Placement(config, grid, pools, group, level, weights.load, status.note)
+    return Setup(
+        config=config,
+        group=group,
+        tokenizer=tokenizer,
+        modality=TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer)),
+        workflow=load_workflow(config.workflow),
+        keep=load_filter(config.sampling.filter),
+        pool=pool,
+        rewarder=rewarder,
+        dispatcher=dispatcher,
+        weights=weights,
+        placement=divided or Undivided(dispatcher),
+        replicas=Replicas(pool, rewarder.pools, weights, status.note, divided),
+        status=status,
+        tracer=tracer,
+    )
