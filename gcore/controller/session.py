@@ -327,7 +327,7 @@ class Session:
     async def check_failures(self, step: int, metas: Sequence[SampleMeta], collected: Collected) -> None:
         """Prompts that failed are counted, and too many of them end the run. All controllers get the causes."""
         trained, wanted = len({meta.prompt_id for meta in metas}), self.config.sampling.prompts_per_step
-        failed, decided = collected.failed_everywhere, collected.decided_everywhere
+        failed, decided = collected.failed_globally, collected.decided_globally
         if failed:
             causes = await self.group.all_gather(f"failures of step {step}", collected.cause)
             cause = next((c for c in causes if c is not None), "unknown")
