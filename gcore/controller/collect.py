@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gcore.config.tree import Sampling
+from gcore.config.sampling import Sampling, acceptance_rate
 from gcore.controller.attempt import reason_of, run_workflow
 from gcore.controller.prompt_ledger import Place, PromptLedger, merge_places
 from gcore.controller.step_ledger import FAILURES, NO_SPREAD, StepLedger
@@ -29,7 +29,6 @@ from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
 __all__ = ["Collected", "Collector", "Filter", "answer_all", "merge_places", "no_filter", "spread"]
 
 EXCHANGE_INTERVAL_S = (0.01, 0.05)  # least and most time between two exchanges
-PRIOR = 0.25  # weight of the last step's acceptance rate, in groups, as a share of the groups of a step
 Filter = Callable[[list[Scored]], tuple[bool, str]]
 
 
@@ -253,10 +252,8 @@ class Collector:
         return max(self._rate_now(), 1 / self._sampling.max_oversampling)
 
     def _rate_now(self) -> float:
-        """Share of groups that pass the filter: the last step's, weighed against the groups of this step."""
         ledger = self.step_ledger
-        prior = PRIOR * ledger.target
-        return (prior * self.rate + ledger.num_passed) / (prior + ledger.num_passed + len(ledger.dropped))
+        return acceptance_rate(self.rate, ledger.num_passed, len(ledger.dropped), ledger.target)
 
     async def _run_prompt(self, number: int) -> None:
         group, failure = list[Scored](), None

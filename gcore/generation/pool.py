@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gcore.generation.routing import Router, own_replicas
+from gcore.generation.routing import SENT_PER_SLOT, Router, own_replicas
 from gcore.protocols import Handle, RoleDied, RoleError
 from gcore.types import Completion, Ints, Kept, Request
 
@@ -263,7 +263,7 @@ class EnginePool(Pool):
 
         `roam`: replicas come and go (placement), and so belong to nobody: each controller has its part of every one.
         """
-        limit = 2 * max_concurrent
+        limit = SENT_PER_SLOT * max_concurrent
         if roam:
             return cls(engines, (rank, size), limit=-(-limit // size))
         own = own_replicas(rank, size, len(engines))
