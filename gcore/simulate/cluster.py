@@ -21,13 +21,13 @@ from gcore.config.sampling import acceptance_rate
 from gcore.config.tree import Placement
 from gcore.placement.grid import POLICY, Move, Split
 from gcore.placement.monitor import LEAST_RATE, quantiles
+from gcore.placement.placer import POLL_SHARE
 from gcore.placement.rules import Decide, Load, View
 from gcore.simulate.device import Job, seen
 from gcore.simulate.fleet import Call, Clock, Fleet, Group, Memory
 from gcore.simulate.scenario import Draw, Scenario, StepWork
 
 POLL_INTERVAL_S = Placement().poll_interval_s  # a scenario has the default
-POLL_SHARE = 0.015  # least time between two looks, as a share of the last rollout
 
 
 @dataclass(frozen=True, slots=True)
