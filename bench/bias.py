@@ -55,7 +55,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 BIASED = ("first come, abort",)
 NORMAL = statistics.NormalDist()
-TICK_S = (0.1, 0.5)  # ten times longer than in a run, where steps take longer too: ticks are most of the work here
+EXCHANGE_INTERVAL_S = (0.1, 0.5)  # ten times that of a run: steps are shorter here, and exchanges are most of the work
 
 
 def combinations(args: argparse.Namespace) -> list[tuple[str, str, int, bool]]:
@@ -139,7 +139,10 @@ class Team:
     def _eligible(self, found: list[Any]) -> tuple[int, int]:
         """Tokens and samples that could have been trained on, as rollout/length_bias counts them."""
         aborted = [pool.take_aborted() for pool in self.pools]
-        counts = [*(part.passed for part in found), *(aborted if not self.sampling.strict else [])]
+        counts = [
+            *((part.tokens_passed, part.samples_passed) for part in found),
+            *(aborted if not self.sampling.strict else []),
+        ]
         return sum(tokens for tokens, _ in counts), sum(samples for _, samples in counts)
 
     def close(self) -> None:
@@ -197,7 +200,7 @@ def main() -> None:
 
     args = parse()
     quiet()
-    collect.TICK_S = TICK_S
+    collect.EXCHANGE_INTERVAL_S = EXCHANGE_INTERVAL_S
     print(
         f"{args.groups} groups x {args.siblings} per step, {args.accept:.0%} of the prompts pass `spread`, lengths "
         f"log-normal with sigma {args.sigma:g} around {args.tokens:g} tokens, cut at {args.most_tokens}; "

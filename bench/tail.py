@@ -173,13 +173,13 @@ class Team:
         return sum(
             keep.tokens[prompt]
             for collector, keep in zip(self.collectors, self.filters, strict=True)
-            for prompt in collector.board.dropped
-            if prompt in keep.tokens and prompt < collector.base
+            for prompt in collector.step_ledger.dropped
+            if prompt in keep.tokens and prompt < collector.prompts.step_start
         )
 
     async def close(self) -> dict[str, float]:
         """Let what is kept for the next step come to its end; then what was generated, dropped and is still of use."""
-        while self.keeps and any(collector._running for collector in self.collectors):
+        while self.keeps and any(collector.prompts.num_running for collector in self.collectors):
             await asyncio.sleep(1.0)
         for collector in self.collectors:
             collector.close()

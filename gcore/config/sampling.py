@@ -9,6 +9,15 @@ from pydantic import Field, model_validator
 
 from gcore.config.base import Auto, Count, PositiveInt, Section
 
+MAX_OVERSAMPLING = 4.0  # default of sampling.max_oversampling
+PRIOR_SHARE = 0.25  # weight of the last step's acceptance rate, as a share of the groups of a step
+
+
+def acceptance_rate(last: float, passed: int, dropped: int, groups_per_step: float) -> float:
+    """Share of groups that pass the filter: that of the last step, weighed against the groups of this step."""
+    prior = PRIOR_SHARE * groups_per_step
+    return (prior * last + passed) / (prior + passed + dropped)
+
 
 class Sampling(Section):
     prompts_per_step: PositiveInt = 32
@@ -27,7 +36,7 @@ class Sampling(Section):
     """Dynamic sampling: start this many times `prompts_per_step` groups, beyond what the acceptance rate asks for, so
     that the step does not wait for the slowest. `surplus` says what happens to the groups beyond the target. `auto`:
     1.25 where they are kept for the next step and cost nothing, else 1."""
-    max_oversampling: Annotated[float, Field(ge=1)] = 4.0
+    max_oversampling: Annotated[float, Field(ge=1)] = MAX_OVERSAMPLING
     """How many times the missing groups may be started at once; how many are follows from the share accepted lately."""
     surplus: Literal["abort", "keep"] | Auto = "auto"
     """What happens to groups that are unfinished when the step has enough. `keep`: they continue from their tokens in

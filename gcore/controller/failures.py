@@ -12,7 +12,7 @@ from gcore.types import SampleMeta, UserError
 async def check_failures(services: Services, step: int, metas: Sequence[SampleMeta], collected: Collected) -> None:
     """`metas`: of all samples of the step. All controllers get the causes, and so raise the same error."""
     sampling, limit = services.config.sampling, services.config.rewards.max_error_frac
-    failed, decided = collected.failed_everywhere, collected.decided_everywhere
+    failed, decided = collected.failed_globally, collected.decided_globally
     if failed:
         causes = await services.group.all_gather(f"failures of step {step}", collected.cause)
         cause = next((c for c in causes if c is not None), "unknown")

@@ -95,7 +95,6 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
     `version` is the policy that was trained, the measure of how old samples are. `aborted`: tokens and number of
     responses that were thrown away unfinished, and that might have been trained on.
     """
-    tokens_passed, samples_passed = collected.passed
     scored = [s for group in collected.groups for s in group]
     rewards = [s.reward for s in scored]
     lengths = [s.rollout.num_steps for s in scored]
@@ -110,8 +109,8 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "reward_squares": exact(r * r for r in rewards),
         "no_spread": sum(len({s.reward for s in group}) == 1 for group in collected.groups),
         "tokens": sum(lengths),
-        "tokens_eligible": tokens_passed + aborted[0],
-        "samples_eligible": samples_passed + aborted[1],
+        "tokens_eligible": collected.tokens_passed + aborted[0],
+        "samples_eligible": collected.samples_passed + aborted[1],
         "prompt_tokens": sum(s.rollout.prompt.content.size for s in scored),
         "max_length": max(lengths, default=0),
         "clipped": sum(s.rollout.finish == "length" for s in scored),

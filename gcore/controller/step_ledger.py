@@ -1,9 +1,9 @@
-"""What the controllers know in common of the rollout phase, and when it ends. Pure.
+"""What all controllers know of the rollout phase of a step, and when it ends. Pure.
 
-    every controller: ProgressReport ──all_gather (a tick)──> StepLedger.add ──> chosen: None, or the same prompts
+    every controller: ProgressReport ──all_gather (one exchange)──> StepLedger.add ──> chosen: None, or the same prompts
 
-All of them feed the same news in the same order and so come to the same decision without a word more. Only prompt
-numbers cross; the groups stay where they were made.
+Every controller adds the same reports in the same order and therefore makes the same decision without further messages.
+Only prompt numbers are exchanged; groups stay on the controller that made them (prompt_ledger.py).
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ FAILURES = (REWARD_ERROR, WORKFLOW_ERROR)  # counted against rewards.max_error_f
 
 @dataclass(frozen=True, slots=True)
 class ProgressReport:
-    """What one controller saw since the last tick. ProgressReport(kept=[(130, 2)], dropped=[(134, "no_spread")])"""
+    """One controller since the last exchange. ProgressReport(kept=[(130, 2)], dropped=[(134, "no_spread")])"""
 
     kept: list[tuple[int, int]] = field(default_factory=list)  # prompt, oldest policy version in its group
     dropped: list[tuple[int, str]] = field(default_factory=list)  # prompt, why
     withdrawn: list[int] = field(default_factory=list)  # kept before, too old by now
-    idle: bool = False  # nothing under way here, and nothing left that may be drawn
+    idle: bool = False  # no group is under way, and no more prompts may be drawn
     due: int = 0  # groups under way that would be too old for the next step
     running: int = 0  # groups under way
 
 
 class StepLedger:
-    """`strict` takes the first good groups in prompt order. Otherwise a step ends when enough groups are there, and
-    takes those of the oldest policy, in prompt order. Arrival order would leave the long responses behind until they
-    are too old, and train on the short ones."""
+    """`strict`: a step takes the first good groups in prompt order. Otherwise a step ends when enough groups are kept,
+    and takes those of the oldest policy, in prompt order. Arrival order would leave the long responses behind until
+    they are too old, and train on the short ones."""
 
     def __init__(self, target: int, strict: bool) -> None:
         self.target, self.strict = target, strict
-        self.kept: dict[int, int] = {}  # prompt -> version
-        self.dropped: dict[int, str] = {}  # of this step
-        self._base = self._window = self.seen = 0
+        self.kept: dict[int, int] = {}  # prompt -> version; no step has taken them yet
+        self.dropped: dict[int, str] = {}  # prompt -> reason, reported in this step
+        self.num_passed = 0  # groups that passed the filter, reported in this step
+        self._base = self._window = 0
         self._idle, self._due = False, 0
-        self.running = self.ticks = 0  # groups under way on all controllers, as of the last of so many ticks
+        self._running = 0  # groups under way on all controllers, as of the last exchange
+        self._exchanges = 0
         self._frontier: int | None = None
 
     def begin(self, base: int, window: int) -> None:
@@ -47,41 +49,55 @@ class StepLedger:
         self._base, self._window = base, window
         self.dropped = {}
         self._idle, self._due = False, 0
-        self.seen, self._frontier = 0, None
+        self.num_passed, self._frontier = 0, None
+
+    def restore(self, kept: dict[int, int]) -> None:
+        """The groups that a checkpoint kept for later steps: prompt -> version."""
+        self.kept = kept
 
     def add(self, parts: Sequence[ProgressReport]) -> None:
-        for cursor in (c for part in parts for c in part.withdrawn):
-            self.kept.pop(cursor, None)
+        for number in (n for part in parts for n in part.withdrawn):
+            self.kept.pop(number, None)
         arrived = sorted(entry for part in parts for entry in part.kept)
         self.kept |= dict(arrived)
         self.dropped |= dict(entry for part in parts for entry in part.dropped)
-        self.seen += len(arrived)
+        self.num_passed += len(arrived)
         self._frontier = None
         self._idle = all(part.idle for part in parts)
         self._due = sum(part.due for part in parts)
-        self.running = sum(part.running for part in parts)
-        self.ticks += 1
+        self._running = sum(part.running for part in parts)
+        self._exchanges += 1
 
     def chosen(self) -> list[int] | None:
         """The prompts of this step, once that is certain; fewer than the target when nothing more can come."""
         if self.strict:
             return self._prefix()
         if (len(self.kept) >= self.target and not self._due) or self._idle:
-            return sorted(self.kept, key=lambda cursor: (self.kept[cursor], cursor))[: self.target]
+            return sorted(self.kept, key=lambda number: (self.kept[number], number))[: self.target]
         return None
+
+    def take(self, chosen: Sequence[int]) -> None:
+        """The step ends with these prompts. Other groups that were kept wait for the next steps."""
+        for number in chosen:
+            del self.kept[number]
+
+    def clear(self) -> None:
+        """The step ends, and no controller keeps any other group, finished or under way."""
+        self.kept.clear()
+        self._running = 0
 
     def missing(self, wanted: float, rate: float, rank: int, size: int) -> int:
         """How many more groups controller `rank` of `size` should start until `wanted` have passed the filter, of which
         a share of `rate` does; below 0 when too many are under way. The parts of all controllers add up to the gap."""
         if wanted <= len(self.kept):
-            return -self.running  # none, also in the place of one that is dropped
-        gap = math.ceil((wanted - len(self.kept)) / rate - 1e-9) - self.running
-        turn = (rank + self.ticks) % size  # what does not divide evenly goes to another controller after each tick
+            return -self._running  # start none, also not to replace one that is dropped
+        gap = math.ceil((wanted - len(self.kept)) / rate - 1e-9) - self._running
+        turn = (rank + self._exchanges) % size  # the remainder goes to another controller after each exchange
         return -(-gap * (turn + 1) // size) + (-gap * turn // size)
 
     def frontier(self) -> int:
         """Strict: no group beyond this prompt can be needed as long as all before it are decided as they stand."""
-        if self._frontier is None:  # asked for after every group; it changes with the news alone
+        if self._frontier is None:  # read after every group; changes only with an exchange
             kept = sorted(self.kept)
             enough = len(kept) >= self.target
             last = max((*kept, *self.dropped), default=self._base - 1)
@@ -90,11 +106,11 @@ class StepLedger:
 
     def _prefix(self) -> list[int] | None:
         found: list[int] = []
-        for cursor in range(self._base, self._base + self._window):
-            if cursor in self.kept:
-                found.append(cursor)
+        for number in range(self._base, self._base + self._window):
+            if number in self.kept:
+                found.append(number)
                 if len(found) == self.target:
                     return found
-            elif cursor not in self.dropped:
+            elif number not in self.dropped:
                 return None
         return found

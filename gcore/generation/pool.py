@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gcore.generation.routing import Router, own_replicas
+from gcore.generation.routing import SENT_PER_SLOT, Router, own_replicas
 from gcore.protocols import Handle, RoleDied, RoleError
 from gcore.types import Completion, Ints, Request
 
@@ -261,7 +261,7 @@ class EnginePool(Pool):
 
         `roam`: replicas come and go (placement), and so belong to nobody: each controller has its part of every one.
         """
-        limit = 2 * max_concurrent
+        limit = SENT_PER_SLOT * max_concurrent
         if roam:
             return cls(engines, (rank, size), limit=-(-limit // size))
         own = own_replicas(rank, size, len(engines))

@@ -22,6 +22,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 
+SENT_PER_SLOT = 2  # requests sent to a replica per sequence it decodes at once: its queue does not run empty
 AFFINITY_TOKENS = 4096  # work we rather queue behind than have a prefix computed again; a choice, not a measurement
 REMEMBERED = 16384  # keys; the one that was not asked for the longest goes first
 

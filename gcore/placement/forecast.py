@@ -17,16 +17,17 @@ import random
 from collections import Counter, deque
 from collections.abc import Sequence
 
+from gcore.config.sampling import MAX_OVERSAMPLING, acceptance_rate
+from gcore.config.tree import Placement
 from gcore.placement.grid import POLICY, Move, Split, neighbours
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Costs, Decide, Load, View, room
 
 GROUPS = 64  # groups of a step that are told apart; of more, each stands for several
-PRIOR = 0.25  # how controllers weigh the last acceptance rate against this step's (controller/collect.py)
-LEAST_RATE = 0.25  # controllers start no more than 4 times the missing groups
 EVEN = 0.6180339887  # step of an evenly spread sequence of quantiles
 LUCK = 4 * GROUPS
-LOOKS = (0.25, 0.025)  # seconds between two looks: at least so many, and this share of the rollout
+POLL_INTERVAL_S = Placement().poll_interval_s  # the default: a forecast does not know the configuration
+FORECAST_POLL_SHARE = 0.025  # of a rollout between two looks: less often than in a run (placer.POLL_SHARE), for speed
 STUCK = 400  # looks without an event: the rule never ends this rollout
 
 
@@ -213,7 +214,7 @@ class _Rollout:
 
     def _fill(self) -> None:
         about = self.about
-        rate = max(self._rate(), LEAST_RATE)
+        rate = max(self._rate(), 1 / MAX_OVERSAMPLING)
         wanted = math.ceil((about.groups * about.over - self.kept) / rate - 1e-9)
         prompt = about.loads[POLICY].prompt
         self.policy.advance(self.now)
@@ -225,8 +226,7 @@ class _Rollout:
         self.policy.admit()
 
     def _rate(self) -> float:
-        prior = PRIOR * self.about.groups
-        return (prior * self.about.rate + self.kept) / (prior + self.kept + self.dropped)
+        return acceptance_rate(self.about.rate, self.kept, self.dropped, self.about.groups)
 
     def _ended(self, role: str, group: int) -> None:
         about = self.about
@@ -309,8 +309,9 @@ class _Rollout:
         work.update((block, there / used if i < used else 0.0) for i, block in enumerate(blocks))
 
 
-def looks_s(expected_s: float) -> float:
-    return max(LOOKS[0], LOOKS[1] * expected_s)
+def poll_interval_s(expected_s: float) -> float:
+    """Seconds between two looks in the forecast of a rollout that takes about `expected_s`."""
+    return max(POLL_INTERVAL_S, FORECAST_POLL_SHARE * expected_s)
 
 
 def best_still(forecast: Forecast, near: Split, stride: int) -> tuple[float, Split]:

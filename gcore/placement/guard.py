@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gcore.placement.baselines import colocated
-from gcore.placement.forecast import Forecast, best_still, looks_s
+from gcore.placement.forecast import Forecast, best_still, poll_interval_s
 from gcore.placement.grid import POLICY, Move, Split, neighbours
 from gcore.placement.rules import Costs, Decide, Dynamic, View
 
@@ -86,7 +86,7 @@ class Guarded:
 
     def _forecast(self, forecasts: Sequence[Forecast], split: Split, way: str, best_s: float) -> float:
         """Mean over the tries."""
-        found = [forecast.seconds(split, self.mover(way), looks_s(best_s)) for forecast in forecasts]
+        found = [forecast.seconds(split, self.mover(way), poll_interval_s(best_s)) for forecast in forecasts]
         return sum(found) / len(found)
 
     def _learn(self, memory: Memory, forecast_s: float, took_s: float) -> Memory:

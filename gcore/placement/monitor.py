@@ -17,6 +17,7 @@ from gcore.protocols import EngineStats
 
 QUANTILES = 64
 REMEMBERED = 2048  # lengths of a role
+LEAST_RATE = 0.05  # acceptance rates below this one are not extrapolated to the groups that are still needed
 FADE = 0.98  # how much of an older measurement of the speed stays at each look
 GUESS = ReplicaSpeed(0.02, 0.0005, prefill_s_per_token=0.0, max_concurrent=256, sleep_s=0.5, wake_s=0.5, weights_s=0.5)
 
@@ -139,7 +140,7 @@ class Monitor:
         """Before a rollout: so many groups are needed, and nothing is under way. Before all speeds and lengths were
         measured, `groups` of the view is 0: a forecast would be made of guesses."""
         self._samples = samples
-        needed = groups / max(rate, 0.05)
+        needed = groups / max(rate, LEAST_RATE)
         loads = {}
         for role in self._grid.roles:
             requests = needed * (samples if role == POLICY else self._each(role))
@@ -147,7 +148,7 @@ class Monitor:
             lengths, longest = self._seen(role)
             loads[role] = Load(waiting=waiting, needed=requests, lengths=lengths, longest=longest)
         known = all(self.knows(role) and self._lengths[role] for role in self._grid.roles)
-        return View(loads, groups=groups if known else 0.0, rate=min(1.0, max(rate, 0.05)), samples=samples)
+        return View(loads, groups=groups if known else 0.0, rate=min(1.0, max(rate, LEAST_RATE)), samples=samples)
 
     def _seen(self, role: str) -> tuple[list[float], list[float]]:
         lengths = quantiles(self._lengths[role]) or [128.0]
@@ -194,7 +195,8 @@ class Monitor:
         at_work = [part for part in parts if not part.done]  # who is done has handed its groups over, and needs none
         target, kept = sum(part.target for part in at_work), sum(part.kept for part in at_work)
         under_way = sum(part.under_way for part in at_work)
-        groups = max(0.0, target - kept) / max(sum(part.rate for part in parts) / len(parts), 0.05)  # still to judge
+        rate = sum(part.rate for part in parts) / len(parts)
+        groups = max(0.0, target - kept) / max(rate, LEAST_RATE)  # still to judge
         generating = min(under_way, sum(part.roles[POLICY].calls for part in parts))
         judging = under_way - generating
         missing = max(0.0, groups - judging)  # still to generate

@@ -23,7 +23,7 @@ from gcore.placement.timeline import PlacementTimeline
 from gcore.protocols import EngineStats, Group, Handle, RoleDied, RoleError
 
 ANSWER_S = 2.0  # a replica that does not tell its counters sooner is left out of a look
-LOOKS = 0.01  # time between two looks, as a share of the last rollout
+POLL_SHARE = 0.01  # least time between two looks, as a share of the last rollout
 RETRY_S = 5.0  # a block whose move was taken back is left alone for so long
 
 
@@ -212,7 +212,7 @@ class Placer:
     async def _poll_loop(self, progress: Progress, done: asyncio.Event, step: int) -> None:
         self._began_s = (await self._group.all_gather(f"placement begins at step {step}", _now()))[0]
         while True:
-            wait_s = max(self._poll_interval_s, LOOKS * self._rollout_s)
+            wait_s = max(self._poll_interval_s, POLL_SHARE * self._rollout_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._changed.wait()

@@ -17,15 +17,17 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
+from gcore.config.sampling import acceptance_rate
+from gcore.config.tree import Placement
 from gcore.placement.grid import POLICY, Move, Split
-from gcore.placement.monitor import quantiles
+from gcore.placement.monitor import LEAST_RATE, quantiles
+from gcore.placement.placer import POLL_SHARE
 from gcore.placement.rules import Decide, Load, View
 from gcore.simulate.device import Job, seen
 from gcore.simulate.fleet import Call, Clock, Fleet, Group, Memory
 from gcore.simulate.scenario import Draw, Scenario, StepWork
 
-LOOK = (0.25, 0.015)  # seconds between two looks: at least so many, and this share of the last rollout
-PRIOR = 0.25  # the last step's acceptance counts as much as so many times a step's groups (controller/collect.py)
+POLL_INTERVAL_S = Placement().poll_interval_s  # a scenario has the default
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Simulation:
         self.scenario, self.work, self.decide, self.state = scenario, work, decide, state
         self.costs = scenario.costs(work.step)
         self.grid = self.costs.grid
-        self.poll_interval_s = max(LOOK[0], LOOK[1] * state.seconds)
+        self.poll_interval_s = max(POLL_INTERVAL_S, POLL_SHARE * state.seconds)
         self.controllers = [Controller(place, len(state.places)) for place in state.places]
         memory = state.memory
         self.clock = Clock()
@@ -163,8 +165,7 @@ class Simulation:
             self._start(number, self.work[number])
 
     def _rate_now(self) -> float:
-        prior = PRIOR * self.scenario.prompts
-        return (prior * self.state.rate + self.kept) / (prior + self.kept + self.dropped)
+        return acceptance_rate(self.state.rate, self.kept, self.dropped, self.scenario.prompts)
 
     def _start(self, number: int, draw: Draw) -> None:
         self.running += 1
@@ -220,7 +221,7 @@ class Simulation:
 
     def view(self) -> View:
         """What the controllers could tell each other at this moment."""
-        groups = (self.scenario.prompts - self.kept) / max(self._rate_now(), 0.05)  # that must still be judged
+        groups = (self.scenario.prompts - self.kept) / max(self._rate_now(), LEAST_RATE)  # that must still be judged
         generating, samples = self.running - self.judging, self.scenario.samples
         missing = max(0.0, groups - self.judging)  # and of them, must still be generated
         share = missing / max(1, generating)

@@ -29,7 +29,7 @@ from gcore.simulate.shapes import shape_of as shape_of
 from gcore.types import UserError
 
 GB = 1e9
-CHUNK = 1 << 27  # logits the trainer holds at once (training/logprob_model.py), each about four times in float32
+LOGITS_AT_ONCE = 1 << 27  # as in training/logprob_model.py; the trainer holds each about four times in float32
 MEMORY_FRACTION = 0.9  # of a GPU that can be planned with: contexts, fragments and buffers have the rest
 
 
@@ -273,5 +273,5 @@ def activation_bytes(shape: Shape, micro_tokens: int) -> float:
     kept = shape.layers * shape.hidden * BYTES
     active = shape.intermediate * max(1, shape.active_experts)
     inside = 2 * BYTES * (8 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * active)
-    logits = 4 * 4 * min(CHUNK, micro_tokens * shape.vocab)
+    logits = 4 * 4 * min(LOGITS_AT_ONCE, micro_tokens * shape.vocab)
     return micro_tokens * (kept + inside) + logits

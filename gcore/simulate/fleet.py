@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gcore.generation.routing import Router
+from gcore.generation.routing import SENT_PER_SLOT, Router
 from gcore.placement.grid import POLICY, DeviceGrid
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Load, room
@@ -24,7 +24,6 @@ from gcore.simulate.device import Device, Job
 Memory = Mapping[str, Sequence[float]]  # lengths of requests that ended lately, by role: quantiles
 
 LINES = 8  # at most so many controllers are told apart here; with 64, 512 slots take a quarter more time
-SENT = 2  # times as many requests as it decodes at once: so many are sent to a replica (generation/pool.py)
 
 
 class Group:
@@ -115,7 +114,7 @@ class Fleet:
         self.devices = [Replica(speed, i) for i in range(count)]
         self.places = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]  # by block
         load = Load(lengths=self.lengths, prompt=prompt)
-        limit = SENT * speed.max_concurrent if name == POLICY else room(load, speed)
+        limit = SENT_PER_SLOT * speed.max_concurrent if name == POLICY else room(load, speed)
         lines = min(controllers, LINES)
         part = -(-limit // lines)
         turns = [(rank, lines) for rank in range(lines)]

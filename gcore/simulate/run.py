@@ -19,6 +19,7 @@ from gcore.placement import baselines as rules
 from gcore.placement.baselines import Utilisation
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, shares, split_by
 from gcore.placement.guard import Guarded, Memory
+from gcore.placement.monitor import LEAST_RATE
 from gcore.placement.rules import Costs, Decide, Dynamic, Load, View
 from gcore.simulate.cluster import Place, Rollout, Simulation, State
 from gcore.simulate.scenario import Scenario, StepWork
@@ -238,7 +239,7 @@ def _oracle(scenario: Scenario) -> list[Regime]:
 
 def expectation(scenario: Scenario, state: State) -> View:
     """What is known before the first response: last step's lengths, and how many groups will be needed."""
-    memory, needed = state.memory, scenario.prompts / max(state.rate, 0.05) * scenario.samples
+    memory, needed = state.memory, scenario.prompts / max(state.rate, LEAST_RATE) * scenario.samples
     response = sum(memory[POLICY]) / len(memory[POLICY])
     loads = {
         POLICY: Load(

@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 
 from gcore.config.base import Auto, Fraction, NonNegative, PositiveInt, Section
 from gcore.config.load import load_config
+from gcore.config.sampling import MAX_OVERSAMPLING
 from gcore.placement.grid import POLICY, DeviceGrid
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Costs
@@ -115,7 +116,7 @@ class Scenario(Section):
     """Tokens of a response."""
     acceptance: Drift = Drift(start=1.0)
     """Share of groups that dynamic sampling keeps."""
-    max_oversampling: Positive = 4.0
+    max_oversampling: Positive = MAX_OVERSAMPLING
     """As sampling.max_oversampling."""
     oversampling: Annotated[float, Field(ge=1)] = 1.0
     """How many times the missing groups are under way, beyond what the acceptance rate asks for."""

@@ -139,7 +139,7 @@ def test_what_a_workflow_raises_drops_its_group_and_names_the_users_line():
         world = World(sampling(prompts_per_step=3, **mode), 2, outcome=outcome, keep=no_filter)
         run(world.train(1))
         assert totals(world.steps[0])[2] == {"workflow_error": 1}
-        assert [part.failed_everywhere for part in world.steps[0]] == [1, 1]
+        assert [part.failed_globally for part in world.steps[0]] == [1, 1]
         assert any("KeyError: 'lost'" in (part.cause or "") for part in world.steps[0])
 
 
@@ -170,7 +170,7 @@ def test_a_failure_ends_the_step_at_once(mode):
 
 
 def test_a_failure_is_heard_while_another_controller_keeps_silent():
-    """The tick is under way, controller 1 does not come to it; then a group here raises."""
+    """The exchange is under way, and controller 1 does not join it; then a group here raises."""
     outcome: Any = lambda prompt, version: UserError("lost")  # noqa: E731
     world = World(sampling(), 2, delay=lambda prompt, attempt: 10.0, outcome=outcome)
     with pytest.raises(UserError, match="lost"):
@@ -216,7 +216,7 @@ def test_fixed_steps(size):
     assert [numbers(found) for found in world.steps] == [[0, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
     assert [totals(found) for found in world.steps] == [(6, 4, {"reward_error": 2}, 0), (6, 6, {}, 0)]
     for part in world.steps[0]:
-        assert (part.failed_everywhere, part.decided_everywhere) == (2, 6)
+        assert (part.failed_globally, part.decided_globally) == (2, 6)
     assert sorted(world.started) == list(range(12)) and world.aborted == []
     causes = [part.cause for part in world.steps[0]]
     assert (
@@ -244,8 +244,8 @@ def test_strict_steps_do_not_know_how_many_controllers_there_are(seed):
             rewards = [reward for part in step for reward in part.rewards]  # of all that were looked at, and no others
             assert sorted(rewards) == [0.0] * (len(good) + 2 * why["no_spread"]) + [1.0] * len(good)
             for part in step:
-                assert (part.pending, part.failed_everywhere) == (0, why["reward_error"])
-                assert part.decided_everywhere == len(good) + why.total()
+                assert (part.pending, part.failed_globally) == (0, why["reward_error"])
+                assert part.decided_globally == len(good) + why.total()
                 assert all(oldest(group) == world.steps.index(step) for group in part.groups)
         assert merge_places(world.places, strict=True)["cursor"] == sum(drawn for *_, drawn in expected)
 
@@ -272,12 +272,12 @@ def test_strict_forgets_what_came_too_far_ahead():
     run(world.train(2))
     assert [numbers(found) for found in world.steps] == [[0, 1, 2], [3, 4, 5]]
     assert [totals(found) for found in world.steps] == [(3, 3, {}, 0), (3, 3, {}, 0)]
-    assert all(part.failed_everywhere == 0 and part.cause is None for part in world.steps[0])
+    assert all(part.failed_globally == 0 and part.cause is None for part in world.steps[0])
     assert world.started.count(3) == 2
 
 
 def test_a_dropped_group_is_replaced_without_a_word_to_others():
-    """Controller 1 does not even come to the first tick; controller 0 goes through its part of the window."""
+    """Controller 1 does not join the first exchange; controller 0 goes through its part of the window."""
     world = World(sampling(prompts_per_step=4, max_draws=3.0), 2, outcome=lambda prompt, version: False)
 
     async def alone() -> None:
@@ -302,7 +302,7 @@ def test_a_controller_without_luck_is_helped_by_others():
 
 
 def check_books(*worlds: World) -> None:
-    """Row by row the sums agree; and at the end every number below the cursor is in exactly one place."""
+    """Row by row the sums agree; and at the end every number below the head is in exactly one place."""
     drawn = trained = dropped = 0
     for world in worlds:
         for found in world.steps:
@@ -367,7 +367,7 @@ def test_free_steps_do_not_wait_for_the_last():
 
 
 def test_free_steps_give_surplus_groups_back():
-    """Both controllers start 2 for a step of 3; all four are done in the same tick. The fourth is made again."""
+    """Both controllers start 2 for a step of 3; all four are done in the same exchange. The fourth is made again."""
     world = World(sampling(prompts_per_step=3, oversampling=4 / 3, **FREE), 2)
     run(world.train(2))
     assert [numbers(found) for found in world.steps] == [[0, 1, 2], [3, 4, 5]]
@@ -396,7 +396,7 @@ def test_what_an_aborted_workflow_still_says_is_not_heard(says):
         collector._workflow = deaf
     run(world.train(3))
     assert numbers(world.steps[0]) == [0]
-    assert all(found.failed_everywhere == 0 and found.cause is None for step in world.steps for found in step)
+    assert all(found.failed_globally == 0 and found.cause is None for step in world.steps for found in step)
     check_books(world)
 
 
@@ -444,7 +444,7 @@ def test_groups_that_grew_too_old_are_made_again():
     world.version = 1
     run(world.train(2))
     assert [numbers(found) for found in world.steps] == [[0], [1]]
-    assert world.started == [1]  # 2 waits: nobody needed it yet
+    assert world.started == [1]  # 2 waits: no step needed it yet
     assert world.places[0]["pending"] == [2]
     assert [part.pending for found in world.steps for part in found] == [2, 1]
     assert [oldest(group) for part in world.steps[1] for group in part.groups] == [2]
@@ -463,7 +463,7 @@ def test_the_share_accepted_lately_decides_how_many_are_started():
     """A third passes: after some steps about three times the missing groups are under way at once, and no more."""
     world = World(sampling(prompts_per_step=6, max_oversampling=2.0), outcome=lambda prompt, version: prompt % 3 == 0)
     running = list[int]()
-    world.delay = lambda prompt, attempt: running.append(len(world.collectors[0]._running)) or 0.1  # type: ignore
+    world.delay = lambda prompt, attempt: running.append(world.collectors[0].prompts.num_running) or 0.1  # type: ignore
     run(world.train(12))
     assert world.collectors[0].rate == pytest.approx(1 / 3, abs=0.05)
     assert max(running[:6]) == 6 and max(running) == 12  # 6 / max(rate, 1 / max_oversampling)
@@ -522,11 +522,11 @@ def test_groups_without_a_reward_are_replaced_counted_and_explained(mode):
     assert [part.cause for part in found] == [None, "no 1"]
     assert [part.dropped for part in found] == [{}, {"reward_error": 2}]
     for part in found:
-        assert part.failed_everywhere == 2 and part.decided_everywhere >= 6
+        assert part.failed_globally == 2 and part.decided_globally >= 6
 
 
-def test_a_failure_that_comes_too_late_is_told_in_the_next_step_with_its_cause():
-    """What fails between two steps is part of the news of the second, and its cause is too."""
+def test_a_failure_between_two_steps_is_reported_in_the_second_with_its_cause():
+    """Both the count of failures and the cause belong to the step whose exchanges report them."""
     world = World(sampling(prompts_per_step=2, surplus="keep"), 2)
     for collector in world.collectors:
         collector.rate = 0.5  # 2 each
@@ -535,12 +535,12 @@ def test_a_failure_that_comes_too_late_is_told_in_the_next_step_with_its_cause()
     world.train_s = 5.0
     run(world.train(2))
     first, second = world.steps
-    assert [(part.failed_everywhere, part.cause) for part in first] == [(0, None), (0, None)]
-    assert [(part.failed_everywhere, part.cause) for part in second] == [(1, None), (1, "late")]
+    assert [(part.failed_globally, part.cause) for part in first] == [(0, None), (0, None)]
+    assert [(part.failed_globally, part.cause) for part in second] == [(1, None), (1, "late")]
 
 
-def test_a_failure_during_the_last_tick_is_told_in_the_next_step_with_its_cause():
-    """Prompt 2 fails while controller 0 waits at the tick that ends the step: here it is counted, there unheard of."""
+def test_a_failure_during_the_last_exchange_is_reported_in_the_next_step_with_its_cause():
+    """Prompt 2 fails while controller 0 waits at the exchange that ends the step: counted here, not yet reported."""
     world = World(sampling(prompts_per_step=2, surplus="keep"), 2, late_s=2.0)
     world.collectors[0].rate = world.collectors[1].rate = 0.5  # 2 each
     world.delay = lambda prompt, attempt: 1.0 if prompt == 2 else 0.001
@@ -548,13 +548,13 @@ def test_a_failure_during_the_last_tick_is_told_in_the_next_step_with_its_cause(
     run(world.train(2))
     first, second = world.steps
     assert numbers(first) == [0, 1] and totals(first)[2] == {"reward_error": 1}
-    assert [(part.failed_everywhere, part.cause) for part in first] == [(0, None), (0, None)]
-    assert [(part.failed_everywhere, part.cause) for part in second] == [(1, "late"), (1, None)]
+    assert [(part.failed_globally, part.cause) for part in first] == [(0, None), (0, None)]
+    assert [(part.failed_globally, part.cause) for part in second] == [(1, "late"), (1, None)]
     check_books(world)
 
 
 def test_one_late_failure_does_not_make_a_step_of_failures():
-    """The groups of step 2 wait already; all the news in it is one failure. It is 1 of 3, not 1 of 1."""
+    """The groups of step 2 wait already; one failure is all that it reports. It is 1 of 3, not 1 of 1."""
     world = World(sampling(prompts_per_step=2, max_staleness=1, max_draws=1.5))
     world.collectors[0].restore(
         {"cursor": 2, "pending": [], "undrawn": []}, [group_of(i, versions=(0,)) for i in range(2)]
@@ -564,7 +564,7 @@ def test_one_late_failure_does_not_make_a_step_of_failures():
     run(world.train(1))
     (found,) = world.steps[0]
     assert numbers([found]) == [0, 1]
-    assert found.failed_everywhere >= 1 and found.decided_everywhere == found.failed_everywhere + 2
+    assert found.failed_globally >= 1 and found.decided_globally == found.failed_globally + 2
 
 
 # --- checkpoints

@@ -1,0 +1,377 @@
+"""The prompts of one controller and the state of each one. Pure: no tasks, no clock, no other controllers.
+
+    Undrawn ──draw──> Running ──keep──> Ready ──take──> Trained
+                       ^ │ │              │
+                       │ │ └──drop──> Dropped
+                  draw │ └──────┬───────┘
+                       │        │ return_rest (Running, Ready), expire (Ready)
+                       └── Returned: runs again, before any prompt that was never drawn
+
+    drawn = trained + dropped + pending,    pending = running + ready + returned
+
+What happens at the end of a step to the prompts that it does not train on depends on the mode:
+
+    forget_after   deterministic: prompts after the last one of the step become Undrawn again, also those Dropped, so
+                   that timing has no influence on later steps.
+    return_rest    surplus=abort: running and ready prompts become Returned, so that every step trains on samples of
+                   the current policy alone.
+    (neither)      surplus=keep or max_staleness > 0: running prompts stay Running and ready ones stay Ready for the
+                   next steps, until `expire` returns those that became too old.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from gcore.controller.step_ledger import ProgressReport
+from gcore.types import Scored
+
+
+@dataclass(frozen=True, slots=True)
+class Undrawn:
+    """Never drawn. The ledger stores nothing for these prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    version: int  # of the policy at the start
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Passed the filter; waits for a step that takes it."""
+
+    group: list[Scored]
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version in the group."""
+        return min(s.rollout.version for s in self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Aborted, or too old to be trained on. Drawn before, so the next draw does not count it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    pass
+
+
+PromptState = Undrawn | Running | Ready | Returned | Dropped | Trained
+PENDING = (Running, Ready, Returned)
+TRANSITIONS: dict[type[PromptState], tuple[type[PromptState], ...]] = {
+    Undrawn: (Running,),
+    Running: (Ready, Dropped, Returned, Undrawn),
+    Ready: (Trained, Returned, Undrawn),
+    Returned: (Running,),
+    Dropped: (Undrawn,),
+    Trained: (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A group that was kept or dropped in this step."""
+
+    rewards: list[float]
+    tokens_passed: int = 0  # of a group that passed the filter
+    samples_passed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One step of one controller. Pending before the step + drawn = trained + dropped + pending after it."""
+
+    drawn: int  # for the first time
+    trained: int
+    dropped: Counter[str]  # by reason
+    pending: int
+    rewards: list[float]  # of all samples decided on, also of dropped groups
+    tokens_passed: int  # of the groups that passed the filter
+    samples_passed: int
+    cause: str | None  # of the first failure that was reported in this step
+
+
+class Place(TypedDict):
+    """Where one controller is in the order of prompts; see `merge_places`."""
+
+    base: int  # first prompt of the next step (deterministic mode)
+    head: int
+    pending: list[int]
+    fresh: list[int]  # below the head, never drawn
+    rate: float  # acceptance rate of the last step
+    drawn: int  # since the last row of metrics
+    dropped: dict[str, int]
+
+
+class PromptLedger:
+    """Prompts `rank`, `rank + size`, `rank + 2 * size`, ... of the global order are this controller's share."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.step_start = 0  # deterministic mode: number of the first prompt of the step
+        self.head = rank  # the next prompt of the share
+        self.draws_left = 0  # in this step
+        self.reported_running = 0  # running prompts as of the last report
+        self._queue: deque[int] = deque()  # prompts to draw before `head`: Returned, or Undrawn in a checkpoint
+        self._states: dict[
+            int, PromptState
+        ] = {}  # pending, or finished in this step; in the order of their transitions
+        self._sizes: Counter[type[PromptState]] = Counter()  # prompts in each state
+        self._decided: dict[int, Decision] = {}  # since the last step ended
+        self._causes: dict[int, str] = {}  # of failures that were not yet part of a summary
+        self._unreported = ProgressReport()
+        self._drawn = 0  # in this step, for the first time
+        self._pending_before = 0  # when this step began
+        self._restored_drawn, self._restored_dropped = 0, Counter[str]()  # before a checkpoint, in no row of metrics
+
+    # ---- transitions ----------------------------------------------------------------------------------------------
+
+    def begin_step(self, window: int, strict: bool) -> None:
+        """The controllers together may draw `window` prompts; strict: the first `window` from `step_start` on."""
+        end = self.step_start + window
+        self.draws_left = len(range(self.head, end, self.size)) if strict else -(-window // self.size)
+
+    def draw(self, version: int) -> int:
+        """Undrawn or Returned -> Running, with the policy of `version`. Returned prompts come first."""
+        if self._queue:
+            number = self._queue.popleft()
+        else:
+            number, self.head = self.head, self.head + self.size
+        self._drawn += number not in self._states
+        self.draws_left -= 1
+        self._move(number, Running(version))
+        return number
+
+    def keep(self, number: int, group: list[Scored]) -> None:
+        """Running -> Ready."""
+        ready = Ready(group)
+        self._move(number, ready)
+        tokens = sum(s.rollout.num_steps for s in group)
+        self._decided[number] = Decision([s.reward for s in group], tokens, len(group))
+        self._unreported.kept.append((number, ready.version))
+
+    def drop(self, number: int, group: list[Scored], reason: str, cause: str | None = None) -> None:
+        """Running -> Dropped. `cause`: what went wrong, where no group was made."""
+        self._move(number, Dropped(reason))
+        self._decided[number] = Decision([s.reward for s in group])
+        self._unreported.dropped.append((number, reason))
+        if cause is not None:
+            self._causes[number] = cause
+
+    def expire(self, oldest: int) -> None:
+        """Ready -> Returned, for groups with tokens of a policy before version `oldest`."""
+        expired = [number for number, ready in self._ready() if ready.version < oldest]
+        if not expired:
+            return
+        for number in expired:
+            self._move(number, Returned())
+        self._queue.extend(expired)
+        kept = [entry for entry in self._unreported.kept if entry[0] not in expired]
+        withdrawn = [*self._unreported.withdrawn, *expired]
+        self._unreported = dataclasses.replace(self._unreported, kept=kept, withdrawn=withdrawn)
+
+    def take(self, chosen: Iterable[int]) -> list[list[Scored]]:
+        """Ready -> Trained, for those of the `chosen` prompts that are here. Their groups in prompt order."""
+        chosen = set(chosen)
+        taken = {number: ready.group for number, ready in self._ready() if number in chosen}
+        for number in taken:
+            self._move(number, Trained())
+        return [taken[number] for number in sorted(taken)]
+
+    def forget_after(self, last: int) -> None:
+        """Running, Ready or Dropped -> Undrawn, for prompts after `last`. The next step starts with `last + 1`."""
+        later = [number for number in self._states if number > last]
+        for number in later:
+            self._move(number, Undrawn())
+            self._decided.pop(number, None)
+        self._drawn -= len(later)
+        # In prompt order: which failure comes first must not depend on timing.
+        self._causes = {number: self._causes[number] for number in sorted(self._causes) if number <= last}
+        self._unreported, self.reported_running = ProgressReport(), 0
+        self._start_at(last + 1)
+
+    def return_rest(self) -> None:
+        """Running or Ready -> Returned. The rewards of ready groups do not count: their prompts are decided again."""
+        for number, _ in self._ready():
+            if number in self._decided:
+                self._decided[number] = dataclasses.replace(self._decided[number], rewards=[])
+        rest = sorted(number for number, state in self._states.items() if isinstance(state, Running | Ready))
+        for number in rest:
+            self._move(number, Returned())
+        self._queue.extend(rest)
+        self._unreported, self.reported_running = dataclasses.replace(self._unreported, kept=[]), 0
+
+    def end_step(self) -> StepSummary:
+        """Count the step's prompts. Those Trained and Dropped leave the ledger."""
+        self.check()
+        unreported = {number for number, _ in self._unreported.dropped}
+        decided = self._decided.values()
+        summary = StepSummary(
+            drawn=self.drawn,
+            trained=self._sizes[Trained],
+            dropped=self.dropped,
+            pending=self.pending,
+            rewards=[reward for decision in decided for reward in decision.rewards],
+            tokens_passed=sum(decision.tokens_passed for decision in decided),
+            samples_passed=sum(decision.samples_passed for decision in decided),
+            cause=next((cause for number, cause in self._causes.items() if number not in unreported), None),
+        )
+        self._states = {number: state for number, state in self._states.items() if isinstance(state, PENDING)}
+        self._sizes = Counter(map(type, self._states.values()))
+        self._causes = {number: cause for number, cause in self._causes.items() if number in unreported}
+        self._decided, self._drawn, self._pending_before = {}, 0, self.pending
+        self._restored_drawn, self._restored_dropped = 0, Counter()
+        return summary
+
+    def _move(self, number: int, to: PromptState) -> None:
+        state = self._states.pop(number, Undrawn())
+        assert type(to) in TRANSITIONS[type(state)], f"prompt {number}: {state} -> {to}"
+        if not isinstance(state, Undrawn):
+            self._sizes[type(state)] -= 1
+        if not isinstance(to, Undrawn):
+            self._states[number] = to
+            self._sizes[type(to)] += 1
+
+    # ---- counts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def drawn(self) -> int:
+        """Prompts drawn for the first time since the last step ended."""
+        return self._restored_drawn + self._drawn
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Prompts dropped since the last step ended, by reason."""
+        here = Counter(state.reason for state in self._states.values() if isinstance(state, Dropped))
+        return self._restored_dropped + here
+
+    @property
+    def pending(self) -> int:
+        return sum(self._sizes[state] for state in PENDING)
+
+    @property
+    def num_running(self) -> int:
+        return self._sizes[Running]
+
+    @property
+    def num_ready(self) -> int:
+        return self._sizes[Ready]
+
+    @property
+    def num_dropped(self) -> int:
+        """Prompts dropped since the last step ended."""
+        return self._restored_dropped.total() + self._sizes[Dropped]
+
+    @property
+    def num_decided(self) -> int:
+        """Groups kept or dropped since the last step ended."""
+        return len(self._decided)
+
+    @property
+    def num_unreported_kept(self) -> int:
+        return len(self._unreported.kept)
+
+    @property
+    def has_unreported(self) -> bool:
+        """A group was kept or dropped since the last report."""
+        return bool(self._unreported.kept or self._unreported.dropped)
+
+    @property
+    def ready(self) -> dict[int, list[Scored]]:
+        """The groups that wait for a step, in the order in which they were kept."""
+        return {number: ready.group for number, ready in self._ready()}
+
+    def numbers(self, *states: type[PromptState]) -> list[int]:
+        """The prompts in these states, in the order in which they came to them."""
+        return [number for number, state in self._states.items() if isinstance(state, states)]
+
+    def report(self, due_version: int | None) -> ProgressReport:
+        """What happened since the last report. Running prompts of `due_version` or before are due; None: none is."""
+        due = 0
+        if due_version is not None:
+            running = (state for state in self._states.values() if isinstance(state, Running))
+            due = sum(state.version <= due_version for state in running)
+        idle = not self.num_running and not self.draws_left
+        self.reported_running = self.num_running
+        report = dataclasses.replace(self._unreported, idle=idle, due=due, running=self.num_running)
+        self._unreported = ProgressReport()
+        return report
+
+    def check(self) -> None:
+        """Every prompt that was drawn is in exactly one place. Used at the end of each step."""
+        assert self._sizes == Counter(map(type, self._states.values()))
+        finished = self._sizes[Trained] + self._sizes[Dropped]
+        assert self._pending_before + self._drawn == finished + self.pending, "drawn != trained + dropped + pending"
+        queued = [number for number in self._queue if number in self._states]
+        assert sorted(queued) == sorted(self.numbers(Returned)) and len(set(self._queue)) == len(self._queue)
+
+    def _ready(self) -> list[tuple[int, Ready]]:
+        return [(number, state) for number, state in self._states.items() if isinstance(state, Ready)]
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def place(self, rate: float) -> Place:
+        """Where this controller is among the prompts, without the groups that are ready."""
+        return {
+            "base": self.step_start,
+            "head": self.head,
+            "pending": [*(number for number in self._queue if number in self._states), *self.numbers(Running)],
+            "fresh": sorted(number for number in self._queue if number not in self._states),
+            "rate": rate,
+            "drawn": self.drawn,
+            "dropped": dict(self.dropped),
+        }
+
+    def restore(self, state: Mapping[str, Any], groups: Sequence[list[Scored]]) -> None:
+        """Undrawn -> Returned or Ready: this controller's part of a checkpoint made by any number of controllers.
+
+        `state` is of `merge_places`; `groups` are all that were ready, in prompt order.
+        """
+        mine = slice(self.rank, None, self.size)
+        pending = state.get("pending", [])[mine]
+        self._queue = deque([*pending, *state.get("undrawn", [])[mine]])
+        ready = {group[0].rollout.prompt.id: Ready(group) for group in groups[mine]}
+        self._states = {**{number: Returned() for number in pending}, **ready}
+        self._sizes = Counter(map(type, self._states.values()))
+        self._pending_before = self.pending
+        if self.rank == 0:  # what happened between the last row of metrics and the checkpoint, on all controllers
+            self._restored_drawn = state.get("drawn", 0)
+            self._restored_dropped = Counter(state.get("dropped", {}))
+        self._start_at(state["cursor"])
+
+    def _start_at(self, number: int) -> None:
+        """The share goes on with its first prompt from `number` on."""
+        self.step_start = number
+        self.head = number + (self.rank - number) % self.size
+
+
+def merge_places(places: Sequence[Place], strict: bool) -> dict[str, Any]:
+    """One state for any number of controllers. Prompts from `cursor` on are undrawn; of those before it, all that
+    neither `pending` nor `undrawn` names are finished or ready.
+
+    `pending` were drawn before; `undrawn` belong to controllers that drew fewer prompts than others.
+    """
+    if strict:
+        return {"cursor": places[0]["base"], "rate": places[0]["rate"]}
+    top = max(place["head"] for place in places)
+    behind = [number for place in places for number in range(place["head"], top, len(places))]
+    return {
+        "cursor": top,
+        "rate": places[0]["rate"],
+        "pending": sorted(number for place in places for number in place["pending"]),
+        "undrawn": sorted([*behind, *(number for place in places for number in place["fresh"])]),
+        "drawn": sum(place["drawn"] for place in places),
+        "dropped": dict(sum((Counter(place["dropped"]) for place in places), Counter[str]())),
+    }
