@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gcore.generation.common import GIB
+from gcore.generation.sleep import GIB
 from gcore.models import Adapters
 from gcore.types import Request, UserError
 

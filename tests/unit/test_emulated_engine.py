@@ -285,7 +285,8 @@ def test_abort_ends_all_requests_of_a_ticket_and_keeps_those_that_were_done():
         await engine.abort("t")
         found = await task
         assert [(c.finish, len(c.tokens_S)) for c in found] == [("stop", 2), ("abort", 5), ("abort", 3)]
-        assert {name: (await engine.stats())[name] for name in ("running", "waiting")} == {"running": 0, "waiting": 0}
+        stats = await engine.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
 
     run(main)
 
