@@ -48,6 +48,8 @@ def _round_up(value: int, block: int) -> int:
 
 
 class EmbeddedEngine(SteppedEngine):
+    """Implements protocols.Engine."""
+
     def __init__(
         self,
         model: PreTrainedModel,

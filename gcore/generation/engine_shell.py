@@ -45,54 +45,42 @@ class DecodeBackend(Protocol):
     @property
     def jobs(self) -> Collection[Job]:
         """The batch. Empty after `close`."""
-        ...
 
     def open(self) -> tuple[WeightReceiver, SleepState]: ...
 
     def check(self, request: Request) -> None:
         """Raises UserError for a request that cannot be served."""
-        ...
 
     def room(self, waiting: int) -> int:
         """How many of `waiting` jobs to admit before the next step."""
-        ...
 
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
         """Add them to the batch. Returns those that the library refuses."""
-        ...
 
     def step(self) -> Step:
         """One token per job of the batch. Steps may be computed ahead: then it returns an earlier one."""
-        ...
 
     def land(self) -> Iterable[Step]:
         """The steps that are computed ahead; no new ones are started until all have landed."""
-        ...
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Take them out of the batch."""
-        ...
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write some of the weights. No step is computed ahead."""
-        ...
 
     def finish_load(self) -> Collection[Job]:
         """All weights of an update are written: forget what older weights computed. Returns jobs that left the batch
         because they must start again."""
-        ...
 
     def free(self, level: int) -> float:
         """Sleep. Returns the GiB that were freed."""
-        ...
 
     def allocate(self, tags: Sequence[str]) -> float:
         """Wake. Returns the GiB that were allocated."""
-        ...
 
     def close(self) -> None:
         """Called once, also after a failed `open`."""
-        ...
 
 
 class SteppedEngine:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -76,9 +76,6 @@ class JobQueue:
 
     def __len__(self) -> int:
         return len(self._heap)
-
-    def __iter__(self) -> Iterator[Job]:
-        return iter(self._heap)
 
     def add(self, requests: Sequence[Request], ticket: str) -> list[Job]:
         """Their answers go to the running event loop."""

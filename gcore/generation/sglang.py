@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from gcore.types import Completion, Finish, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
 WATCH_S = 0.5
+T = TypeVar("T")
 
 
 class SglangEngine:
@@ -68,8 +69,7 @@ class SglangEngine:
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
             check_request(request, self._options.max_length, self._server.vocabulary)
-        found: list[Completion] = await self._ask(lambda: self._generate(requests, ticket))
-        return found
+        return await self._ask(lambda: self._generate(requests, ticket))
 
     async def abort(self, ticket: str) -> None:
         if not (self._failure or self._closed):  # else there is nothing to abort
@@ -77,17 +77,15 @@ class SglangEngine:
 
     async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
         """A bucket that does not fit is refused: repeat it, or start again with bucket 0."""
-        return int(await self._command(lambda: self._load(version, weights, bucket)))
+        return await self._command(lambda: self._load(version, weights, bucket))
 
     async def sleep(self, level: int) -> MemoryChange:
         """Level 1 frees the KV cache; 2 the weights too. On CPU, or without options.sleep, no memory is freed and
         nothing is lost."""
-        found: MemoryChange = await self._command(lambda: self._sleep(level))
-        return found
+        return await self._command(lambda: self._sleep(level))
 
     async def wake(self, *tags: str) -> MemoryChange:
-        found: MemoryChange = await self._command(lambda: self._wake_up(tags))
-        return found
+        return await self._command(lambda: self._wake(tags))
 
     async def stats(self) -> EngineStats:
         busy = time.perf_counter() - self._busy_since if self._jobs else 0.0
@@ -100,7 +98,7 @@ class SglangEngine:
             self._loop.call_soon_threadsafe(self._ending.set)
         self._thread.join(timeout=30)
 
-    async def _ask(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """`work` on the engine's loop."""
         with self._gate:
             if self._failure or self._closed:
@@ -108,12 +106,12 @@ class SglangEngine:
             asked = asyncio.run_coroutine_threadsafe(work(), self._loop)
         return await asyncio.wrap_future(asked)
 
-    async def _command(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _command(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await self._ask(lambda: self._in_turn(work))
 
-    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Commands run one after another, each to its end, even if its caller was cancelled."""
-        done = self._loop.create_future()
+        done: asyncio.Future[T] = self._loop.create_future()
 
         async def run() -> None:
             try:
@@ -138,10 +136,14 @@ class SglangEngine:
             opened.set()
 
     async def _live(self, opened: threading.Event) -> None:
-        self._server = open_server(self._folder, self._options)
-        self._frees = self._options.sleep and self._options.device != "cpu"
-        self._memory = SleepState(drops_weights=self._frees, adapters=self._options.adapters is not None)
-        self._receiver = self._make_receiver()
+        options = self._options
+        self._server = open_server(self._folder, options)
+        self._frees = options.sleep and options.device != "cpu"
+        self._memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
+        config = self._server.manager.model_config
+        shapes = shapes_of(self._folder, config.hf_text_config)
+        base = base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False)
+        self._receiver = WeightReceiver(shapes, base)
         self._server.manager.auto_create_handle_loop()
         opened.set()
         while not self._ending.is_set():
@@ -152,13 +154,6 @@ class SglangEngine:
             except TimeoutError:
                 self._tracer.flush()
         raise RuntimeError("the engine was closed")
-
-    def _make_receiver(self) -> WeightReceiver:
-        config, options = self._server.manager.model_config, self._options
-        shapes = shapes_of(self._folder, config.hf_text_config)
-        return WeightReceiver(
-            shapes, base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False)
-        )
 
     def _end(self, error: BaseException) -> None:
         """Fail all pending calls, then shut SGLang down."""
@@ -327,7 +322,7 @@ class SglangEngine:
             await self._move_memory("release", MEMORY if level == 2 else MEMORY[1:])
         return MemoryChange(time.perf_counter() - started, (free_gpu() - before) / GIB)
 
-    async def _wake_up(self, tags: Sequence[str]) -> MemoryChange:
+    async def _wake(self, tags: Sequence[str]) -> MemoryChange:
         due, before, started = self._memory.due(tags), free_gpu(), time.perf_counter()
         with self._tracer.span("wake", tags=due):
             kept = () if self._memory.weights_dropped else ("weights",)

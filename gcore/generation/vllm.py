@@ -42,10 +42,12 @@ from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
 GATHER_STEPS, GATHER_SHARE = 16, 1 / 8  # free places are kept for so many steps, or until they are this share of all
-_ONE_AT_A_TIME = threading.RLock()
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class VllmEngine(SteppedEngine):
+    """Implements protocols.Engine."""
+
     def __init__(self, folder: Path, options: VllmOptions, tracer: Tracer | None = None) -> None:
         super().__init__(VllmBackend(folder, options), tracer)
 
