@@ -1,9 +1,9 @@
 """SGLang as an engine: its scheduler in a process of its own, asked through its asynchronous interface.
 
-    requests ──> inbox ──admit──> SGLang ──chunks of tokens──> completions
-                   orders: weights, sleep, wake, abort         (all on the engine's own event loop, in its own thread)
+    requests ──> JobQueue ──admit──> SGLang ──chunks of tokens──> completions
+                   commands: abort, load weights, sleep, wake       (all on the engine's own event loop and thread)
 
-No more requests are admitted than SGLang runs at once; the others wait here, by priority, where aborts find them.
+No more requests are admitted than SGLang runs at once; the others stay in the queue, where aborts find them.
 
 Traps that this file knows of (more in sglang_core.py):
 - Weights change only in a session, while generation is paused. Requests under way are taken back, and their prefixes
@@ -15,46 +15,27 @@ Traps that this file knows of (more in sglang_core.py):
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from gcore.content.tokens import Tokens, tokens_of
-from gcore.generation.common import GIB, MEMORY, check, free_gpu
-from gcore.generation.futures import fail, finish
+from gcore.generation.jobs import Job, JobQueue, resolve, stats_of
+from gcore.generation.request_check import check_request
 from gcore.generation.sglang_core import Server, SglangOptions, open_server
+from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
 from gcore.observe.trace import Tracer
 from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.types import Completion, Finish, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
 WATCH_S = 0.5
-
-
-@dataclass(slots=True)
-class _Job:
-    request: Request
-    future: asyncio.Future[Completion]
-    ticket: str
-    arrival: int
-    name: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[dict[str, Any]] = field(default_factory=list)  # of tokens, by the load that they come from
-
-    def __lt__(self, other: _Job) -> bool:
-        """Lower priority goes first; of equals, the earlier arrival."""
-        return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
+T = TypeVar("T")
 
 
 class SglangEngine:
@@ -62,22 +43,20 @@ class SglangEngine:
 
     def __init__(self, folder: Path, options: SglangOptions, tracer: Tracer | None = None) -> None:
         self._folder, self._options, self._tracer = folder, options, tracer or Tracer(None, "engine")
-        self._inbox: list[_Job] = []  # a heap
-        self._jobs: dict[str, _Job] = {}  # those that SGLang has, by the name it knows them by
+        self._queue = JobQueue()
+        self._jobs: dict[str, Job] = {}  # those that SGLang has, by their names there
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._arrivals = itertools.count()
         self._failure: BaseException | None = None
         self._closed = False
         self._gate = threading.Lock()  # calls that pass it before the engine ends get an answer
         self._generated, self._busy_s, self._busy_since = 0, 0.0, 0.0
-        self.version, self._loads = 0, [0]  # the version of each load: SGLang is told their index
+        self.version, self._loads = 0, [0]  # the version of each load: SGLang gets the index
         self._receiver: WeightReceiver
         self._session = False  # weights can be written; generation is paused
-        self._asleep: set[str] = set()
-        self._hollow = False  # woken from a sleep that dropped the weights: they must come before anything is decoded
+        self._memory: SleepState
         self._server: Server
         self._loop, self._ending, self._turn = asyncio.new_event_loop(), asyncio.Event(), asyncio.Lock()
-        self._orders: dict[asyncio.Future[Any], asyncio.Task[None]] = {}
+        self._commands: dict[asyncio.Future[Any], asyncio.Task[None]] = {}
         opened = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="sglang-engine", daemon=True)
         self._thread.start()
@@ -89,40 +68,28 @@ class SglangEngine:
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
-            check(request, self._options.max_length, self._server.vocabulary)
-        found: list[Completion] = await self._ask(lambda: self._generate(requests, ticket))
-        return found
+            check_request(request, self._options.max_length, self._server.vocabulary)
+        return await self._ask(lambda: self._generate(requests, ticket))
 
     async def abort(self, ticket: str) -> None:
         if not (self._failure or self._closed):  # else there is nothing to abort
-            await self._order(lambda: self._abort(ticket))
+            await self._command(lambda: self._abort(ticket))
 
     async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
-        """A part (i, n) of the weights, in order; with the last one `version` is served. Nothing is decoded from the
-        first part to the last. One that does not fit is refused: send it again, or begin anew with part 0."""
-        return int(await self._order(lambda: self._load(version, weights, bucket)))
+        """A bucket that does not fit is refused: repeat it, or start again with bucket 0."""
+        return await self._command(lambda: self._load(version, weights, bucket))
 
     async def sleep(self, level: int) -> MemoryChange:
-        """Give memory back: level 1 the KV cache; 2 the weights too, and requests wait for new ones. Refused while
-        requests are under way; those that come later wait. On CPU, or without options.sleep, no memory is given back
-        and nothing is lost."""
-        found: MemoryChange = await self._order(lambda: self._sleep(level))
-        return found
+        """Level 1 frees the KV cache; 2 the weights too. On CPU, or without options.sleep, no memory is freed and
+        nothing is lost."""
+        return await self._command(lambda: self._sleep(level))
 
     async def wake(self, *tags: str) -> MemoryChange:
-        """Take memory again, all of it or what `tags` name: "weights", "kv_cache"."""
-        found: MemoryChange = await self._order(lambda: self._wake_up(tags))
-        return found
+        return await self._command(lambda: self._wake(tags))
 
     async def stats(self) -> EngineStats:
         busy = time.perf_counter() - self._busy_since if self._jobs else 0.0
-        return EngineStats(
-            running=len(self._jobs),
-            waiting=len(self._inbox),
-            busy_s=self._busy_s + busy,
-            generated_tokens=self._generated,
-            running_tokens=sum(len(job.tokens) for job in list(self._jobs.values())),
-        )
+        return stats_of(self._jobs.values(), self._queue, self._busy_s + busy, self._generated)
 
     def close(self) -> None:
         with self._gate:
@@ -131,7 +98,7 @@ class SglangEngine:
             self._loop.call_soon_threadsafe(self._ending.set)
         self._thread.join(timeout=30)
 
-    async def _ask(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """`work` on the engine's loop."""
         with self._gate:
             if self._failure or self._closed:
@@ -139,22 +106,22 @@ class SglangEngine:
             asked = asyncio.run_coroutine_threadsafe(work(), self._loop)
         return await asyncio.wrap_future(asked)
 
-    async def _order(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _command(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await self._ask(lambda: self._in_turn(work))
 
-    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Orders run one after another, each to its end, even if its caller was cancelled."""
-        done = self._loop.create_future()
+    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Commands run one after another, each to its end, even if its caller was cancelled."""
+        done: asyncio.Future[T] = self._loop.create_future()
 
         async def run() -> None:
             try:
                 async with self._turn:
-                    finish(done, await work())
+                    resolve(done, await work())
             except Exception as error:
-                fail(done, error)
+                resolve(done, error)
 
-        self._orders[done] = self._loop.create_task(run())
-        done.add_done_callback(self._orders.pop)
+        self._commands[done] = self._loop.create_task(run())
+        done.add_done_callback(self._commands.pop)
         return await asyncio.shield(done)
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
@@ -169,9 +136,14 @@ class SglangEngine:
             opened.set()
 
     async def _live(self, opened: threading.Event) -> None:
-        self._server = open_server(self._folder, self._options)
-        self._frees = self._options.sleep and self._options.device != "cpu"
-        self._receiver = self._make_receiver()
+        options = self._options
+        self._server = open_server(self._folder, options)
+        self._frees = options.sleep and options.device != "cpu"
+        self._memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
+        config = self._server.manager.model_config
+        shapes = shapes_of(self._folder, config.hf_text_config)
+        base = base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False)
+        self._receiver = WeightReceiver(shapes, base)
         self._server.manager.auto_create_handle_loop()
         opened.set()
         while not self._ending.is_set():
@@ -183,13 +155,6 @@ class SglangEngine:
                 self._tracer.flush()
         raise RuntimeError("the engine was closed")
 
-    def _make_receiver(self) -> WeightReceiver:
-        config, options = self._server.manager.model_config, self._options
-        shapes = shapes_of(self._folder, config.hf_text_config)
-        return WeightReceiver(
-            shapes, base_of(self._folder, shapes, options.adapters, options.device, config.dtype, False)
-        )
-
     def _end(self, error: BaseException) -> None:
         """Fail all pending calls, then shut SGLang down."""
         opened = hasattr(self, "_server")
@@ -199,9 +164,8 @@ class SglangEngine:
         with self._gate:
             self._failure = error
         self._loop.run_until_complete(asyncio.sleep(0))  # let calls that passed the gate submit
-        for future in [*(job.future for job in (*self._jobs.values(), *self._inbox)), *self._orders]:
-            fail(future, error)
-        self._inbox = []
+        for future in [*(job.future for job in (*self._jobs.values(), *self._queue.clear())), *self._commands]:
+            resolve(future, error)
         self._loop.run_until_complete(asyncio.sleep(0))
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
@@ -213,43 +177,39 @@ class SglangEngine:
 
     def _can_admit(self) -> bool:
         free = len(self._jobs) < self._options.max_concurrent
-        return bool(self._inbox) and free and not (self._session or self._asleep or self._hollow)
+        return bool(self._queue) and free and self._memory.awake and not self._session
 
     async def _generate(self, requests: Sequence[Request], ticket: str) -> list[Completion]:
-        jobs = [_Job(request, self._loop.create_future(), ticket, next(self._arrivals)) for request in requests]
-        for job in jobs:
-            heappush(self._inbox, job)
+        jobs = self._queue.add(requests, ticket)
         self._admit()
         return list(await asyncio.gather(*(job.future for job in jobs)))
 
     def _admit(self) -> None:
         while self._can_admit():
-            job = heappop(self._inbox)
+            job = self._queue.pop()
             job.name = f"{job.arrival:020}"
             if not self._jobs:
                 self._busy_since = time.perf_counter()
             self._jobs[job.name] = job
             self._tasks[job.name] = self._loop.create_task(self._serve(job))
 
-    async def _serve(self, job: _Job) -> None:
+    async def _serve(self, job: Job) -> None:
         try:
             reason = await self._stream(job)
             if reason not in ("stop", "length", "abort"):
                 raise RuntimeError(f"SGLang ended a request: {reason}")
-            if reason != "abort":
-                reason = "stop" if job.tokens[-1] in job.request.params.stop_tokens else "length"
-            finish(job.future, self._completion(job, reason))
+            resolve(job.future, self._completion(job, "abort" if reason == "abort" else job.finish))
         except ValueError as error:  # sampling parameters that SGLang does not take
-            fail(job.future, UserError(f"SGLang refuses an engine request: {error}"))
+            resolve(job.future, UserError(f"SGLang refuses an engine request: {error}"))
         except Exception as error:
-            fail(job.future, error)
+            resolve(job.future, error)
         finally:
             del self._jobs[job.name], self._tasks[job.name]
             if not self._jobs:
                 self._busy_s += time.perf_counter() - self._busy_since
             self._admit()
 
-    async def _stream(self, job: _Job) -> Any:
+    async def _stream(self, job: Job) -> Any:
         """Take the tokens as they come. Returns why there are no more."""
         request, params = job.request, job.request.params
         sampling: dict[str, Any] = {
@@ -263,7 +223,7 @@ class SglangEngine:
         if self._options.seeds:
             sampling["custom_params"] = {"noise": (_signed(request.noise_key), request.position)}
         chunks = await self._server.front.async_generate(
-            input_ids=tokens_of(request.content).tokens_T.tolist(),
+            input_ids=job.content.tokens_T.tolist(),
             sampling_params=sampling,
             return_logprob=True,
             stream=True,
@@ -273,32 +233,28 @@ class SglangEngine:
         async for chunk in chunks:
             about = chunk["meta_info"]
             fresh = about["completion_tokens"] - len(job.tokens)
+            spans = about.get("weight_versions")
             if fresh:
-                here = {"version": about["weight_version"], "start": len(job.tokens), "end": len(job.tokens) + fresh}
-                job.spans.append(here)  # all that older versions of SGLang know
+                if not spans:  # older versions of SGLang know the version of the whole chunk
+                    job.stamp(int(about["weight_version"]))
                 job.tokens += chunk["output_ids"][:fresh]
                 job.logprobs += [logprob for logprob, *_ in about["output_token_logprobs"][:fresh]]
                 self._generated += fresh
-            job.spans = about.get("weight_versions") or job.spans
+            if spans:
+                job.versions = sorted((span["start"], int(span["version"])) for span in spans)
             reason = about["finish_reason"] and about["finish_reason"]["type"]
         return reason
 
-    def _completion(self, job: _Job, ending: Finish) -> Completion:
-        versions = np.zeros(len(job.tokens), np.int32)
-        for span in job.spans:
-            versions[span["start"] : span["end"]] = self._loads[int(span["version"])]
-        return Completion(
-            Tokens.steps(np.array(job.tokens, np.int32)), np.array(job.logprobs, np.float32), versions, ending
-        )
+    def _completion(self, job: Job, finish: Finish) -> Completion:
+        """SGLang stamps tokens with the index of a load. Its version may be known only now."""
+        job.versions = [(start, self._loads[load]) for start, load in job.versions]
+        return job.completion(finish)
 
-    # ---- orders ---------------------------------------------------------------------------------------------------
+    # ---- commands -------------------------------------------------------------------------------------------------
 
     async def _abort(self, ticket: str) -> None:
-        gone = [job for job in self._inbox if job.ticket == ticket]
-        self._inbox = [job for job in self._inbox if job.ticket != ticket]
-        heapify(self._inbox)
-        for job in gone:
-            finish(job.future, self._completion(job, "abort"))
+        for job in self._queue.remove(ticket):
+            resolve(job.future, self._completion(job, "abort"))
         running = [job.name for job in self._jobs.values() if job.ticket == ticket]
         tasks = [self._tasks[name] for name in running]
         for name in running:
@@ -307,8 +263,7 @@ class SglangEngine:
             await asyncio.wait(tasks)
 
     async def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
-        if "weights" in self._asleep:
-            raise RuntimeError(f"weights of version {version} for an engine that sleeps; wake 'weights' first")
+        self._memory.check_load(version)
         with (
             self._receiver.receive(version, weights, bucket) as loads,
             self._tracer.span("load weights", bucket=bucket[0]),
@@ -318,7 +273,8 @@ class SglangEngine:
                 await self._write(tensors, str(len(self._loads)) if last else None)
         if not self._receiver.incomplete:
             self._loads.append(version)
-            self.version, self._hollow = version, False
+            self.version = version
+            self._memory.loaded()
             await self._close_session()
         return self.version
 
@@ -349,52 +305,41 @@ class SglangEngine:
 
         own = [(name, tensor.detach().clone()) for name, tensor in tensors.items()]  # they are shared with the child
         ranks = range(self._options.tensor_parallel)  # each opens its own
-        order = UpdateWeightsFromTensorReqInput(
+        update = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(own) for _ in ranks],
             flush_cache=load is not None,
             weight_version=load,
         )
-        _demand(await self._server.manager.update_weights_from_tensor(order, None))
+        _demand(await self._server.manager.update_weights_from_tensor(update, None))
 
     async def _sleep(self, level: int) -> MemoryChange:
-        if self._asleep == set(MEMORY):
+        in_progress = len(self._jobs) + len(self._queue)
+        if not self._memory.may_sleep(level, in_progress, self._receiver.incomplete):
             return MemoryChange(0.0, 0.0)
-        if busy := len(self._jobs) + len(self._inbox):
-            raise RuntimeError(f"asked to sleep with {busy} requests under way")
-        if self._receiver.incomplete or self._asleep:
-            raise RuntimeError(
-                "asked to sleep " + ("while weights arrive" if self._receiver.incomplete else "when half awake")
-            )
-        if level == 2 and self._frees and self._options.adapters is not None:
-            raise UserError(
-                "generation.sleep=2 drops the weights, of which adapters (model.lora) bring a part alone; use 1"
-            )
         before, started = free_gpu(), time.perf_counter()
         with self._tracer.span("sleep", level=level):
-            self._asleep, self._hollow = set(MEMORY), level == 2 and self._frees
-            await self._memory("release", MEMORY if level == 2 else MEMORY[1:])
+            self._memory.sleep(level)  # first: requests that arrive during the release must queue
+            await self._move_memory("release", MEMORY if level == 2 else MEMORY[1:])
         return MemoryChange(time.perf_counter() - started, (free_gpu() - before) / GIB)
 
-    async def _wake_up(self, tags: Sequence[str]) -> MemoryChange:
-        if unknown := set(tags) - set(MEMORY):
-            raise ValueError(f"asked to wake {sorted(unknown)}, expected some of {list(MEMORY)}")
-        due = [tag for tag in MEMORY if tag in self._asleep and tag in (tags or MEMORY)]
-        before, started = free_gpu(), time.perf_counter()
+    async def _wake(self, tags: Sequence[str]) -> MemoryChange:
+        due, before, started = self._memory.due(tags), free_gpu(), time.perf_counter()
         with self._tracer.span("wake", tags=due):
-            await self._memory("resume", due if self._hollow else [tag for tag in due if tag != "weights"])
-        self._asleep -= set(due)
+            kept = () if self._memory.weights_dropped else ("weights",)
+            await self._move_memory("resume", [tag for tag in due if tag not in kept])
+        self._memory.wake(due)
         self._admit()
         return MemoryChange(time.perf_counter() - started, (before - free_gpu()) / GIB)
 
-    async def _memory(self, what: str, tags: Sequence[str]) -> None:
+    async def _move_memory(self, what: str, tags: Sequence[str]) -> None:
         from sglang.srt.managers import io_struct
 
         if tags and self._frees:
             manager, release = self._server.manager, what == "release"
             if release:  # answers are there a step before SGLang is idle, and it dies if it is not
                 await manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
-            order = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=list(tags))
-            await getattr(manager, f"{what}_memory_occupation")(order, None)
+            call = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=list(tags))
+            await getattr(manager, f"{what}_memory_occupation")(call, None)
             if release:
                 await manager.continue_generation(io_struct.ContinueGenerationReqInput())
 

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore.generation.common import GIB
 from gcore.generation.sampling import Rows, sample
+from gcore.generation.sleep import GIB
 from gcore.models import Adapters
 from gcore.types import UserError
 

@@ -25,7 +25,7 @@ import torch
 
 from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
-from gcore.generation.common import GIB
+from gcore.generation.sleep import GIB
 from gcore.models import Adapters
 from gcore.types import Request, UserError
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from gcore.config.tree import Lora, PolicyModel
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend, EmbeddedEngine
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.models import Adapters, adapters_in, adapters_of
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, UserError
@@ -48,10 +49,8 @@ def embedded(network: Any, adapters: Adapters) -> EmbeddedEngine:
     return EmbeddedEngine(network, max_concurrent=32, max_length=MAX_LENGTH, adapters=adapters)
 
 
-def embedded_by_library(network: Any, adapters: Adapters) -> EmbeddedEngine:
-    engine = embedded(network, adapters)
-    engine._fused = None
-    return engine
+def embedded_by_library(network: Any, adapters: Adapters) -> SteppedEngine:
+    return SteppedEngine(EmbeddedBackend(network, 32, MAX_LENGTH, adapters=adapters, fused=False))
 
 
 def sglang(network: Any, adapters: Adapters) -> Any:

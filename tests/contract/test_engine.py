@@ -26,11 +26,13 @@ import torch
 from gcore.config.tree import BuildModel, Model
 from gcore.content.tokens import Tokens
 from gcore.generation import sampling
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend, EmbeddedEngine
+from gcore.generation.engine_shell import Step, SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.models import load_model
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.prompts.tokenizer import build_char_tokenizer
+from gcore.protocols import EngineStats
 from gcore.simulate.engine import EmulatedEngine, log_normal
 from gcore.types import Completion, Request, SamplingParams, UserError
 from tests.seeds import seeds
@@ -61,11 +63,9 @@ def embedded(network: Any, max_concurrent: int = 32) -> EmbeddedEngine:
     return EmbeddedEngine(network, max_concurrent=max_concurrent, max_length=MAX_LENGTH)
 
 
-def embedded_by_library(network: Any, max_concurrent: int = 32) -> EmbeddedEngine:
+def embedded_by_library(network: Any, max_concurrent: int = 32) -> SteppedEngine:
     """As for models outside the families that decoder.py knows."""
-    engine = embedded(network, max_concurrent)
-    engine._fused = None
-    return engine
+    return SteppedEngine(EmbeddedBackend(network, max_concurrent, MAX_LENGTH, fused=False))
 
 
 VLLM = importlib.util.find_spec("vllm") is not None
@@ -73,7 +73,7 @@ lent: dict[str, Any] = {}  # vLLM takes seconds to start: one engine of an archi
 
 
 class Lent:
-    """The engine of an architecture as a test gets it: with the weights of its network, and nothing else remembered."""
+    """The engine of an architecture as a test gets it: with the weights of its network; tokens are counted from 0."""
 
     def __init__(self, network: Any, max_concurrent: int) -> None:
         kind = network.config.model_type
@@ -82,15 +82,21 @@ class Lent:
         else:
             asyncio.run(asyncio.wait_for(lent[kind].load_weights(0, weights_of(network)), 60))
         self._engine, lent[kind].borrower = lent[kind], self
-        self._engine._options = dataclasses.replace(self._engine._options, max_concurrent=max_concurrent)
-        self._engine._generated, self._engine._busy_s = 0, 0.0
+        backend = self._engine.backend
+        backend.options = dataclasses.replace(backend.options, max_concurrent=max_concurrent)
+        self._before = asyncio.run(self._engine.stats()).generated_tokens
+
+    async def stats(self) -> EngineStats:
+        found = await self._engine.stats()
+        return dataclasses.replace(found, generated_tokens=found.generated_tokens - self._before)
 
     def __getattr__(self, name: str) -> Any:
         assert self._engine.borrower is self, "lent to another since"
         return getattr(self._engine, name)
 
     def close(self) -> None:
-        assert self._engine.borrower is not self or not (self._engine._jobs or self._engine._inbox)
+        stats = asyncio.run(self._engine.stats())
+        assert self._engine.borrower is not self or not (stats.running or stats.waiting)
 
 
 def open_vllm(network: Any, **options: Any) -> Any:
@@ -410,16 +416,15 @@ def test_the_last_bit_does_not_depend_on_company(make_exact, networks, architect
 def test_siblings_share_one_prefill(networks):
     engine = embedded(networks["qwen3"])
     widths: list[int] = []
-    forward = engine._forward
 
-    def look(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if tokens.shape[1] > 1:
-            widths.append(tokens.shape[0])
-        return forward(tokens, *rest)
+    def look(network: Any, args: Any, inputs: dict[str, torch.Tensor]) -> None:
+        if inputs["input_ids"].shape[1] > 1:
+            widths.append(inputs["input_ids"].shape[0])
 
-    engine._forward = look
+    hook = networks["qwen3"].register_forward_pre_hook(look, with_kwargs=True)
     p, q = prompt(20), prompt(12)
     found = run(engine, *(ask(p, 6, key=i) for i in range(8)), *(ask(q, 6, key=i) for i in range(4)))
+    hook.remove()
     assert sum(widths) == 2
     assert len({c.content.tokens_S.tobytes() for c in found[:8]}) == 8
     assert [bits(c) for c in found[:8]] == [bits(run(engine, ask(p, 6, key=i))[0]) for i in range(8)]
@@ -880,27 +885,27 @@ def test_closing_ends_waiters(networks, name):
 
 
 def test_closing_ends_those_who_bring_weights(networks):
-    """The order comes while the engine is busy with one step, and closing overtakes it."""
-    engine, hold, held = embedded_by_library(networks["qwen3"]), threading.Event(), threading.Event()
-    forward = engine._forward
+    """The command comes while the engine is busy with one step, and closing overtakes it."""
+    engine, hold, held = embedded(networks["qwen3"]), threading.Event(), threading.Event()
+    step = engine.backend.step
 
-    def slow(*args: Any) -> torch.Tensor:
+    def slow() -> Step:
         held.set()
         hold.wait(60)
-        return forward(*args)
+        return step()
 
-    engine._forward = slow
+    engine.backend.step = slow
 
     async def wait() -> list[Any]:
         answer = asyncio.ensure_future(engine.generate([ask(prompt(1), 20)]))
         await asyncio.to_thread(held.wait, 20)
-        order = asyncio.ensure_future(engine.load_weights(1, weights_of(networks["qwen3"])))
+        command = asyncio.ensure_future(engine.load_weights(1, weights_of(networks["qwen3"])))
         await asyncio.sleep(0.01)
         closing = asyncio.ensure_future(asyncio.to_thread(engine.close))
         await asyncio.sleep(0.01)
         hold.set()
         await closing
-        return await asyncio.wait_for(asyncio.gather(answer, order, return_exceptions=True), 60)
+        return await asyncio.wait_for(asyncio.gather(answer, command, return_exceptions=True), 60)
 
     assert [type(e) for e in asyncio.run(wait())] == [RuntimeError] * 2
 
@@ -908,11 +913,11 @@ def test_closing_ends_those_who_bring_weights(networks):
 def test_a_failure_reaches_everyone_who_waits(networks):
     engine = embedded(networks["qwen3"], max_concurrent=2)
 
-    def fail(*args: Any) -> torch.Tensor:
+    def fail() -> Step:
         raise ValueError("no more memory")
 
     def inject() -> None:
-        engine._forward = fail
+        engine.backend.step = fail
         engine._thread.join(20)
 
     found = waiting_on(engine, networks["qwen3"], inject)

@@ -205,7 +205,7 @@ def test_what_was_seen_dies_with_the_weights_that_saw_it(engine, network):
 
 def test_who_gives_way_after_new_weights_looks_again(engine, network, monkeypatch):
     """Two samples have room when the weights come, and no more at the end: one is read anew, with its image."""
-    scheduler, gave_way = engine._core.engine_core.engine_core.scheduler, list[str]()
+    scheduler, gave_way = engine.backend.core.engine_core.engine_core.scheduler, list[str]()
     preempt, new = scheduler._preempt_request, seeing(3)
 
     def seen(request: Any, *args: Any, **options: Any) -> Any:
@@ -217,7 +217,7 @@ def test_who_gives_way_after_new_weights_looks_again(engine, network, monkeypatc
 
     async def generate() -> list[Completion]:
         answers = asyncio.ensure_future(engine.generate(requests))
-        await until_generated(engine, engine._generated + 20)
+        await until_generated(engine, int((await engine.stats()).generated_tokens) + 20)
         await engine.load_weights(1, weights_of(new))
         assert not gave_way
         return await answers
@@ -241,7 +241,7 @@ def test_a_moved_sample_takes_its_images_along(engine, network):
     async def moved() -> Completion:
         pool = EnginePool([Replica()])
         answer = asyncio.ensure_future(pool.generate([request]))
-        await until_generated(engine, engine._generated + 20)
+        await until_generated(engine, int((await engine.stats()).generated_tokens) + 20)
         await pool.drain("engine-0")
         assert not answer.done()
         pool.reopen("engine-0")

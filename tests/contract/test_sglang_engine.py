@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
-import itertools
 import logging
 import multiprocessing
 import os
@@ -30,6 +29,7 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
+from gcore.generation.jobs import JobQueue
 from gcore.generation.sglang import SglangEngine
 from gcore.generation.sglang_core import SglangOptions
 from gcore.prompts.tokenizer import build_char_tokenizer
@@ -76,7 +76,8 @@ def sglang(network: Any, max_concurrent: int = 32) -> SglangEngine:
         lent[kind] = open_sglang(network, max_concurrent=1024)
     engine = lent[kind]
     asyncio.run(asyncio.wait_for(engine.load_weights(0, weights_of(network)), 60))
-    assert not (engine._jobs or engine._inbox)
+    stats = asyncio.run(engine.stats())
+    assert not (stats.running or stats.waiting)
     engine._options = replace(engine._options, max_concurrent=max_concurrent)
     engine._generated, engine._busy_s = 0, 0.0
     return engine
@@ -155,16 +156,16 @@ def test_the_models_own_end_of_sequence_is_a_token_like_others(networks):
 
 def test_aborting_one_spares_those_whose_numbers_begin_alike(networks):
     engine = sglang(networks["qwen3"])
-    engine._arrivals = itertools.count(1)
+    engine._queue = JobQueue()  # counts arrivals from 0
 
     async def give_up() -> list[Completion]:
-        calls = [asyncio.ensure_future(engine.generate([ask(prompt(4), 50, key=i)], f"{i}")) for i in range(1, 15)]
+        calls = [asyncio.ensure_future(engine.generate([ask(prompt(4), 50, key=i)], f"{i}")) for i in range(15)]
         await until_generated(engine, 40)
         await engine.abort("1")
         return [found for call in calls for found in await call]
 
     found = asyncio.run(asyncio.wait_for(give_up(), 60))
-    assert [c.finish for c in found] == ["abort"] + ["length"] * 13
+    assert [c.finish for c in found] == ["length", "abort"] + ["length"] * 13
 
 
 # --- weights

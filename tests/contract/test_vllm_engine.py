@@ -73,7 +73,7 @@ def exactly(network: Any, tokens: np.ndarray, completion: Completion) -> bool:
 
 def cached_prompts(engine: Any, call: Callable[[], Any]) -> list[int]:
     """How many tokens of each prompt came from the cache, in the order of their first tokens."""
-    client, found = engine._core.engine_core, list[int]()
+    client, found = engine.backend.core.engine_core, list[int]()
     get_output = client.get_output
 
     def look() -> Any:
@@ -142,7 +142,7 @@ def test_a_sampler_that_is_not_known_truncates_nothing(engine, monkeypatch):
     from gcore.generation.vllm_core import keep_logprobs_untruncated
 
     stranger = SimpleNamespace(model_runner=SimpleNamespace(sampler=SimpleNamespace(sample=None)))
-    monkeypatch.setattr(engine, "_can_truncate", keep_logprobs_untruncated(stranger))
+    monkeypatch.setattr(engine.backend, "can_truncate", keep_logprobs_untruncated(stranger))
     for params in ({"top_k": 3}, {"top_p": 0.5}):
         with pytest.raises(UserError, match=r"set generation\.top_p to 1"):
             run(engine, ask(prompt(5), 5, **params))
@@ -177,24 +177,24 @@ def test_the_second_sampler_keeps_its_logits_too(limits):
 
 
 def test_without_seeds_samples_do_not_repeat(engine):
-    options = engine._options
-    engine._options = replace(options, seeds=False)
+    options = engine.backend.options
+    engine.backend.options = replace(options, seeds=False)
     found = run(engine, *[ask(prompt(5), 20)] * 5)
-    engine._options = options
+    engine.backend.options = options
     assert len({c.content.tokens_S.tobytes() for c in found}) == 5
     assert len({c.content.tokens_S.tobytes() for c in run(engine, *[ask(prompt(5), 20)] * 5)}) == 1
 
 
 def test_freed_places_are_given_away_several_at_a_time(engine, monkeypatch):
     """While others wait for one: the last that come are few, and wait for nobody."""
-    admit, log = engine._admit, list[tuple[int, int, bool]]()  # running before, and after; did more wait than fit?
+    room, log = engine.backend.room, list[tuple[int, int, bool]]()  # running before, and after; did more wait than fit?
 
-    def watched() -> None:
-        before, waiting = len(engine._jobs), len(engine._inbox)
-        admit()
-        log.append((before, len(engine._jobs), waiting > 32 - before))
+    def watched(waiting: int) -> int:
+        before, num_new = len(engine.backend.jobs), room(waiting)
+        log.append((before, before + num_new, waiting > 32 - before))
+        return num_new
 
-    monkeypatch.setattr(engine, "_admit", watched)
+    monkeypatch.setattr(engine.backend, "room", watched)
     lengths = np.random.default_rng(0).integers(1, 40, 100)
     found = run(engine, *(ask(prompt(4, i), int(n)) for i, n in enumerate(lengths)))
     assert [len(c.content.tokens_S) for c in found] == lengths.tolist()
@@ -206,7 +206,7 @@ def test_freed_places_are_given_away_several_at_a_time(engine, monkeypatch):
 
 
 def test_what_is_aborted_leaves_vllm(engine):
-    scheduler = engine._core.engine_core.engine_core.scheduler
+    scheduler = engine.backend.core.engine_core.engine_core.scheduler
 
     async def give_up() -> list[Completion]:
         answers = asyncio.ensure_future(engine.generate([ask(prompt(4, i), 400) for i in range(3)], "mine"))
@@ -249,7 +249,7 @@ def test_half_loaded_it_waits_for_whole_weights(engine, network, monkeypatch):
 
     async def load() -> list[Completion]:
         with monkeypatch.context() as broken:
-            broken.setattr(engine._core, "collective_rpc", fail)
+            broken.setattr(engine.backend.core, "collective_rpc", fail)
             with pytest.raises(RuntimeError, match="no room"):
                 await engine.load_weights(5, weights_of(network))
         answer = asyncio.ensure_future(engine.generate([ask(p, 10, temperature=0)]))
@@ -314,7 +314,7 @@ def test_engines_of_one_process_decode_at_once(engine, network):
 
     for other, found in zip(networks, asyncio.run(asyncio.wait_for(all_at_once(), 60)), strict=True):
         assert [c.content.tokens_S.tolist() for c in found] == [greedy(other, p, 30) for p in prompts]
-    models = [weakref.ref(one._core.model_executor.driver_worker.get_model()) for one in engines]
+    models = [weakref.ref(one.backend.core.model_executor.driver_worker.get_model()) for one in engines]
     for one in engines[1:]:
         one.close()
     gc.collect()
@@ -344,28 +344,28 @@ def test_what_vllm_cannot_serve_is_the_users_to_mend(network):
 
 
 def test_closing_ends_those_who_bring_weights():
-    """The order comes while the engine is busy with one step, and closing overtakes it."""
+    """The command comes while the engine is busy with one step, and closing overtakes it."""
     network = network_of()
     engine, hold, held = doomed_vllm(network), threading.Event(), threading.Event()
-    get_output = engine._core.engine_core.get_output
+    get_output = engine.backend.core.engine_core.get_output
 
     def slow() -> Any:
         held.set()
         hold.wait(60)
         return get_output()
 
-    engine._core.engine_core.get_output = slow
+    engine.backend.core.engine_core.get_output = slow
 
     async def wait() -> list[Any]:
         answer = asyncio.ensure_future(engine.generate([ask(prompt(1), 20)]))
         await asyncio.to_thread(held.wait, 20)
-        order = asyncio.ensure_future(engine.load_weights(1, weights_of(network)))
+        command = asyncio.ensure_future(engine.load_weights(1, weights_of(network)))
         await asyncio.sleep(0.01)
         closing = asyncio.ensure_future(asyncio.to_thread(engine.close))
         await asyncio.sleep(0.01)
         hold.set()
         await closing
-        return await asyncio.wait_for(asyncio.gather(answer, order, return_exceptions=True), 60)
+        return await asyncio.wait_for(asyncio.gather(answer, command, return_exceptions=True), 60)
 
     assert [type(e) for e in asyncio.run(wait())] == [RuntimeError] * 2
     asyncio.run(engine.abort("mine"))  # nobody waits: nothing to abort
@@ -379,7 +379,7 @@ def test_a_failure_reaches_everyone_who_waits():
         raise ValueError("no more memory")
 
     def inject() -> None:
-        engine._core.engine_core.get_output = fail
+        engine.backend.core.engine_core.get_output = fail
         engine._thread.join(20)
 
     found = waiting_on(engine, network, inject)

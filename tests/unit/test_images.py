@@ -14,9 +14,9 @@ import torch
 
 from gcore.config.tree import BuildModel, Model
 from gcore.content.tokens import Tokens
-from gcore.generation.common import check
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.pool import EnginePool
+from gcore.generation.request_check import check_request
 from gcore.generation.vllm_core import with_images
 from gcore.models import load_model
 from gcore.placement.replica_speed import ReplicaSpeed
@@ -110,9 +110,9 @@ def test_engines_of_text_refuse_images(make: Callable[[], Any]):
     "bad", [image().astype(np.float32), image()[0], image()[..., :1], image()[:0], image().transpose(2, 0, 1)]
 )
 def test_only_pixels_are_images(bad: Any):
-    check(ask(image(0), image(1)), max_length=64, vocabulary=16, sees=True)
+    check_request(ask(image(0), image(1)), max_length=64, vocabulary=16, sees=True)
     with pytest.raises(UserError, match=r"expected uint8, height x width x 3"):
-        check(ask(image(0), bad), max_length=64, vocabulary=16, sees=True)
+        check_request(ask(image(0), bad), max_length=64, vocabulary=16, sees=True)
 
 
 # --- what vLLM is told

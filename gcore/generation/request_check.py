@@ -1,24 +1,16 @@
-"""What engines have in common beside weights: which requests can be served, and the memory that sleeps."""
+"""Which requests an engine can serve."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
 from gcore.types import Request, UserError
 
-GIB = 2**30
-MEMORY = ("weights", "kv_cache")  # what sleeps, by the names that vLLM and SGLang have for it
 
-
-def free_gpu() -> float:
-    return float(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0.0
-
-
-def check(request: Request, max_length: int, vocabulary: int, sees: bool = False) -> None:
-    """Complain of what cannot be served before the library sees it. `sees`: images are welcome."""
+def check_request(request: Request, max_length: int, vocabulary: int, sees: bool = False) -> None:
+    """Refuse what cannot be served before the library gets it. `sees`: the model takes images."""
     params, content = request.params, tokens_of(request.content)
     tokens_T, total = content.tokens_T, content.size + params.max_tokens
     if len(tokens_T) == 0:

@@ -1,0 +1,276 @@
+"""The shell of engines that decode step by step in this process: embedded and vLLM.
+
+    requests ──> JobQueue ──admit──> DecodeBackend ──step: a token per job──> completions
+                    commands, between two steps: abort, load weights, sleep, wake
+
+The shell owns the thread, the queue, the commands, the sleep state and the clean-up after a failure. A backend owns
+the model and the batch. Weights change only between two steps, so every token has one version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from gcore.generation.jobs import Job, JobQueue, post, stats_of
+from gcore.generation.sleep import SleepState
+from gcore.observe.trace import Tracer
+from gcore.protocols import EngineStats, MemoryChange, Weights
+from gcore.types import Completion, Finish, Request
+from gcore.weights.receiver import WeightReceiver
+
+T = TypeVar("T")
+Ended = tuple[Job, Finish | Exception]
+
+
+class Step(NamedTuple):
+    """Result of one decoding step. The tokens themselves are appended to the jobs."""
+
+    num_tokens: int
+    ended: Sequence[Ended]  # these have left the batch
+
+
+class DecodeBackend(Protocol):
+    """A model and its batch. All methods except `check` run in the engine's thread."""
+
+    turn: AbstractContextManager[Any]  # held during each call that computes; shared if engines share process state
+
+    @property
+    def jobs(self) -> Collection[Job]:
+        """The batch. Empty after `close`."""
+
+    def open(self) -> tuple[WeightReceiver, SleepState]: ...
+
+    def check(self, request: Request) -> None:
+        """Raises UserError for a request that cannot be served."""
+
+    def room(self, waiting: int) -> int:
+        """How many of `waiting` jobs to admit before the next step."""
+
+    def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
+        """Add them to the batch. Returns those that the library refuses."""
+
+    def step(self) -> Step:
+        """One token per job of the batch. Steps may be computed ahead: then it returns an earlier one."""
+
+    def land(self) -> Iterable[Step]:
+        """The steps that are computed ahead; no new ones are started until all have landed."""
+
+    def remove(self, jobs: Collection[Job]) -> None:
+        """Take them out of the batch."""
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write some of the weights. No step is computed ahead."""
+
+    def finish_load(self) -> Collection[Job]:
+        """All weights of an update are written: forget what older weights computed. Returns jobs that left the batch
+        because they must start again."""
+
+    def free(self, level: int) -> float:
+        """Sleep. Returns the GiB that were freed."""
+
+    def allocate(self, tags: Sequence[str]) -> float:
+        """Wake. Returns the GiB that were allocated."""
+
+    def close(self) -> None:
+        """Called once, also after a failed `open`."""
+
+
+class SteppedEngine:
+    """Implements protocols.Engine with a backend. `min_step_s` emulates a slower device."""
+
+    def __init__(self, backend: DecodeBackend, tracer: Tracer | None = None, min_step_s: float = 0.0) -> None:
+        self.backend, self._tracer, self._min_step_s = backend, tracer or Tracer(None, "engine"), min_step_s
+        self.version = 0
+        self._queue, self._admitting = JobQueue(), list[Job]()
+        self._commands: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._changed = threading.Condition()  # guards the queue, the commands and the two states below
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._generated, self._busy_s = 0, 0.0
+        self._receiver: WeightReceiver
+        self._memory: SleepState
+        opened = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="engine", daemon=True)
+        self._thread.start()
+        opened.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    # ---- protocol -------------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
+        for request in requests:
+            self.backend.check(request)
+        with self._changed:
+            self._check_running()
+            jobs = self._queue.add(requests, ticket)
+            self._changed.notify()
+        return list(await asyncio.gather(*(job.future for job in jobs)))
+
+    async def abort(self, ticket: str) -> None:
+        if not (self._failure or self._closed):  # else nothing is in progress
+            await self._between_steps(lambda: self._abort(ticket))
+
+    async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
+        """A bucket that does not fit is refused: repeat it, or start again with bucket 0."""
+        return await self._between_steps(lambda: self._load(version, weights, bucket))
+
+    async def sleep(self, level: int) -> MemoryChange:
+        """No memory is freed, and nothing is lost, where the backend cannot do it."""
+        return await self._between_steps(lambda: self._sleep(level))
+
+    async def wake(self, *tags: str) -> MemoryChange:
+        return await self._between_steps(lambda: self._wake(tags))
+
+    async def stats(self) -> EngineStats:
+        return stats_of(self.backend.jobs, self._queue, self._busy_s, self._generated)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout=30)
+
+    async def _between_steps(self, command: Callable[[], T]) -> T:
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        with self._changed:
+            self._check_running()
+            self._commands.append((command, done))
+            self._changed.notify()
+        return await done
+
+    def _check_running(self) -> None:
+        if self._failure or self._closed:
+            raise RuntimeError("the engine has stopped") from self._failure
+
+    # ---- the engine's thread --------------------------------------------------------------------------------------
+
+    def _run(self, opened: threading.Event) -> None:
+        try:
+            with self.backend.turn:
+                self._receiver, self._memory = self.backend.open()
+            opened.set()
+            while True:
+                with self._changed:
+                    while not (self._closed or self._commands or self._can_step()):
+                        self._changed.wait()
+                if self._closed:
+                    raise RuntimeError("the engine was closed")
+                self._run_commands()
+                self._decode()
+                self._tracer.flush()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                pending = [job.future for job in (*self.backend.jobs, *self._admitting, *self._queue.clear())]
+                pending += [done for _, done in self._commands]
+                self._commands.clear()
+            post((future, error) for future in pending)
+            try:
+                with self.backend.turn:
+                    self.backend.close()
+            finally:
+                opened.set()
+
+    def _can_step(self) -> bool:
+        return bool(self.backend.jobs or self._queue) and self._memory.awake and not self._receiver.incomplete
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            command, done = self._commands.popleft()
+            try:
+                with self.backend.turn:
+                    post([(done, command())])
+            except Exception as error:
+                post([(done, error)])
+
+    def _decode(self) -> None:
+        """Step until there is nothing to decode or a command arrives."""
+        if not self._can_step():
+            return
+        with self._tracer.span("generate"):
+            while self._can_step() and not (self._closed or self._commands):
+                started = time.perf_counter()
+                self._admit()
+                if self.backend.jobs:
+                    with self.backend.turn:
+                        step = self.backend.step()
+                    self._take(step)
+                if self._min_step_s:
+                    time.sleep(max(0.0, started + self._min_step_s - time.perf_counter()))
+                self._busy_s += time.perf_counter() - started  # per step: stats are read while the engine is busy
+
+    def _admit(self) -> None:
+        with self._changed:
+            self._admitting = [self._queue.pop() for _ in range(self.backend.room(len(self._queue)))]
+        for job in self._admitting:
+            job.stamp(self.version)
+        if self._admitting:
+            self._deliver(self.backend.admit(self._admitting))
+            self._admitting = []
+
+    def _take(self, step: Step) -> None:
+        self._generated += step.num_tokens
+        self._deliver(step.ended)
+
+    def _deliver(self, ended: Iterable[Ended]) -> None:
+        post((job.future, end if isinstance(end, Exception) else job.completion(end)) for job, end in ended)
+
+    def _land(self) -> None:
+        for step in self.backend.land():
+            self._take(step)
+
+    # ---- commands -------------------------------------------------------------------------------------------------
+
+    def _abort(self, ticket: str) -> None:
+        with self._changed:
+            waiting = self._queue.remove(ticket)
+        running = [job for job in self.backend.jobs if job.ticket == ticket]
+        self.backend.remove(running)
+        self._deliver((job, "abort") for job in (*running, *waiting))
+
+    def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
+        self._memory.check_load(version)
+        with (
+            self._receiver.receive(version, weights, bucket) as loads,
+            self._tracer.span("load weights", bucket=bucket[0]),
+        ):
+            self._land()
+            for tensors, _ in loads:
+                self.backend.load(tensors)
+        if not self._receiver.incomplete:
+            self.version = version
+            self._memory.loaded()
+            restarted = self.backend.finish_load()
+            with self._changed:
+                for job in restarted:
+                    self._queue.push(job)
+            for job in self.backend.jobs:
+                job.stamp(version)
+        return self.version
+
+    def _sleep(self, level: int) -> MemoryChange:
+        in_progress = len(self.backend.jobs) + len(self._queue)
+        if not self._memory.may_sleep(level, in_progress, self._receiver.incomplete):
+            return MemoryChange(0.0, 0.0)
+        started = time.perf_counter()
+        with self._tracer.span("sleep", level=level):
+            self._land()
+            gigabytes = self.backend.free(level)
+        self._memory.sleep(level)
+        return MemoryChange(time.perf_counter() - started, gigabytes)
+
+    def _wake(self, tags: Sequence[str]) -> MemoryChange:
+        due, started = self._memory.due(tags), time.perf_counter()
+        with self._tracer.span("wake", tags=due):
+            gigabytes = self.backend.allocate(due) if due else 0.0
+        self._memory.wake(due)
+        return MemoryChange(time.perf_counter() - started, gigabytes)
