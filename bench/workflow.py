@@ -101,13 +101,14 @@ def make_collector(
     source: Any,
     tokenizer: Any,
 ) -> Any:
-    """As controller/session.py makes it."""
+    """As controller/session.py makes it. `engines`: handles."""
+    from gcore.clients import EngineClient
     from gcore.controller.collect import Collector
     from gcore.controller.workflow import SharedContext
     from gcore.generation.pool import EnginePool
     from gcore.prompts.tokenizer import stop_tokens
 
-    pool = EnginePool(engines, (group.rank, group.size))
+    pool = EnginePool([EngineClient(handle) for handle in engines], (group.rank, group.size))
     shared = SharedContext(config, pool, rewarder, tokenizer, stop_tokens(config.model, tokenizer))
     collector = Collector(workflow, shared, group, config.sampling, keep, lambda _: None)
     collector.source = source

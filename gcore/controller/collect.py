@@ -21,6 +21,7 @@ from gcore.config.tree import Sampling
 from gcore.controller.attempt import reason_of, run_workflow
 from gcore.controller.step_ledger import FAILURES, NO_SPREAD, ProgressReport, StepLedger
 from gcore.controller.workflow import SharedContext, Workflow
+from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
 from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
@@ -262,9 +263,10 @@ class Collector:
     def close(self) -> None:
         self._cancel()
 
-    def progress(self) -> tuple[float, int, int, int, float]:
-        """For placement: this controller's share of the target, groups kept, decided on, under way; acceptance rate."""
-        return self.board.target / self._size, len(self.ready), len(self._rewards), len(self._running), self._rate_now()
+    def progress(self) -> RolloutProgress:
+        """For placement: this controller's share of the rollout."""
+        target, decided = self.board.target / self._size, len(self._rewards)
+        return RolloutProgress(target, len(self.ready), decided, len(self._running), self._rate_now())
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gcore.clients import EngineClient, TrainerClient
 from gcore.config.tree import Config
 from gcore.controller.collect import Collected, Filter
 from gcore.controller.record import skipped_line
@@ -23,7 +24,7 @@ from gcore.controller.workflow import Workflow
 from gcore.observe.trace import Tracer
 from gcore.placement.grid import DeviceGrid
 from gcore.preparation.samples import charge_kl, make_samples
-from gcore.protocols import Group, Handle, Rewarder
+from gcore.protocols import Group, Rewarder, UpdateStats
 from gcore.types import SampleMeta, TrainBatch
 
 
@@ -34,8 +35,8 @@ class Controller:
         self,
         config: Config,
         group: Group,
-        engines: Sequence[Handle],
-        trainers: Sequence[Handle],
+        engines: Sequence[EngineClient],
+        trainers: Sequence[TrainerClient],
         tokenizer: Any,
         rewarder: Rewarder,
         workflow: Workflow,
@@ -92,16 +93,16 @@ class Controller:
             metas, batches = await self.session.dispatcher.dispatch_samples(step, samples)
             await self.session.check_failures(step, metas, collected)
             if algorithm.needs_logprobs and batches:
-                kl = await self.session.dispatcher.on_ranks("prepare", [(batch,) for batch in batches])
+                kl = await self.session.dispatcher.prepare(batches)
                 if algorithm.kl_in_reward:
                     batches = await charge_kl(groups, algorithm, self.group, longest, kl, batches)
             return metas, batches
 
-    async def training(self, step: int, batches: list[TrainBatch]) -> list[dict[str, float]]:
+    async def training(self, step: int, batches: list[TrainBatch]) -> list[UpdateStats]:
         with self.session.timed("training", step):
             if not batches:  # no group of this step was worth training on
                 return []
-            ranks = await self.session.dispatcher.on_ranks("update", [(batch,) for batch in batches])
+            ranks = await self.session.dispatcher.update(batches)
             if line := skipped_line(step, ranks, self.session.folder):
                 self.session.note(line)
             return ranks

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
+from gcore.clients import EngineClient, TrainerClient
 from gcore.controller.placement import Placement
-from gcore.generation.pool import EnginePool, Pool
-from gcore.protocols import Handle, RoleDied
+from gcore.generation.pool import EnginePool
+from gcore.protocols import ReplicaPool, RoleDied
 from gcore.weights.transfer import WeightTransfer
 
 CHECK_S = 30.0  # between two health checks
@@ -24,12 +25,13 @@ class Replicas:
     def __init__(
         self,
         policy: EnginePool,
-        others: Sequence[Pool],
-        trainers: Sequence[Handle],
+        others: Sequence[ReplicaPool],
+        trainers: Sequence[TrainerClient],
         version: Callable[[], int],
         note: Callable[[str], None],
     ) -> None:
-        self._policy, self._pools, self._trainers = policy, [policy, *others], trainers
+        self._policy, self._trainers = policy, trainers
+        self._pools: list[ReplicaPool] = [policy, *others]
         self._transfer = WeightTransfer(trainers)
         self._version, self._note = version, note
         self.placement: Placement | None = None
@@ -74,7 +76,7 @@ class Replicas:
         if self.placement is not None:
             self.placement.mark_alive(name)
 
-    async def load(self, engines: Mapping[int, Handle]) -> None:
+    async def load(self, engines: Mapping[int, EngineClient]) -> None:
         """Controller 0: send current weights to policy engines that wake during a rollout."""
         async with self.trainers_in_use:
             served = await self._transfer.send(engines, self._version())

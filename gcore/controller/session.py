@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from gcore.checkpoint import store
 from gcore.checkpoint.pending_groups import load_pending_groups, save_pending_groups
-from gcore.clients import EngineClient
+from gcore.clients import EngineClient, TrainerClient
 from gcore.config.tree import Config, Dataset
 from gcore.controller import record
 from gcore.controller.collect import Collected, Collector, Filter, answer_all, merge_places
@@ -25,14 +25,14 @@ from gcore.controller.replicas import Replicas
 from gcore.controller.workflow import SharedContext, Workflow
 from gcore.generation.pool import EnginePool
 from gcore.observe.metrics import MetricsWriter, rewind
-from gcore.observe.progress import Status
 from gcore.observe.samples import SampleLog, rewind_samples
 from gcore.observe.trace import Tracer
 from gcore.placement.grid import POLICY, DeviceGrid
+from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.rows import load_rows
 from gcore.prompts.source import PromptSource, Templater, measure
 from gcore.prompts.tokenizer import stop_tokens
-from gcore.protocols import Group, Handle, Rewarder
+from gcore.protocols import ControllerStatus, Group, Rewarder, UpdateStats
 from gcore.types import Sample, SampleMeta, UserError
 
 
@@ -43,8 +43,8 @@ class Session:
         self,
         config: Config,
         group: Group,
-        engines: Sequence[Handle],
-        trainers: Sequence[Handle],
+        engines: Sequence[EngineClient],
+        trainers: Sequence[TrainerClient],
         tokenizer: Any,
         rewarder: Rewarder,
         workflow: Workflow,
@@ -75,7 +75,9 @@ class Session:
         self.replicas = Replicas(pool, rewarder.pools, trainers, lambda: self.collector.version, self.note)
         self.placement: Placement | None = None
         if grid is not None and trainers:  # an evaluation has all replicas awake
-            pools = {POLICY: pool} | {p.role: p for p in rewarder.pools if p.role in grid.widths}
+            pools = {POLICY: pool} | {
+                p.role: p for p in rewarder.pools if isinstance(p, EnginePool) and p.role in grid.widths
+            }
             self.placement = Placement(config, grid, pools, group, sleep_level, self.replicas.load, self.note)
             self.replicas.placement = self.placement
 
@@ -94,7 +96,7 @@ class Session:
             await self._load_engines()
             return
         info = await self.dispatcher.open()
-        self._state_bytes = int(info["num_parameters"]) * 4 * (4 if self.config.algorithm.kl_coef > 0 else 3)
+        self._state_bytes = info.num_parameters * 4 * (4 if self.config.algorithm.kl_coef > 0 else 3)
         checkpoint = await self._find_checkpoint()
         warmed: int | None = 0  # steps of the warm start that are done; None: reinforcement learning has begun
         if checkpoint is not None:
@@ -106,7 +108,7 @@ class Session:
             self._open_writer()
         if warmed is not None:
             await self._warm_start(warmed)
-            await self.dispatcher.on_all_ranks("begin")
+            await self.dispatcher.begin()
             await self._serve(version=0)
             await self.evaluate()
         if self.config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
@@ -164,7 +166,7 @@ class Session:
             )
         self.step = state["step"]
         warmed: int | None = state.get("warm_start")
-        await self.dispatcher.on_all_ranks("load", str(checkpoint), warmed is None)
+        await self.dispatcher.load(checkpoint, begun=warmed is None)
         if warmed is None:
             pool = await asyncio.to_thread(load_pending_groups, checkpoint, self.source.at)
             self.collector.restore(state, pool)
@@ -184,7 +186,7 @@ class Session:
         """Evaluation of a checkpoint: there is no trainer, so controller 0 reads the weights for the engines."""
         if self.group.rank == 0 and self.config.run.resume not in ("never", "auto"):
             weights = load_file(Path(self.config.run.resume) / "model.safetensors")
-            await asyncio.gather(*(EngineClient(e).load_weights(0, weights) for e in self.engines))
+            await asyncio.gather(*(engine.load_weights(0, weights) for engine in self.engines))
         await self.group.all_gather("weights to evaluate", None)
 
     def _open_writer(self) -> None:
@@ -206,14 +208,14 @@ class Session:
             samples = [self._demonstration(c) for c in cursors if c % self.group.size == self.group.rank]
             with self.timed("warm_start", i + 1):
                 _, batches = await self.dispatcher.dispatch_samples(i + 1, samples, "imitation")
-                ranks = await self.dispatcher.on_ranks("update", [(batch,) for batch in batches])
-            loss = sum(rank["loss"] for rank in ranks)
+                ranks = await self.dispatcher.update(batches)
+            loss = sum(rank.sums["loss"] for rank in ranks)
             self._write(
                 {
                     "phase": "warm_start",
                     "step": i + 1,
                     "warm_start/loss": loss,
-                    "warm_start/lr": ranks[0]["lr"],
+                    "warm_start/lr": ranks[0].lr,
                     "timing_s/step": self._times.pop("warm_start"),
                 }
             )
@@ -284,7 +286,7 @@ class Session:
             place, groups = self.collector.place(), list(self.collector.ready.values())  # of one and the same moment
             places = await self.group.all_gather("places among the prompts", place)
             await asyncio.to_thread(save_pending_groups, partial, self.group.rank, groups)
-            await self.dispatcher.on_all_ranks("save", str(partial))
+            await self.dispatcher.save(partial)
             if self.group.rank == 0:
                 state = {
                     "step": self.step,
@@ -298,7 +300,7 @@ class Session:
 
     # ---- metrics and status ---------------------------------------------------------------------------------------
 
-    async def choose_placement(self) -> dict[int, Handle] | None:
+    async def choose_placement(self) -> dict[int, EngineClient] | None:
         """The policy engines that serve the next rollout, awake. None: all engines, always."""
         return None if self.placement is None else await self.placement.begin(self.collector.rate)
 
@@ -345,7 +347,7 @@ class Session:
             )
 
     async def record(
-        self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: list[dict[str, float]]
+        self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: Sequence[UpdateStats]
     ) -> None:
         for stage in ("generation", "rewarding"):
             self._times[stage] = collected.stage_s.get(stage, 0.0)
@@ -401,14 +403,14 @@ class Session:
             yield
         self._times[name] = time.perf_counter() - started
 
-    async def status(self) -> tuple[Status, list[dict[str, Any]], list[str]]:
-        """For the progress view: what I am doing, rows and notes the driver has not seen yet."""
+    async def status(self) -> ControllerStatus:
+        """For the progress view, with the rows and notes that the driver has not seen yet."""
         rows, self._rows = self._rows, []
         notes, self._notes = self._notes, []
-        status = Status(f"controller-{self.group.rank}", self._stage, self._detail, self.step)
-        return status, rows if self.group.rank == 0 else [], notes
+        rows = rows if self.group.rank == 0 else []
+        return ControllerStatus(f"controller-{self.group.rank}", self._stage, self._detail, self.step, rows, notes)
 
 
-def _all_of(num_prompts: int) -> Callable[[], tuple[float, int, int, int, float]]:
+def _all_of(num_prompts: int) -> Callable[[], RolloutProgress]:
     """The progress of an evaluation as placement sees it: everything is under way until it is over."""
-    return lambda: (float(num_prompts), 0, 0, num_prompts, 1.0)
+    return lambda: RolloutProgress(float(num_prompts), 0, 0, num_prompts, 1.0)
