@@ -25,7 +25,7 @@ from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
-from gcore.protocols import Rendezvous
+from gcore.protocols import Rendezvous, UpdateStats
 from gcore.runtime.gloo import join
 from gcore.training.fsdp import FsdpTrainer
 from gcore.training.lora import adapt
@@ -347,10 +347,10 @@ def test_logits_and_gradients_are_those_of_peft():
     trainer._old.clear()
     gradients: dict[str, torch.Tensor] = {}
 
-    def look(batch: Any, number: int) -> dict[str, float]:
+    def look(batch: Any, number: int, sums: Any) -> UpdateStats:
         parameters = trainer._policy.network.named_parameters()
         gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
-        return {}
+        return UpdateStats(sums=sums)
 
     trainer._optimizer_step = look
     update(trainer, samples, batch_of(samples, objective="imitation"))
