@@ -55,7 +55,7 @@ class View:
     seen: tuple[Any, ...] | None = None
 
     def add(self, row: Row, now: float | None) -> Kind | None:
-        """Take in a row; None if it is the one seen last. `now` is None for rows of an earlier run: no speed is known."""
+        """Take in a row; None if it is the one seen last. `now` is None for rows of an earlier run."""
         what, step = kind(row), step_of(row)
         key = (what, step, *sorted(row))
         if key == self.seen:
