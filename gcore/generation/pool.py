@@ -30,7 +30,10 @@ from gcore.protocols import RoleDied, RoleReport
 from gcore.types import Completion, Ints, Kept, Request
 
 REMEMBERED = 2048  # lengths between two reports
-_NOTHING = Completion(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "abort")
+
+
+class _NotSent(Exception):
+    """The replica was drained before the requests were sent."""
 
 
 class EnginePool(Pool[EngineClient]):
@@ -102,7 +105,7 @@ class EnginePool(Pool[EngineClient]):
             try:
                 async with self._place(Need(priority, arrival, work, len(left), key)) as i:
                     answers, moved = await self._ask(i, list(left.values()))
-            except RoleDied:
+            except (RoleDied, _NotSent):
                 continue
             for (n, request), answer in zip(list(left.items()), answers, strict=True):
                 piece = _cut(request, answer) if moved else answer
@@ -132,8 +135,8 @@ class EnginePool(Pool[EngineClient]):
         self._tickets[i].add(ticket)
 
         async def generate() -> list[Completion]:
-            if ticket in self._recalled:  # before it was sent: the replica may sleep by now
-                return [_NOTHING] * len(requests)
+            if ticket in self._recalled:  # the replica may sleep by now
+                raise _NotSent
             return await self.replicas[i].generate(requests, ticket)
 
         answer = asyncio.ensure_future(generate())
