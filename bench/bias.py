@@ -75,6 +75,7 @@ class Team:
     """The controllers and engines of one emulated run."""
 
     def __init__(self, mode: str, keep: str, controllers: int, seeded: bool, seed: int, args: argparse.Namespace):
+        from gcore.clients import EngineClient
         from gcore.content.text import TextModality
         from gcore.controller.collect import Collector
         from gcore.controller.workflow import SharedContext, generate_and_reward
@@ -92,7 +93,7 @@ class Team:
         speed = ReplicaSpeed(args.base_s, args.per_sequence_s, 0.0, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
         lengths = lengths if seeded else unseeded(lengths)
         self.engines = [EmulatedEngine(speed, lengths=lengths, tokens=range(4, 14)) for _ in range(args.engines)]
-        handles = [LocalHandle(f"engine-{i}", engine) for i, engine in enumerate(self.engines)]
+        clients = [EngineClient(LocalHandle(f"engine-{i}", engine)) for i, engine in enumerate(self.engines)]
         hub, tokenizer = Hub(controllers), load_tokenizer(config.model)
         source, self.started, self.collectors, self.pools = make_source(config, tokenizer), 0, [], []
         self.version = 0  # of the engines' weights
@@ -107,7 +108,7 @@ class Team:
 
         for rank in range(controllers):
             group = LocalGroup(Rendezvous(rank, controllers, None, hub))
-            pool = EnginePool.for_controller(handles, rank, controllers, args.slots)
+            pool = EnginePool.for_controller(clients, rank, controllers, args.slots)
             rewarder = WeightedRewarder([FunctionSource(config.rewards.functions[0], 1, HERE)])
             modality = TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer))
             shared = SharedContext(config, pool, rewarder, modality)

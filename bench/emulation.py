@@ -227,14 +227,17 @@ def _device(speed: Any, lengths: Any, clock: float) -> dict[str, Any]:
 
 async def start_roles(runtime: Any, config: Config, plan: Any) -> tuple[Sequence[Any], dict[str, Sequence[Any]]]:
     """The controllers of a run, and the replicas that serve them, by kind."""
+    from gcore.clients import EngineClient, TrainerClient
     from gcore.controller import supervise
 
     groups: dict[str, Sequence[Any]] = {}
     start = runtime.start_group
 
     async def remember(kind: str, *args: Any) -> Any:
-        groups[kind] = await start(kind, *args)
-        return groups[kind]
+        handles = await start(kind, *args)
+        client = TrainerClient if kind == "trainer" else EngineClient  # a scorer is not called here
+        groups[kind] = [client(handle) for handle in handles]
+        return handles
 
     runtime.start_group = remember
     return await supervise._start(runtime, config, plan, "train"), groups
@@ -261,11 +264,11 @@ async def emulate(config: Config) -> dict[str, Any]:
         controllers, groups = await start_roles(runtime, config, plan)
         ready_s = time.monotonic() - started
         pids = runtime.processes()
-        await asyncio.gather(*(controller.call("run") for controller in controllers))
+        await asyncio.gather(*(controller.run() for controller in controllers))
         memory = {name: psutil.Process(pid).memory_full_info().uss / 2**20 for name, pid in pids.items()}
         busy = {
-            kind: [(await handle.call("stats"))["busy_s"] for handle in handles]
-            for kind, handles in groups.items()
+            kind: [(await engine.stats()).busy_s for engine in engines]
+            for kind, engines in groups.items()
             if kind.startswith(("engine", "judge"))
         }
     finally:

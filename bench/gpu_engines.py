@@ -165,6 +165,7 @@ def bare(folder: str, count: int, tokens: int, fraction: float) -> list[float]:
 
 
 async def measure(name: str, folder: Path, count: int, tokens: int, fraction: float, gpu: bool) -> dict[str, float]:
+    from gcore.clients import EngineClient, TrainerClient
     from gcore.content.tokens import Tokens
     from gcore.generation.pool import EnginePool
     from gcore.runtime.ray import RayRuntime
@@ -174,10 +175,11 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
     runtime = RayRuntime(1024, (1,) * int(gpu), lambda kind, rank: (0, 0.45))
     try:
         started = time.perf_counter()
-        engines = await runtime.start_group("engine", make_engine, [(name, str(folder), count, fraction)])
+        handles = await runtime.start_group("engine", make_engine, [(name, str(folder), count, fraction)])
+        engines = [EngineClient(handle) for handle in handles]
         row: dict[str, float] = {"start_s": time.perf_counter() - started}
         holders = await runtime.start_group("holder", Holder, [(str(folder),)])
-        transfer = WeightTransfer(holders)
+        transfer = WeightTransfer([TrainerClient(holder) for holder in holders])
         row["weights_gb"] = await holders[0].call("size_gb")
         times = []
         for version in range(1, 5):
@@ -206,14 +208,14 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
         for level in (1, 2):
             slept, woken = [], []
             for turn in range(3):
-                slept.append(await engines[0].call("sleep", level))
+                slept.append(await engines[0].sleep(level))
                 started = time.perf_counter()
-                taken = [await engines[0].call("wake", "weights")]
+                taken = [await engines[0].wake("weights")]
                 await transfer.send({0: engines[0]}, 10 * level + turn)
-                taken.append(await engines[0].call("wake", "kv_cache"))
-                woken.append((time.perf_counter() - started, *(answer["seconds"] for answer in taken)))
-            row[f"sleep{level}_s"] = min(s["seconds"] for s in slept)
-            row[f"sleep{level}_freed_gb"] = slept[-1]["freed_gb"]
+                taken.append(await engines[0].wake("kv_cache"))
+                woken.append((time.perf_counter() - started, *(answer.seconds for answer in taken)))
+            row[f"sleep{level}_s"] = min(change.seconds for change in slept)
+            row[f"sleep{level}_freed_gb"] = slept[-1].gigabytes
             row[f"wake{level}_and_update_first_s"] = woken[0][0]
             best = min(woken)
             names = (f"wake{level}_and_update_s", f"  wake{level}_weights_s", f"  wake{level}_cache_s")

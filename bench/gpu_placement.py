@@ -148,16 +148,16 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
         print(f"{time.perf_counter() - began:.0f} s: all roles are there", file=sys.stderr)
         engine, judge, trainer = groups["engine"][0], groups[f"judge-{JUDGE}"][0], groups["trainer"]
         most = config.generation.max_concurrent
-        await judge.call("sleep", 1)
+        await judge.sleep(1)
         speeds = {POLICY: await speed_of(engine, most, work.prompt_length)}
         speeds[POLICY] |= await turn_of(engine, 2, trainer)
-        await engine.call("sleep", 1)
-        await judge.call("wake")
+        await engine.sleep(1)
+        await judge.wake()
         speeds[JUDGE] = await speed_of(judge, most, work.prompt_length + int(work.mean))
         speeds[JUDGE] |= await turn_of(judge, 1)
-        await engine.call("wake")
+        await engine.wake()
         print(f"{time.perf_counter() - began:.0f} s: speeds are measured", file=sys.stderr)
-        await asyncio.gather(*(controller.call("run") for controller in controllers))
+        await asyncio.gather(*(controller.run() for controller in controllers))
     finally:
         runtime.stop()
     return {"rows": [row for row in read_rows(config.run.folder) if "samples_digest" in row], "speeds": speeds}
@@ -171,7 +171,7 @@ async def speed_of(engine: Any, most: int, read: int) -> dict[str, float]:
         prompts = [np.array([BOS, *(FIRST + rng.integers(0, 10, length - 1))], np.int32) for _ in range(batch)]
         requests = [Request(Tokens(p), SamplingParams(tokens), noise_key(int(rng.integers(2**31)))) for p in prompts]
         started = time.perf_counter()
-        await engine.call("generate", requests, "calibration")
+        await engine.generate(requests, "calibration")
         return time.perf_counter() - started
 
     await timed(most, read, 4)  # kernels are compiled for what they meet
@@ -199,14 +199,14 @@ async def turn_of(engine: Any, level: int, trainers: Sequence[Any] = ()) -> dict
 
     for _ in range(2):
         began = time.perf_counter()
-        await engine.call("sleep", level)
+        await engine.sleep(level)
         asleep = time.perf_counter()
-        await engine.call("wake", *(("weights",) if trainers else ()))
+        await engine.wake(*(("weights",) if trainers else ()))
         awake, weights_s = time.perf_counter(), 0.0
         if trainers:
             await WeightTransfer(trainers).send({0: engine}, 0)
             weights_s = time.perf_counter() - awake
-            await engine.call("wake", "kv_cache")
+            await engine.wake("kv_cache")
     ended = time.perf_counter()
     return {"sleep_s": asleep - began, "wake_s": ended - asleep - weights_s, "weights_s": weights_s}
 

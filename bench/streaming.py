@@ -124,6 +124,7 @@ def config_of(seed: int, args: argparse.Namespace) -> Any:
 
 async def rollout(way: str, sigma: float, judge_tokens: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """One step of two controllers: seconds of the rollout phase, and what the devices did meanwhile."""
+    from gcore.clients import EngineClient
     from gcore.controller.build import Roles, build_rewarder
     from gcore.controller.collect import no_filter
     from gcore.prompts.tokenizer import load_tokenizer
@@ -137,7 +138,9 @@ async def rollout(way: str, sigma: float, judge_tokens: float, seed: int, args: 
     plan: Any = SimpleNamespace(reward_workers=0, controllers=CONTROLLERS)
     collectors = []
     for rank in range(CONTROLLERS):
-        rewarder = build_rewarder(config, plan, Roles(judges={"judge": judges}), rank)
+        rewarder = build_rewarder(
+            config, plan, Roles(judges={"judge": [EngineClient(handle) for handle in judges]}), rank
+        )
         group = LocalGroup(Rendezvous(rank, CONTROLLERS, None, hub))
         source = make_source(config, tokenizer)
         collectors.append(make_collector(config, policies, rewarder, group, workflow, no_filter, source, tokenizer))

@@ -102,14 +102,15 @@ def make_collector(
     tokenizer: Any,
     version: Callable[[], int] = lambda: 0,
 ) -> Any:
-    """As controller/opening.py makes it."""
+    """As controller/opening.py makes it. `engines`: handles."""
+    from gcore.clients import EngineClient
     from gcore.content.text import TextModality
     from gcore.controller.collect import Collector
     from gcore.controller.workflow import SharedContext
     from gcore.generation.pool import EnginePool
     from gcore.prompts.tokenizer import stop_tokens
 
-    pool = EnginePool(engines, (group.rank, group.size))
+    pool = EnginePool([EngineClient(handle) for handle in engines], (group.rank, group.size))
     modality = TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer))
     shared = SharedContext(config, pool, rewarder, modality)
     return Collector(workflow, shared, group, config.sampling, keep, lambda _: None, source, version)

@@ -1,48 +1,151 @@
 """Typed calls of roles in other processes: one thin class per role over its Handle.
 
-The methods are those of protocols.Engine and protocols.Trainer. This file has those that a weight update calls.
+    runtime.start_group ──> Handle ──> EngineClient, TrainerClient, ... ──> pools, dispatcher, supervisor
+
+The methods are those of protocols.Engine, Trainer and Scorer and of controller/loop.py, so the type checker sees every
+call that crosses a process boundary. Only this file names methods by strings. A client travels to other processes
+where its Handle does.
 """
 
 from __future__ import annotations
 
-from gcore.protocols import EngineStats, Handle, MemoryChange, Receivers, Ref, WeightPlan, Weights
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gcore.protocols import (
+    ControllerStatus,
+    EngineStats,
+    Handle,
+    MemoryChange,
+    Receivers,
+    Ref,
+    ScorerStats,
+    TrainerInfo,
+    UpdateStats,
+    WeightPlan,
+    Weights,
+)
+from gcore.types import Completion, Ints, Key, KlSums, Request, Sample, TrainBatch
 
 
-class EngineClient:
-    """protocols.Engine behind RPC."""
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A role and the Handle that its calls go through."""
 
-    def __init__(self, handle: Handle) -> None:
-        self._handle, self.name = handle, handle.name
+    handle: Handle
+
+    @property
+    def name(self) -> str:
+        return self.handle.name
+
+
+class EngineClient(Client):
+    """protocols.Engine behind RPC: of the policy, or of a judge."""
+
+    __slots__ = ()
+
+    async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
+        completions: list[Completion] = await self.handle.call("generate", requests, ticket)
+        return completions
+
+    async def abort(self, ticket: str) -> None:
+        await self.handle.call("abort", ticket)
 
     async def load_weights(
         self, version: int, weights: Weights | Ref[Weights], bucket: tuple[int, int] = (0, 1)
     ) -> int:
-        served: int = await self._handle.call("load_weights", version, weights, bucket)
+        served: int = await self.handle.call("load_weights", version, weights, bucket)
         return served
 
     async def sleep(self, level: int) -> MemoryChange:
-        change: MemoryChange = await self._handle.call("sleep", level)
+        change: MemoryChange = await self.handle.call("sleep", level)
         return change
 
     async def wake(self, *tags: str) -> MemoryChange:
-        change: MemoryChange = await self._handle.call("wake", *tags)
+        change: MemoryChange = await self.handle.call("wake", *tags)
         return change
 
     async def stats(self) -> EngineStats:
-        stats: EngineStats = await self._handle.call("stats")
+        stats: EngineStats = await self.handle.call("stats")
         return stats
 
 
-class TrainerClient:
-    """protocols.Trainer behind RPC."""
+class ScorerClient(Client):
+    """protocols.Scorer behind RPC."""
 
-    def __init__(self, handle: Handle) -> None:
-        self._handle, self.name = handle, handle.name
+    __slots__ = ()
+
+    async def score(self, texts_tokens: Sequence[Ints]) -> list[float]:
+        scores: list[float] = await self.handle.call("score", texts_tokens)
+        return scores
+
+    async def stats(self) -> ScorerStats:
+        stats: ScorerStats = await self.handle.call("stats")
+        return stats
+
+
+class TrainerClient(Client):
+    """protocols.Trainer behind RPC: one rank."""
+
+    __slots__ = ()
+
+    async def info(self) -> TrainerInfo:
+        info: TrainerInfo = await self.handle.call("info")
+        return info
+
+    async def begin(self) -> None:
+        await self.handle.call("begin")
+
+    async def push(self, source: int, samples: Sequence[Sample]) -> None:
+        await self.handle.call("push", source, samples)
+
+    async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
+        kl: Mapping[Key, KlSums] = await self.handle.call("prepare", batch)
+        return kl
+
+    async def update(self, batch: TrainBatch) -> UpdateStats:
+        stats: UpdateStats = await self.handle.call("update", batch)
+        return stats
 
     async def weight_plan(self) -> WeightPlan:
-        plan: WeightPlan = await self._handle.call("weight_plan")
+        plan: WeightPlan = await self.handle.call("weight_plan")
         return plan
 
     def weight_bucket(self, index: int, receivers: Receivers) -> Ref[Weights]:
         """Starts the call; the bucket stays in the rank's process until an engine reads it."""
-        return self._handle.submit("weight_bucket", index, receivers)
+        return self.handle.submit("weight_bucket", index, receivers)
+
+    async def save(self, folder: str) -> None:
+        await self.handle.call("save", folder)
+
+    async def load(self, folder: str, begun: bool = True) -> None:
+        await self.handle.call("load", folder, begun)
+
+
+class ControllerClient(Client):
+    """controller/loop.py behind RPC, for the driver."""
+
+    __slots__ = ()
+
+    async def run(self) -> None:
+        await self.handle.call("run")
+
+    async def evaluate(self) -> dict[str, Any]:
+        row: dict[str, Any] = await self.handle.call("evaluate")
+        return row
+
+    async def status(self) -> ControllerStatus:
+        status: ControllerStatus = await self.handle.call("status")
+        return status
+
+    async def mark_dead(self, name: str) -> None:
+        await self.handle.call("mark_dead", name)
+
+    async def restore(self, name: str) -> bool:
+        """Controller 0 alone. False: the replica died again."""
+        restored: bool = await self.handle.call("restore", name)
+        return restored
+
+    async def mark_alive(self, name: str) -> None:
+        await self.handle.call("mark_alive", name)

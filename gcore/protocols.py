@@ -7,13 +7,12 @@ driver ──start──> Runtime ──> controllers ──call──> Engine, 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from gcore.types import Completion, Key, KlSums, Message, Prompt, Request, Rollout, Sample, Scored, TrainBatch
+from gcore.types import Completion, Ints, Key, KlSums, Message, Prompt, Request, Rollout, Sample, Scored, TrainBatch
 
 Weights = Mapping[str, Any]  # name -> array, or packed (weights/bucket.py); names of Hugging Face, of PEFT for adapters
-Stats = dict[str, float]
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -52,6 +51,72 @@ class MemoryChange:
     gigabytes: float
 
 
+@dataclass(frozen=True, slots=True)
+class RoleReport:
+    """One controller's part in a role of engines, for placement. RoleReport(requests=12, waiting=4, calls=2)"""
+
+    requests: int = 0  # at replicas
+    waiting: int = 0  # at no replica yet
+    calls: int = 0  # groups of siblings, or single questions to a judge
+    ended: tuple[int, ...] = ()  # lengths of the requests that ended since the last report
+    longest: tuple[int, ...] = ()  # the longest of each call
+    replicas: Mapping[int, EngineStats] = field(default_factory=dict)  # of the replicas that this controller polls
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerStats:
+    """Counters of one scalar reward model. ScorerStats(scored=4096, busy_s=12.5, running=32, waiting=0)"""
+
+    scored: int  # texts since the start
+    busy_s: float  # seconds of scoring, since the start
+    running: int  # texts in the current wave
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerInfo:
+    """TrainerInfo(num_parameters=494032768, hidden_size=896)"""
+
+    num_parameters: int  # those that are trained, over all ranks
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStats:
+    """Sums over the mini-batches of an update. UpdateStats(updates=2, grad_norm=0.8, lr=2e-6, sums={"loss": 0.1})"""
+
+    updates: int = 0  # optimizer steps, with those that were skipped
+    skipped: int = 0  # because gradients were NaN or infinite
+    grad_norm: float = 0.0  # the same on every rank, as all fields above and `lr`
+    lr: float = 0.0
+    sums: Mapping[str, float] = field(default_factory=dict)  # of this rank's samples, to add over ranks: "loss", ...
+
+    def __add__(self, other: UpdateStats) -> UpdateStats:
+        added = {name: self.sums.get(name, 0.0) + value for name, value in other.sums.items()}
+        return UpdateStats(
+            self.updates + other.updates,
+            self.skipped + other.skipped,
+            self.grad_norm + other.grad_norm,
+            self.lr + other.lr,
+            {**self.sums, **added},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerStatus:
+    """What a controller is doing, with what it has to say since the last status.
+
+    ControllerStatus("controller-1", "generation", "31/64 samples", step=12)
+    """
+
+    role: str
+    stage: str
+    detail: str
+    step: int
+    rows: Sequence[dict[str, Any]] = ()  # of metrics
+    notes: Sequence[str] = ()  # for the user
+
+
 class Engine(Protocol):
     """Generates. Implementations: generation/embedded.py. Contract: tests/contract/test_engine.py."""
 
@@ -84,10 +149,34 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats: ...
 
 
+class Scorer(Protocol):
+    """A scalar reward model. Implementation: rewarding/scalar.py."""
+
+    async def score(self, texts_tokens: Sequence[Ints]) -> list[float]:
+        """One number per text, in their order."""
+        ...
+
+    async def stats(self) -> ScorerStats: ...
+
+
+class ReplicaPool(Protocol):
+    """A controller's view of the replicas of one role. Implementation: generation/replica_pool.py."""
+
+    def mark_dead(self, name: str) -> None:
+        """Send nothing to the replica until `mark_alive`. A name that is not in the pool is ignored, here and there."""
+        ...
+
+    def mark_alive(self, name: str) -> None: ...
+
+    async def check(self, timeout_s: float) -> dict[str, bool]:
+        """Poll every replica. Returns the names of those that changed, and whether they answer now."""
+        ...
+
+
 class Rewarder(Protocol):
     """Scores the siblings of one prompt together."""
 
-    pools: Sequence[Any]  # of the replicas it calls: dead replicas are mark_dead there, restarted ones admitted
+    pools: Sequence[ReplicaPool]  # of the judges and reward models that it calls
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
         """Raises RewardError when a reward cannot be had."""
@@ -111,9 +200,7 @@ class Rewarder(Protocol):
 class Trainer(Protocol):
     """One rank. All ranks are called for each method (they meet in collectives), except `push`."""
 
-    async def info(self) -> Stats:
-        """`num_parameters` and `hidden_size`, for sizes and costs."""
-        ...
+    async def info(self) -> TrainerInfo: ...
 
     async def begin(self) -> None:
         """Reinforcement learning starts from the policy as it is now: reference of the KL, fresh optimizer."""
@@ -128,8 +215,8 @@ class Trainer(Protocol):
         Returns the KL of each of this rank's samples where it is part of the reward, else nothing."""
         ...
 
-    async def update(self, batch: TrainBatch) -> Stats:
-        """One optimizer step per mini-batch. Returns sums over this rank's samples."""
+    async def update(self, batch: TrainBatch) -> UpdateStats:
+        """One optimizer step per mini-batch."""
         ...
 
     async def weight_plan(self) -> WeightPlan:

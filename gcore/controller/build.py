@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gcore.clients import EngineClient, ScorerClient, TrainerClient
 from gcore.config.tree import Config, Generation, Judge, Model
 from gcore.content.base import Content
 from gcore.controller.plan import Plan
-from gcore.protocols import Group, Handle, Rendezvous, Runtime, Trainer
+from gcore.protocols import Group, Rendezvous, Runtime, Trainer
 from gcore.types import Completion, Request, SamplingParams, Scored, UserError
 
 if TYPE_CHECKING:
@@ -243,12 +244,12 @@ def _device(config: Config, asked: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The replicas that serve the controllers."""
+    """Clients of the replicas that serve the controllers."""
 
-    engines: Sequence[Handle] = ()
-    trainers: Sequence[Handle] = ()
-    judges: Mapping[str, Sequence[Handle]] = field(default_factory=dict)
-    scorers: Mapping[str, Sequence[Handle]] = field(default_factory=dict)
+    engines: Sequence[EngineClient] = ()
+    trainers: Sequence[TrainerClient] = ()
+    judges: Mapping[str, Sequence[EngineClient]] = field(default_factory=dict)
+    scorers: Mapping[str, Sequence[ScorerClient]] = field(default_factory=dict)
 
 
 def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rendezvous) -> Controller:
@@ -293,13 +294,16 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> W
     }
     judges = {
         spec.name: EnginePool.for_controller(
-            roles.judges.get(spec.name, ()), rank, plan.controllers, spec.max_concurrent, roam=plan.grid is not None
+            roles.judges.get(spec.name, ()),
+            rank,
+            plan.controllers,
+            spec.max_concurrent,
+            roam=plan.grid is not None,
+            role=spec.name,
         )
         for spec in rewards.judges
         if spec.url is None
     }
-    for name, pool in judges.items():
-        pool.role = name
     sources += [_scalar_source(config, i, scorers[spec.name]) for i, spec in enumerate(rewards.models)]
     sources += [_judge_source(config, i, judges.get(spec.name)) for i, spec in enumerate(rewards.judges)]
     sources += [HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)]

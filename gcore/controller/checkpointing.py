@@ -67,7 +67,7 @@ class Checkpointer:
             place, groups = self._collector.place(), list(self._collector.ready.values())  # of one and the same moment
             places = await self._group.all_gather("places among the prompts", place)
             await asyncio.to_thread(save_pending_groups, partial, self._group.rank, groups)
-            await self._dispatcher.on_all_ranks("save", str(partial))
+            await self._dispatcher.save(partial)
             if self._group.rank == 0:
                 state = {
                     "step": position.step,
@@ -102,7 +102,7 @@ class Checkpointer:
         position = RunPosition(state["step"], state.get("warm_start"))
         self._status.finished(position.step)
         in_training = position.warmed is None
-        await self._dispatcher.on_all_ranks("load", str(checkpoint), in_training)
+        await self._dispatcher.load(checkpoint, in_training)
         if in_training:
             groups = await asyncio.to_thread(load_pending_groups, checkpoint, self._source.at)
             self._collector.restore(state, groups)

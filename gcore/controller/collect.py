@@ -22,6 +22,7 @@ from gcore.controller.attempt import reason_of, run_workflow
 from gcore.controller.prompt_ledger import Place, PromptLedger, merge_places
 from gcore.controller.step_ledger import FAILURES, NO_SPREAD, StepLedger
 from gcore.controller.workflow import SharedContext, Workflow
+from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
 from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
@@ -220,10 +221,10 @@ class Collector:
         """Cancel the running workflows. The collector is of no use after this."""
         self._cancel_tasks()
 
-    def progress(self) -> tuple[float, int, int, int, float]:
-        """For placement: this controller's share of the target, groups kept, decided on, under way; acceptance rate."""
-        share = self.step_ledger.target / self.prompts.size
-        return share, self.prompts.num_ready, self.prompts.num_decided, self.prompts.num_running, self._rate_now()
+    def progress(self) -> RolloutProgress:
+        """For placement: this controller's share of the rollout."""
+        prompts, share = self.prompts, self.step_ledger.target / self.prompts.size
+        return RolloutProgress(share, prompts.num_ready, prompts.num_decided, prompts.num_running, self._rate_now())
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 

@@ -11,43 +11,51 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Literal, TypeVar
 
-from gcore.clients import EngineClient
+from gcore.clients import EngineClient, TrainerClient
 from gcore.config.tree import Config
 from gcore.generation.pool import EnginePool
+from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
-from gcore.protocols import Group, Handle, MemoryChange, Stats
-from gcore.types import Sample, SampleMeta, TrainBatch
+from gcore.protocols import Group, TrainerInfo, UpdateStats
+from gcore.types import Key, KlSums, Sample, SampleMeta, TrainBatch
 from gcore.weights.transfer import WeightTransfer
 
 T = TypeVar("T")
 
 
 class Dispatcher:
+    """`sleep_level`: of the engines while the trainer works, in runs without placement; 0: they stay awake."""
+
     def __init__(
         self,
         config: Config,
         group: Group,
         engines: EnginePool,
-        trainers: Sequence[Handle],
+        trainers: Sequence[TrainerClient],
         sleep_level: int = 0,
     ) -> None:
         self._config, self._group, self._engines, self._trainers = config, group, engines, trainers
         self._transfer = WeightTransfer(trainers)
-        self._sleep_level, self._asleep = sleep_level, False
-        self.slept: dict[str, float] = {}  # metrics of the last sleep and wake: seconds and gigabytes
+        self._sleeps, self._switch = sleep_level > 0, ReplicaSwitch(engines.replicas, sleep_level)
         self._mine = [r for r in range(len(trainers)) if r % group.size == group.rank]
         self._cost = CostModel(crossover=768.0)
         self._bytes_out = 0
         self.version = 0  # of the weights that the engines serve
 
-    async def open(self) -> Stats:
-        info: Stats = await self._trainers[0].call("info")
-        self._cost = CostModel(crossover=6 * info["hidden_size"])
+    async def open(self) -> TrainerInfo:
+        info = await self._trainers[0].info()
+        self._cost = CostModel(crossover=6.0 * info.hidden_size)
         return info
+
+    @property
+    def slept(self) -> dict[str, float]:
+        """Metrics of the last sleep and wake of the engines: seconds and gigabytes."""
+        return self._switch.metrics
 
     async def dispatch_samples(
         self, step: int, samples: Sequence[Sample], objective: Literal["policy", "imitation"] = "policy"
@@ -76,56 +84,55 @@ class Dispatcher:
         bundle = [by_key[key] for key in keys if key in by_key]
         if bundle:
             self._bytes_out += sum(s.content.nbytes + 9 * s.num_steps for s in bundle)
-            await self._trainers[rank].call("push", self._group.rank, bundle)
+            await self._trainers[rank].push(self._group.rank, bundle)
 
     def take_bytes_out(self) -> int:
         """Bytes that were pushed since the last call."""
         num_bytes, self._bytes_out = self._bytes_out, 0
         return num_bytes
 
-    async def on_all_ranks(self, method: str, *args: Any) -> list[Any]:
-        """Call every rank, each from the controller that drives it. Returns all answers by rank, on all of them."""
-        return await self.on_ranks(method, [args] * len(self._trainers))
+    async def begin(self) -> None:
+        await self._on_ranks("begin", lambda trainer, rank: trainer.begin())
 
-    async def on_ranks(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        answers = await asyncio.gather(*(self._trainers[r].call(method, *args[r]) for r in self._mine))
-        gathered = await self._group.all_gather(method, dict(zip(self._mine, answers, strict=True)))
+    async def prepare(self, batches: Sequence[TrainBatch]) -> list[Mapping[Key, KlSums]]:
+        """`batches` and the answers of this and of `update` go by rank."""
+        return await self._on_ranks("prepare", lambda trainer, rank: trainer.prepare(batches[rank]))
+
+    async def update(self, batches: Sequence[TrainBatch]) -> list[UpdateStats]:
+        return await self._on_ranks("update", lambda trainer, rank: trainer.update(batches[rank]))
+
+    async def save(self, folder: Path) -> None:
+        await self._on_ranks("save", lambda trainer, rank: trainer.save(str(folder)))
+
+    async def load(self, folder: Path, begun: bool) -> None:
+        await self._on_ranks("load", lambda trainer, rank: trainer.load(str(folder), begun))
+
+    async def _on_ranks(self, name: str, call: Callable[[TrainerClient, int], Awaitable[T]]) -> list[T]:
+        """Call every rank, each from the controller that drives it. Returns all answers by rank, on every controller.
+        `name`: of the collective."""
+        answers = await asyncio.gather(*(call(self._trainers[r], r) for r in self._mine))
+        gathered: list[dict[int, T]] = await self._group.all_gather(name, dict(zip(self._mine, answers, strict=True)))
         by_rank = {rank: answer for part in gathered for rank, answer in part.items()}
         return [by_rank[r] for r in range(len(self._trainers))]
 
     async def rest(self) -> None:
         """After the rollout, engines free their memory for the trainer. They wake for the new weights. Requests of
         unfinished groups are held and continue with the new weights."""
-        if not self._sleep_level:
+        if not self._sleeps:
             return
         await self._engines.pause()
         await self._group.all_gather("engines idle", None)
         if self._group.rank == 0:
-            while any(s.running + s.waiting for s in await self._on_engines(EngineClient.stats)):
-                await asyncio.sleep(0.005)  # aborted requests are still being removed
-            self._measure("sleep", await self._on_engines(lambda engine: engine.sleep(self._sleep_level)))
-        self._asleep = True
+            await self._switch.sleep(self._engines.alive(), skip_dead=True)
         await self._group.all_gather("engines at rest", None)
 
-    async def update_weights(self, version: int, engines: Mapping[int, Handle] | None = None) -> None:
+    async def update_weights(self, version: int, engines: Mapping[int, EngineClient] | None = None) -> None:
         """Controller 0 starts the transfer; the weights pass through no controller. `engines`: those that serve the
         next rollout; default: all. Returns on every controller when they serve `version`."""
         if self._group.rank == 0:
-            if self._asleep:
-                self._measure("wake_weights", await self._on_engines(lambda engine: engine.wake("weights")))
-            alive = self._engines.alive()
-            await self._transfer.send({i: e for i, e in alive.items() if engines is None or i in engines}, version)
-            if self._asleep:
-                self._measure("wake_cache", await self._on_engines(lambda engine: engine.wake("kv_cache")))
-        self._asleep = False
+            async with self._switch.waking(self._engines.alive):
+                alive = self._engines.alive()
+                await self._transfer.send({i: e for i, e in alive.items() if engines is None or i in engines}, version)
         await self._group.all_gather(f"weights of version {version}", None)
         self.version = version
         self._engines.resume()
-
-    async def _on_engines(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        return list(await asyncio.gather(*(call(EngineClient(engine)) for engine in self._engines.alive().values())))
-
-    def _measure(self, move: str, answers: Sequence[MemoryChange]) -> None:
-        """The metrics are the maximum over replicas: seconds, and gigabytes per replica."""
-        self.slept[f"placement/{move}_s"] = max(answer.seconds for answer in answers)
-        self.slept[f"placement/{move}_gb"] = max(answer.gigabytes for answer in answers)

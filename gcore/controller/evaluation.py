@@ -8,6 +8,7 @@ from typing import Any
 from gcore.controller.collect import answer_all
 from gcore.controller.record import Recorder, exact
 from gcore.controller.setup import Setup
+from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.source import PromptSource
 
 
@@ -51,6 +52,6 @@ class Evaluator:
         return row
 
 
-def _all_of(num_prompts: int) -> Callable[[], tuple[float, int, int, int, float]]:
+def _all_of(num_prompts: int) -> Callable[[], RolloutProgress]:
     """The progress of an evaluation as placement sees it: all prompts are under way until the end."""
-    return lambda: (float(num_prompts), 0, 0, num_prompts, 1.0)
+    return lambda: RolloutProgress(float(num_prompts), 0, 0, num_prompts, 1.0)

@@ -21,6 +21,7 @@ from gcore.controller.record import skipped_line
 from gcore.controller.services import Services
 from gcore.controller.setup import Setup
 from gcore.preparation.samples import charge_kl, make_samples
+from gcore.protocols import UpdateStats
 from gcore.types import SampleMeta, TrainBatch
 
 
@@ -75,18 +76,18 @@ async def prepare(services: Services, step: int, collected: Collected) -> tuple[
         metas, batches = await services.dispatcher.dispatch_samples(step, samples)
         await check_failures(services, step, metas, collected)
         if algorithm.needs_logprobs and batches:
-            kl = await services.dispatcher.on_ranks("prepare", [(batch,) for batch in batches])
+            kl = await services.dispatcher.prepare(batches)
             if algorithm.kl_in_reward:
                 batches = await charge_kl(groups, algorithm, group, longest, kl, batches)
         return metas, batches
 
 
-async def train(services: Services, step: int, batches: list[TrainBatch]) -> list[dict[str, float]]:
+async def train(services: Services, step: int, batches: list[TrainBatch]) -> list[UpdateStats]:
     """Statistics of each trainer rank; none where no group of the step was worth training on."""
     with services.status.timed("training", step):
         if not batches:
             return []
-        ranks = await services.dispatcher.on_ranks("update", [(batch,) for batch in batches])
+        ranks = await services.dispatcher.update(batches)
         if line := skipped_line(step, ranks, services.config.run.folder):
             services.status.note(line)
         return ranks

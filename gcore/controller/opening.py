@@ -11,7 +11,6 @@ from typing import Literal
 
 from safetensors.numpy import load_file
 
-from gcore.clients import EngineClient
 from gcore.config.tree import Dataset
 from gcore.controller.checkpointing import START, Checkpointer, RunPosition
 from gcore.controller.collect import Collector
@@ -42,7 +41,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
         lambda: dispatcher.version,
     )
     info = await dispatcher.open()
-    checkpointer = Checkpointer(setup, source, collector, int(info["num_parameters"]))
+    checkpointer = Checkpointer(setup, source, collector, info.num_parameters)
     position = await _resume(setup, checkpointer, collector)
     recorder = _open_recorder(setup)
     services = Services(
@@ -60,7 +59,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
     )
     if position.warmed is not None:
         await warm_start(services, source, position.warmed)
-        await dispatcher.on_all_ranks("begin")
+        await dispatcher.begin()
         await _serve(setup, collector, version=0)
         await services.evaluator.evaluate(position.step)
     if config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
@@ -74,7 +73,7 @@ async def open_evaluation(setup: Setup) -> Evaluator:
     resume = setup.config.run.resume
     if setup.group.rank == 0 and resume not in ("never", "auto"):
         weights = load_file(Path(resume) / "model.safetensors")
-        await asyncio.gather(*(EngineClient(engine).load_weights(0, weights) for engine in setup.pool.replicas))
+        await asyncio.gather(*(engine.load_weights(0, weights) for engine in setup.pool.replicas))
     await setup.group.all_gather("weights to evaluate", None)
     return Evaluator(setup, Recorder(setup), held_out)
 

@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gcore.clients import EngineClient
 from gcore.config.tree import Config
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.plan import first_split
@@ -21,9 +22,10 @@ from gcore.placement.baselines import colocated
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.guard import Guarded, Memory
 from gcore.placement.monitor import Monitor
-from gcore.placement.placer import Load, Placer, Pool, Progress, Rule
+from gcore.placement.placer import Placer, Pool, Progress, Rule
+from gcore.placement.replica_switch import LoadWeights, ReplicaSwitch
 from gcore.placement.rules import Costs, View
-from gcore.protocols import Group, Handle
+from gcore.protocols import Group
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Moving:
 class RolloutPlacement(Protocol):
     """Which policy engines serve a rollout, as the training loop sees it."""
 
-    async def begin(self, rate: float) -> Mapping[int, Handle] | None:
+    async def begin(self, rate: float) -> Mapping[int, EngineClient] | None:
         """Choose the engines of the next rollout; they are awake and need weights. None: all. `rate`: share of groups
         that pass the filter."""
         ...
@@ -115,7 +117,7 @@ class Placement:
         pools: Mapping[str, Pool],
         group: Group,
         sleep_level: int,
-        load: Load,
+        load: LoadWeights,
         note: Callable[[str], None],
     ) -> None:
         self._config, self._rank, self._sleeps = config, group.rank, sleep_level > 0
@@ -124,22 +126,23 @@ class Placement:
         self._ended: tuple[int, float] | None = None  # the last rollout: step, when
         split = first_split(config, grid)
         rules: dict[str, Rule] = {"static": Kept(split), "colocated": InTurn(), "dynamic": Moving()}
+        switches = {role: ReplicaSwitch(pool.replicas, 1) for role, pool in pools.items()}  # judges keep their weights
+        switches[POLICY] = ReplicaSwitch(pools[POLICY].replicas, max(1, sleep_level), load)
         serving = {POLICY: config.generation} | {judge.name: judge for judge in config.rewards.engine_judges}
         self._placer = Placer(
             grid,
             rules[config.placement.mode],
             split,
             pools,
+            switches,
             group,
             Monitor(grid, {role: spec.max_concurrent for role, spec in serving.items()}),
-            load,
-            levels=dict.fromkeys(serving, 1) | {POLICY: max(1, sleep_level)},  # judges keep their weights
             poll_interval_s=config.placement.poll_interval_s,
             timeout_s=config.placement.move_timeout_s,
             note=note,
         )
 
-    async def begin(self, rate: float) -> dict[int, Handle]:
+    async def begin(self, rate: float) -> dict[int, EngineClient]:
         """The split of the next rollout is in place. Returns the policy's engines, which need weights."""
         if self._ended is not None and self._rank == 0:  # since then the slots were the trainer's
             step, start = self._ended

@@ -20,6 +20,7 @@ from gcore.observe.metrics import MetricsWriter
 from gcore.observe.samples import SampleLog
 from gcore.observe.values import Row
 from gcore.preparation.samples import overlong, samples_digest
+from gcore.protocols import UpdateStats
 from gcore.types import SampleMeta, Scored
 
 
@@ -33,7 +34,7 @@ class Recorder:
         self._writer, self._samples = writer, samples
 
     async def record_step(
-        self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: Sequence[dict[str, float]]
+        self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: Sequence[UpdateStats]
     ) -> None:
         """The step is done. `metas`: of all samples of the step; `ranks`: statistics of each trainer rank."""
         stages = {stage: collected.stage_s.get(stage, 0.0) for stage in ("generation", "rewarding")}
@@ -184,40 +185,40 @@ def _sum_counts(gathered: Sequence[dict[str, Any]], name: str) -> Counter[str]:
     return sum((Counter(part[name]) for part in gathered), Counter[str]())
 
 
-def actor_row(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+def actor_row(ranks: Sequence[UpdateStats]) -> dict[str, float]:
     """The ranks' sums as means over steps; gradient norm and learning rate are the same on every rank."""
     if not ranks:  # there was nothing to train on
         return {}
 
     def total(name: str) -> float:
-        return sum(rank.get(name, 0.0) for rank in ranks)
+        return sum(rank.sums.get(name, 0.0) for rank in ranks)
 
-    updates, actions = max(ranks[0]["updates"], 1.0), max(total("actions"), 1.0)
+    updates, actions = max(ranks[0].updates, 1), max(total("actions"), 1.0)
     row = {
         "actor/loss": total("loss") / updates,
         "actor/pg_loss": total("pg_loss") / updates,
         "actor/entropy": total("entropy") / actions,
         "actor/clip_frac": total("clipped") / actions,
         "actor/approx_kl": total("approx_kl") / actions,
-        "actor/grad_norm": ranks[0]["grad_norm"] / updates,
-        "actor/lr": ranks[0]["lr"] / updates,
-        "actor/skipped_updates": ranks[0]["skipped"],
+        "actor/grad_norm": ranks[0].grad_norm / updates,
+        "actor/lr": ranks[0].lr / updates,
+        "actor/skipped_updates": float(ranks[0].skipped),
         "rollout/logprob_diff_mean": total("logprob_diff") / actions,
         "rollout/importance_mean": total("importance") / actions,
         "rollout/importance_capped_frac": total("importance_capped") / actions,
         "rollout/importance_floored_frac": total("importance_floored") / actions,
     }
-    if any("kl" in rank for rank in ranks):
+    if any("kl" in rank.sums for rank in ranks):
         row["actor/kl"] = total("kl") / actions
     return row
 
 
-def skipped_line(step: int, ranks: Sequence[dict[str, float]], folder: Path) -> str | None:
+def skipped_line(step: int, ranks: Sequence[UpdateStats], folder: Path) -> str | None:
     """For the user, where gradients were NaN or infinite."""
-    if not ranks or not ranks[0]["skipped"]:
+    if not ranks or not ranks[0].skipped:
         return None
     return (
-        f"step {step}: {ranks[0]['skipped']:.0f} of {ranks[0]['updates']:.0f} update(s) skipped, NaN or infinite "
+        f"step {step}: {ranks[0].skipped} of {ranks[0].updates} update(s) skipped, NaN or infinite "
         f"gradients; the samples are in {folder / 'bad_batches'}"
     )
 

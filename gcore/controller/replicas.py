@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from gcore.generation.pool import EnginePool, Pool
-from gcore.protocols import Handle, RoleDied
+from gcore.clients import EngineClient, TrainerClient
+from gcore.generation.pool import EnginePool
+from gcore.protocols import ReplicaPool, RoleDied
 from gcore.weights.transfer import WeightTransfer
 
 CHECK_S = 30.0  # between two health checks
@@ -25,19 +26,19 @@ class CurrentWeights:
     `version`: of these weights. The lock `trainers_in_use` is held during every use of the trainers. An evaluation has
     no trainers and sends nothing."""
 
-    def __init__(self, trainers: Sequence[Handle], version: Callable[[], int]) -> None:
+    def __init__(self, trainers: Sequence[TrainerClient], version: Callable[[], int]) -> None:
         self._trainers, self._version = trainers, version
         self._transfer = WeightTransfer(trainers)
         self.trainers_in_use = asyncio.Lock()
 
-    async def load(self, engines: Mapping[int, Handle]) -> None:
+    async def load(self, engines: Mapping[int, EngineClient]) -> None:
         """To engines that wake during a rollout."""
         async with self.trainers_in_use:
             served = await self._transfer.send(engines, self._version())
         if missing := [engine.name for engine in engines.values() if engine.name not in served]:
             raise RoleDied(missing[0], "it took no weights")
 
-    async def load_restarted(self, engines: Mapping[int, Handle]) -> bool:
+    async def load_restarted(self, engines: Mapping[int, EngineClient]) -> bool:
         """To engines that were started again; the caller holds the lock. False: one of them died again."""
         if not engines or not self._trainers:
             return True
@@ -68,12 +69,13 @@ class Replicas:
     def __init__(
         self,
         policy: EnginePool,
-        others: Sequence[Pool],
+        others: Sequence[ReplicaPool],
         weights: CurrentWeights,
         note: Callable[[str], None],
         slots: Slots | None = None,
     ) -> None:
-        self._policy, self._pools, self._weights = policy, [policy, *others], weights
+        self._policy, self._weights = policy, weights
+        self._pools: list[ReplicaPool] = [policy, *others]
         self._note, self._slots = note, slots
 
     async def mark_dead(self, name: str) -> None:

@@ -61,7 +61,9 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
     weights = CurrentWeights(roles.trainers, lambda: dispatcher.version)
     divided: Placement | None = None
     if grid is not None and roles.trainers:  # an evaluation has all replicas awake
-        pools = {POLICY: pool} | {p.role: p for p in rewarder.pools if p.role in grid.widths}
+        pools = {POLICY: pool} | {
+            p.role: p for p in rewarder.pools if isinstance(p, EnginePool) and p.role in grid.widths
+        }
         divided = Placement(config, grid, pools, group, level, weights.load, status.note)
     return Setup(
         config=config,

@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from gcore.observe.progress import Status
 from gcore.observe.trace import Tracer
 from gcore.observe.values import Row
+from gcore.protocols import ControllerStatus
 
 MAX_ROWS = 51  # kept for a driver that has not asked for a while
 
@@ -61,8 +61,8 @@ class LiveStatus:
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    async def take(self) -> tuple[Status, list[Row], list[str]]:
+    async def take(self) -> ControllerStatus:
         """The current status; rows and notes since the last call."""
         rows, self._rows = self._rows, []
         notes, self._notes = self._notes, []
-        return Status(f"controller-{self._rank}", self._stage, self._detail, self._step), rows, notes
+        return ControllerStatus(f"controller-{self._rank}", self._stage, self._detail, self._step, rows, notes)

@@ -16,9 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from gcore.checkpoint import store
+from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config import Config, dump_config
 from gcore.controller.auto import settle
 from gcore.controller.build import (
@@ -47,6 +48,7 @@ LOOK_S = 0.5  # between two looks at what has started
 START_LINES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between two lines about it, where the view is not live
 GRACE_S = 1.5  # after the first failure, how long to wait for a more telling one
 Mode = Literal["train", "eval"]
+C = TypeVar("C")
 REVIVABLE = ("engine-", "judge-", "scorer-")  # roles that hold nothing but weights
 MAX_REVIVALS = 3  # of one replica, in one run
 
@@ -141,27 +143,36 @@ def _end_at_sigterm() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
-async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> Sequence[Handle]:
+async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> list[ControllerClient]:
     """Everything that serves comes up at once; the controllers, who call it, come last."""
 
-    async def group(kind: str, factory: Callable[..., Any], args: tuple[Any, ...], count: int) -> Sequence[Handle]:
-        return await runtime.start_group(kind, factory, [args] * count)
+    async def group(
+        kind: str, client: Callable[[Handle], C], factory: Callable[..., Any], args: tuple[Any, ...], count: int
+    ) -> list[C]:
+        return [client(handle) for handle in await runtime.start_group(kind, factory, [args] * count)]
 
-    judges, scorers = plan.judges.items(), enumerate(plan.scorers.items())
-    engines, trainers, *others = await asyncio.gather(
-        group("engine", build_engine, (config, plan), plan.engines),
-        group("trainer", build_trainer, (config, plan), plan.trainers if mode == "train" else 0),
-        *(group(f"judge-{name}", build_judge, (config, plan, name), count) for name, count in judges),
-        *(group(f"scorer-{name}", build_scorer, (config, plan, i), count) for i, (name, count) in scorers),
+    async def judges() -> dict[str, list[EngineClient]]:
+        groups = (
+            group(f"judge-{name}", EngineClient, build_judge, (config, plan, name), count)
+            for name, count in plan.judges.items()
+        )
+        return dict(zip(plan.judges, await asyncio.gather(*groups), strict=True))
+
+    async def scorers() -> dict[str, list[ScorerClient]]:
+        groups = (
+            group(f"scorer-{name}", ScorerClient, build_scorer, (config, plan, i), count)
+            for i, (name, count) in enumerate(plan.scorers.items())
+        )
+        return dict(zip(plan.scorers, await asyncio.gather(*groups), strict=True))
+
+    served = await asyncio.gather(
+        group("engine", EngineClient, build_engine, (config, plan), plan.engines),
+        group("trainer", TrainerClient, build_trainer, (config, plan), plan.trainers if mode == "train" else 0),
+        judges(),
+        scorers(),
     )
-    num = len(plan.judges)
-    roles = Roles(
-        list(engines),
-        list(trainers),
-        dict(zip(plan.judges, map(list, others[:num]), strict=True)),
-        dict(zip(plan.scorers, map(list, others[num:]), strict=True)),
-    )
-    return await group("controller", build_controller, (config, plan, roles), plan.controllers)
+    args = config, plan, Roles(*served)
+    return await group("controller", ControllerClient, build_controller, args, plan.controllers)
 
 
 def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
@@ -173,8 +184,8 @@ def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
 
 
 async def _reporting_start(
-    starting: Coroutine[Any, Any, Sequence[Handle]], runtime: Runtime, wanted: Mapping[str, int], progress: Progress
-) -> Sequence[Handle]:
+    starting: Coroutine[Any, Any, C], runtime: Runtime, wanted: Mapping[str, int], progress: Progress
+) -> C:
     """What `starting` returns. Meanwhile the screen says how many processes of each kind are up."""
     task = asyncio.ensure_future(starting)
     pauses, began = itertools.chain(START_LINES_S, itertools.repeat(START_LINES_S[-1])), time.monotonic()
@@ -207,10 +218,11 @@ def starting_statuses(wanted: Mapping[str, int], up: Collection[str], ready: Col
 
 
 async def _supervise(
-    runtime: Runtime, controllers: Sequence[Handle], progress: Progress, mode: Mode, peek: Peek
+    runtime: Runtime, controllers: Sequence[ControllerClient], progress: Progress, mode: Mode, peek: Peek
 ) -> Any:
-    method = "run" if mode == "train" else "evaluate"
-    runs = [asyncio.ensure_future(c.call(method)) for c in controllers]
+    runs: list[asyncio.Future[Any]] = [
+        asyncio.ensure_future(c.run() if mode == "train" else c.evaluate()) for c in controllers
+    ]
     watch = _watch(runtime, controllers, progress)
     others = [asyncio.ensure_future(watch), asyncio.ensure_future(_poll(controllers, progress, peek))]
     try:
@@ -229,18 +241,18 @@ async def _supervise(
         await asyncio.gather(*runs, *others, return_exceptions=True)
 
 
-async def _watch(runtime: Runtime, controllers: Sequence[Handle], progress: Progress) -> None:
+async def _watch(runtime: Runtime, controllers: Sequence[ControllerClient], progress: Progress) -> None:
     """A replica that dies comes back, and nothing else restarts; of any other role, and of one that dies too often,
     the death ends the run."""
     deaths: Counter[str] = Counter()
     returning: set[asyncio.Future[None]] = set()
 
     async def bring_back(name: str) -> None:
-        await asyncio.gather(*(c.call("mark_dead", name) for c in controllers))
+        await asyncio.gather(*(c.mark_dead(name) for c in controllers))
         await runtime.revive(name)
-        if not await controllers[0].call("restore", name):
+        if not await controllers[0].restore(name):
             return  # it died again, which is told once more
-        await asyncio.gather(*(c.call("mark_alive", name) for c in controllers))
+        await asyncio.gather(*(c.mark_alive(name) for c in controllers))
         progress.note(f"{name} is back, with current weights: process {runtime.processes().get(name)}")
 
     try:
@@ -284,21 +296,21 @@ def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
     return cause
 
 
-async def _poll(controllers: Sequence[Handle], progress: Progress, peek: Peek) -> None:
+async def _poll(controllers: Sequence[ControllerClient], progress: Progress, peek: Peek) -> None:
     while True:
         await asyncio.sleep(POLL_S.get(progress.mode, 0.5))
         await _show(controllers, progress, peek)
 
 
-async def _show(controllers: Sequence[Handle], progress: Progress, peek: Peek) -> None:
-    answers = await asyncio.gather(*(c.call("status") for c in controllers))
-    statuses = [answer[0] for answer in answers]
+async def _show(controllers: Sequence[ControllerClient], progress: Progress, peek: Peek) -> None:
+    answers = await asyncio.gather(*(c.status() for c in controllers))
+    statuses = [Status(answer.role, answer.stage, answer.detail, answer.step) for answer in answers]
     for line in peek.look():
         progress.note(line)
-    for _, rows, notes in answers:
-        for text in notes:
+    for answer in answers:
+        for text in answer.notes:
             progress.note(text)
-        for row in rows:
+        for row in answer.rows:
             progress.update(statuses, row)
     progress.update(statuses, None)
 

@@ -22,13 +22,13 @@ async def warm_start(services: Services, source: PromptSource, done: int) -> Non
         samples = [_demonstration(source, c) for c in cursors if c % group.size == group.rank]
         with status.timed("warm_start", step):
             _, batches = await services.dispatcher.dispatch_samples(step, samples, "imitation")
-            ranks = await services.dispatcher.on_ranks("update", [(batch,) for batch in batches])
+            ranks = await services.dispatcher.update(batches)
         services.recorder.write(
             {
                 "phase": "warm_start",
                 "step": step,
-                "warm_start/loss": sum(rank["loss"] for rank in ranks),
-                "warm_start/lr": ranks[0]["lr"],
+                "warm_start/loss": sum(rank.sums["loss"] for rank in ranks),
+                "warm_start/lr": ranks[0].lr,
                 "timing_s/step": status.take_seconds("warm_start"),
             }
         )

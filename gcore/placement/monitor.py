@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Costs, Load, View
-from gcore.protocols import EngineStats
+from gcore.protocols import EngineStats, RoleReport
 
 QUANTILES = 64
 REMEMBERED = 2048  # lengths of a role
@@ -23,15 +23,14 @@ GUESS = ReplicaSpeed(0.02, 0.0005, prefill_s_per_token=0.0, max_concurrent=256, 
 
 
 @dataclass(frozen=True, slots=True)
-class RoleReport:
-    """One controller's part in a role."""
+class RolloutProgress:
+    """How far one controller is. RolloutProgress(target=32.0, kept=12, decided=20, under_way=24, rate=0.6)"""
 
-    requests: int = 0  # at replicas
-    waiting: int = 0  # at none yet
-    calls: int = 0  # groups of siblings, or single questions to a judge
-    ended: tuple[int, ...] = ()  # lengths of requests that ended since the last look
-    longest: tuple[int, ...] = ()  # of the longest of each call
-    replicas: Mapping[int, EngineStats] = field(default_factory=dict)  # those this controller asks
+    target: float  # its share of the groups a step needs
+    kept: int  # groups it has
+    decided: int  # groups it has kept or dropped in this rollout
+    under_way: int  # groups it is working on
+    rate: float  # of groups that are kept, lately
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +38,7 @@ class Report:
     """What one controller says at a look."""
 
     at_s: float  # its clock; controller 0's counts
-    target: float  # its share of the groups a step needs
-    kept: int  # groups it has
-    decided: int  # groups it has kept or dropped in this rollout
-    under_way: int  # groups it is working on
-    rate: float  # of groups that are kept, lately
+    progress: RolloutProgress
     roles: Mapping[str, RoleReport]
     drained: frozenset[int] = frozenset()  # blocks that have nothing of its requests any more
     arrived: frozenset[int] = frozenset()  # controller 0: blocks whose new owner is awake
@@ -133,7 +128,7 @@ class Monitor:
             if block not in moving
         }
         stopping = all(part.done for part in parts)
-        rate = min(1.0, sum(part.rate for part in parts) / len(parts))
+        rate = min(1.0, sum(part.progress.rate for part in parts) / len(parts))
         return View(loads, work, frozenset(moving), since_move_s, stopping, rate=rate)
 
     def expected(self, groups: float, rate: float, samples: int) -> View:
@@ -193,15 +188,15 @@ class Monitor:
 
     def _loads(self, parts: Sequence[Report]) -> dict[str, Load]:
         at_work = [part for part in parts if not part.done]  # who is done has handed its groups over, and needs none
-        target, kept = sum(part.target for part in at_work), sum(part.kept for part in at_work)
-        under_way = sum(part.under_way for part in at_work)
-        rate = sum(part.rate for part in parts) / len(parts)
+        target, kept = sum(part.progress.target for part in at_work), sum(part.progress.kept for part in at_work)
+        under_way = sum(part.progress.under_way for part in at_work)
+        rate = sum(part.progress.rate for part in parts) / len(parts)
         groups = max(0.0, target - kept) / max(rate, LEAST_RATE)  # still to judge
         generating = min(under_way, sum(part.roles[POLICY].calls for part in parts))
         judging = under_way - generating
         missing = max(0.0, groups - judging)  # still to generate
         for rank, part in enumerate(parts):
-            self._decided[rank] = max(part.decided, self._decided.get(rank, 0))
+            self._decided[rank] = max(part.progress.decided, self._decided.get(rank, 0))
         self._count_per_group(judging)
         loads = {}
         for role in self._grid.roles:

@@ -13,14 +13,15 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from gcore.clients import EngineClient
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
-from gcore.placement.monitor import Monitor, Report, RoleReport
+from gcore.placement.monitor import Monitor, Report, RolloutProgress
+from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.placement.rules import Costs, View, room
 from gcore.placement.timeline import PlacementTimeline
-from gcore.protocols import EngineStats, Group, Handle, RoleDied, RoleError
+from gcore.protocols import EngineStats, Group, RoleDied, RoleError, RoleReport
 
 ANSWER_S = 2.0  # a replica that does not tell its counters sooner is left out of a look
 POLL_SHARE = 0.01  # least time between two looks, as a share of the last rollout
@@ -30,16 +31,14 @@ RETRY_S = 5.0  # a block whose move was taken back is left alone for so long
 class Pool(Protocol):
     """What is asked of a role's pool of replicas (generation/pool.py)."""
 
-    replicas: Sequence[Handle]
+    replicas: Sequence[EngineClient]
 
     async def drain(self, name: str) -> None: ...
     async def pause(self) -> None: ...
     def resume(self) -> None: ...
     def reopen(self, *names: str) -> None: ...
     def limit(self, requests: int) -> None: ...
-    def report(self) -> Mapping[str, Any]:
-        """requests, waiting, calls, ended, longest: fields of RoleReport"""
-        ...
+    def report(self) -> RoleReport: ...
 
 
 class Rule(Protocol):
@@ -52,8 +51,7 @@ class Rule(Protocol):
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]: ...
 
 
-Progress = Callable[[], tuple[float, int, int, int, float]]  # target, kept, decided, under way, rate: Report's
-Load = Callable[[Mapping[int, Handle]], Awaitable[object]]  # current weights into these policy engines
+Progress = Callable[[], RolloutProgress]
 
 
 @dataclass
@@ -66,7 +64,8 @@ class _Moving:
 
 
 class Placer:
-    """One on every controller. All of them call the same methods in the same order."""
+    """One on every controller. All of them call the same methods in the same order. `switches`: one per role; used by
+    controller 0 alone."""
 
     def __init__(
         self,
@@ -74,17 +73,16 @@ class Placer:
         rule: Rule,
         split: Split,
         pools: Mapping[str, Pool],
+        switches: Mapping[str, ReplicaSwitch],
         group: Group,
         monitor: Monitor,
-        load: Load,
         *,
-        levels: Mapping[str, int],  # how deep the replicas of a role sleep when they do not have their block
         poll_interval_s: float,
         timeout_s: float,
         note: Callable[[str], None],
     ) -> None:
         self.grid, self.split, self.monitor = grid, split.check(grid), monitor
-        self._rule, self._pools, self._load, self._levels, self._note = rule, pools, load, levels, note
+        self._rule, self._pools, self._switches, self._note = rule, pools, switches, note
         self._group, self._rank, self._size = group.subgroup(), group.rank, group.size
         self._poll_interval_s, self._timeout_s = poll_interval_s, timeout_s
         self._moving: dict[int, _Moving] = {}
@@ -95,9 +93,6 @@ class Placer:
         self._rollout_s = 0.0
         self._began_s = self._ended_s = 0.0  # the rollout, by controller 0's clock: the same on all
         self._took_s: float | None = None
-        keys = [(role, i) for role, pool in pools.items() for i in range(len(pool.replicas))]
-        self._awake: dict[tuple[str, int], bool | None] = dict.fromkeys(keys, True)  # role, replica; None: not known
-        self._orders = {key: asyncio.Lock() for key in keys}  # one at a time puts a replica to sleep, wakes or mends it
         self._alone: dict[int, float] = {}  # blocks that are left alone, until when
         self._changed = asyncio.Event()
         self.timeline = PlacementTimeline(grid, self.split, monitor.latest, 0, 0.0)
@@ -120,71 +115,23 @@ class Placer:
                 else:
                     await pool.drain(replica.name)
 
-    def owners(self, role: str) -> dict[int, Handle]:
+    def owners(self, role: str) -> dict[int, EngineClient]:
         """The replicas of a role that have their block."""
         numbers = [i for b in self.split.blocks(role) for i in self.grid.replicas(role, b)]
         return {i: self._pools[role].replicas[i] for i in numbers}
 
     async def rest(self) -> None:
-        """Controller 0: everyone sleeps, the devices are the trainer's."""
+        """Controller 0: all replicas sleep, the devices are the trainer's."""
         if self._rank == 0:
-            await self._each(self._sleep, {key for key, awake in self._awake.items() if awake is not False})
+            switches = self._switches.values()
+            await asyncio.gather(*(switch.sleep(switch.maybe_awake(), skip_dead=True) for switch in switches))
 
     async def _settle(self) -> None:
-        """Whoever does not own its block sleeps, whoever does wakes; the policy's weights come from the caller."""
-        wanted = {(role, i) for role in self._pools for i in self.owners(role)}
-        await self._each(self._sleep, {key for key, awake in self._awake.items() if awake is not False} - wanted)
-        await self._each(self._wake, {key for key in wanted if self._awake[key] is not True})
-
-    async def _sleep(self, role: str, replicas: Mapping[int, Handle]) -> None:
-        for handle in replicas.values():
-            while (stats := await EngineClient(handle).stats()).running + stats.waiting:
-                await asyncio.sleep(0.005)  # requests that were aborted are being cleared away
-        await self._order(role, replicas, "sleep")
-
-    async def _wake(self, role: str, replicas: Mapping[int, Handle]) -> None:
-        await self._order(role, replicas, "wake")
-
-    async def _serve(self, role: str, replicas: Mapping[int, Handle]) -> None:
-        """Wake, and take the current weights where they change."""
-        await self._wake(role, replicas)
-        if role == POLICY:
-            for i in replicas:
-                self._awake[role, i] = None
-            await self._load(replicas)
-            for i in replicas:
-                self._awake[role, i] = True
-
-    async def _order(self, role: str, replicas: Mapping[int, Handle], method: str) -> None:
-        """All of them to the end, whatever becomes of one."""
-
-        async def one(i: int) -> None:
-            async with self._orders[role, i]:
-                await self._tell(role, i, method)
-
-        for error in await asyncio.gather(*map(one, replicas), return_exceptions=True):
-            if error is not None:
-                raise error
-
-    async def _tell(self, role: str, i: int, method: str) -> None:
-        self._awake[role, i] = None
-        try:
-            if self._levels[role]:
-                args = [self._levels[role]] if method == "sleep" else []
-                await self._pools[role].replicas[i].call(method, *args)
-            self._awake[role, i] = method == "wake"
-        except RoleDied:
-            self._awake[role, i] = True  # as it will be built again
-            raise
-
-    async def _each(self, act: Callable[[str, dict[int, Handle]], Awaitable[None]], who: set[tuple[str, int]]) -> None:
-        """Replica by replica: one that died is started again by the supervisor, and nothing else waits for it."""
-
-        async def one(role: str, i: int) -> None:
-            with contextlib.suppress(RoleDied):
-                await act(role, {i: self._pools[role].replicas[i]})
-
-        await asyncio.gather(*(one(role, i) for role, i in sorted(who)))
+        """Replicas without their block sleep, then those with their block wake; the policy's weights come from the
+        caller. A replica that dies is started again by the supervisor, and nothing else waits for it."""
+        roles = [(switch, self.owners(role).keys()) for role, switch in self._switches.items()]
+        await asyncio.gather(*(switch.sleep(switch.maybe_awake() - own, skip_dead=True) for switch, own in roles))
+        await asyncio.gather(*(switch.wake(switch.maybe_asleep() & own, skip_dead=True) for switch, own in roles))
 
     # ---- during a rollout -----------------------------------------------------------------------------------------
 
@@ -244,16 +191,18 @@ class Placer:
     async def _report(self, progress: Progress, done: bool) -> Report:
         roles = {}
         for role, pool in self._pools.items():
-            mine = {i: handle for i, handle in self.owners(role).items() if i % self._size == self._rank}
-            counters = await asyncio.gather(*(_counters(handle) for handle in mine.values()))
+            mine = {i: engine for i, engine in self.owners(role).items() if i % self._size == self._rank}
+            counters = await asyncio.gather(*(_counters(engine) for engine in mine.values()))
             found = {i: c for i, c in zip(mine, counters, strict=True) if c is not None}
-            roles[role] = RoleReport(**pool.report(), replicas=found)
+            roles[role] = replace(pool.report(), replicas=found)
         failed = {block: self._moving[block].move.source for block in self._failed}
-        stuck = {(role, i) for block, role in failed.items() for i in self.grid.replicas(role, block)}
-        return Report(
-            _now(), *progress(), roles, frozenset(self._drained), frozenset(self._arrived), dict(self._failed),
-            frozenset(key for key in stuck if self._awake[key] is not True), done,
-        )  # fmt: skip
+        stuck = frozenset(
+            (role, i)
+            for block, role in failed.items()
+            for i in self._switches[role].maybe_asleep().intersection(self.grid.replicas(role, block))
+        )
+        drained, arrived = frozenset(self._drained), frozenset(self._arrived)
+        return Report(_now(), progress(), roles, drained, arrived, dict(self._failed), stuck, done)
 
     def _start(self, move: Move, now: float) -> None:
         self.timeline.began(move, now)
@@ -321,8 +270,8 @@ class Placer:
         """Controller 0: sleep, wake, weights."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._sleep(move.source, self._of(move.source, move.block))
-                await self._serve(move.target, self._of(move.target, move.block))
+                await self._switches[move.source].sleep(self.grid.replicas(move.source, move.block))
+                await self._switches[move.target].serve(self.grid.replicas(move.target, move.block))
             self._arrived.add(move.block)
         except Exception as error:  # else nobody would hear of it, and all would wait for the move
             await self._take_back(move)
@@ -332,24 +281,24 @@ class Placer:
     async def _take_back(self, move: Move) -> None:
         """The other way round, replica by replica and as far as it goes: who is dead is mended when it returns."""
 
-        async def one(act: Callable[[str, dict[int, Handle]], Awaitable[None]], role: str, i: int) -> None:
+        async def one(command: Callable[[Collection[int]], Awaitable[None]], i: int) -> None:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(self._timeout_s):
-                    await act(role, {i: self._pools[role].replicas[i]})
+                    await command([i])
 
-        for act, role, as_it_was in ((self._sleep, move.target, False), (self._serve, move.source, True)):
-            numbers = self.grid.replicas(role, move.block)
-            await asyncio.gather(*(one(act, role, i) for i in numbers if self._awake[role, i] is not as_it_was))
-
-    def _of(self, role: str, block: int) -> dict[int, Handle]:
-        return {i: self._pools[role].replicas[i] for i in self.grid.replicas(role, block)}
+        source, target = self._switches[move.source], self._switches[move.target]
+        numbers = target.maybe_awake().intersection(self.grid.replicas(move.target, move.block))
+        await asyncio.gather(*(one(target.sleep, i) for i in sorted(numbers)))
+        numbers = source.maybe_asleep().intersection(self.grid.replicas(move.source, move.block))
+        await asyncio.gather(*(one(source.serve, i) for i in sorted(numbers)))
 
     # ---- replicas that die ----------------------------------------------------------------------------------------
 
     def mark_dead(self, name: str) -> None:
         """A replica died. It will be back, awake as it is built."""
         if (found := self._find(name)) is not None:
-            self._awake[found] = True
+            role, i = found
+            self._switches[role].mark_dead(i)
 
     async def arrived(self, name: str) -> None:
         """Wait while the block of a replica moves."""
@@ -366,18 +315,19 @@ class Placer:
             yield True
             return
         role, i = found
-        async with self._orders[found]:
+        replica = self._switches[role].replicas[i]
+        async with replica.lock:
             if (block := self._block(role, i)) in self._moving:
                 yield None
                 return
-            serves, awake = self.split[block] == role, self._awake[found]
-            if awake is None or (awake and not serves):
+            serves = self.split[block] == role
+            if replica.awake is None or (replica.awake and not serves):
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        await self._tell(role, i, "wake" if serves else "sleep")
+                        await (replica.wake() if serves else replica.sleep())
                 except TimeoutError:
                     raise RoleDied(name, "it neither sleeps nor wakes") from None
-            yield serves and self._awake[found] is True  # after a rollout it may sleep on its own block, as all do
+            yield serves and replica.awake is True  # after a rollout it may sleep on its own block, as all do
 
     def mark_alive(self, name: str) -> None:
         """A replica is asked again, if it has its block."""
@@ -395,10 +345,10 @@ class Placer:
         return i // self.grid.per_block(role)
 
 
-async def _counters(handle: Handle) -> EngineStats | None:
+async def _counters(engine: EngineClient) -> EngineStats | None:
     try:
         async with asyncio.timeout(ANSWER_S):
-            return await EngineClient(handle).stats()
+            return await engine.stats()
     except (RoleDied, RoleError, TimeoutError):
         return None
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gcore.protocols import RoleDied, RoleError
+from gcore.protocols import ReplicaPool, RoleDied, RoleError
 from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut, short
 from gcore.types import Message, RewardError, Rollout, Scored, UserError
 
@@ -22,7 +22,7 @@ class WeightedRewarder:
         self,
         sources: Sequence[Source],
         backoff_s: float = 0.1,
-        pools: Sequence[Any] = (),
+        pools: Sequence[ReplicaPool] = (),
         least_scored: int | None = None,
     ):
         """`least_scored`: a sibling without a reward is left out of its group while this many remain. None: the whole

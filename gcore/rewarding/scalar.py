@@ -26,6 +26,7 @@ import numpy as np
 
 from gcore.config.tree import ScalarReward
 from gcore.observe.trace import Tracer
+from gcore.protocols import ScorerStats
 from gcore.rewarding.source import Answer, BadAnswer, number
 from gcore.types import Ints, Message, RewardError, Rollout, UserError
 
@@ -44,7 +45,7 @@ class _Job:
 
 
 class ScalarModel:
-    """Serves a sequence-classification model with one label (gcore.models.load_scorer)."""
+    """Implements protocols.Scorer: serves a sequence-classification model with one label (gcore.models.load_scorer)."""
 
     def __init__(
         self, model: PreTrainedModel, *, max_tokens_per_batch: int, threads: int = 1, tracer: Tracer | None = None
@@ -78,13 +79,8 @@ class ScalarModel:
             self._wake.notify()
         return list(await asyncio.gather(*(job.future for job in jobs)))
 
-    async def stats(self) -> dict[str, float]:
-        return {
-            "scored": float(self._scored),
-            "busy_s": self._busy_s,
-            "running": float(len(self._wave)),
-            "waiting": float(len(self._waiting)),
-        }
+    async def stats(self) -> ScorerStats:
+        return ScorerStats(self._scored, self._busy_s, running=len(self._wave), waiting=len(self._waiting))
 
     def close(self) -> None:
         """Ends the thread; who still waits is told."""

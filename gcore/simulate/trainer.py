@@ -17,7 +17,7 @@ import numpy as np
 from gcore.config.base import EmulatedTraining
 from gcore.config.tree import Config
 from gcore.hub import model_folder
-from gcore.protocols import Receivers, Stats, WeightPlan, Weights
+from gcore.protocols import Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
 from gcore.types import Key, KlSums, Sample, TrainBatch, UserError
 
 FILE = "emulated_trainer.json"
@@ -35,9 +35,9 @@ class EmulatedTrainer:
         self.busy_s = 0.0  # emulated
         self._samples: dict[Key, Sample] = {}
 
-    async def info(self) -> Stats:
+    async def info(self) -> TrainerInfo:
         """One parameter: what a checkpoint holds, and so what the disk must have room for."""
-        return {"num_parameters": 1.0, "hidden_size": float(self.hidden_size)}
+        return TrainerInfo(num_parameters=1, hidden_size=self.hidden_size)
 
     async def begin(self) -> None:
         self.updates = 0
@@ -52,7 +52,7 @@ class EmulatedTrainer:
         await self._work(self._of(batch.keys), 1 / 3)
         return {key: KlSums(0.0, 0.0, 0.0) for key in batch.keys}
 
-    async def update(self, batch: TrainBatch) -> Stats:
+    async def update(self, batch: TrainBatch) -> UpdateStats:
         samples = self._of(batch.keys)
         await self._work(samples, 1.0)
         self._samples.clear()
@@ -61,11 +61,8 @@ class EmulatedTrainer:
         nothing = [f"importance_{bound}" for bound in ("capped", "floored")]
         nothing += ["loss", "pg_loss", "entropy", "clipped", "approx_kl", "logprob_diff"]
         actions = float(sum(int(sample.mask_S.sum()) for sample in samples))
-        return {
-            **dict.fromkeys(nothing, 0.0),
-            **{"importance": actions, "actions": actions, "tokens": float(_tokens(samples))},
-            **{"grad_norm": 0.0, "lr": self.lr * updates, "updates": float(updates), "skipped": 0.0},
-        }
+        counted = {"importance": actions, "actions": actions, "tokens": float(_tokens(samples))}
+        return UpdateStats(updates, lr=self.lr * updates, sums={**dict.fromkeys(nothing, 0.0), **counted})
 
     async def weight_plan(self) -> WeightPlan:
         return WeightPlan(num_buckets=1, every_rank=False)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from gcore.config.tree import Config
 from gcore.observe.trace import Tracer
-from gcore.protocols import Receivers, WeightPlan, Weights
+from gcore.protocols import Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
 from gcore.training import bad_batches, lora, losses, objective, state
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import Packed, to_tensors
@@ -105,12 +105,10 @@ class FsdpTrainer:
 
     # ---- protocol -------------------------------------------------------------------------------------------------
 
-    async def info(self) -> dict[str, float]:
+    async def info(self) -> TrainerInfo:
         network = self._policy.network
-        return {
-            "num_parameters": float(sum(p.numel() for p in lora.trainable_parameters(network).values())),
-            "hidden_size": float(network.config.hidden_size),
-        }
+        num_parameters = sum(p.numel() for p in lora.trainable_parameters(network).values())
+        return TrainerInfo(num_parameters, network.config.hidden_size)
 
     async def push(self, source: int, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -124,7 +122,7 @@ class FsdpTrainer:
     async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
         return await self._in_thread(self._prepare, batch)
 
-    async def update(self, batch: TrainBatch) -> dict[str, float]:
+    async def update(self, batch: TrainBatch) -> UpdateStats:
         return await self._in_thread(self._update, batch)
 
     async def weight_plan(self) -> WeightPlan:
@@ -195,22 +193,21 @@ class FsdpTrainer:
             self._kl_to_come[key], found[key] = objective.kl_to_come(kl_S.cpu().numpy(), self._samples[key].mask_S)
         return found
 
-    def _update(self, batch: TrainBatch) -> dict[str, float]:
+    def _update(self, batch: TrainBatch) -> UpdateStats:
         self._publisher.release()
         for key, advantage in (batch.advantages or {}).items():
             advantages_S = advantage - batch.kl_scale * self._kl_to_come[key]
             self._samples[key] = dataclasses.replace(self._samples[key], advantages_S=advantages_S.astype(np.float32))
-        totals: dict[str, float] = {}
+        totals = UpdateStats()
         with self._tracer.span("update", step=batch.step):
             for number in range(len(batch.mini_batches)):
-                for name, value in self._mini_batch(batch, number).items():
-                    totals[name] = totals.get(name, 0.0) + value
+                totals += self._mini_batch(batch, number)
         self._tracer.flush()
         for store in (self._samples, self._old, self._ref, self._kl_to_come):
             store.clear()
         return totals
 
-    def _mini_batch(self, batch: TrainBatch, number: int) -> dict[str, float]:
+    def _mini_batch(self, batch: TrainBatch, number: int) -> UpdateStats:
         mini, sums = batch.mini_batches[number], dict[str, Any]()
         for count, micro in enumerate(mini.micro_batches, start=1):
             packed = to_tensors(micro, self._samples, self._device)
@@ -220,8 +217,7 @@ class FsdpTrainer:
             (loss * self._world).backward()
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()
-        result = {name: float(value) for name, value in sums.items()}
-        return {**result, **self._optimizer_step(batch, number)}
+        return self._optimizer_step(batch, number, {name: float(value) for name, value in sums.items()})
 
     def _loss(
         self, batch: TrainBatch, mini: MiniBatch, packed: Packed, logprobs_S: Tensor, entropy_S: Tensor
@@ -246,7 +242,7 @@ class FsdpTrainer:
             return torch.zeros(1, device=self._device)
         return torch.cat([store[key] for key in packed.keys])
 
-    def _optimizer_step(self, batch: TrainBatch, number: int) -> dict[str, float]:
+    def _optimizer_step(self, batch: TrainBatch, number: int, sums: Mapping[str, float]) -> UpdateStats:
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.training.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         lr = self._learning_rate(batch, number)
@@ -266,7 +262,7 @@ class FsdpTrainer:
                 f"are in {self._config.run.folder / bad_batches.FOLDER}); lower training.lr, or raise "
                 "training.max_bad_updates to skip more"
             )
-        return {"grad_norm": grad_norm if finite else 0.0, "lr": lr, "updates": 1.0, "skipped": float(not finite)}
+        return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, sums)
 
     @torch.no_grad()
     def _dump(self, batch: TrainBatch, number: int) -> None:

@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from gcore.clients import EngineClient, TrainerClient
-from gcore.protocols import Handle, Receivers, Ref, RoleDied, RoleError, WeightPlan, Weights
+from gcore.protocols import Receivers, Ref, RoleDied, RoleError, WeightPlan, Weights
 
 ATTEMPTS = 3
 
@@ -25,14 +25,14 @@ ATTEMPTS = 3
 class WeightTransfer:
     """Of controller 0. Every rank publishes: engine i reads from rank i if all ranks have the weights, else from 0."""
 
-    def __init__(self, trainers: Sequence[Handle]) -> None:
-        self._trainers = [TrainerClient(handle) for handle in trainers]
+    def __init__(self, trainers: Sequence[TrainerClient]) -> None:
+        self._trainers = trainers
         self._plan: WeightPlan | None = None  # the same for the whole run
 
-    async def send(self, engines: Mapping[int, Handle], version: int, restarted: bool = False) -> list[str]:
+    async def send(self, engines: Mapping[int, EngineClient], version: int, restarted: bool = False) -> list[str]:
         """Returns the names of the engines that serve `version` now: all but those that died during the transfer.
         `restarted`: some engines are new processes since the last transfer."""
-        living = {i: EngineClient(handle) for i, handle in engines.items()}
+        living = dict(engines)
         plan = self._plan = self._plan or await self._trainers[0].weight_plan()
         source = {i: i % len(self._trainers) if plan.every_rank else 0 for i in engines}
         broken: RoleError | None = None

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from gcore.clients import EngineClient
 from gcore.generation.pool import EnginePool
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, Pixels, Request, UserError
@@ -239,7 +240,7 @@ def test_a_moved_sample_takes_its_images_along(engine, network):
             return await getattr(engine, method)(*args)
 
     async def moved() -> Completion:
-        pool = EnginePool([Replica()])
+        pool = EnginePool([EngineClient(Replica())])
         answer = asyncio.ensure_future(pool.generate([request]))
         await until_generated(engine, int((await engine.stats()).generated_tokens) + 20)
         await pool.drain("engine-0")

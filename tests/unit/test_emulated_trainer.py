@@ -18,7 +18,7 @@ from gcore.content.tokens import Tokens
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
-from gcore.protocols import Receivers, WeightPlan
+from gcore.protocols import Receivers, TrainerInfo, WeightPlan
 from gcore.simulate import VirtualLoop
 from gcore.simulate.trainer import EmulatedTrainer
 from gcore.types import Sample, TrainBatch, UserError
@@ -67,14 +67,12 @@ def test_it_takes_a_third_of_its_time_to_prepare_and_the_whole_to_update():
         stats = await trainer.update(batch)
         assert now() == pytest.approx(1.2)
         assert trainer.busy_s == pytest.approx(2.4)
-        assert {name: stats[name] for name in ("actions", "importance", "tokens", "updates", "lr", "skipped")} == {
+        assert {name: stats.sums[name] for name in ("actions", "importance", "tokens")} == {
             "actions": 50.0,
             "importance": 50.0,
             "tokens": 60.0,
-            "updates": 2.0,
-            "lr": 1.0,
-            "skipped": 0.0,
         }
+        assert (stats.updates, stats.lr, stats.skipped) == (2, 1.0, 0)
         await trainer.push(0, samples)  # all were taken
 
     run(main)
@@ -135,7 +133,7 @@ def test_weights_are_rank_0s_and_a_checkpoint_brings_the_updates_back(tmp_path):
         assert [trainer.updates for trainer in others] == [1, 1, 1]
         with pytest.raises(UserError, match=r"training\.backend=emulated"):
             await ranks[0].load(str(tmp_path / "elsewhere"))
-        assert await ranks[0].info() == {"num_parameters": 1.0, "hidden_size": 128.0}
+        assert await ranks[0].info() == TrainerInfo(num_parameters=1, hidden_size=128)
 
     run(main)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
 from gcore.generation.pool import EnginePool
 from gcore.types import Request, SamplingParams
@@ -37,6 +38,10 @@ class Replica:
         return None
 
 
+def engines(*replicas: Replica) -> list[EngineClient]:
+    return [EngineClient(replica) for replica in replicas]
+
+
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
@@ -45,7 +50,7 @@ async def settle() -> None:
 def test_work_goes_where_the_least_is_outstanding():
     async def main() -> None:
         replicas = [Replica("a"), Replica("b"), Replica("c")]
-        pool = EnginePool(replicas, (1, 2))
+        pool = EnginePool(engines(*replicas), (1, 2))
         calls = []
         for n in (3, 1, 1, 1):  # to b, c, a in turn; then c and a are equally loaded, and c comes before a
             calls.append(asyncio.ensure_future(pool.generate(requests(n))))
@@ -65,7 +70,7 @@ def test_work_goes_where_the_least_is_outstanding():
 def test_who_is_cancelled_takes_its_requests_back():
     async def main() -> None:
         replicas = [Replica("a"), Replica("b")]
-        pool = EnginePool(replicas)
+        pool = EnginePool(engines(*replicas))
         doomed, other = (asyncio.ensure_future(pool.generate(requests(n))) for n in (5, 1))
         await settle()
         doomed.cancel()
@@ -89,7 +94,7 @@ def test_tickets_of_different_pools_differ():
     async def main() -> set[str]:
         replica = Replica("a")
         replica.go.set()
-        pools = [EnginePool([replica]) for _ in range(3)]  # of three controllers
+        pools = [EnginePool(engines(replica)) for _ in range(3)]  # of three controllers
         for _ in range(3):
             await asyncio.gather(*(pool.generate(requests(1)) for pool in pools))
         return {ticket for _, _, ticket in replica.calls}

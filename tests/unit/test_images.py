@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from gcore.clients import EngineClient
 from gcore.config.tree import BuildModel, Model
 from gcore.content.tokens import Tokens
 from gcore.generation.embedded import EmbeddedEngine
@@ -67,9 +68,10 @@ def test_what_a_drain_takes_back_goes_on_with_its_images():
             ]
 
     async def moved() -> Completion:
-        pool, request = EnginePool([Replica()]), ask(image(0), image(1))
+        pool, request = EnginePool([EngineClient(Replica())]), ask(image(0), image(1))
         answer = asyncio.ensure_future(pool.generate([request]))
-        await asyncio.sleep(0)
+        while not asked:
+            await asyncio.sleep(0)
         await pool.drain("engine-0")
         pool.reopen("engine-0")
         return (await answer)[0]

@@ -25,7 +25,7 @@ from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
-from gcore.protocols import Rendezvous
+from gcore.protocols import Rendezvous, UpdateStats
 from gcore.runtime.gloo import join
 from gcore.training.fsdp import FsdpTrainer
 from gcore.training.lora import adapt
@@ -171,12 +171,12 @@ def test_training_changes_adapters_alone_and_merged_they_are_the_policy(architec
     asyncio.run(trainer.begin())
     for seed in range(3):
         stats = update(trainer, samples_of(seed), batch_of(samples_of(seed)))
-        assert stats["grad_norm"] > 0 and stats["skipped"] == 0
+        assert stats.grad_norm > 0 and stats.skipped == 0
     changed = {n for n, p in trainer._policy.network.named_parameters() if not torch.equal(p.full_tensor(), before[n])}
     assert changed == {layer + end for layer in LAYERS for end in (LORA_A, LORA_B)} == set(weights_of(trainer))
     assert len(trainer._optimizer.param_groups[0]["params"]) == 28
     info = asyncio.run(trainer.info())
-    assert info["num_parameters"] == sum(v.size for v in weights_of(trainer).values())
+    assert info.num_parameters == sum(v.size for v in weights_of(trainer).values())
     merged, samples = merged_of(trainer), samples_of(7)
     asyncio.run(trainer.push(0, samples))
     asyncio.run(trainer.prepare(batch_of(samples, mini_batches=2)))
@@ -193,7 +193,7 @@ def test_the_reference_is_the_policy_at_begin(mini_batches):
     update(trainer, samples, batch_of(samples, objective="imitation"))
     asyncio.run(trainer.begin())
     start = merged_of(trainer)
-    assert update(trainer, samples, batch_of(samples))["kl"] == pytest.approx(0, abs=1e-5)
+    assert update(trainer, samples, batch_of(samples)).sums["kl"] == pytest.approx(0, abs=1e-5)
     update(trainer, samples, batch_of(samples))
     now, factors, batch = merged_of(trainer), weights_of(trainer), batch_of(samples, mini_batches=mini_batches)
     factors = {name: np.array(value) for name, value in factors.items()}
@@ -206,7 +206,7 @@ def test_the_reference_is_the_policy_at_begin(mini_batches):
             assert torch.allclose(trainer._old[sample.key], alone(now, sample)[0], atol=1e-5, rtol=0)
     assert same(weights_of(trainer), factors)  # its own are back
     assert trainer._reference is None
-    assert asyncio.run(trainer.update(batch))["approx_kl"] == pytest.approx(0, abs=0.1)
+    assert asyncio.run(trainer.update(batch)).sums["approx_kl"] == pytest.approx(0, abs=0.1)
 
 
 def test_in_bfloat16_the_base_is_held_so_and_adapters_are_not():
@@ -216,7 +216,8 @@ def test_in_bfloat16_the_base_is_held_so_and_adapters_are_not():
     trainer = FsdpTrainer(*made, publisher=WeightPublisher(0, "host_memory", torch.bfloat16))
     kinds = {(name.endswith((LORA_A, LORA_B)), p.dtype) for name, p in trainer._policy.network.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    found, expected = ([update(t, samples, batch_of(samples))["entropy"] for _ in range(2)] for t in (trainer, exact))
+    entropies = ([update(t, samples, batch_of(samples)).sums["entropy"] for _ in range(2)] for t in (trainer, exact))
+    found, expected = entropies
     assert found == pytest.approx(expected, rel=0.01) and found != expected
     assert {str(value.dtype) for value in weights_of(trainer).values()} == {"float32"}
     rotary = trainer._policy.network.model.rotary_emb.inv_freq
@@ -243,7 +244,7 @@ def train_as(rank: int, size: int, shard: int, folder: Path, dtype: torch.dtype 
         layout = {"step": 1, "mini_batches": 2, "max_tokens": 60, "cost": CostModel(100.0), "objective": "policy"}
         batch = make_layout([meta_of(s) for s in samples], num_ranks=size, **layout)[rank]
         keys = {k for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for k in row}
-        norms.append(update(trainer, [s for s in samples if s.key in keys], batch)["grad_norm"])
+        norms.append(update(trainer, [s for s in samples if s.key in keys], batch).grad_norm)
     folder.mkdir(exist_ok=True)
     asyncio.run(trainer.save(str(folder)))
     (folder / "norms.json").write_text(json.dumps(norms))
@@ -294,7 +295,7 @@ def test_state_round_trip_is_exact_and_small(tmp_path, kl_coef):
     asyncio.run(other.load(str(tmp_path)))
     assert other.updates == 3 and same(weights_of(other), weights_of(trainer))
     a, b = (update(t, samples, batch_of(samples)) for t in (trainer, other))
-    assert a == b and (a["kl"] > 1e-6 if kl_coef else "kl" not in a)
+    assert a == b and (a.sums["kl"] > 1e-6 if kl_coef else "kl" not in a.sums)
     assert same(weights_of(other), weights_of(trainer))
 
 
@@ -346,10 +347,10 @@ def test_logits_and_gradients_are_those_of_peft():
     trainer._old.clear()
     gradients: dict[str, torch.Tensor] = {}
 
-    def look(batch: Any, number: int) -> dict[str, float]:
+    def look(batch: Any, number: int, sums: Any) -> UpdateStats:
         parameters = trainer._policy.network.named_parameters()
         gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
-        return {}
+        return UpdateStats(sums=sums)
 
     trainer._optimizer_step = look
     update(trainer, samples, batch_of(samples, objective="imitation"))

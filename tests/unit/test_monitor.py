@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
-from gcore.placement.monitor import GUESS, QUANTILES, Monitor, Report, RoleReport
-from gcore.protocols import EngineStats
+from gcore.placement.monitor import GUESS, QUANTILES, Monitor, Report, RolloutProgress
+from gcore.protocols import EngineStats, RoleReport
 
 GROUND = DeviceGrid(4, {POLICY: 1, "judge": 2})  # two blocks, of two engines or one judge
 SPLIT = Split((POLICY, "judge"))
@@ -23,7 +23,8 @@ def report(at_s: float = 0.0, policy: Any = None, judge: Any = None, **others: A
     """Of a controller that has nothing to do, but for what is said."""
     roles = {POLICY: RoleReport(**policy or {}), "judge": RoleReport(**judge or {})}
     nothing: dict[str, Any] = {"target": 0.0, "kept": 0, "decided": 0, "under_way": 0, "rate": 1.0}
-    return Report(at_s=at_s, roles=roles, **nothing | others)
+    progress = RolloutProgress(**{name: others.pop(name, value) for name, value in nothing.items()})
+    return Report(at_s, progress, roles, **others)
 
 
 def look(monitor: Monitor, *parts: Report, moving: Any = None) -> Any:

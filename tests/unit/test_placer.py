@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.clients import EngineClient, TrainerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import CurrentWeights, Replicas
 from gcore.generation.pool import EnginePool
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
-from gcore.placement.monitor import Monitor
+from gcore.placement.monitor import Monitor, RolloutProgress
 from gcore.placement.placer import RETRY_S, Placer
 from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.placement.rules import Costs, View, room
 from gcore.protocols import Rendezvous, RoleDied, WeightPlan
 from gcore.runtime.local import Hub, LocalGroup
@@ -145,28 +147,32 @@ class World:
             role: [Replica(self, role, i) for i in range(self.grid.num_blocks * self.grid.per_block(role))]
             for role in self.grid.roles
         }
+        clients = {role: [EngineClient(replica) for replica in found] for role, found in self.replicas.items()}
         hub, self.placers, self.pools, self.members = Hub(self.size), list[Placer](), [], []
+        self.switches: list[dict[str, ReplicaSwitch]] = []
         for rank in range(self.size):
             self.groups_of = LocalGroup(Rendezvous(rank, self.size, None, hub))
-            pools = {
-                role: EnginePool.for_controller(found, rank, self.size, SLOTS) for role, found in self.replicas.items()
+            pools = {role: EnginePool.for_controller(found, rank, self.size, SLOTS) for role, found in clients.items()}
+            weights = CurrentWeights([TrainerClient(Trainer())], lambda: self.version)
+            switches = {
+                POLICY: ReplicaSwitch(clients[POLICY], 2, weights.load),
+                JUDGE: ReplicaSwitch(clients[JUDGE], 1),
             }
-            weights = CurrentWeights([Trainer()], lambda: self.version)
             placer = Placer(
                 self.grid,
                 Scripted(self, rank, self.script),
                 self.split,
                 pools,
+                switches,
                 self.groups_of,
                 Monitor(self.grid, dict.fromkeys(self.grid.roles, SLOTS)),
-                weights.load,
-                levels={POLICY: 2, JUDGE: 1},
                 poll_interval_s=self.poll_interval_s,
                 timeout_s=TIMEOUT_S,
                 note=self.notes.append if rank == 0 else lambda text: None,
             )
             self.placers.append(placer)
             self.pools.append(pools)
+            self.switches.append(switches)
             replicas = Replicas(pools[POLICY], [pools[JUDGE]], weights, self.notes.append, placer)
             self.members.append((self.groups_of, weights, replicas))
 
@@ -198,7 +204,7 @@ class World:
         for replica in (r for found in self.replicas.values() for r in found):
             owns = first.split[self.block(replica)] == replica.role
             assert replica.asleep is not owns, replica.name
-            assert first._awake[replica.role, replica.number] is owns
+            assert self.switches[0][replica.role].replicas[replica.number].awake is owns
             for pools in self.pools:
                 seen = pools[replica.role].observe().replicas[replica.number]
                 assert (seen.requests, seen.closed) == (0, () if owns else ("drained",)), replica.name
@@ -222,7 +228,8 @@ class World:
                 await group.all_gather("weights", None)
             left = [self.groups]
             async with placer.during(
-                lambda left=left: (self.groups, 0, (self.groups - left[0]) * self.decides, left[0], 1.0), step
+                lambda left=left: RolloutProgress(self.groups, 0, (self.groups - left[0]) * self.decides, left[0], 1.0),
+                step,
             ):
                 await asyncio.gather(*(self.sample(rank, n, left) for n in range(self.groups)))
             assert not placer._moving

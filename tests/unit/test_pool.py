@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.clients import EngineClient, ScorerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import ANSWER_S, CHECK_S, CurrentWeights, Replicas
-from gcore.generation.pool import EnginePool, Observation, Outstanding, Pool, ScorerPool
+from gcore.generation.pool import EnginePool, ScorerPool
+from gcore.generation.replica_pool import Observation, Outstanding, Pool
 from gcore.protocols import RoleDied, RoleError
 from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams
@@ -70,6 +72,10 @@ class Replica:
                 future.set_exception(RoleDied(self.name, "gone"))
 
 
+def engines(*replicas: Replica) -> list[EngineClient]:
+    return [EngineClient(replica) for replica in replicas]
+
+
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(asyncio.wait_for(main(), 1000))
@@ -84,7 +90,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def idle(pool: Pool) -> bool:
+def idle(pool: Pool[Any]) -> bool:
     seen = pool.observe()
     return seen.waiting == 0 and all((r.requests, r.work) == (0, 0) for r in seen.replicas)
 
@@ -102,7 +108,7 @@ def same(found: Completion, expected: Completion) -> bool:
 def test_beyond_the_limit_calls_wait_by_priority_then_arrival():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool([replica], limit=1)
+        pool = EnginePool(engines(replica), limit=1)
         order = [(0, 5), (1, 7), (2, 5), (3, -1), (4, 7)]
         calls = [begin(pool.generate(ask(key), priority=priority)) for key, priority in order]
         await settle()
@@ -122,7 +128,7 @@ def test_beyond_the_limit_calls_wait_by_priority_then_arrival():
 def test_nobody_overtakes_a_large_call_and_it_goes_through():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool([replica], limit=2)
+        pool = EnginePool(engines(replica), limit=2)
         for keys in ((0,), (1, 2, 3), (4,)):
             begin(pool.generate(ask(*keys)))
         await settle()
@@ -143,7 +149,7 @@ def test_nobody_overtakes_a_large_call_and_it_goes_through():
 def test_who_gives_up_in_the_line_makes_room_for_who_stands_behind():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool([replica], limit=2)
+        pool = EnginePool(engines(replica), limit=2)
         calls = [begin(pool.generate(ask(*keys))) for keys in ((0,), (1, 2), (3,))]
         await settle()
         assert replica.keys == [[0]]
@@ -158,7 +164,7 @@ def test_who_gives_up_in_the_line_makes_room_for_who_stands_behind():
 def test_a_turn_that_comes_to_somebody_who_gave_up_is_the_next_ones():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool([replica], limit=1)
+        pool = EnginePool(engines(replica), limit=1)
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         replica.answer(0, "0")
@@ -177,7 +183,7 @@ def test_a_turn_that_comes_to_somebody_who_gave_up_is_the_next_ones():
 def test_siblings_and_later_turns_find_their_prefix():
     async def main() -> None:
         replicas = [Replica("a"), Replica("b")]
-        pool = EnginePool(replicas)
+        pool = EnginePool(engines(*replicas))
         begin(pool.generate(ask(0), key=70))
         begin(pool.generate(ask(1), key=71))
         begin(pool.generate(ask(2), key=71))
@@ -191,18 +197,18 @@ def test_siblings_and_later_turns_find_their_prefix():
 def test_limits_of_a_controller():
     async def main() -> None:
         replicas = [Replica(str(i)) for i in range(4)]
-        pool = EnginePool.for_controller(replicas, rank=1, size=2, max_concurrent=3)
+        pool = EnginePool.for_controller(engines(*replicas), rank=1, size=2, max_concurrent=3)
         for key in range(30):
             begin(pool.generate(ask(key)))
         await settle()
         assert [r.requests for r in pool.observe().replicas] == [1, 6, 1, 6] and pool.observe().waiting == 16
         assert replicas[3].keys[0] == [0] and replicas[1].keys[0] == [1]
-        shared = EnginePool.for_controller(replicas[:1], rank=1, size=2, max_concurrent=1)
+        shared = EnginePool.for_controller(engines(*replicas[:1]), rank=1, size=2, max_concurrent=1)
         for key in range(3):
             begin(shared.generate(ask(key)))
         await settle()
         assert shared.observe().replicas[0].requests == 2 and shared.observe().waiting == 1
-        roaming = EnginePool.for_controller(replicas, rank=1, size=4, max_concurrent=3, roam=True)
+        roaming = EnginePool.for_controller(engines(*replicas), rank=1, size=4, max_concurrent=3, roam=True)
         for key in range(30):
             begin(roaming.generate(ask(key)))
         await settle()
@@ -217,13 +223,13 @@ def test_limits_of_a_controller():
 def test_what_a_dead_replica_had_goes_elsewhere_and_waits_when_there_is_nobody():
     async def main() -> None:
         replicas = [Replica("a"), Replica("b")]
-        pool = EnginePool(replicas, limit=1)
+        pool = EnginePool(engines(*replicas), limit=1)
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         replicas[0].die()
         await settle()
         assert pool.observe() == Observation(2, (Outstanding("a", 0, 0, ("dead",)), Outstanding("b", 1, 14)))
-        assert pool.alive() == {1: replicas[1]}
+        assert pool.alive() == {1: EngineClient(replicas[1])}
         replicas[1].answer(0, "1")
         await settle()
         assert replicas[1].keys == [[1], [0]]  # it came before 2, and keeps its place
@@ -251,7 +257,7 @@ def test_scorers_are_asked_again_too():
             return [float(len(tokens)) for tokens in args[0]]
 
     async def main() -> list[float]:
-        pool = ScorerPool([Scorer("a"), Scorer("b")])
+        pool = ScorerPool([ScorerClient(Scorer("a")), ScorerClient(Scorer("b"))])
         return await pool.score([np.zeros(3, np.int32), np.zeros(5, np.int32)])
 
     assert run(main) == [3.0, 5.0]
@@ -263,7 +269,7 @@ def test_scorers_are_asked_again_too():
 def test_a_drain_moves_what_is_not_finished():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
-        pool = EnginePool([a, b])
+        pool = EnginePool(engines(a, b))
         pool.mark_dead("b")
         call = begin(pool.generate(ask(0, 1, 2, 3, most=5), priority=4, key=9))
         await settle()
@@ -295,10 +301,32 @@ def test_a_drain_moves_what_is_not_finished():
     run(main)
 
 
+def test_a_drain_before_a_request_is_sent_keeps_it_here():
+    """Its turn has come, and the call to the replica starts in the next turn of the event loop."""
+
+    async def main() -> None:
+        a, b = Replica("a"), Replica("b")
+        pool = EnginePool(engines(a, b))
+        pool.mark_dead("b")
+        call = begin(pool.generate(ask(0, 1)))
+        await asyncio.sleep(0)
+        assert pool.observe().replicas[0].requests == 2 and a.keys == []
+        pool.mark_alive("b")
+        await pool.drain("a")
+        await settle()
+        assert a.keys == [] and b.keys == [[0, 1]]
+        assert [(r.content.size, r.position) for r in b.generates[0][0]] == [(4, 0), (4, 0)]
+        b.answer(0, piece([9, 2], "stop"), piece([3, 2], "stop"))
+        found = await call
+        assert same(found[0], piece([9, 2], "stop")) and same(found[1], piece([3, 2], "stop")) and idle(pool)
+
+    run(main)
+
+
 def test_an_abort_with_the_last_token_is_the_end():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
-        pool = EnginePool([a, b])
+        pool = EnginePool(engines(a, b))
         call = begin(pool.generate(ask(0, 1, most=3)))
         await settle()
         begin(pool.drain("a"))
@@ -312,7 +340,7 @@ def test_an_abort_with_the_last_token_is_the_end():
 def test_an_abort_by_somebody_else_is_an_abort():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
-        pool = EnginePool([a, b])
+        pool = EnginePool(engines(a, b))
         call = begin(pool.generate(ask(0)))
         await settle()
         a.answer(0, piece([4]))
@@ -324,7 +352,7 @@ def test_an_abort_by_somebody_else_is_an_abort():
 def test_what_is_moved_waits_for_a_replica_and_keeps_its_place():
     async def main() -> None:
         a = Replica("a")
-        pool = EnginePool([a], limit=2)
+        pool = EnginePool(engines(a), limit=2)
         calls = [begin(pool.generate(ask(*keys))) for keys in ((0, 1), (2,))]
         await settle()
         drained = begin(pool.drain("a"))
@@ -352,7 +380,7 @@ def test_moved_twice_and_then_its_replica_dies():
 
     async def main() -> None:
         replicas = [Replica(name) for name in "abcd"]
-        pool = EnginePool(replicas)
+        pool = EnginePool(engines(*replicas))
         call = begin(pool.generate(ask(0)))
         await settle()
         for n, said in ((0, [3]), (1, [4, 5])):
@@ -373,7 +401,7 @@ def test_moved_twice_and_then_its_replica_dies():
 def test_a_replica_that_dies_while_it_is_drained():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
-        pool = EnginePool([a, b])
+        pool = EnginePool(engines(a, b))
         call = begin(pool.generate(ask(0)))
         await settle()
         drained = begin(pool.drain("a"))
@@ -393,7 +421,7 @@ def test_a_replica_that_dies_while_it_is_drained():
 def test_a_caller_that_is_cancelled_while_it_is_moved_leaves_nothing(when):
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
-        pool = EnginePool([a, b])
+        pool = EnginePool(engines(a, b))
         pool.mark_dead("b")
         call = begin(pool.generate(ask(0)))
         await settle()
@@ -418,7 +446,7 @@ def test_a_caller_that_is_cancelled_while_it_is_moved_leaves_nothing(when):
 def test_an_abort_that_came_too_early_is_said_again():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
-        pool = EnginePool([a, b])
+        pool = EnginePool(engines(a, b))
         begin(pool.generate(ask(0)))
         await settle()
         drained = begin(pool.drain("a"))
@@ -437,7 +465,7 @@ def test_an_abort_that_came_too_early_is_said_again():
 def test_a_drain_waits_for_every_call():
     async def main() -> None:
         a = Replica("a")
-        pool = EnginePool([a])
+        pool = EnginePool(engines(a))
         calls = [begin(pool.generate(ask(key))) for key in range(2)]
         await settle()
         drained = begin(pool.drain("a"))
@@ -457,7 +485,7 @@ def test_a_drain_waits_for_every_call():
 def test_a_drain_ends_when_the_replica_is_reopened():
     async def main() -> None:
         a = Replica("a")
-        pool = EnginePool([a])
+        pool = EnginePool(engines(a))
         call = begin(pool.generate(ask(0)))
         await settle()
         drained = begin(pool.drain("a"))
@@ -477,7 +505,7 @@ def test_a_drain_ends_when_the_replica_is_reopened():
 def test_a_paused_pool_holds_what_it_has_and_continues_from_its_tokens():
     async def main() -> None:
         a = Replica("a")
-        pool = EnginePool([a])
+        pool = EnginePool(engines(a))
         calls = [begin(pool.generate(ask(key))) for key in (0, 1)]
         await settle()
         paused = begin(pool.pause())
@@ -503,7 +531,7 @@ def test_a_paused_pool_holds_what_it_has_and_continues_from_its_tokens():
 def test_tokens_of_callers_that_give_up_are_counted():
     async def main() -> None:
         a = Replica("a")
-        pool = EnginePool([a])
+        pool = EnginePool(engines(a))
         call = begin(pool.generate(ask(0)))
         await settle()
         call.cancel()
@@ -519,7 +547,7 @@ def test_tokens_of_callers_that_give_up_are_counted():
 def test_whose_turn_came_as_the_replica_was_closed_goes_elsewhere():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
-        pool = EnginePool([a, b], limit=1)
+        pool = EnginePool(engines(a, b), limit=1)
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         a.answer(0, "0")
@@ -543,7 +571,7 @@ def test_whose_turn_came_as_the_replica_was_closed_goes_elsewhere():
 def test_who_keeps_silent_is_sent_nothing_new_until_it_answers():
     async def main() -> None:
         a, b, c = (Replica(name) for name in "abc")
-        pool = EnginePool([a, b, c])
+        pool = EnginePool(engines(a, b, c))
         silent = {"a"}
 
         def stats_of(name: str) -> Callable[[str], Coroutine[Any, Any, Any]]:
@@ -584,7 +612,7 @@ def test_who_keeps_silent_is_sent_nothing_new_until_it_answers():
 def test_the_dead_and_the_drained_are_not_asked():
     async def main() -> None:
         replicas = [Replica(name) for name in "abc"]
-        pool = EnginePool(replicas)
+        pool = EnginePool(engines(*replicas))
         asked = []
 
         def stats_of(name: str) -> Callable[[str], Coroutine[Any, Any, Any]]:
@@ -623,7 +651,7 @@ def test_replicas_are_checked_until_the_run_ends():
 
         engine.script, judge.script = silent, at_once
         weights = CurrentWeights([], lambda: 0)
-        with Replicas(EnginePool([engine]), [EnginePool([judge])], weights, notes.append).watched():
+        with Replicas(EnginePool(engines(engine)), [EnginePool(engines(judge))], weights, notes.append).watched():
             await asyncio.sleep(CHECK_S + ANSWER_S + 1)
             assert notes == ["engine-0 has not answered for 20 s; it is sent nothing new until it does"]
             await asyncio.sleep(CHECK_S + ANSWER_S)

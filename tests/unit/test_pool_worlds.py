@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
@@ -75,6 +76,10 @@ class Replica:
         self.engine, self.gone = make_engine(), asyncio.Event()
 
 
+def engines(*replicas: Replica) -> list[EngineClient]:
+    return [EngineClient(replica) for replica in replicas]
+
+
 @dataclass
 class World:
     seed: int
@@ -85,9 +90,9 @@ class World:
         self.rng = rng = random.Random(self.seed)
         self.replicas = [Replica(self, i) for i in range(rng.randint(1, 4))]
         size = rng.randint(1, 3)
-        self.pools = [EnginePool.for_controller(self.replicas, rank, size, SLOTS) for rank in range(size)]
+        self.pools = [EnginePool.for_controller(engines(*self.replicas), rank, size, SLOTS) for rank in range(size)]
         if rng.random() < 0.3:
-            self.pools = [EnginePool(self.replicas, (rank, size)) for rank in range(size)]
+            self.pools = [EnginePool(engines(*self.replicas), (rank, size)) for rank in range(size)]
         self.busy = set[int]()  # replicas something is happening to
 
     def check_sent(self, replica: Replica, args: Any) -> None:
@@ -209,8 +214,8 @@ def test_a_moved_sample_is_the_undisturbed_one(moves):
 
     async def main(network: Any) -> tuple[list[Completion], list[Completion], int]:
         engines = [embedded(network, max_concurrent=6) for _ in range(2)]
-        handles = [LocalHandle(f"engine-{i}", engine) for i, engine in enumerate(engines)]
-        pool = EnginePool(handles, limit=12)
+        clients = [EngineClient(LocalHandle(f"engine-{i}", engine)) for i, engine in enumerate(engines)]
+        pool = EnginePool(clients, limit=12)
         params = SamplingParams(56, temperature=0.8, top_p=0.95, stop_tokens=(5,))
         prompts = [np.arange(1, 4 + n % 3, dtype=np.int32) + n for n in range(4)]
         groups = [[Request(Tokens(p), params, noise_key(7, n, s)) for s in range(4)] for n, p in enumerate(prompts)]

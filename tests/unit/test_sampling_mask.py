@@ -168,7 +168,7 @@ def test_an_update_with_kept_tokens():
     asyncio.run(trainer.begin())
     samples = [sample_of(t, mask_of([4, 7, 9]), i) for i, t in enumerate((4, 7, 9))]
     stats = update(trainer, samples, batch_of(samples))
-    assert stats["skipped"] == 0.0 and stats["kl"] == pytest.approx(0, abs=1e-5) and stats["grad_norm"] > 0
+    assert stats.skipped == 0.0 and stats.sums["kl"] == pytest.approx(0, abs=1e-5) and stats.grad_norm > 0
 
 
 # --- on the way

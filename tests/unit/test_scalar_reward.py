@@ -360,16 +360,16 @@ def test_what_waits_is_scored_together(serve, networks):
         first = asyncio.ensure_future(model.score([text(9)]))
         assert await asyncio.to_thread(reached.wait, 20)
         later = [asyncio.ensure_future(model.score([text(9, i), text(20, i)])) for i in range(1, 13)]
-        while (stats := await model.stats())["waiting"] < 24:  # the event loop is free
+        while (stats := await model.stats()).waiting < 24:  # the event loop is free
             await asyncio.sleep(0.001)
-        assert (stats["running"], stats["scored"]) == (1, 0)
+        assert (stats.running, stats.scored) == (1, 0)
         go_on.set()
         return await asyncio.wait_for(asyncio.gather(first, *later), 60)
 
     found = asyncio.run(many())
     assert seen == [(32, [9]), (32, [9, 20] * 12)]
     assert [s for part in found[1:] for s in part] == score(model, *(text(n, i) for i in range(1, 13) for n in (9, 20)))
-    assert asyncio.run(model.stats())["scored"] == 1 + 24 + 24
+    assert asyncio.run(model.stats()).scored == 1 + 24 + 24
 
 
 def test_batches_keep_to_the_budget_the_longest_first(serve, networks):
@@ -385,7 +385,7 @@ def test_the_same_text_is_scored_once(serve, networks):
     found = score(model, text(5), text(8), text(5), text(5))
     assert seen == [(32, [5, 8])]
     assert found[0] == found[2] == found[3] != found[1]
-    assert asyncio.run(model.stats())["scored"] == 4
+    assert asyncio.run(model.stats()).scored == 4
     assert score(model) == []
 
 
@@ -454,7 +454,7 @@ def test_closing_ends_waiters(serve, networks):
         calls = [asyncio.ensure_future(model.score([text(n)])) for n in (100, 5)]
         assert await asyncio.to_thread(reached.wait, 20)
         calls.append(asyncio.ensure_future(model.score([text(6)])))
-        while (await model.stats())["waiting"] != 1:
+        while (await model.stats()).waiting != 1:
             await asyncio.sleep(0.001)
         closing = asyncio.ensure_future(asyncio.to_thread(model.close))
         while not model._closed:
@@ -480,7 +480,7 @@ def test_who_gave_up_is_not_scored(serve, networks):
         first = asyncio.ensure_future(model.score([text(9)]))
         assert await asyncio.to_thread(reached.wait, 20)
         bored, patient = (asyncio.ensure_future(model.score([text(n)])) for n in (10, 11))
-        while (await model.stats())["waiting"] < 2:
+        while (await model.stats()).waiting < 2:
             await asyncio.sleep(0.001)
         bored.cancel()
         await asyncio.sleep(0)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 
 from gcore.controller.status import MAX_ROWS, LiveStatus
-from gcore.observe.progress import Status
 from gcore.observe.trace import Tracer
+
+
+def shown(status: LiveStatus) -> tuple[str, str, str, int]:
+    taken = asyncio.run(status.take())
+    return taken.role, taken.stage, taken.detail, taken.step
 
 
 def test_stages_of_a_step():
     status = LiveStatus(1, Tracer(None, "controller-1"))
-    assert asyncio.run(status.take())[0] == Status("controller-1", "starting", "", 0)
+    assert shown(status) == ("controller-1", "starting", "", 0)
     with status.timed("step", 3):
         with status.timed("rollout", 3):
             status.report("31/64 prompts")
-            assert asyncio.run(status.take())[0] == Status("controller-1", "rollout", "31/64 prompts", 0)
+            assert shown(status) == ("controller-1", "rollout", "31/64 prompts", 0)
         with status.timed("training", 3):
-            assert asyncio.run(status.take())[0] == Status("controller-1", "training", "", 0)
+            assert shown(status) == ("controller-1", "training", "", 0)
     status.finished(3)
-    assert asyncio.run(status.take())[0] == Status("controller-1", "training", "", 3)
+    assert shown(status) == ("controller-1", "training", "", 3)
 
 
 def test_seconds_are_taken_once():
@@ -38,7 +42,8 @@ def test_rows_and_notes_are_shown_once_and_by_controller_0():
         for step in range(MAX_ROWS + 9):
             status.add_row({"step": step})
         status.note("resumed")
-        _, rows, notes = asyncio.run(status.take())
-        assert [row["step"] for row in rows] == ([] if rank else list(range(9, MAX_ROWS + 9)))
-        assert notes == ([] if rank else ["resumed"])
-        assert asyncio.run(status.take())[1:] == ([], [])
+        taken = asyncio.run(status.take())
+        assert [row["step"] for row in taken.rows] == ([] if rank else list(range(9, MAX_ROWS + 9)))
+        assert taken.notes == ([] if rank else ["resumed"])
+        again = asyncio.run(status.take())
+        assert (again.rows, again.notes) == ([], [])

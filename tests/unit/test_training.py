@@ -18,7 +18,7 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.protocols import Receivers, Rendezvous
+from gcore.protocols import Receivers, Rendezvous, UpdateStats
 from gcore.runtime.gloo import join
 from gcore.training import logprob_model as policy_module
 from gcore.training.fsdp import FsdpTrainer
@@ -96,7 +96,7 @@ def batch_of(samples, max_tokens=10_000, mini_batches=1, objective="policy") -> 
     return batch
 
 
-def update(trainer: FsdpTrainer, samples, batch: TrainBatch) -> dict[str, float]:
+def update(trainer: FsdpTrainer, samples, batch: TrainBatch) -> UpdateStats:
     async def run():
         await trainer.push(0, samples)
         await trainer.prepare(batch)
@@ -204,15 +204,15 @@ def test_logits_in_chunks_are_the_same(monkeypatch):
 # --- global denominators
 
 
-def gradients_of(trainer: FsdpTrainer, samples, batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def gradients_of(trainer: FsdpTrainer, samples, batch: TrainBatch) -> tuple[dict[str, torch.Tensor], UpdateStats]:
     """What reaches the optimizer."""
     found: dict[str, torch.Tensor] = {}
 
-    def look(batch, number):
+    def look(batch, number, sums):
         for name, parameter in trainer._policy.network.named_parameters():
             found[name] = parameter.grad.full_tensor().clone()
         trainer._optimizer.zero_grad(set_to_none=True)
-        return {}
+        return UpdateStats(sums=sums)
 
     trainer._optimizer_step = look
     stats = update(trainer, samples, batch)
@@ -253,10 +253,11 @@ def test_gradient_does_not_depend_on_the_split(aggregation, loss):
     whole, stats = gradients_of(trainer, samples, one)
     trainer._old.update(old)
     split, split_stats = gradients_of(trainer, samples, many)
-    assert max(float(g.abs().max()) for g in whole.values()) > 1e-3 and stats["clipped"] > 0 and stats["kl"] > 0
+    assert max(float(g.abs().max()) for g in whole.values()) > 1e-3
+    assert stats.sums["clipped"] > 0 and stats.sums["kl"] > 0
     for name, gradient in whole.items():
         assert torch.allclose(split[name], gradient, atol=1e-6, rtol=1e-5), name
-    assert split_stats == pytest.approx(stats, abs=1e-5)
+    assert split_stats.sums == pytest.approx(stats.sums, abs=1e-5)
 
 
 @pytest.mark.parametrize("importance", ["none", "token", "sequence", "geometric"])
@@ -283,12 +284,12 @@ def test_gradient_is_that_of_the_formula(aggregation, importance):
     (sum(losses) / divisor).backward()
     for name, parameter in network.named_parameters():
         assert torch.allclose(found[name], parameter.grad, atol=1e-6, rtol=1e-4), name
-    assert stats["actions"] == num_actions
+    assert stats.sums["actions"] == num_actions
     ratios_A = torch.cat(ratios)
-    assert stats["importance"] == pytest.approx(float(ratios_A.clamp(max=2).sum()), rel=1e-4)
-    assert stats["importance_capped"] == int((ratios_A > 2).sum())
+    assert stats.sums["importance"] == pytest.approx(float(ratios_A.clamp(max=2).sum()), rel=1e-4)
+    assert stats.sums["importance_capped"] == int((ratios_A > 2).sum())
     if importance == "token":
-        assert 0 < stats["importance_capped"] < num_actions
+        assert 0 < stats.sums["importance_capped"] < num_actions
 
 
 def test_imitation_is_the_mean_negative_logprob():
@@ -297,7 +298,7 @@ def test_imitation_is_the_mean_negative_logprob():
     with torch.no_grad():
         network = network_of(trainer._config)
         wanted = torch.cat([alone(network, s)[0][torch.from_numpy(s.mask_S)] for s in samples])
-    assert stats == {"loss": pytest.approx(-wanted.mean().item(), abs=1e-5)}
+    assert stats.sums == {"loss": pytest.approx(-wanted.mean().item(), abs=1e-5)}
 
 
 def test_padding_contributes_exactly_nothing():
@@ -327,7 +328,7 @@ def test_nothing_but_padding_gives_zero():
     trainer = trainer_of(config_of(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01}))
     asyncio.run(trainer.begin())
     gradients, stats = gradients_of(trainer, [], TrainBatch(1, (MiniBatch((MicroBatch((), 8),), 5, 2),)))
-    assert all(not g.any() for g in gradients.values()) and set(stats.values()) == {0.0}
+    assert all(not g.any() for g in gradients.values()) and set(stats.sums.values()) == {0.0}
 
 
 # --- updates
@@ -340,8 +341,8 @@ def test_an_update_is_one_clipped_adamw_step():
     gradients, _ = gradients_of(trainer, samples, batch_of(samples))
     stats = update(trainer, samples, batch_of(samples))
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-    assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5) and norm > 0.05
-    assert (stats["lr"], stats["updates"], stats["skipped"]) == (1e-2, 1.0, 0.0)
+    assert stats.grad_norm == pytest.approx(norm, rel=1e-5) and norm > 0.05
+    assert (stats.lr, stats.updates, stats.skipped) == (1e-2, 1.0, 0.0)
     norms = [p for p in network.parameters() if p.ndim < 2]
     groups = [{"params": [p for p in network.parameters() if p.ndim >= 2]}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -404,10 +405,10 @@ def test_later_mini_batches_are_compared_with_the_policy_before_the_step():
     for key, expected in logprobs.items():
         assert torch.allclose(trainer._old[key], expected, atol=1e-5, rtol=0)
     first, second = trainer._mini_batch(batch, 0), trainer._mini_batch(batch, 1)
-    assert abs(first["approx_kl"]) < 1e-4 < abs(second["approx_kl"])
+    assert abs(first.sums["approx_kl"]) < 1e-4 < abs(second.sums["approx_kl"])
     mask = np.concatenate([s.mask_S for s in samples[:6]])
     off = np.concatenate([logprobs[s.key].numpy() - s.rollout_logprobs_S for s in samples[:6]])
-    assert first["logprob_diff"] == pytest.approx(float(np.abs(off)[mask].sum()), abs=1e-4)
+    assert first.sums["logprob_diff"] == pytest.approx(float(np.abs(off)[mask].sum()), abs=1e-4)
 
 
 # --- bad gradients
@@ -425,12 +426,12 @@ def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row(tmp_path):
     before = weights_of(trainer)
     moments = [v["exp_avg"].full_tensor().clone() for v in trainer._optimizer.state.values()]
     bad = update(trainer, poisoned(samples), batch_of(samples))
-    assert (bad["skipped"], bad["grad_norm"], bad["updates"]) == (1.0, 0.0, 1.0)
+    assert (bad.skipped, bad.grad_norm, bad.updates) == (1.0, 0.0, 1.0)
     assert same(weights_of(trainer), before)
     after = [v["exp_avg"].full_tensor() for v in trainer._optimizer.state.values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
     good = update(trainer, samples, batch_of(samples))  # breaks the row
-    assert good["skipped"] == 0.0 and not same(weights_of(trainer), before)
+    assert good.skipped == 0.0 and not same(weights_of(trainer), before)
     assert trainer.updates == 2
     update(trainer, poisoned(samples), batch_of(samples))
     with pytest.raises(FloatingPointError, match=r"2 updates in a row .*training\.max_bad_updates"):
@@ -447,7 +448,7 @@ def test_the_samples_of_a_bad_update_are_written_down(tmp_path):
     sick = [*samples[:6], *poisoned(samples[6:])]  # the second half of the prompts is the second mini-batch
     expected = {s.key: alone(network_of(config), s)[0].detach().numpy() for s in samples}
     stats = update(trainer, sick, batch_of(samples, mini_batches=2))
-    assert (stats["skipped"], stats["updates"], trainer.updates) == (1.0, 2.0, 1)
+    assert (stats.skipped, stats.updates, trainer.updates) == (1.0, 2.0, 1)
     (file,) = (tmp_path / "sick" / "bad_batches").iterdir()
     assert file.name == "step_1_update_2_rank_0.json"
     rows = {(row["prompt_id"], row["sibling"]): row for row in json.loads(file.read_text())}
@@ -512,7 +513,7 @@ def test_prepare_gives_the_kl_of_each_sample_and_update_charges_it(estimator):
     gradients, stats = gradients_of(trainer, samples, charged)
     for name, parameter in policy.named_parameters():
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3), name
-    assert stats["loss"] == stats["pg_loss"] and stats["kl"] == pytest.approx(
+    assert stats.sums["loss"] == stats.sums["pg_loss"] and stats.sums["kl"] == pytest.approx(
         sum(s.total for s in found.values()), rel=1e-4
     )
 
@@ -535,7 +536,7 @@ def test_the_reference_stays_frozen():
     assert trainer.updates == 0 and not trainer._optimizer.state
     start = weights_of(trainer)
     reference = trainer._reference
-    kl = [update(trainer, samples, batch_of(samples))["kl"] for _ in range(3)]
+    kl = [update(trainer, samples, batch_of(samples)).sums["kl"] for _ in range(3)]
     assert kl[0] == pytest.approx(0, abs=1e-5) and 1e-4 < kl[1] < kl[2]
     assert trainer._reference is reference and not any(p.requires_grad for p in reference.parameters())
     assert all(p.grad is None for p in reference.parameters())
@@ -571,7 +572,7 @@ def test_state_round_trip_is_exact(tmp_path, kl_coef):
     assert same(state_of(other), state_of(trainer))
     fourth = dataclasses.replace(batch_of(samples), step=4)
     a, b = update(trainer, samples, fourth), update(other, samples, fourth)
-    assert a == b and a["lr"] < config.training.lr
+    assert a == b and a.lr < config.training.lr
     assert same(weights_of(other), weights_of(trainer)) and same(state_of(other), state_of(trainer))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gcore.clients import EngineClient, TrainerClient
 from gcore.protocols import Receivers, RoleDied, RoleError, WeightPlan
 from gcore.weights.transfer import WeightTransfer
 
@@ -65,7 +66,8 @@ class Engine:
 
 def run(*engines: Engine, restarted: bool = False) -> tuple[Trainer, list[str]]:
     trainer = Trainer()
-    served = asyncio.run(WeightTransfer([trainer]).send(dict(enumerate(engines)), 7, restarted))
+    clients = {i: EngineClient(engine) for i, engine in enumerate(engines)}
+    served = asyncio.run(WeightTransfer([TrainerClient(trainer)]).send(clients, 7, restarted))
     return trainer, served
 
 
@@ -77,9 +79,9 @@ def test_all_buckets_to_all_engines():
 
 def test_the_plan_is_asked_for_once():
     trainer = Trainer()
-    transfer = WeightTransfer([trainer])
+    transfer = WeightTransfer([TrainerClient(trainer)])
     for version in (7, 8):
-        assert asyncio.run(transfer.send({0: Engine("engine-0")}, version)) == ["engine-0"]
+        assert asyncio.run(transfer.send({0: EngineClient(Engine("engine-0"))}, version)) == ["engine-0"]
     assert trainer.log.count("plan") == 1 and trainer.receivers == [Receivers(("engine-0",))] * 2
 
 

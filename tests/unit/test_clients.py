@@ -1,0 +1,56 @@
+"""Typed clients: they offer the methods of their role with the same parameters, and travel as their handle does."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+
+import gcore
+from gcore.clients import Client, ControllerClient, EngineClient, ScorerClient, TrainerClient
+from gcore.controller.build import Roles
+from gcore.controller.loop import Controller
+from gcore.protocols import Engine, Scorer, Trainer
+from gcore.runtime.local import LocalHandle
+
+PACKAGE = Path(gcore.__file__).parent
+
+
+def methods(kind: type) -> dict[str, list[str]]:
+    found = {name: value for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
+    return {name: list(inspect.signature(value).parameters) for name, value in found.items()}
+
+
+@pytest.mark.parametrize(("client", "role"), [(EngineClient, Engine), (ScorerClient, Scorer), (TrainerClient, Trainer)])
+def test_a_client_has_the_methods_of_its_role(client, role):
+    assert methods(client) == methods(role)
+
+
+def test_the_controller_has_what_its_client_calls():
+    assert {"run", "evaluate"} <= methods(Controller).keys()
+    assert methods(ControllerClient).keys() == {"run", "evaluate", "status", "mark_dead", "restore", "mark_alive"}
+
+
+def test_clients_travel_to_other_processes():
+    roles = Roles([EngineClient(LocalHandle("engine-0", None))], scorers={"s": [ScorerClient(LocalHandle("s-0", 7))]})
+    sent = pickle.loads(pickle.dumps(roles))
+    (engine,), (scorer,) = sent.engines, sent.scorers["s"]
+    assert type(engine) is EngineClient and engine.name == "engine-0"
+    assert type(scorer) is ScorerClient and scorer.handle.role == 7
+    with pytest.raises(AttributeError):
+        engine.handle = None
+    assert issubclass(TrainerClient, Client) and not hasattr(engine, "__dict__")
+
+
+def test_methods_of_roles_are_named_by_strings_in_clients_alone():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                named = isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
+                if named and node.func.attr in ("call", "submit"):
+                    found.add(str(path.relative_to(PACKAGE)))
+    assert found == {"clients.py"}
