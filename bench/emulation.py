@@ -1,20 +1,19 @@
-"""The simulator against a real run whose devices are emulated: the same scenario, the same split, side by side.
+"""Compares the simulator with a real run on emulated devices, with the same scenario and the same split.
 
     python bench/emulation.py --json emulation.json            the five of bench/emulation.yaml, 8 to 64 slots
-    python bench/emulation.py --mode dynamic                   the same, and blocks change hands
+    python bench/emulation.py --mode dynamic                   the same, with moving blocks
     python bench/emulation.py my_scenario.yaml --policy-slots 12
 
 - *emulation*: a real run under Ray. Controllers, pools, RPC, judges, dynamic sampling (free mode), layout, trainer and
   checkpoints are the code of any run; engines and trainer sleep instead of computing (engine: emulated,
-  training.backend: emulated), `--speed` emulated seconds a second. Every replica is a process of its own.
-- *simulator*: gcore/simulate, as `gcore simulate` runs it: draws of its own, from the same distributions; 100 steps.
-- *same draws*: the simulator, fed with the very lengths, verdicts and acceptances of the emulation, prompt by prompt.
+  training.backend: emulated), `--speed` emulated seconds per second. Every replica has its own process.
+- *simulator*: `gcore simulate` with independent draws from the same distributions; 100 steps.
+- *same draws*: the simulator with the same lengths, verdicts and acceptances as the emulation, prompt by prompt.
 
-Both sides run under the same placement: a static split (`--policy-slots`, or what the simulator finds best), or the
-rule of `placement.mode: dynamic`, which in the emulation knows only what it has measured. Reported: seconds of the
-rollout phase, mean over the steps (emulation: `timing_s/rollout` x speed), and the share of slot-seconds of the rollout
-phases in which a slot had no request (emulation: from the engines' own `busy_s`). Lengths do not drift here: a step is
-like another.
+Both have the same placement: a static split (`--policy-slots`, or the simulator's best), or the rule of
+`placement.mode: dynamic`, which in the emulation uses only measured values. Reported: seconds of the rollout phase,
+mean over the steps (emulation: `timing_s/rollout` x speed), and the share of slot-seconds of the rollout phases in
+which a slot had no request (emulation: from `busy_s` of the engines). Lengths do not drift here.
 
 Scenarios need one judge, and explicit `speed:` sections for it and for the policy.
 """
@@ -47,23 +46,23 @@ from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.grid import POLICY, Split, all_splits, split_by  # noqa: E402
 from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
 from gcore.simulate.engine import Lengths, log_normal  # noqa: E402
-from gcore.simulate.run import expectation, first_state, regime_of, simulate  # noqa: E402
+from gcore.simulate.run import expected_view, first_state, rule_of, simulate  # noqa: E402
 from gcore.simulate.scenario import Draw, Scenario, load_scenario  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
 
 SCENARIOS = Path(__file__).with_suffix(".yaml")
 DIGITS = "0123456789"
-FIRST = 4  # token of the digit 0, after the special ones
+FIRST = 4  # token of the digit 0, after the special tokens
 BOS = 1
-OWN_STEPS = 100  # of the simulator by itself: steps differ much, and its own cost nothing
+OWN_STEPS = 100  # of the simulator with its own draws: steps differ much, and simulated steps are cheap
 
 
-# ---- what both sides work on -----------------------------------------------------------------------------------------
+# ---- the work of both sides ------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Load:
-    """The prompts of a run: what each would say, how it would be judged, and whether it is worth training on."""
+    """The prompts of a run: the lengths of responses and verdicts, and whether the group is accepted."""
 
     scenario: Scenario
     rows: int
@@ -84,7 +83,7 @@ class Load:
                 out.write(json.dumps({"prompt": "".join(map(str, digits)), "answer": "0", "good": bool(good)}) + "\n")
 
     def draw(self, cursor: int) -> Draw:
-        """As the controllers and engines will have it: see controller/workflow.py and rewarding/judge.py."""
+        """The same noise keys as in a run: see controller/workflow.py and rewarding/judge.py."""
         scenario, row = self.scenario, cursor % self.rows
         judge, seed = scenario.judges[0], scenario.seed
         prompt = np.array([BOS, *(FIRST + self.digits[row])], np.int32)
@@ -111,12 +110,12 @@ def _request(prompt: np.ndarray, key: int) -> Request:
 
 
 def keep(group: Sequence[Any]) -> tuple[bool, str]:
-    """sampling.filter of the emulation: as the row of the dataset says."""
+    """sampling.filter of the emulation: the value in the row of the dataset."""
     return bool(group[0].rollout.prompt.columns["good"]), "not_good"
 
 
 def verdict(text: str) -> float:
-    """Random digits are no verdict; any number will do."""
+    """The text is random digits; the value does not matter."""
     return 0.5
 
 
@@ -125,7 +124,7 @@ def verdict(text: str) -> float:
 
 @dataclass
 class SameWork:
-    """Stands in for StepWork: draws by the prompt's number in the run."""
+    """Replaces StepWork: draws by the prompt's number in the run."""
 
     scenario: Scenario
     step: int
@@ -136,11 +135,11 @@ class SameWork:
 
 
 def simulate_same(scenario: Scenario, load: Load, policy: str, steps: int) -> list[Rollout]:
-    regime, state, found = regime_of(policy, scenario), first_state(scenario), list[Rollout]()
+    rule, state, found = rule_of(policy, scenario), first_state(scenario), list[Rollout]()
     for step in range(1, steps + 1):
         work: Any = SameWork(scenario, step, load)
-        split = regime.begin(expectation(scenario, state), scenario.costs(step), found[-1] if found else None)
-        found.append(Simulation(work, split, regime.decide, state).run())
+        split = rule.begin(expected_view(scenario, state), scenario.costs(step), found[-1] if found else None)
+        found.append(Simulation(work, split, rule.decide, state).run())
         state = found[-1].state
     return found
 
@@ -155,7 +154,7 @@ def best_split(scenario: Scenario) -> Split:
 
 
 def config_of(scenario: Scenario, split: Split | None, data: Path, folder: Path, steps: int, speed: float) -> Config:
-    """`split` None: it is dynamic."""
+    """`split` None: placement.mode is dynamic."""
     judge, grid = scenario.judges[0], scenario.grid
     here = Path(__file__).resolve()
     longest = scenario.prompt_length + scenario.lengths.longest
@@ -233,13 +232,13 @@ async def start_roles(runtime: Any, config: Config, plan: Any) -> tuple[Sequence
     groups: dict[str, Sequence[Any]] = {}
     start = runtime.start_group
 
-    async def remember(kind: str, *args: Any) -> Any:
+    async def recording_start(kind: str, *args: Any) -> Any:
         handles = await start(kind, *args)
         client = TrainerClient if kind == "trainer" else EngineClient  # a scorer is not called here
         groups[kind] = [client(handle) for handle in handles]
         return handles
 
-    runtime.start_group = remember
+    runtime.start_group = recording_start
     return await supervise._start(runtime, config, plan, "train"), groups
 
 
@@ -248,7 +247,7 @@ def run_emulation(config: Config) -> dict[str, Any]:
 
 
 async def emulate(config: Config) -> dict[str, Any]:
-    """A whole run, and what its engines counted: they are busy in rollouts alone."""
+    """A whole run, and the counters of its engines, which are busy only in rollouts."""
     import psutil
 
     from gcore.controller import supervise
@@ -277,7 +276,7 @@ async def emulate(config: Config) -> dict[str, Any]:
     return {"rows": rows, "busy_s": busy, "ready_s": ready_s, "memory_mb": memory}
 
 
-# ---- side by side ----------------------------------------------------------------------------------------------------
+# ---- comparison ------------------------------------------------------------------------------------------------------
 
 
 def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int, speed: float | None) -> dict[str, Any]:
@@ -301,8 +300,8 @@ def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int,
         load.write(data)
         config = config_of(scenario, split, data, Path(folder), steps, speed)
         report(f"{policy_slots} of {grid.slots} slots for the policy" if split else f"{grid.slots} slots, dynamic")
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as own:  # one Ray to a process
-            real = own.submit(run_emulation, config).result()
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:  # one Ray per process
+            real = process.submit(run_emulation, config).result()
         report(f"{len(real['memory_mb'])} processes were ready in {real['ready_s']:.0f} s")
     emulated_s = [row["timing_s/rollout"] * speed for row in real["rows"]]
     busy_s = sum(grid.widths[POLICY] * seconds for seconds in real["busy_s"]["engine"])
@@ -388,11 +387,11 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("scenarios", nargs="*", help="YAML files; default: bench/emulation.yaml")
-    parser.add_argument("--json", help="write the numbers there")
+    parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, help="of lengths, acceptance and the run; default: the scenario's")
-    parser.add_argument("--speed", type=float, help="emulated seconds a second; default: 4, and 0.5 beyond 32 slots")
+    parser.add_argument("--speed", type=float, help="emulated seconds per second; default: 4, above 32 slots 0.5")
     parser.add_argument("--mode", choices=("static", "dynamic"), default="static", help="placement.mode on both sides")
     parser.add_argument("--policy-slots", type=int, help="of the static split; default: the simulator's best")
     return parser.parse_args()

@@ -1,15 +1,15 @@
-"""The simulator against a real run: policy and judge take turns on one GPU, and on the simulator's device.
+"""Compares the simulator with a real run: policy and judge run alternately on one GPU, and on the simulator's device.
 
     python bench/gpu_placement.py [--policy 0.5B --judge 1.5B] [--json FILE]        on one GPU, about 5 minutes
-    python bench/gpu_placement.py --device cpu --policy tiny --judge small          the same on a CPU, to try it
+    python bench/gpu_placement.py --device cpu --policy tiny --judge small          the same on a CPU, as a test
 
 The run is `gcore train` with placement.mode=colocated on one slot: real engines (vLLM), a real trainer, random weights.
-Every response has a length that was drawn before (log-normal), every verdict the longest the judge may give. The
-simulator is asked twice for the rollout phase of the same lengths:
+The length of every response is drawn in advance (log-normal); every verdict has the maximum length. The rollout phase
+with the same lengths is simulated twice:
 
-- *measured*: with the speeds of these engines, measured before the run on other requests: decoding at a few batch
-  sizes, a line through them; prompts read; sleep, weights, wake.
-- *planned*: with what gcore/simulate/hardware.json says of the GPU, and nothing measured.
+- *measured*: with the speeds of these engines, measured before the run on other requests: a linear fit of decoding at
+  a few batch sizes; prefill; sleep, weights, wake.
+- *planned*: with the values of the GPU in gcore/simulate/hardware.json, without measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from emulation import start_roles  # beside this file
+from emulation import start_roles  # in the same folder
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from gcore.config.tree import Config  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
-from gcore.placement import rules as rules  # noqa: E402
+from gcore.placement.baselines import colocated  # noqa: E402
 from gcore.placement.grid import POLICY, Split  # noqa: E402
 from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
 from gcore.simulate.run import first_state  # noqa: E402
@@ -49,10 +49,10 @@ SHAPES = {  # hidden, intermediate, layers, heads, kv heads
     "tiny": (64, 128, 2, 2, 1),
     "small": (128, 256, 4, 4, 2),
 }
-ALPHABET = "0123456789" + "".join(map(chr, range(0x4E00, 0x4E00 + 4000)))  # many: a random judge hardly ever ends
-FIRST, BOS = 4, 1  # token of the digit 0, after the special ones; and of the beginning
+ALPHABET = "0123456789" + "".join(map(chr, range(0x4E00, 0x4E00 + 4000)))  # many: a random judge rarely samples the end
+FIRST, BOS = 4, 1  # token of the digit 0, after the special tokens; token of the beginning
 JUDGE = "critic"
-STEPS_BEFORE, STEPS_MEASURED = 32, 96  # decoding steps of a calibration batch: while others are still read, and after
+STEPS_BEFORE, STEPS_MEASURED = 32, 96  # decoding steps of a calibration batch: during the prefill of others, and after
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Work:
 
 
 async def workflow(ctx: Any, prompt: Any) -> list[Any]:
-    """Responses of the lengths that were drawn: the row of the dataset has them."""
+    """Responses with the lengths in the row of the dataset."""
     lengths = prompt.columns["lengths"]
     found = await asyncio.gather(*(ctx.generate(prompt, 1, max_tokens=n, stop_tokens=()) for n in lengths))
     return await ctx.reward([rollout for one in found for rollout in one])
 
 
 def verdict(text: str) -> float:
-    """What a random judge says means nothing; what it costs is measured."""
+    """The text of a random judge has no meaning; only its time is measured."""
     return float(len(text) % 7)
 
 
@@ -145,16 +145,16 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
     runtime: Any = build_runtime(config, plan)
     try:
         controllers, groups = await start_roles(runtime, config, plan)
-        print(f"{time.perf_counter() - began:.0f} s: all roles are there", file=sys.stderr)
+        print(f"{time.perf_counter() - began:.0f} s: all roles are ready", file=sys.stderr)
         engine, judge, trainer = groups["engine"][0], groups[f"judge-{JUDGE}"][0], groups["trainer"]
         most = config.generation.max_concurrent
         await judge.sleep(1)
         speeds = {POLICY: await speed_of(engine, most, work.prompt_length)}
-        speeds[POLICY] |= await turn_of(engine, 2, trainer)
+        speeds[POLICY] |= await switch_seconds(engine, 2, trainer)
         await engine.sleep(1)
         await judge.wake()
         speeds[JUDGE] = await speed_of(judge, most, work.prompt_length + int(work.mean))
-        speeds[JUDGE] |= await turn_of(judge, 1)
+        speeds[JUDGE] |= await switch_seconds(judge, 1)
         await engine.wake()
         print(f"{time.perf_counter() - began:.0f} s: speeds are measured", file=sys.stderr)
         await asyncio.gather(*(controller.run() for controller in controllers))
@@ -163,8 +163,8 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
     return {"rows": [row for row in read_rows(config.run.folder) if "samples_digest" in row], "speeds": speeds}
 
 
-async def speed_of(engine: Any, most: int, read: int) -> dict[str, float]:
-    """Seconds of a decoding step by batch size, as a line; and of a prompt token."""
+async def speed_of(engine: Any, most: int, prompt_length: int) -> dict[str, float]:
+    """A linear fit of the seconds per decoding step over the batch size; and seconds per prompt token."""
     rng = np.random.default_rng(1)
 
     async def timed(batch: int, length: int, tokens: int) -> float:
@@ -174,17 +174,17 @@ async def speed_of(engine: Any, most: int, read: int) -> dict[str, float]:
         await engine.generate(requests, "calibration")
         return time.perf_counter() - started
 
-    await timed(most, read, 4)  # kernels are compiled for what they meet
+    await timed(most, prompt_length, 4)  # kernels are compiled at first use
     sizes = sorted({1, most // 8, most // 2, most})
     seconds = []
     for batch in sizes:
-        await timed(batch, read, 4)
-        begun = await timed(batch, read, STEPS_BEFORE)
-        seconds.append((await timed(batch, read, STEPS_BEFORE + STEPS_MEASURED) - begun) / STEPS_MEASURED)
+        await timed(batch, prompt_length, 4)
+        before = await timed(batch, prompt_length, STEPS_BEFORE)
+        seconds.append((await timed(batch, prompt_length, STEPS_BEFORE + STEPS_MEASURED) - before) / STEPS_MEASURED)
     per_sequence, base = np.polyfit(sizes, seconds, 1)
     steps = 4 * (base + per_sequence * most)
-    prefill = (min([await timed(most, read, 4) for _ in range(2)]) - steps) / (most * read)
-    print("seconds of a decoding step:", {n: round(s, 5) for n, s in zip(sizes, seconds, strict=True)}, file=sys.stderr)
+    prefill = (min([await timed(most, prompt_length, 4) for _ in range(2)]) - steps) / (most * prompt_length)
+    print("seconds per decoding step:", {n: round(s, 5) for n, s in zip(sizes, seconds, strict=True)}, file=sys.stderr)
     return {
         "base_s": max(1e-6, float(base)),
         "per_sequence_s": max(0.0, float(per_sequence)),
@@ -193,8 +193,8 @@ async def speed_of(engine: Any, most: int, read: int) -> dict[str, float]:
     }
 
 
-async def turn_of(engine: Any, level: int, trainers: Sequence[Any] = ()) -> dict[str, float]:
-    """Giving the device away and taking it again, as a run does it: the slower of two times is the first, left out."""
+async def switch_seconds(engine: Any, level: int, trainers: Sequence[Any] = ()) -> dict[str, float]:
+    """Seconds of sleep, wake and weights, as in a run. The second of two times is used: the first is slower."""
     from gcore.weights.transfer import WeightTransfer
 
     for _ in range(2):
@@ -216,7 +216,7 @@ async def turn_of(engine: Any, level: int, trainers: Sequence[Any] = ()) -> dict
 
 @dataclass
 class SameWork:
-    """Stands in for StepWork: the lengths of the run."""
+    """Replaces StepWork: the lengths of the run."""
 
     scenario: Scenario
     step: int
@@ -262,16 +262,16 @@ def simulated(scenario: Scenario, work: Work) -> list[Rollout]:
     state, found = first_state(scenario), list[Rollout]()
     for step in range(1, scenario.steps + 1):
         same: Any = SameWork(scenario, step, work)
-        found.append(Simulation(same, Split((POLICY,)), rules.colocated, state).run())
+        found.append(Simulation(same, Split((POLICY,)), colocated, state).run())
         state = found[-1].state
     return found
 
 
-# ---- side by side ----------------------------------------------------------------------------------------------------
+# ---- comparison ------------------------------------------------------------------------------------------------------
 
 
 def table(rows: list[dict[str, Any]], found: dict[str, list[Rollout]]) -> dict[str, Any]:
-    """The first step of the run is left out: it compiles."""
+    """The first step of the run is left out: it compiles kernels."""
     real = [row["timing_s/rollout"] for row in rows][1:]
     result: dict[str, Any] = {"run": {"rollout_s": statistics.fmean(real), "steps": real}}
     result["run"]["idle"] = statistics.fmean(row["placement/idle"] for row in rows[1:])
@@ -310,7 +310,7 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.longest, args.verdict) < 4 + STEPS_MEASURED:
         parser.error(
-            f"--longest and --verdict: at least {4 + STEPS_MEASURED}, as many as are decoded to measure speeds"
+            f"--longest and --verdict: expected at least {4 + STEPS_MEASURED}, the tokens decoded to measure speeds"
         )
     work = Work(args.prompts, args.samples, 64, args.mean, 0.7, args.longest, args.verdict)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,24 +1,24 @@
 """Placement in the simulator: the tables of docs/placement.md.
 
-    python bench/placement.py drift --slots 64            # minutes a judge; --judge 32B: one alone
+    python bench/placement.py drift --slots 64            # minutes per judge; --judge 32B: only this one
     python bench/placement.py stationary                  # about three minutes
     python bench/placement.py variable                    # about three minutes
     python bench/placement.py where-not                   # about two minutes
     python bench/placement.py robust --seeds 5            # about half an hour; --only NAME: one scenario
-    python bench/placement.py unseen --seeds 5            # the same on scenarios that were set aside
+    python bench/placement.py unseen --seeds 5            # the same on held-out scenarios
     python bench/placement.py guarded --seeds 3           # about four minutes
     python bench/placement.py speed                       # about three minutes: drift-512, 1,000 steps of 256 prompts
 
-`drift`: each policy runs at its own best oversampling out of 1.0, 1.1, 1.25 and 1.5, chosen in hindsight for every
-seed; `best static` is the best split at the best oversampling. `--oracle` (slow) adds the best of many ways, step by
-step. `stationary`: nothing drifts; dynamic against the best static split, and how many blocks move in each step.
-`variable`: the load jumps from step to step, several seeds. `where-not`: cases made to be hard for dynamic placement.
-`robust`: small scenarios that are hard for it, against co-location, early swap, every static split and the oracle;
+`drift`: each placement rule runs at its own best oversampling of 1.0, 1.1, 1.25 and 1.5, chosen in hindsight for every
+seed; `best static` is the best split at the best oversampling. `--oracle` (slow) adds the fastest of many rules, chosen
+per step. `stationary`: nothing drifts; dynamic against the best static split, and the number of moves per step.
+`variable`: the load jumps from step to step, several seeds. `where-not`: cases that are hard for dynamic placement.
+`robust`: small scenarios that are hard for it, against co-location, early swap, every static split and the oracle.
 `unseen`: the same table for scenarios on which the rule was not tuned. `guarded`: the larger scenarios with and
 without the guard.
 
-Everything is simulated with the code of gcore/placement and gcore/generation/routing.py; times are those of the
-simulated cluster, except for `speed`.
+Placement and routing are the code of gcore/placement and gcore/generation/routing.py. Times are those of the simulated
+cluster, except for `speed`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gcore.simulate.run import Run, simulate, static_name  # noqa: E402
 from gcore.simulate.scenario import Scenario, load_scenario  # noqa: E402
 from gcore.simulate.table import best_static  # noqa: E402
 
-JUDGES = {"14B": 1, "32B": 4, "72B": 8}  # tensor parallel of each, for a policy of 7B
+JUDGES = {"14B": 1, "32B": 4, "72B": 8}  # size -> tensor parallel, for a policy of 7B
 OVERSAMPLING = (1.0, 1.1, 1.25, 1.5)
 BASELINES = ("colocated", "colocated-early", "proportional", "paper")
 LOADS = {
@@ -93,7 +93,7 @@ def drift(args: argparse.Namespace) -> list[Row]:
             runs = [runs[name] for runs in seeds]
             wins = [1 - runs["dynamic"].rollout_s / runs[name].rollout_s for runs in seeds]
             found = {key: statistics.mean(facts(run)[key] for run in runs) for key in facts(runs[0])}
-            splits = ", ".join(run.regime.partition(":")[2] for run in runs)
+            splits = ", ".join(run.rule.partition(":")[2] for run in runs)
             label = f"{name} ({splits})" if name == "best static" else name
             spread = f" ± {statistics.stdev(wins):.1%}" if args.seeds > 1 else ""
             won = "" if name == "dynamic" else f"{statistics.mean(wins):.1%}{spread}"
@@ -111,21 +111,21 @@ def _drifting(args: argparse.Namespace, judge: str, seed: int) -> dict[str, Run]
         keys = f"seed={seed}", f"steps={args.steps}", f"oversampling={over}"
         return scenario(f"drift-{args.slots}", *keys, *judged_by(judge), *args.overrides)
 
-    runs = {name: _at_its_best(at, name) for name in ("dynamic", *BASELINES)}
+    runs = {name: _best_oversampling(at, name) for name in ("dynamic", *BASELINES)}
     runs["best static"] = _best_split(at)
     if args.oracle:
         runs["oracle"] = simulate(runs["dynamic"].scenario, "oracle")
     return runs
 
 
-def _at_its_best(at: Callable[[float], Scenario], name: str) -> Run:
+def _best_oversampling(at: Callable[[float], Scenario], name: str) -> Run:
     return min((simulate(at(over), name) for over in OVERSAMPLING), key=lambda run: run.rollout_s)
 
 
 def _best_split(at: Callable[[float], Scenario]) -> Run:
     found: list[Run] = []
     for over in OVERSAMPLING:
-        near = found[-1].regime if found else None
+        near = found[-1].rule if found else None
         found.append(best_static(at(over), near))
     return min(found, key=lambda run: run.rollout_s)
 
@@ -142,16 +142,16 @@ def stationary(args: argparse.Namespace) -> list[Row]:
         near = None
         for seed in range(args.seeds):
             case = scenario("stationary-64", f"seed={seed}", f"steps={args.steps}", *overrides, *args.overrides)
-            mine, fixed = simulate(case, "dynamic"), best_static(case, near)
-            near = fixed.regime
-            moves = [step["moves"] for step in mine.steps]
-            worse = mine.rollout_s / fixed.rollout_s - 1
+            dynamic, fixed = simulate(case, "dynamic"), best_static(case, near)
+            near = fixed.rule
+            moves = [step["moves"] for step in dynamic.steps]
+            worse = dynamic.rollout_s / fixed.rollout_s - 1
             print_row(
-                [load, str(seed), f"{mine.rollout_s:.0f}", f"{fixed.rollout_s:.0f} ({fixed.regime})", f"{worse:+.1%}",
-                 f"{mine.idle:.1%}", " ".join(str(m) for m in moves[:: max(1, len(moves) // 8)])],
+                [load, str(seed), f"{dynamic.rollout_s:.0f}", f"{fixed.rollout_s:.0f} ({fixed.rule})", f"{worse:+.1%}",
+                 f"{dynamic.idle:.1%}", " ".join(str(m) for m in moves[:: max(1, len(moves) // 8)])],
                 widths,
             )  # fmt: skip
-            rows.append({"load": load, "seed": seed, "worse": worse, "moves_by_step": moves, **facts(mine)})
+            rows.append({"load": load, "seed": seed, "worse": worse, "moves_by_step": moves, **facts(dynamic)})
     return rows
 
 
@@ -163,15 +163,15 @@ def variable(args: argparse.Namespace) -> list[Row]:
     near = None
     for seed in range(args.seeds):
         case = scenario("variable-64", f"seed={seed}", f"steps={args.steps}", *args.overrides)
-        mine, fixed, turns = simulate(case, "dynamic"), best_static(case, near), simulate(case, "colocated")
-        near = fixed.regime
-        wins = [1 - mine.rollout_s / other.rollout_s for other in (fixed, turns)]
+        dynamic, fixed, colocated = simulate(case, "dynamic"), best_static(case, near), simulate(case, "colocated")
+        near = fixed.rule
+        wins = [1 - dynamic.rollout_s / other.rollout_s for other in (fixed, colocated)]
         print_row(
-            [str(seed), f"{mine.rollout_s:.0f}", f"{fixed.rollout_s:.0f} ({fixed.regime})", f"{turns.rollout_s:.0f}",
-             *(f"{win:+.1%}" for win in wins), f"{mine.idle:.1%}"],
+            [str(seed), f"{dynamic.rollout_s:.0f}", f"{fixed.rollout_s:.0f} ({fixed.rule})",
+             f"{colocated.rollout_s:.0f}", *(f"{win:+.1%}" for win in wins), f"{dynamic.idle:.1%}"],
             widths,
         )  # fmt: skip
-        rows.append({"seed": seed, "below_static": wins[0], "below_colocated": wins[1], **facts(mine)})
+        rows.append({"seed": seed, "below_static": wins[0], "below_colocated": wins[1], **facts(dynamic)})
     for key in ("below_static", "below_colocated"):
         values = [row[key] for row in rows]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
@@ -196,14 +196,14 @@ def where_not(args: argparse.Namespace) -> list[Row]:
     widths = [32, 11, 20, 12, 16, 17, 8]
     print_row(["case", "dynamic s", "best static s", "colocated s", "below static", "below colocated", "moves"], widths)
     for name, case in cases.items():
-        mine, fixed, turns = simulate(case, "dynamic"), best_static(case), simulate(case, "colocated")
-        wins = [1 - mine.rollout_s / other.rollout_s for other in (fixed, turns)]
+        dynamic, fixed, colocated = simulate(case, "dynamic"), best_static(case), simulate(case, "colocated")
+        wins = [1 - dynamic.rollout_s / other.rollout_s for other in (fixed, colocated)]
         print_row(
-            [name, f"{mine.rollout_s:.0f}", f"{fixed.rollout_s:.0f} ({fixed.regime})", f"{turns.rollout_s:.0f}",
-             *(f"{win:+.1%}" for win in wins), f"{facts(mine)['moves']:.0f}"],
+            [name, f"{dynamic.rollout_s:.0f}", f"{fixed.rollout_s:.0f} ({fixed.rule})", f"{colocated.rollout_s:.0f}",
+             *(f"{win:+.1%}" for win in wins), f"{facts(dynamic)['moves']:.0f}"],
             widths,
         )  # fmt: skip
-        rows.append({"case": name, "below_static": wins[0], "below_colocated": wins[1], **facts(mine)})
+        rows.append({"case": name, "below_static": wins[0], "below_colocated": wins[1], **facts(dynamic)})
     return rows
 
 
@@ -216,18 +216,18 @@ def robust(args: argparse.Namespace) -> list[Row]:
     heads = ["scenario", "dynamic s", "(of it)", "best split", "of each seed", "co-located", "early swap", "unguarded"]
     print_row([*heads, "oracle", "moves"], widths)
     for name in [name for name in HARD[args.table] if args.only in (None, name)]:
-        seeds = [_every_way(scenario(name, f"seed={seed}", *args.overrides)) for seed in range(args.seeds)]
-        mean = {way: statistics.mean(runs[way].rollout_s for runs in seeds) for way in seeds[0]}
-        splits = [way for way in mean if way.startswith("static:")]
-        split = min(splits, key=lambda way: mean[way])
-        each = [runs["dynamic"].rollout_s / min(runs[way].rollout_s for way in splits) - 1 for runs in seeds]
-        against = {way: mean["dynamic"] / mean[way] - 1 for way in mean}
+        seeds = [_all_rules(scenario(name, f"seed={seed}", *args.overrides)) for seed in range(args.seeds)]
+        mean = {rule: statistics.mean(runs[rule].rollout_s for runs in seeds) for rule in seeds[0]}
+        splits = [rule for rule in mean if rule.startswith("static:")]
+        split = min(splits, key=lambda rule: mean[rule])
+        each = [runs["dynamic"].rollout_s / min(runs[rule].rollout_s for rule in splits) - 1 for runs in seeds]
+        against = {rule: mean["dynamic"] / mean[rule] - 1 for rule in mean}
         early, late = zip(*(_moves(runs["dynamic"]) for runs in seeds), strict=True)
         deviation = statistics.stdev(each) if len(each) > 1 else 0.0
         print_row(
             [name, f"{mean['dynamic']:.0f}", split.partition(":")[2], f"{against[split]:+.1%}",
              f"{statistics.mean(each):+.1%} ({max(each):+.1%})",
-             *(f"{against[way]:+.1%}" for way in ("colocated", "early-swap", "unguarded", "oracle")),
+             *(f"{against[rule]:+.1%}" for rule in ("colocated", "early-swap", "unguarded", "oracle")),
              f"{statistics.mean(early):.1f}, {statistics.mean(late):.1f}"],
             widths,
         )  # fmt: skip
@@ -236,7 +236,7 @@ def robust(args: argparse.Namespace) -> list[Row]:
 
 
 def guarded(args: argparse.Namespace) -> list[Row]:
-    """What the guard costs or saves on the larger scenarios, and what is left against co-location."""
+    """Cost or gain of the guard on the larger scenarios, and the gain over co-location."""
     rows = []
     widths = [26, 11, 13, 13, 16, 17, 8, 8]
     print(f"{args.steps} steps, mean of {args.seeds} seeds; oversampling as in the scenario")
@@ -255,12 +255,12 @@ def guarded(args: argparse.Namespace) -> list[Row]:
     cases |= {name: (name,) for name in ("variable-64", "stationary-64", "two-judges", "no-tail")}
     for label, (name, *keys) in cases.items():
         seeds = [scenario(name, f"seed={n}", f"steps={args.steps}", *keys) for n in range(args.seeds)]
-        runs = {way: [simulate(case, way) for case in seeds] for way in ("dynamic", "unguarded", "colocated")}
-        mean = {way: statistics.mean(run.rollout_s for run in found) for way, found in runs.items()}
+        runs = {rule: [simulate(case, rule) for case in seeds] for rule in ("dynamic", "unguarded", "colocated")}
+        mean = {rule: statistics.mean(run.rollout_s for run in found) for rule, found in runs.items()}
         found = {key: statistics.mean(facts(run)[key] for run in runs["dynamic"]) for key in ("idle", "moves")}
         over, below = mean["dynamic"] / mean["unguarded"] - 1, 1 - mean["dynamic"] / mean["colocated"]
         print_row(
-            [label, *(f"{mean[way]:.0f}" for way in mean), f"{over:+.1%}", f"{below:+.1%}", f"{found['idle']:.1%}",
+            [label, *(f"{mean[rule]:.0f}" for rule in mean), f"{over:+.1%}", f"{below:+.1%}", f"{found['idle']:.1%}",
              f"{found['moves']:.0f}"],
             widths,
         )  # fmt: skip
@@ -268,7 +268,7 @@ def guarded(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _every_way(case: Scenario) -> dict[str, Run]:
+def _all_rules(case: Scenario) -> dict[str, Run]:
     statics = [static_name(split, case.grid) for split in all_splits(case.grid)]
     names = ["dynamic", "unguarded", "colocated", "early-swap", "oracle", *statics]
     return {name: simulate(case, name) for name in names}
@@ -287,7 +287,7 @@ def speed(args: argparse.Namespace) -> list[Row]:
     seconds, wall = time.process_time() - began, time.perf_counter() - wall
     groups = sum(step["drawn"] for step in run.steps)
     print(f"{case.steps} steps of {case.slots} slots, {groups} groups of {case.samples}: {seconds:.0f} s of one core")
-    print(f"({wall:.0f} s by the clock on the wall; {seconds / case.steps * 1e3:.0f} ms a step)")
+    print(f"({wall:.0f} s of wall time; {seconds / case.steps * 1e3:.0f} ms per step)")
     return [{"steps": case.steps, "slots": case.slots, "groups": groups, "cpu_s": seconds, "wall_s": wall}]
 
 
@@ -307,13 +307,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the scenario")
-    parser.add_argument("--slots", type=int, choices=(64, 512), default=64, help="of drift")
-    parser.add_argument("--judge", action="append", choices=JUDGES, help="of drift; default: all three")
-    parser.add_argument("--oracle", action="store_true", help="in drift, at dynamic's oversampling; slow")
-    parser.add_argument("--steps", type=int, help="default: 24, 16, 40 and 1000")
-    parser.add_argument("--seeds", type=int, help="of drift (3), stationary (3), variable, robust and unseen (5)")
-    parser.add_argument("--only", help="scenario of robust and unseen; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
+    parser.add_argument("--slots", type=int, choices=(64, 512), default=64, help="for drift")
+    parser.add_argument("--judge", action="append", choices=JUDGES, help="for drift; default: all three")
+    parser.add_argument("--oracle", action="store_true", help="for drift, at dynamic's oversampling; slow")
+    parser.add_argument(
+        "--steps", type=int, help="default: drift 24, stationary and guarded 16, variable 40, speed 1000"
+    )
+    parser.add_argument("--seeds", type=int, help="default: variable, robust and unseen 5, others 3")
+    parser.add_argument("--only", help="for robust and unseen: one scenario; default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file too")
     args = parser.parse_intermixed_args()
     table, steps = TABLES[args.table]
     args.steps = args.steps or steps

@@ -16,7 +16,7 @@ from gcore.hub import model_folder
 from gcore.simulate.costs import GPUS, Gpu
 from gcore.simulate.estimate import Mode
 from gcore.simulate.plan_inputs import Constraints, Workload
-from gcore.simulate.planner import Answer, plan
+from gcore.simulate.planner import PlanResult, plan
 from gcore.simulate.shapes import Shape, shape_of
 from gcore.types import UserError
 
@@ -65,7 +65,7 @@ def _planned(config: Config, slots: int, gpu: Gpu) -> tuple[Config, str]:
     return _with(config, best.mode, split=split), said
 
 
-def _ask(config: Config, slots: int, gpu: Gpu) -> Answer:
+def _ask(config: Config, slots: int, gpu: Gpu) -> PlanResult:
     """Responses and verdicts are taken to be half as long as they may be: nobody has seen one yet."""
     sampling, generation, judges = config.sampling, config.generation, config.rewards.engine_judges
     widest = max(judges, key=lambda judge: judge.tensor_parallel)

@@ -20,7 +20,7 @@ from gcore.controller.dispatch import Dispatcher
 from gcore.controller.plan import first_split
 from gcore.placement.baselines import colocated
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
-from gcore.placement.guard import Guarded, Memory
+from gcore.placement.guard import GuardedRule, GuardState
 from gcore.placement.monitor import Monitor
 from gcore.placement.placer import Placer, Pool, Progress, Rule
 from gcore.placement.replica_switch import LoadWeights, ReplicaSwitch
@@ -56,15 +56,15 @@ class InTurn:
 class Moving:
     """placement.mode: dynamic. All controllers are told the same, so all remember the same."""
 
-    rule: Guarded = field(default_factory=Guarded)
-    memory: Memory = field(default_factory=Memory)
+    rule: GuardedRule = field(default_factory=GuardedRule)
+    state: GuardState = field(default_factory=GuardState)
 
     def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
-        self.memory = self.rule.plan(self.memory, view, costs, took_s)
-        return self.memory.splits[self.memory.way]
+        self.state = self.rule.plan(self.state, view, costs, took_s)
+        return self.state.splits[self.state.candidate]
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        return self.rule.decide(self.memory, split, view, costs)
+        return self.rule.decide(self.state, split, view, costs)
 
 
 class RolloutPlacement(Protocol):
@@ -163,7 +163,7 @@ class Placement:
         await asyncio.gather(*(pool.pause() for pool in self._pools.values()))
         await self._group.all_gather("engines idle", None)
         if self._sleeps:
-            await self._placer.rest()
+            await self._placer.sleep_all()
 
     @contextlib.asynccontextmanager
     async def during(self, progress: Progress, step: int) -> AsyncIterator[None]:
@@ -175,11 +175,11 @@ class Placement:
     def mark_dead(self, name: str) -> None:
         self._placer.mark_dead(name)
 
-    async def arrived(self, name: str) -> None:
-        await self._placer.arrived(name)
+    async def wait_for_move(self, name: str) -> None:
+        await self._placer.wait_for_move(name)
 
-    def returning(self, name: str) -> contextlib.AbstractAsyncContextManager[bool | None]:
-        return self._placer.returning(name)
+    def restarted(self, name: str) -> contextlib.AbstractAsyncContextManager[bool | None]:
+        return self._placer.restarted(name)
 
     def mark_alive(self, name: str) -> None:
         self._placer.mark_alive(name)

@@ -51,13 +51,13 @@ class Slots(Protocol):
 
     def mark_dead(self, name: str) -> None: ...
 
-    async def arrived(self, name: str) -> None:
+    async def wait_for_move(self, name: str) -> None:
         """Wait for the end of a move of its slots."""
         ...
 
-    def returning(self, name: str) -> AbstractAsyncContextManager[bool | None]:
+    def restarted(self, name: str) -> AbstractAsyncContextManager[bool | None]:
         """Its slots stay where they are until this ends. True: it owns them and serves; False: it sleeps; None: a move
-        of them has begun, see `arrived`."""
+        of them has begun, see `wait_for_move`."""
         ...
 
     def mark_alive(self, name: str) -> None: ...
@@ -96,9 +96,9 @@ class Replicas:
             async with trainers_in_use if takes_weights else contextlib.nullcontext():  # judges take no weights
                 return await self._renew(name)
         while True:
-            await self._slots.arrived(name)
+            await self._slots.wait_for_move(name)
             try:
-                async with trainers_in_use, self._slots.returning(name) as serves:
+                async with trainers_in_use, self._slots.restarted(name) as serves:
                     if serves is not None:
                         return await self._renew(name, serves)
             except RoleDied:

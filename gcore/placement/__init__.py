@@ -1,1 +1,1 @@
-"""Who owns which device when: plans (pure), the monitor, the policy that moves slots, and the switch that does it."""
+"""Which role owns which device at which time: grid and rules (pure), the monitor, and the placer that moves blocks."""

@@ -1,4 +1,4 @@
-"""Other ways to place, for comparison; `colocated` is also a mode of runs and one of the guard's ways. Pure."""
+"""Other placement rules, for comparison. `colocated` is also a mode of runs and a candidate of the guard. Pure."""
 
 from __future__ import annotations
 
@@ -9,43 +9,44 @@ from gcore.placement.rules import Costs, View
 
 
 def static(split: Split, view: View, costs: Costs) -> list[Move]:
-    """What was decided before the run stays."""
+    """The split chosen before the run stays."""
     return []
 
 
 def colocated(split: Split, view: View, costs: Costs) -> list[Move]:
-    """Everybody has all the devices in turn: generation to its end, then judging to its end."""
+    """Each role in turn has all devices: first all generation, then all judging."""
     now = split[0]
-    if view.moving or view.stopping or view.loads[now].at_hand:
+    if view.moving or view.stopping or view.loads[now].in_progress:
         return []
     for role in costs.grid.roles:
-        if role != now and view.loads[role].at_hand:
-            return [Move(b, now, role, f"{now} is done, {role} has all") for b in split.blocks(now)]
+        if role != now and view.loads[role].in_progress:
+            return [Move(b, now, role, f"{now} is done, {role} takes all blocks") for b in split.blocks(now)]
     return []
 
 
 def colocated_early(split: Split, view: View, costs: Costs) -> list[Move]:
-    """The same, but generation pauses as soon as enough responses are there to be judged; others keep their place."""
+    """As `colocated`, but generation pauses as soon as there are enough responses to judge. Unfinished responses
+    continue later."""
     if split[0] == POLICY and not view.moving and not view.stopping and view.loads[POLICY].needed <= 0:
-        waiting = [role for role in costs.grid.roles if role != POLICY and view.loads[role].at_hand]
+        waiting = [role for role in costs.grid.roles if role != POLICY and view.loads[role].in_progress]
         if waiting:
-            return [Move(b, POLICY, waiting[0], "enough responses are there") for b in split.blocks(POLICY)]
+            return [Move(b, POLICY, waiting[0], "enough responses exist") for b in split.blocks(POLICY)]
     return colocated(split, view, costs)
 
 
 def early_swap(split: Split, view: View, costs: Costs) -> list[Move]:
-    """All devices generate; each turns to judging as soon as it has drained, and back when prompts wait for one."""
+    """All devices generate. Each block changes to judging as soon as it has drained, and back when prompts wait."""
     if view.stopping:
         return []
     moves, policy = list[Move](), view.loads[POLICY]
-    judges = [role for role in costs.grid.roles if role != POLICY and view.loads[role].at_hand]
+    judges = [role for role in costs.grid.roles if role != POLICY and view.loads[role].in_progress]
     for block, owner in enumerate(split.owners):
         if block in view.moving or view.work.get(block, 0.0):
             continue
         if owner == POLICY and not policy.waiting:
             blocks = {role: 1 + split.owners.count(role) + sum(m.target == role for m in moves) for role in judges}
             if judges:
-                target = max(judges, key=lambda role: view.loads[role].at_hand / blocks[role])
+                target = max(judges, key=lambda role: view.loads[role].in_progress / blocks[role])
                 moves.append(Move(block, owner, target, "drained"))
         elif owner != POLICY and not view.loads[owner].waiting:
             other = [role for role in costs.grid.roles if role != owner and view.loads[role].waiting]
@@ -56,7 +57,7 @@ def early_swap(split: Split, view: View, costs: Costs) -> list[Move]:
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """The paper's rule as far as it is told: slots go gradually from the least to the most utilised role."""
+    """The paper's rule, as far as it is published: slots move one by one from the least to the most utilised role."""
 
     high: float = 0.9
     low: float = 0.7

@@ -1,11 +1,11 @@
-"""Which role has which slots in the rollout phase. Pure.
+"""Slots, blocks and splits: which role owns which devices in the rollout phase. Pure.
 
     slots   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15        a slot is one accelerator
-    blocks     0         1          2            3             the least that can change hands
-    split   policy    policy     policy        judge           tensor parallel 2 and 4: 2 engines or 1 judge a block
+    blocks     0         1          2            3             the unit that changes its owner
+    split   policy    policy     policy        judge           tensor parallel 2 and 4: 2 engines or 1 judge per block
 
-A block is as wide as the widest role's replica, so that whichever role has it uses all of it. Every replica of every
-role has its place for good; the replicas of the roles that do not have a block sleep there.
+A block is as wide as a replica of the widest role, so that every role can use all of it. Each replica of each role has
+a fixed block. On a block, the replicas of its owner are awake; the replicas of the other roles sleep.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ POLICY = "policy"
 
 @dataclass(frozen=True, slots=True)
 class DeviceGrid:
-    """The slots, and how many a replica of each role takes. DeviceGrid(slots=16, widths={"policy": 2, "judge": 4})"""
+    """The slots, and the slots per replica of each role. DeviceGrid(slots=16, widths={"policy": 2, "judge": 4})"""
 
     slots: int
     widths: Mapping[str, int]
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths.values()) < 1:
-            raise UserError(f"every role needs at least one slot a replica, got {dict(self.widths)} (tensor_parallel)")
-        odd = {role: width for role, width in self.widths.items() if self.block % width}
-        if odd:
             raise UserError(
-                f"replicas of {odd} slots do not fill a block of {self.block}: the widest role's tensor_parallel must "
-                "be a multiple of the others'"
+                f"slots per replica: got {dict(self.widths)}; expected at least 1 for every role (tensor_parallel)"
+            )
+        not_dividing = {role: width for role, width in self.widths.items() if self.block % width}
+        if not_dividing:
+            raise UserError(
+                f"replicas of {not_dividing} slots do not fill a block of {self.block}: the widest role's "
+                "tensor_parallel must be a multiple of the others'"
             )
         if self.slots < self.block or self.slots % self.block:
             raise UserError(
@@ -57,7 +59,7 @@ class DeviceGrid:
         return self.block // self.widths[role]
 
     def replicas(self, role: str, block: int) -> range:
-        """The numbers of the role's replicas that live on a block."""
+        """The indices of the role's replicas on a block."""
         count = self.per_block(role)
         return range(block * count, (block + 1) * count)
 
@@ -67,7 +69,7 @@ class DeviceGrid:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move(block=3, source="policy", target="judge", reason="judge 12.1 s behind"): one block changes hands"""
+    """Move(block=3, source="policy", target="judge", reason="judge 12.1 s behind"): one block changes its owner"""
 
     block: int
     source: str
@@ -77,7 +79,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split(("policy", "policy", "judge")): who has each block"""
+    """Split(("policy", "policy", "judge")): the owner of each block"""
 
     owners: tuple[str, ...]
 
@@ -101,9 +103,9 @@ class Split:
         return Split(tuple(owners))
 
     def check(self, grid: DeviceGrid) -> Split:
-        """Every slot has one role of the grid. Raises UserError where it does not."""
-        strange = sorted(set(self.owners) - set(grid.widths))
-        if strange or len(self.owners) != grid.num_blocks:
+        """Raises UserError unless every block of the grid has one of its roles as owner."""
+        unknown = sorted(set(self.owners) - set(grid.widths))
+        if unknown or len(self.owners) != grid.num_blocks:
             raise UserError(
                 f"a split over {len(self.owners)} blocks with roles {sorted(set(self.owners))}; expected "
                 f"{grid.num_blocks} blocks of {grid.roles}"
@@ -112,18 +114,18 @@ class Split:
 
 
 def split_by(grid: DeviceGrid, blocks: Mapping[str, int]) -> Split:
-    """So many blocks for each role, in the order given; all of them together must be the grid's."""
+    """A split with this number of blocks per role, in the given order. The sum must be the grid's number of blocks."""
     if sum(blocks.values()) != grid.num_blocks or min(blocks.values()) < 0:
-        raise UserError(f"{dict(blocks)} blocks do not make the {grid.num_blocks} there are")
+        raise UserError(f"blocks per role: got {dict(blocks)}; expected a sum of {grid.num_blocks}, none negative")
     return Split(tuple(role for role, count in blocks.items() for _ in range(count))).check(grid)
 
 
 def all_splits(grid: DeviceGrid) -> list[Split]:
-    """Every division of the blocks with at least one for each role; fewest for the first role come first."""
+    """Every split with at least one block per role; those with the fewest for the first role come first."""
     total, roles = grid.num_blocks, grid.roles
     cuts = itertools.combinations(range(1, total), len(roles) - 1)
     sizes = ([end - start for start, end in itertools.pairwise((0, *cut, total))] for cut in cuts)
-    return [split_by(grid, dict(zip(roles, some, strict=True))) for some in sizes]
+    return [split_by(grid, dict(zip(roles, counts, strict=True))) for counts in sizes]
 
 
 def num_splits(grid: DeviceGrid) -> int:
@@ -131,7 +133,7 @@ def num_splits(grid: DeviceGrid) -> int:
 
 
 def neighbours(split: Split, grid: DeviceGrid, stride: int) -> list[Split]:
-    """Splits in which one role has so many blocks more, and another has them less. Every role keeps one."""
+    """Splits in which one role has `stride` blocks more and another `stride` fewer. Every role keeps at least one."""
     counts = {role: split.owners.count(role) for role in grid.roles}
     return [
         split_by(grid, counts | {source: counts[source] - stride, target: counts[target] + stride})
@@ -141,7 +143,7 @@ def neighbours(split: Split, grid: DeviceGrid, stride: int) -> list[Split]:
 
 
 def shares(grid: DeviceGrid, weights: Mapping[str, float], at_least: int = 1) -> Split:
-    """Blocks in proportion to the weights (largest remainders), at least so many each where there are enough."""
+    """Blocks in proportion to the weights (largest remainders), with `at_least` per role if there are enough."""
     roles = grid.roles
     floor = at_least if grid.num_blocks >= at_least * len(roles) else 0
     free = grid.num_blocks - floor * len(roles)

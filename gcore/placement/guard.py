@@ -1,13 +1,14 @@
-"""Whether moving blocks pays, decided from step to step. Pure: a Memory goes in, another comes out.
+"""Chooses before each rollout whether blocks move during it. Pure: a GuardState goes in, another comes out.
 
-    Memory + what the last rollout took + what is expected of the next ──plan──> Memory: a way to place, and its split
-    Memory + Split + View ──decide──> moves
+    GuardState + seconds of the last rollout + expected load of the next ──plan──> GuardState: a candidate and its split
+    GuardState + Split + View ──decide──> moves
 
-There are three ways: `moving` (the rule of policy.py), `still` (the split that is forecast to be best, no moves) and
-`turns` (all blocks generate, then all judge). Before every rollout each way is forecast on the lengths of the last one,
-with the split that had been planned for it before they were known: how well would it have done? What the rollout really
-took corrects the forecast of the way that was used. The way with the least expected time is used next; moving must win
-by a margin. A way that comes close is tried now and then, ever less often while it does not win.
+There are three candidates: `moving` (DynamicRule in rules.py), `static` (the split with the best forecast, no moves)
+and `colocated` (all blocks generate, then all judge). Before each rollout, every candidate is forecast on the lengths
+of the last rollout, with the split that was planned for it before those lengths were known: how long would it have
+taken? The measured time of the last rollout corrects the forecast of the candidate that was used. The candidate with
+the least expected time is used next; moving must win by a margin. A candidate that is nearly as fast is tried from time
+to time, at growing intervals while it does not win.
 """
 
 from __future__ import annotations
@@ -17,140 +18,145 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gcore.placement.baselines import colocated
-from gcore.placement.forecast import Forecast, best_still, poll_interval_s
+from gcore.placement.forecast import Forecast, best_static_split, poll_interval_s
 from gcore.placement.grid import POLICY, Move, Split, neighbours
-from gcore.placement.rules import Costs, Decide, Dynamic, View
+from gcore.placement.rules import Costs, Decide, DynamicRule, View
 
-MOVING, STILL, TURNS = "moving", "still", "turns"
+MOVING, STATIC, COLOCATED = "moving", "static", "colocated"
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """What is remembered from rollout to rollout. Memory(way="still", splits={"still": Split(...), ...})"""
+class GuardState:
+    """What is kept from rollout to rollout. GuardState(candidate="static", splits={"static": Split(...), ...})"""
 
-    way: str = MOVING
-    splits: Mapping[str, Split] = field(default_factory=dict)  # planned for the rollout under way, by way
-    expected_s: float = math.inf  # of the rollout under way
-    costs: Mapping[str, float] = field(default_factory=dict)  # log of the time of each way against standing still
+    candidate: str = MOVING
+    splits: Mapping[str, Split] = field(default_factory=dict)  # planned for the current rollout, by candidate
+    expected_s: float = math.inf  # of the current rollout
+    costs: Mapping[str, float] = field(default_factory=dict)  # log of each candidate's time relative to `static`
     errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # log of measured / forecast: sum, weight
-    noise: float = 0.01  # mean square of that from rollout to rollout, within a way
-    regret: float = 0.0  # log of what the best split without moves would have saved against the planned one, lately
-    still_s: float = 0.0  # forecast of the rollout under way, standing still
-    trend: float = 0.0  # log of its change from step to step, lately
-    tried: Mapping[str, int] = field(default_factory=dict)  # the last step of each way
-    wait: int = 4  # steps before a way that comes close is tried again
+    noise: float = 0.01  # mean square of the change of that error from rollout to rollout, within one candidate
+    regret: float = 0.0  # log of the planned static split's time over the best one's, running mean
+    static_s: float = 0.0  # forecast of the current rollout without moves
+    trend: float = 0.0  # log of the change of static_s per step, running mean
+    last_used: Mapping[str, int] = field(default_factory=dict)  # the last step of each candidate
+    retry_after: int = 4  # steps before a candidate that is nearly as fast is tried again
     step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Guarded:
+class GuardedRule:
     """G-Core's placement rule."""
 
-    rule: Dynamic = field(default_factory=Dynamic)
-    margin: tuple[float, float] = (0.045, 0.015)  # of the time: what moving must win; less if the load drifts
-    steady: float = 0.06  # trend of the rollout's time from step to step, above which the load drifts
-    keep: float = 0.01  # of the time: what another way must win against standing still or taking turns
-    change: tuple[float, float] = (0.015, 0.1)  # regret at which another split stands still: lately, in one step
-    tries: int = 3  # forecasts of each way, with lengths and acceptance drawn anew
-    fade: float = 0.7  # how much of older costs stays at every step
-    unsure: float = 0.03  # how far the forecast may be off for one way and not for the others
-    close: float = 0.05  # of the time: ways that are no further behind are tried now and then
-    late: float = 1.25  # times the expected seconds, after which blocks may move whatever the way
+    rule: DynamicRule = field(default_factory=DynamicRule)
+    margin: tuple[float, float] = (0.045, 0.015)  # share of the time that moving must win: steady load, drifting load
+    drift_trend: float = 0.06  # the load drifts if the trend of the rollout's time per step is above this
+    keep_margin: float = 0.01  # share of the time that a change away from `static` or `colocated` must win
+    change_regret: tuple[float, float] = (0.015, 0.1)  # regret at which the static split changes: mean, in one step
+    num_forecasts: int = 3  # per candidate, each with other draws of lengths and acceptance
+    decay: float = 0.7  # weight of the older costs at each step
+    forecast_error: float = 0.03  # by how much the forecast may be wrong for one candidate and not for the others
+    close_margin: float = 0.05  # share of the time: candidates within it are tried from time to time
+    late_factor: float = 1.25  # times the expected seconds, after which blocks may move under any candidate
 
-    def plan(self, memory: Memory, view: View, costs: Costs, took_s: float | None) -> Memory:
-        """Before a rollout. `took_s`: seconds of the last one; None: there is none, or it tells nothing."""
+    def plan(self, state: GuardState, view: View, costs: Costs, took_s: float | None) -> GuardState:
+        """Before a rollout. `took_s`: seconds of the last rollout; None: there was none, or it is not comparable."""
         grid, moving = costs.grid, self.rule.begin(view, costs)
-        step = memory.step + 1
+        step = state.step + 1
         if not view.groups or grid.num_blocks < len(grid.roles) or len(grid.roles) < 2:
-            return replace(memory, way=MOVING, splits={MOVING: moving}, expected_s=math.inf, step=step)
-        last = memory.splits.get(STILL) or self._guess(view, costs)
-        forecasts = [Forecast(view, costs, self.tries * step + i).follow(last) for i in range(self.tries)]
-        best_s, still, regret = self._still(memory, forecasts[0], last)
-        fresh = {MOVING: moving, STILL: still, TURNS: Split((POLICY,) * grid.num_blocks)}
-        before = fresh | dict(memory.splits)
-        seconds = {way: self._forecast(forecasts, before[way], way, best_s) for way in fresh}
-        assert seconds[STILL] < math.inf, "every role has a block"
-        if took_s is not None and memory.splits and seconds[memory.way] < math.inf:
-            memory = self._learn(memory, seconds[memory.way], took_s)
-        drifts = abs(memory.trend) > self.steady
-        if still != last and not drifts:  # the old split tells nothing any more of what standing still costs
-            seconds[STILL] = self._forecast(forecasts, still, STILL, best_s)
-        now = {way: math.log(min(seconds[way] / seconds[STILL], 1e3)) for way in fresh}
-        fade = self.fade if memory.costs and (still == last or drifts) else 0.0
-        known = {way: fade * memory.costs.get(way, 0.0) + (1 - fade) * now[way] for way in fresh}
-        trend = memory.trend
-        if memory.step > 1 and memory.still_s:  # the first forecast is made of guesses
-            trend = 0.8 * trend + 0.2 * math.log(seconds[STILL] / memory.still_s)
-        memory = replace(memory, splits=fresh, costs=known, step=step, regret=regret, trend=trend)
-        return self._choose(replace(memory, still_s=seconds[STILL]))
+            return replace(state, candidate=MOVING, splits={MOVING: moving}, expected_s=math.inf, step=step)
+        last = state.splits.get(STATIC) or self._initial_static_split(view, costs)
+        seeds = range(self.num_forecasts * step, self.num_forecasts * (step + 1))
+        forecasts = [Forecast(view, costs, seed).start_after(last) for seed in seeds]
+        best_s, static, regret = self._static_split(state, forecasts[0], last)
+        planned = {MOVING: moving, STATIC: static, COLOCATED: Split((POLICY,) * grid.num_blocks)}
+        before = planned | dict(state.splits)
+        seconds = {name: self._forecast_s(forecasts, before[name], name, best_s) for name in planned}
+        assert seconds[STATIC] < math.inf, "every role has a block"
+        if took_s is not None and state.splits and seconds[state.candidate] < math.inf:
+            state = self._record_error(state, seconds[state.candidate], took_s)
+        drifts = abs(state.trend) > self.drift_trend
+        if static != last and not drifts:  # the old split is no measure of a rollout without moves any more
+            seconds[STATIC] = self._forecast_s(forecasts, static, STATIC, best_s)
+        now = {name: math.log(min(seconds[name] / seconds[STATIC], 1e3)) for name in planned}
+        decay = self.decay if state.costs and (static == last or drifts) else 0.0
+        known = {name: decay * state.costs.get(name, 0.0) + (1 - decay) * now[name] for name in planned}
+        trend = state.trend
+        if state.step > 1 and state.static_s:  # the first forecast uses default speeds
+            trend = 0.8 * trend + 0.2 * math.log(seconds[STATIC] / state.static_s)
+        state = replace(state, splits=planned, costs=known, step=step, regret=regret, trend=trend)
+        return self._choose(replace(state, static_s=seconds[STATIC]))
 
-    def _forecast(self, forecasts: Sequence[Forecast], split: Split, way: str, best_s: float) -> float:
-        """Mean over the tries."""
-        found = [forecast.seconds(split, self.mover(way), poll_interval_s(best_s)) for forecast in forecasts]
+    def _forecast_s(self, forecasts: Sequence[Forecast], split: Split, candidate: str, best_s: float) -> float:
+        """Mean over the forecasts."""
+        found = [forecast.seconds(split, self.moves_of(candidate), poll_interval_s(best_s)) for forecast in forecasts]
         return sum(found) / len(found)
 
-    def _learn(self, memory: Memory, forecast_s: float, took_s: float) -> Memory:
-        """The last rollout was forecast in hindsight, and took so long."""
+    def _record_error(self, state: GuardState, forecast_s: float, took_s: float) -> GuardState:
+        """Compare the last rollout's forecast, made in hindsight, with the measured time."""
         error = math.log(took_s / forecast_s)
-        total, weight = memory.errors.get(memory.way, (0.0, 0.0))
-        noise = memory.noise
+        total, weight = state.errors.get(state.candidate, (0.0, 0.0))
+        noise = state.noise
         if weight:
             noise = 0.8 * noise + 0.2 * (error - total / weight) ** 2
-        errors = {**memory.errors, memory.way: (0.9 * total + error, 0.9 * weight + 1)}
-        return replace(memory, errors=errors, noise=noise, tried={**memory.tried, memory.way: memory.step})
+        errors = {**state.errors, state.candidate: (0.9 * total + error, 0.9 * weight + 1)}
+        return replace(state, errors=errors, noise=noise, last_used={**state.last_used, state.candidate: state.step})
 
-    def _guess(self, view: View, costs: Costs) -> Split:
+    def _initial_static_split(self, view: View, costs: Costs) -> Split:
         return replace(self.rule, patience=math.inf).begin(view, costs)
 
-    def _still(self, memory: Memory, forecast: Forecast, last: Split) -> tuple[float, Split, float]:
-        """The best seconds, the split to stand still with, the regret. The lengths of one step are chance in part, so
-        the split changes by a step when others would have been better for a while, and at once if by much."""
-        is_first = STILL not in memory.splits
-        best_s, best = best_still(forecast, last, max(1, len(last.owners) // (8 if is_first else 32)))
+    def _static_split(self, state: GuardState, forecast: Forecast, last: Split) -> tuple[float, Split, float]:
+        """The best seconds without moves, the split to use, the regret. The lengths of one step are partly random, so
+        the split changes by a small stride after several steps of regret, and at once if the regret is large."""
+        is_first = STATIC not in state.splits
+        best_s, best = best_static_split(forecast, last, max(1, len(last.owners) // (8 if is_first else 32)))
         lost = math.log(forecast.seconds(last) / best_s)
-        regret = self.fade * memory.regret + (1 - self.fade) * lost
-        if is_first or lost > self.change[1]:
+        regret = self.decay * state.regret + (1 - self.decay) * lost
+        if is_first or lost > self.change_regret[1]:
             return best_s, best, 0.0
-        if regret <= self.change[0]:
+        if regret <= self.change_regret[0]:
             return best_s, last, regret
         near = neighbours(last, forecast.costs.grid, max(1, len(last.owners) // 16))
         return best_s, min(near, key=forecast.seconds), 0.0
 
-    def _choose(self, memory: Memory) -> Memory:
-        """The way with the least expected time, or one that has not been tried for long."""
-        total = sum(s for s, _ in memory.errors.values())
-        count = sum(weight for _, weight in memory.errors.values())
-        common = total / count if count else 0.0  # the forecast is as far off for all ways
-        margin = self.margin[abs(memory.trend) > self.steady]
-        doubt = max(1.0, memory.noise / self.unsure**2)  # rollouts that weigh as much as the forecast
+    def _choose(self, state: GuardState) -> GuardState:
+        """The candidate with the least expected time, or a close one that has not been used for long."""
+        total = sum(s for s, _ in state.errors.values())
+        count = sum(weight for _, weight in state.errors.values())
+        common = total / count if count else 0.0  # error that the forecast has for all candidates
+        margin = self.margin[abs(state.trend) > self.drift_trend]
+        prior_weight = max(1.0, state.noise / self.forecast_error**2)  # rollouts that count as much as the forecast
 
-        def expected(way: str) -> float:
-            error, weight = memory.errors.get(way, (common, 1.0))
-            own, chance = error / weight - common, math.sqrt(memory.noise / weight)
-            return memory.costs[way] + math.copysign(max(0.0, abs(own) - chance), own) * weight / (weight + doubt)
+        def expected(name: str) -> float:
+            error, weight = state.errors.get(name, (common, 1.0))
+            own, chance = error / weight - common, math.sqrt(state.noise / weight)
+            correction = math.copysign(max(0.0, abs(own) - chance), own)
+            return state.costs[name] + correction * weight / (weight + prior_weight)
 
-        times = {way: expected(way) for way in memory.costs}
-        held = {STILL: 0.0, MOVING: margin, TURNS: self.margin[0]}
-        if memory.way != MOVING:
-            held[memory.way] -= self.keep
-        way, wait = min(times, key=lambda w: times[w] + held[w]), memory.wait
+        times = {name: expected(name) for name in state.costs}
+        handicap = {STATIC: 0.0, MOVING: margin, COLOCATED: self.margin[0]}
+        if state.candidate != MOVING:
+            handicap[state.candidate] -= self.keep_margin
+        chosen, retry_after = min(times, key=lambda name: times[name] + handicap[name]), state.retry_after
         for other in times:
-            since, close = memory.step - memory.tried.get(other, 0), self.close
-            if other == STILL and STILL not in memory.tried and way in memory.errors:  # how long would that take?
-                close += max(0.0, memory.errors[way][0] / memory.errors[way][1])
-            if other != way and times[other] < times[way] + close and since > wait and memory.tried:
-                way, wait = other, 2 * wait
+            since, close = state.step - state.last_used.get(other, 0), self.close_margin
+            if other == STATIC and STATIC not in state.last_used and chosen in state.errors:
+                # never measured, while the chosen one takes longer than forecast: measure `static` too
+                close += max(0.0, state.errors[chosen][0] / state.errors[chosen][1])
+            if other != chosen and times[other] < times[chosen] + close and since > retry_after and state.last_used:
+                chosen, retry_after = other, 2 * retry_after
                 break
-        return replace(memory, way=way, wait=wait, expected_s=memory.still_s * math.exp(memory.costs[way] + common))
+        expected_s = state.static_s * math.exp(state.costs[chosen] + common)
+        return replace(state, candidate=chosen, retry_after=retry_after, expected_s=expected_s)
 
-    def mover(self, way: str) -> Decide | None:
-        return {MOVING: self.rule, STILL: None, TURNS: colocated}[way]
+    def moves_of(self, candidate: str) -> Decide | None:
+        """The function that decides on moves; None: no moves."""
+        return {MOVING: self.rule, STATIC: None, COLOCATED: colocated}[candidate]
 
-    def decide(self, memory: Memory, split: Split, view: View, costs: Costs) -> list[Move]:
+    def decide(self, state: GuardState, split: Split, view: View, costs: Costs) -> list[Move]:
         """During a rollout."""
-        if memory.way == TURNS:
+        if state.candidate == COLOCATED:
             return colocated(split, view, costs)
-        stranded = any(load.at_hand and not split.blocks(role) for role, load in view.loads.items())
-        if memory.way == MOVING or stranded or view.elapsed_s > self.late * memory.expected_s:
+        starved = any(load.in_progress and not split.blocks(role) for role, load in view.loads.items())
+        if state.candidate == MOVING or starved or view.elapsed_s > self.late_factor * state.expected_s:
             return self.rule(split, view, costs)
         return []

@@ -1,10 +1,10 @@
-"""A controller's part in placement: look, decide with the others, and carry moves out.
+"""The part of one controller in placement: poll the replicas, decide on moves, carry them out.
 
-    look ──> Report ──all_gather──> View ──policy──> moves              the same on every controller, at every look
-    move ──> drain (everyone, its own requests) ──> sleep, wake, weights (controller 0) ──> reopen (everyone)
+    poll ──> Report ──all_gather──> View ──rule──> moves                  the same on every controller, at every poll
+    move ──> drain (all controllers, their own requests) ──> sleep, wake, weights (controller 0) ──> reopen (all)
 
-A block is nobody's while it moves. A move that fails or takes too long is taken back: the block stays with its owner.
-Requests are never lost: what a drained replica had goes on elsewhere (generation/pool.py).
+No role owns a block while it moves. A move that fails or exceeds its timeout is reverted: the block stays with its
+owner. No request is lost: requests of a drained replica continue on another one (generation/replica_pool.py).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from gcore.clients import EngineClient
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor, Report, RolloutProgress
 from gcore.placement.replica_switch import ReplicaSwitch
-from gcore.placement.rules import Costs, View, room
+from gcore.placement.rules import Costs, View, request_limit
 from gcore.placement.timeline import PlacementTimeline
 from gcore.protocols import EngineStats, Group, RoleDied, RoleError, RoleReport
 
-ANSWER_S = 2.0  # a replica that does not tell its counters sooner is left out of a look
-POLL_SHARE = 0.01  # least time between two looks, as a share of the last rollout
-RETRY_S = 5.0  # a block whose move was taken back is left alone for so long
+STATS_TIMEOUT_S = 2.0  # a replica whose counters take longer is left out of this poll
+POLL_SHARE = 0.01  # minimum time between two polls, as a share of the last rollout
+RETRY_S = 5.0  # seconds without another move of a block whose move was reverted
 
 
 class Pool(Protocol):
-    """What is asked of a role's pool of replicas (generation/pool.py)."""
+    """What the placer needs of a role's pool of replicas (generation/replica_pool.py)."""
 
     replicas: Sequence[EngineClient]
 
@@ -42,10 +42,11 @@ class Pool(Protocol):
 
 
 class Rule(Protocol):
-    """How to place: see policy.py."""
+    """A placement rule: see rules.py and guard.py."""
 
     def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
-        """`took_s`: seconds of the last rollout, by controller 0's clock; None: there was none since the last call."""
+        """The split of the next rollout. `took_s`: seconds of the last rollout, by controller 0's clock; None: no
+        rollout since the last call."""
         ...
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]: ...
@@ -55,17 +56,17 @@ Progress = Callable[[], RolloutProgress]
 
 
 @dataclass
-class _Moving:
+class _MoveInProgress:
     move: Move
     since: float
     draining: bool = True
     task: asyncio.Task[None] | None = None
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Placer:
-    """One on every controller. All of them call the same methods in the same order. `switches`: one per role; used by
-    controller 0 alone."""
+    """Each controller has one. All controllers call the same methods in the same order. `switches`: one per role; only
+    controller 0 uses them."""
 
     def __init__(
         self,
@@ -85,27 +86,28 @@ class Placer:
         self._rule, self._pools, self._switches, self._note = rule, pools, switches, note
         self._group, self._rank, self._size = group.subgroup(), group.rank, group.size
         self._poll_interval_s, self._timeout_s = poll_interval_s, timeout_s
-        self._moving: dict[int, _Moving] = {}
+        self._moving: dict[int, _MoveInProgress] = {}  # by block
         self._drained: set[int] = set()
         self._arrived: set[int] = set()
         self._failed: dict[int, str] = {}
         self._last_move = -1e9
         self._rollout_s = 0.0
-        self._began_s = self._ended_s = 0.0  # the rollout, by controller 0's clock: the same on all
+        self._began_s = self._ended_s = 0.0  # the rollout, by controller 0's clock: the same on all controllers
         self._took_s: float | None = None
-        self._alone: dict[int, float] = {}  # blocks that are left alone, until when
+        self._no_move_until: dict[int, float] = {}  # blocks whose move was reverted
         self._changed = asyncio.Event()
         self.timeline = PlacementTimeline(grid, self.split, monitor.latest, 0, 0.0)
 
     # ---- between rollouts -----------------------------------------------------------------------------------------
 
     async def begin(self, groups: int, rate: float, samples: int) -> None:
-        """Choose the split of the next rollout. Nothing is under way, so owners may change at no cost but waking."""
+        """Choose the split of the next rollout and put it in place. No request is in progress, so a change of owners
+        costs only the waking."""
         view = self.monitor.expected(groups, rate, samples)
         self.split = self._rule.begin(view, self.monitor.costs, self.split, self._took_s).check(self.grid)
         self._took_s = None
         if self._rank == 0:
-            await self._settle()
+            await self._sleep_and_wake()
         await self._group.all_gather("engines in place", None)
         for role, pool in self._pools.items():
             own = self.owners(role)
@@ -116,19 +118,19 @@ class Placer:
                     await pool.drain(replica.name)
 
     def owners(self, role: str) -> dict[int, EngineClient]:
-        """The replicas of a role that have their block."""
+        """The replicas of a role whose block the role owns."""
         numbers = [i for b in self.split.blocks(role) for i in self.grid.replicas(role, b)]
         return {i: self._pools[role].replicas[i] for i in numbers}
 
-    async def rest(self) -> None:
-        """Controller 0: all replicas sleep, the devices are the trainer's."""
+    async def sleep_all(self) -> None:
+        """Controller 0: put all replicas to sleep, so that the trainer has the devices."""
         if self._rank == 0:
             switches = self._switches.values()
             await asyncio.gather(*(switch.sleep(switch.maybe_awake(), skip_dead=True) for switch in switches))
 
-    async def _settle(self) -> None:
-        """Replicas without their block sleep, then those with their block wake; the policy's weights come from the
-        caller. A replica that dies is started again by the supervisor, and nothing else waits for it."""
+    async def _sleep_and_wake(self) -> None:
+        """Put replicas to sleep whose block another role owns, then wake the owners. The caller loads the policy's
+        weights. The supervisor restarts a replica that dies; this method does not wait for it."""
         roles = [(switch, self.owners(role).keys()) for role, switch in self._switches.items()]
         await asyncio.gather(*(switch.sleep(switch.maybe_awake() - own, skip_dead=True) for switch, own in roles))
         await asyncio.gather(*(switch.wake(switch.maybe_asleep() & own, skip_dead=True) for switch, own in roles))
@@ -137,11 +139,11 @@ class Placer:
 
     @contextlib.asynccontextmanager
     async def during(self, progress: Progress, step: int) -> AsyncIterator[None]:
-        """Looks go on while the block runs, and end when it has ended on every controller and no move is under way."""
+        """Poll while the `with` body runs, until it has ended on every controller and no move is in progress."""
         done = asyncio.Event()
         self.timeline = PlacementTimeline(self.grid, self.split, self.monitor.latest, step, _now())
         try:
-            async with asyncio.TaskGroup() as tasks:  # without looks the block might wait for a move for ever
+            async with asyncio.TaskGroup() as tasks:  # if polling fails, the body is cancelled: it may wait for a move
                 tasks.create_task(self._poll_loop(progress, done, step))
                 yield
                 done.set()
@@ -153,7 +155,7 @@ class Placer:
             raise errors.exceptions[0] from None
         self.timeline.close(_now())
         self._rollout_s = self.timeline.seconds
-        if self.monitor.ended_rollout():
+        if self.monitor.end_rollout():
             self._took_s = self._ended_s - self._began_s
 
     async def _poll_loop(self, progress: Progress, done: asyncio.Event, step: int) -> None:
@@ -165,36 +167,36 @@ class Placer:
                     await self._changed.wait()
             self._changed.clear()
             report = await self._report(progress, done.is_set())
-            parts: list[Report] = await self._group.all_gather(f"placement at step {step}", report)
-            now = parts[0].at_s
+            reports: list[Report] = await self._group.all_gather(f"placement at step {step}", report)
+            now = reports[0].at_s
             moving = {block: m.move for block, m in self._moving.items()}
-            view = self.monitor.add(parts, self.split, moving, now - self._last_move)
-            self._make_room(view)
-            self._go_on(parts, now)
-            if all(part.done for part in parts):
+            view = self.monitor.add(reports, self.split, moving, now - self._last_move)
+            self._limit_judge_requests(view)
+            self._advance_moves(reports, now)
+            if all(report.done for report in reports):
                 self._ended_s = now
                 if not self._moving:
                     return
                 continue
-            self._alone = {block: until for block, until in self._alone.items() if now < until}
-            view = replace(view, moving=view.moving | self._alone.keys(), elapsed_s=now - self._began_s)
+            self._no_move_until = {block: until for block, until in self._no_move_until.items() if now < until}
+            view = replace(view, moving=view.moving | self._no_move_until.keys(), elapsed_s=now - self._began_s)
             for move in self._rule(self.split, view, self.monitor.costs):
-                if move.block not in self._moving and move.block not in self._alone:
+                if move.block not in self._moving and move.block not in self._no_move_until:
                     self._start(move, now)
 
-    def _make_room(self, view: View) -> None:
-        """Judges get what they can use, in equal parts from all controllers."""
+    def _limit_judge_requests(self, view: View) -> None:
+        """Limit the requests at each judge replica, in equal parts for all controllers."""
         for role, pool in self._pools.items():
-            if role != POLICY and self.monitor.knows(role):
-                pool.limit(-(-room(view.loads[role], self.monitor.costs.speeds[role]) // self._size))
+            if role != POLICY and self.monitor.is_measured(role):
+                pool.limit(-(-request_limit(view.loads[role], self.monitor.costs.speeds[role]) // self._size))
 
     async def _report(self, progress: Progress, done: bool) -> Report:
         roles = {}
         for role, pool in self._pools.items():
-            mine = {i: engine for i, engine in self.owners(role).items() if i % self._size == self._rank}
-            counters = await asyncio.gather(*(_counters(engine) for engine in mine.values()))
-            found = {i: c for i, c in zip(mine, counters, strict=True) if c is not None}
-            roles[role] = replace(pool.report(), replicas=found)
+            polled = {i: engine for i, engine in self.owners(role).items() if i % self._size == self._rank}
+            counters = await asyncio.gather(*(_counters(engine) for engine in polled.values()))
+            received = {i: c for i, c in zip(polled, counters, strict=True) if c is not None}
+            roles[role] = replace(pool.report(), replicas=received)
         failed = {block: self._moving[block].move.source for block in self._failed}
         stuck = frozenset(
             (role, i)
@@ -205,8 +207,8 @@ class Placer:
         return Report(_now(), progress(), roles, drained, arrived, dict(self._failed), stuck, done)
 
     def _start(self, move: Move, now: float) -> None:
-        self.timeline.began(move, now)
-        self._moving[move.block] = _Moving(move, now)
+        self.timeline.move_started(move, now)
+        self._moving[move.block] = _MoveInProgress(move, now)
         self._last_move = now
         self.split = self.split.after([move])
         pool = self._pools[move.source]
@@ -218,68 +220,69 @@ class Placer:
         self._drained.add(move.block)
         self._changed.set()
 
-    def _go_on(self, parts: Sequence[Report], now: float) -> None:
-        """Every controller sees the same reports, and so takes every move one step further at the same look. Blocks
-        that arrive together are opened together."""
-        back: dict[str, list[str]] = {}
+    def _advance_moves(self, reports: Sequence[Report], now: float) -> None:
+        """Advance every move by one stage. Every controller has the same reports, so all do this at the same poll.
+        Replicas of blocks that arrive at the same poll are reopened in one call."""
+        to_reopen: dict[str, list[str]] = {}
         for block, moving in list(self._moving.items()):
             late = now - moving.since > self._timeout_s
-            if moving.draining and all(block in part.drained for part in parts):
+            if moving.draining and all(block in report.drained for report in reports):
                 moving.draining = False
                 if self._rank == 0:
-                    moving.task = asyncio.ensure_future(self._change(moving.move))
+                    moving.task = asyncio.ensure_future(self._switch(moving.move))
             elif moving.draining and late:
-                self._end(moving, now, f"not drained after {self._timeout_s:g} s", (), back)
-            elif block in parts[0].arrived:
-                self._end(moving, now, None, (), back)
-            elif block in parts[0].failed:
-                self._end(moving, now, parts[0].failed[block], parts[0].stuck, back)
-        for role, names in back.items():
+                self._end(moving, now, f"not drained after {self._timeout_s:g} s", (), to_reopen)
+            elif block in reports[0].arrived:
+                self._end(moving, now, None, (), to_reopen)
+            elif block in reports[0].failed:
+                self._end(moving, now, reports[0].failed[block], reports[0].stuck, to_reopen)
+        for role, names in to_reopen.items():
             self._pools[role].reopen(*names)
 
     def _end(
         self,
-        moving: _Moving,
+        moving: _MoveInProgress,
         now: float,
         failure: str | None,
         stuck: Collection[tuple[str, int]],
-        back: dict[str, list[str]],
+        to_reopen: dict[str, list[str]],
     ) -> None:
-        """`back`: who is asked again, by role, for the caller to reopen."""
+        """End a move. Adds the replicas that serve from now on to `to_reopen`, by role."""
         move = moving.move
         del self._moving[move.block]
-        moving.over.set()
-        for marks in (self._drained, self._arrived):
-            marks.discard(move.block)
+        moving.ended.set()
+        for blocks in (self._drained, self._arrived):
+            blocks.discard(move.block)
         self._failed.pop(move.block, None)
         if failure is not None:
             if moving.task is not None:
                 moving.task.cancel()
             self.split = self.split.after([Move(move.block, move.target, move.source)])
-            self._alone[move.block] = now + RETRY_S
+            self._no_move_until[move.block] = now + RETRY_S
             self._note(f"block {move.block} stays with {move.source}: {failure}")
         else:
-            self.monitor.moved(move.target, now - moving.since)
+            self.monitor.record_switch(move.target, now - moving.since)
         owner = self.split[move.block]
         for i in self.grid.replicas(owner, move.block):
-            if (owner, i) not in stuck:  # those are woken again for the next rollout, or die and return
-                back.setdefault(owner, []).append(self._pools[owner].replicas[i].name)
-        self.timeline.ended(move, moving.since, now, failure)
+            if (owner, i) not in stuck:  # a stuck replica is woken for the next rollout, or dies and is restarted
+                to_reopen.setdefault(owner, []).append(self._pools[owner].replicas[i].name)
+        self.timeline.move_ended(move, moving.since, now, failure)
 
-    async def _change(self, move: Move) -> None:
-        """Controller 0: sleep, wake, weights."""
+    async def _switch(self, move: Move) -> None:
+        """Controller 0: put the source's replicas to sleep, wake the target's, load weights."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._switches[move.source].sleep(self.grid.replicas(move.source, move.block))
                 await self._switches[move.target].serve(self.grid.replicas(move.target, move.block))
             self._arrived.add(move.block)
-        except Exception as error:  # else nobody would hear of it, and all would wait for the move
-            await self._take_back(move)
+        except Exception as error:  # must be reported: all controllers wait for the end of the move
+            await self._revert(move)
             self._failed[move.block] = str(error) or f"took longer than {self._timeout_s:g} s"
         self._changed.set()
 
-    async def _take_back(self, move: Move) -> None:
-        """The other way round, replica by replica and as far as it goes: who is dead is mended when it returns."""
+    async def _revert(self, move: Move) -> None:
+        """Put the target's replicas to sleep and wake the source's, each on its own. Errors are ignored: a dead replica
+        gets its state when it is restarted."""
 
         async def one(command: Callable[[Collection[int]], Awaitable[None]], i: int) -> None:
             with contextlib.suppress(Exception):
@@ -295,22 +298,23 @@ class Placer:
     # ---- replicas that die ----------------------------------------------------------------------------------------
 
     def mark_dead(self, name: str) -> None:
-        """A replica died. It will be back, awake as it is built."""
+        """A replica died. The supervisor restarts it, awake."""
         if (found := self._find(name)) is not None:
             role, i = found
             self._switches[role].mark_dead(i)
 
-    async def arrived(self, name: str) -> None:
-        """Wait while the block of a replica moves."""
+    async def wait_for_move(self, name: str) -> None:
+        """Wait until no move of the replica's block is in progress."""
         if (found := self._find(name)) is not None:
             while (moving := self._moving.get(self._block(*found))) is not None:
-                await moving.over.wait()
+                await moving.ended.wait()
 
     @contextlib.asynccontextmanager
-    async def returning(self, name: str) -> AsyncIterator[bool | None]:
-        """Controller 0: a replica that died is back. Does it serve, and so need current weights? Where it does not have
-        its block, it goes to sleep. None: the block moves just now, see `arrived`. Until this ends, nobody else tells
-        the replica to sleep. Raises RoleDied when it does not do as it is told."""
+    async def restarted(self, name: str) -> AsyncIterator[bool | None]:
+        """Controller 0: a replica that died is restarted. Yields whether it serves now, and so needs current weights.
+        If its role does not own its block, it is put to sleep. Yields None while the block moves: call `wait_for_move`
+        and try again. No other sleep command reaches the replica before this context ends. Raises RoleDied if the
+        replica does not follow the command in time."""
         if (found := self._find(name)) is None:
             yield True
             return
@@ -327,10 +331,10 @@ class Placer:
                         await (replica.wake() if serves else replica.sleep())
                 except TimeoutError:
                     raise RoleDied(name, "it neither sleeps nor wakes") from None
-            yield serves and replica.awake is True  # after a rollout it may sleep on its own block, as all do
+            yield serves and replica.awake is True  # after a rollout all replicas sleep, also those of the owner
 
     def mark_alive(self, name: str) -> None:
-        """A replica is asked again, if it has its block."""
+        """Send requests to a replica again, if its role owns its block."""
         if (found := self._find(name)) is not None:
             role, block = found[0], self._block(*found)
             if self.split[block] == role and block not in self._moving:
@@ -347,7 +351,7 @@ class Placer:
 
 async def _counters(engine: EngineClient) -> EngineStats | None:
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(STATS_TIMEOUT_S):
             return await engine.stats()
     except (RoleDied, RoleError, TimeoutError):
         return None

@@ -1,7 +1,7 @@
-"""Puts the engine replicas of one role to sleep and wakes them, and remembers the state of each.
+"""Puts the engine replicas of one role to sleep and wakes them, and keeps the state of each.
 
-    awake ──sleep: aborted requests are gone, memory is freed──> asleep ──wake, serve──> awake
-                                              a command that fails or is cancelled ──> unknown, until the next one
+    awake ──sleep: wait for aborted requests to end, free memory──> asleep ──wake, serve──> awake
+                                     a command that fails or is cancelled ──> unknown, until the next command
 
 Runs without placement have one switch, for the policy (controller/dispatch.py). With placement there is one per role
 (placer.py). Only controller 0 gives commands.
@@ -21,18 +21,18 @@ LoadWeights = Callable[[Mapping[int, EngineClient]], Awaitable[object]]  # curre
 
 
 class SwitchedReplica:
-    """One replica and its state. A caller of `sleep` or `wake` holds `lock`: one command at a time."""
+    """One replica and its state. Callers of `sleep` or `wake` must hold `lock`: one command at a time."""
 
     def __init__(self, client: EngineClient, level: int) -> None:
         self.client, self._level = client, level
-        self.awake: bool | None = True  # as it was built; None: unknown, or between two commands
+        self.awake: bool | None = True  # engines start awake; None: unknown, or a command is in progress
         self.lock = asyncio.Lock()
 
     async def sleep(self) -> MemoryChange:
         return await self._command(self.client.sleep(self._level), then=False)
 
     async def wake(self, *tags: str) -> MemoryChange:
-        """Without its KV cache a replica cannot serve, so its state is still unknown."""
+        """Without its KV cache a replica cannot serve, so its state stays unknown."""
         return await self._command(self.client.wake(*tags), then=True if not tags or "kv_cache" in tags else None)
 
     async def _command(self, command: Awaitable[MemoryChange], then: bool | None) -> MemoryChange:
@@ -40,17 +40,18 @@ class SwitchedReplica:
         try:
             change = await command
         except RoleDied:
-            self.awake = True  # as it will be built again
+            self.awake = True  # it will be restarted, awake
             raise
         self.awake = then
         return change
 
 
 class ReplicaSwitch:
-    """`level`: see Engine.sleep. `load`: gives current weights to replicas that wake during a rollout; None: judges.
+    """`level`: see Engine.sleep. `load`: loads the current weights into replicas that wake during a rollout; None for
+    judges, which keep their weights.
 
-    A command goes to all given replicas at once. The first error is raised when all have ended. With `skip_dead`, the
-    death of a replica is no error: the supervisor starts it again.
+    A command runs on all given replicas in parallel. The first error is raised after all have ended. With `skip_dead`,
+    the death of a replica is no error: the supervisor restarts it.
     """
 
     def __init__(self, replicas: Sequence[EngineClient], level: int, load: LoadWeights | None = None) -> None:
@@ -65,11 +66,11 @@ class ReplicaSwitch:
         return {i for i, replica in enumerate(self.replicas) if replica.awake is not True}
 
     def mark_dead(self, number: int) -> None:
-        """The replica will be started again, awake."""
+        """The replica will be restarted, awake."""
         self.replicas[number].awake = True
 
     async def sleep(self, numbers: Collection[int], *, skip_dead: bool = False) -> None:
-        """An engine refuses to sleep while it has requests: wait until those that were aborted are gone."""
+        """An engine refuses to sleep while it has requests, so first wait until the aborted ones have ended."""
 
         async def sleep(replica: SwitchedReplica) -> MemoryChange:
             while (stats := await replica.client.stats()).running + stats.waiting:
@@ -87,7 +88,7 @@ class ReplicaSwitch:
         return await self._all(numbers, wake, skip_dead)
 
     async def serve(self, numbers: Collection[int]) -> None:
-        """Wake, and load the current weights where the role takes any."""
+        """Wake, and load the current weights if the role is trained."""
         await self.wake(numbers)
         if self._load is None:
             return
@@ -100,8 +101,8 @@ class ReplicaSwitch:
 
     @contextlib.asynccontextmanager
     async def waking(self, alive: Callable[[], Iterable[int]]) -> AsyncIterator[None]:
-        """Wake replicas in two stages: memory for the weights, which the block loads; then memory for the KV cache,
-        when the copies that a transfer needs are freed. `alive`: the replicas, at each stage."""
+        """Wake replicas in two stages: first memory for the weights, which the `with` body loads; then memory for the
+        KV cache, after the transfer buffers are freed. `alive`: the replicas that are alive, at each stage."""
         for_weights = self.maybe_asleep().intersection(alive())
         self._measure("wake_weights", await self.wake(for_weights, "weights", skip_dead=True))
         yield

@@ -1,20 +1,20 @@
-"""When blocks change hands. Pure: the same functions decide in the simulator, in the emulation and on GPUs.
+"""Decides which blocks change their owner. Pure: the simulator, emulated runs and GPU runs use the same functions.
 
-    View (what is known of each role now) + Split + Costs ──decide──> moves, each with its reason
+    View (the current load of each role) + Split + Costs ──decide──> moves, each with its reason
 
-The rollout ends when enough groups are judged. When that is follows from the roles' speeds (see speed.py): n replicas
-that share their requests evenly take
+The rollout ends when enough groups are judged. The end is estimated from the roles' speeds (replica_speed.py): n
+replicas that share their requests evenly take
 
     base * steps + per_sequence * tokens / n + prefill / n
 
-where `steps` are those of the longest request that must still end. Judges work on what has been generated: the last of
-a fraction s of the responses comes at some time t(s), and the rest of the judging lies behind it,
+where `steps` are the decoding steps of the longest request that must still end. Judges need generated responses: a
+fraction s of the responses is generated at time t(s), and the other verdicts are made after that,
 
     end = max over s of   t(s) + (1 - s) * judging / judges
 
-A move must bring the end nearer by more than it costs. Judges get no more blocks than they have work for *now*, and the
-more is still to come, the more work a block must have: a pass over a full batch hardly takes longer than over a small
-one, so blocks that judge too early waste what generation needs.
+A move must bring the end nearer by more than it costs. Judges get no more blocks than they have work for *now*. The
+more responses are still to come, the more work a block must have: a full batch takes hardly longer than a small one, so
+blocks that judge too early waste time that generation needs.
 """
 
 from __future__ import annotations
@@ -29,77 +29,77 @@ from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, split_by
 from gcore.placement.replica_speed import ReplicaSpeed
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
-FULL = 0.95  # of its best throughput: enough for a replica of a judge
+FULL = 0.95  # share of its best throughput at which a judge replica counts as full
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one role has before it. Load(running=40, waiting=8, needed=30, age=120.0, lengths=(80, 200, 512), ...)"""
+    """The work of one role. Load(running=40, waiting=8, needed=30, age=120.0, lengths=(80, 200, 512), ...)"""
 
     running: int = 0  # requests at replicas
-    waiting: int = 0  # requests at no replica yet
-    needed: float = 0.0  # requests that must still end before the rollout can, as far as can be told; some not made yet
-    age: float = 0.0  # tokens that the running ones have made, on average
-    lengths: Sequence[float] = (256.0,)  # of requests that ended lately: quantiles, in order
-    longest: Sequence[float] = ()  # the same of the longest of each group of siblings; default: as `lengths`
-    prompt: float = 0.0  # tokens to prefill of a request, on average
-    busy: float = 0.0  # share of its replicas' time with something to do, since the last look
+    waiting: int = 0  # requests that no replica has yet
+    needed: float = 0.0  # estimate: requests that must end before the rollout can, including some not made yet
+    age: float = 0.0  # tokens of the running requests so far, mean
+    lengths: Sequence[float] = (256.0,)  # of requests that ended recently: sorted quantiles
+    longest: Sequence[float] = ()  # the same of the longest sibling of each group; default: as `lengths`
+    prompt: float = 0.0  # tokens to prefill per request, mean
+    busy: float = 0.0  # share of its replicas' time with a request, since the last poll
 
     @property
     def mean(self) -> float:
         return sum(self.lengths) / len(self.lengths)
 
     @property
-    def at_hand(self) -> int:
+    def in_progress(self) -> int:
         return self.running + self.waiting
 
     def steps_to(self, share: float) -> float:
-        """Decoding steps until so much of what is under way has ended, siblings together."""
-        if not self.at_hand:
+        """Decoding steps until this share of the groups in progress has ended."""
+        if not self.in_progress:
             return share * self.mean
-        rest = _above(self.longest or self.lengths, self.age)
-        if rest is None:  # older than anything seen: about as much again as the tail was long
+        longer = _longer_than(self.longest or self.lengths, self.age)
+        if longer is None:  # older than any known length: assume a quarter of the longest one more
             return 0.25 * share * (self.longest or self.lengths)[-1]
-        return rest[min(len(rest) - 1, int(share * len(rest)))] - self.age
+        return longer[min(len(longer) - 1, int(share * len(longer)))] - self.age
 
     def tokens_in(self, steps: float) -> float:
-        """Tokens that a request under way makes in so many steps, on average."""
-        rest = _above(self.lengths, self.age)
-        if rest is None:
+        """Tokens that a request in progress makes in this number of steps, mean."""
+        longer = _longer_than(self.lengths, self.age)
+        if longer is None:
             return steps / 2
         end = self.age + steps
-        longer = len(rest) - bisect_right(rest, end)  # those run on; the others end by then
-        return (sum(rest[: len(rest) - longer]) + longer * end) / len(rest) - self.age
+        num_unfinished = len(longer) - bisect_right(longer, end)
+        return (sum(longer[: len(longer) - num_unfinished]) + num_unfinished * end) / len(longer) - self.age
 
 
-def _above(lengths: Sequence[float], age: float) -> Sequence[float] | None:
+def _longer_than(lengths: Sequence[float], age: float) -> Sequence[float] | None:
     return lengths[bisect_right(lengths, age) :] or None
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the controllers know in common when they decide."""
+    """The state on which a decision is made; the same on all controllers."""
 
     loads: Mapping[str, Load]
-    work: Mapping[int, float] = field(default_factory=dict)  # block -> requests of its owner that are there
-    moving: frozenset[int] = frozenset()  # blocks between two roles: they are nobody's
+    work: Mapping[int, float] = field(default_factory=dict)  # block -> requests on it
+    moving: frozenset[int] = frozenset()  # blocks that change their owner now: no role owns them
     since_move_s: float = math.inf
-    stopping: bool = False  # the target is met: nothing more is worth a move
+    stopping: bool = False  # the target is met: no move pays any more
     elapsed_s: float = 0.0  # since the rollout began
     groups: float = 0.0  # before a rollout: groups that it must keep; 0: too little is known for a forecast
     rate: float = 1.0  # share of groups that are kept
-    samples: int = 1  # before a rollout: siblings of a group
+    samples: int = 1  # before a rollout: responses per group
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What is known of devices. Costs(grid=..., speeds={"policy": ReplicaSpeed(...), "judge": ReplicaSpeed(...)})"""
+    """Devices and their speeds. Costs(grid=..., speeds={"policy": ReplicaSpeed(...), "judge": ReplicaSpeed(...)})"""
 
     grid: DeviceGrid
     speeds: Mapping[str, ReplicaSpeed]
 
     def switch_s(self, move: Move) -> float:
-        """Sleep, wake, and for the policy the weights."""
+        """Seconds of a move: sleep, wake, and for the policy the weight update."""
         speed = self.speeds[move.target]
         return self.speeds[move.source].sleep_s + speed.wake_s + (speed.weights_s if move.target == POLICY else 0.0)
 
@@ -108,16 +108,16 @@ Decide = Callable[[Split, View, Costs], list[Move]]
 
 
 @dataclass(frozen=True, slots=True)
-class Dynamic:
-    """G-Core's policy: block by block to where the end comes nearest, while it pays."""
+class DynamicRule:
+    """Moves blocks one by one to the role that brings the end nearest, while it pays."""
 
-    margin: float = 0.01  # of the time still to go, that moves must win beyond what they cost
-    least_s: float = 0.2  # and seconds: less than that lies between two looks
-    cool_down_s: float = 0.0  # least time between two decisions that move something
-    at_once: float = 0.25  # most of a role's blocks that one decision takes away; more only if they are empty
-    patience: float = 4.0  # judges' blocks wait for work at the start rather than move, up to so many times that move
-    fill: tuple[float, float] = (0.6, 0.95)  # least and most of its best throughput that a block must have work for
-    passes: float = 1.0  # of judging that the rest of generation must outlast, for judges to wait for fuller batches
+    margin: float = 0.01  # share of the remaining time that moves must win beyond their cost
+    min_gain_s: float = 0.2  # seconds that they must win at least: the time between two polls
+    cool_down_s: float = 0.0  # minimum time between two decisions that move a block
+    max_share: float = 0.25  # share of a role's blocks that one decision may take; more only if they are empty
+    patience: float = 4.0  # at the start, judges' blocks wait for work at most this many times the seconds of a move
+    fill: tuple[float, float] = (0.6, 0.95)  # min and max share of its best throughput that a block needs work for
+    passes: float = 1.0  # judges wait for fuller batches if generation lasts longer than this many judging passes
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         if view.stopping or view.since_move_s < self.cool_down_s:
@@ -127,54 +127,57 @@ class Dynamic:
         for block in view.moving:
             free[split[block]] -= 1
         empty = Counter(split[block] for block, work in view.work.items() if not work and block not in view.moving)
-        budget = {role: min(count, max(1, int(count * self.at_once), empty[role])) for role, count in free.items()}
-        outlook = Outlook(view, costs)
-        now = end = outlook.end_s(counts)
-        wanted = self._for_the_stranded(view, counts, budget)
-        if wanted:
-            end = outlook.end_s(counts)
-        while (found := self._best(outlook, counts, budget, end)) is not None:
-            end, donor, taker = found
-            counts[donor] -= 1
-            counts[taker] += 1
-            budget[donor] -= 1
-            wanted.append((donor, taker))
-        if not wanted:
+        budget = {role: min(count, max(1, int(count * self.max_share), empty[role])) for role, count in free.items()}
+        estimate = EndEstimate(view, costs)
+        now = end = estimate.end_s(counts)
+        pairs = self._blocks_for_starved_roles(view, counts, budget)
+        if pairs:
+            end = estimate.end_s(counts)
+        while (best := self._best_pair(estimate, counts, budget, end)) is not None:
+            end, source, target = best
+            counts[source] -= 1
+            counts[target] += 1
+            budget[source] -= 1
+            pairs.append((source, target))
+        if not pairs:
             return []
-        switch_s = {pair: costs.switch_s(Move(0, *pair)) for pair in set(wanted)}  # the same for every block
-        cost = sum(switch_s[pair] for pair in wanted) / costs.grid.num_blocks
-        given = [pair for pair in wanted if pair[0] == POLICY]
-        if given and not counts[POLICY] and view.rate < 1:  # if a group is dropped, another must be generated
-            cost += switch_s[given[0]] + costs.switch_s(Move(0, given[0][1], POLICY))
-        least = max(self.least_s, self.margin * now)
-        if now < math.inf and now - end <= cost + least:  # whichever blocks go
+        switch_s = {pair: costs.switch_s(Move(0, *pair)) for pair in set(pairs)}  # the same for every block
+        cost = sum(switch_s[pair] for pair in pairs) / costs.grid.num_blocks
+        from_policy = [pair for pair in pairs if pair[0] == POLICY]
+        if from_policy and not counts[POLICY] and view.rate < 1:  # if a group is dropped, another must be generated
+            cost += switch_s[from_policy[0]] + costs.switch_s(Move(0, from_policy[0][1], POLICY))
+        min_gain = max(self.min_gain_s, self.margin * now)
+        if now < math.inf and now - end <= cost + min_gain:  # does not pay even if the blocks are empty
             return []
-        moves = _emptiest(split, view, wanted)
-        cost += _moved_s(moves, view, costs, counts)
-        if now < math.inf and now - end <= cost + least:
+        moves = _least_loaded_blocks(split, view, pairs)
+        cost += _prefill_again_s(moves, view, costs, counts)
+        if now < math.inf and now - end <= cost + min_gain:
             return []
-        won = f"{now - end:.1f} s sooner, for {cost:.1f} s" if now < math.inf else "it had none"
-        return [Move(m.block, m.source, m.target, f"{m.target} needs it: {won}") for m in moves]
+        gain = f"{now - end:.1f} s sooner, for {cost:.1f} s" if now < math.inf else "it had none"
+        return [Move(m.block, m.source, m.target, f"{m.target} needs it: {gain}") for m in moves]
 
-    def _for_the_stranded(self, view: View, counts: dict[str, int], budget: dict[str, int]) -> list[tuple[str, str]]:
-        """A block for each role that has requests and none: without it there is no end. From who needs none, or has
-        most. Counts and budget change accordingly."""
-        wanted = []
-        for taker in [role for role, load in view.loads.items() if load.at_hand and load.needed and not counts[role]]:
-            donors = [r for r in counts if budget[r] and (counts[r] > 1 or view.loads[r].needed <= 0)]
-            if donors:
-                donor = max(donors, key=lambda r: (view.loads[r].needed <= 0, counts[r]))
-                counts[donor] -= 1
-                counts[taker] += 1
-                budget[donor] -= 1
-                wanted.append((donor, taker))
-        return wanted
+    def _blocks_for_starved_roles(
+        self, view: View, counts: dict[str, int], budget: dict[str, int]
+    ) -> list[tuple[str, str]]:
+        """One block for each role that has requests but no block: without it the rollout cannot end. It comes from a
+        role that needs no block any more, else from the role with the most. Updates `counts` and `budget`."""
+        pairs = []
+        starved = [r for r, load in view.loads.items() if load.in_progress and load.needed and not counts[r]]
+        for target in starved:
+            sources = [r for r in counts if budget[r] and (counts[r] > 1 or view.loads[r].needed <= 0)]
+            if sources:
+                source = max(sources, key=lambda r: (view.loads[r].needed <= 0, counts[r]))
+                counts[source] -= 1
+                counts[target] += 1
+                budget[source] -= 1
+                pairs.append((source, target))
+        return pairs
 
     def begin(self, view: View, costs: Costs) -> Split:
-        """At the start all engines wake anyway, so the first division is free.
+        """The split at the start of a rollout. All engines wake then anyway, so it costs nothing.
 
-        On the way from one block for each judge to the division that is best for what is expected: judges have nothing
-        to do at first, so the less a later move costs against that wait, the fewer they get for now.
+        It lies between one block per judge and the best split for the expected work. Judges have no work at first. The
+        cheaper a later move is compared with that idle time, the fewer blocks judges get at the start.
         """
         grid = costs.grid
         judges = [role for role in grid.roles if role != POLICY]
@@ -184,75 +187,76 @@ class Dynamic:
         replicas = grid.num_blocks * grid.per_block(POLICY)
         wait_s = generated_s(view.loads[POLICY], costs.speeds[POLICY], replicas, 0.1)
         back_s = max((costs.switch_s(Move(0, POLICY, judge)) for judge in judges), default=0.0)
-        outlook = Outlook(view, costs)
-        end, way = outlook.end_s(counts), [counts]
+        estimate = EndEstimate(view, costs)
+        end, path = estimate.end_s(counts), [counts]  # from few blocks for judges to the best split
         while judges and counts[POLICY] > 1:
             trials = [counts | {POLICY: counts[POLICY] - 1, judge: counts[judge] + 1} for judge in judges]
-            ends = [outlook.end_s(trial) for trial in trials]
+            ends = [estimate.end_s(trial) for trial in trials]
             if min(ends) >= end:
                 break
             end = min(ends)
             counts = trials[ends.index(end)]
-            way.append(counts)
+            path.append(counts)
         part = min(1.0, self.patience * back_s / wait_s) if wait_s > 0 else 1.0
-        return split_by(grid, way[int(part * (len(way) - 1))])
+        return split_by(grid, path[int(part * (len(path) - 1))])
 
-    def _best(
+    def _best_pair(
         self,
-        outlook: Outlook,
+        estimate: EndEstimate,
         counts: Mapping[str, int],
         budget: Mapping[str, int],
         end: float,
     ) -> tuple[float, str, str] | None:
-        """The one move that brings the end nearest."""
+        """The move of one block that brings the end nearest: end, source, target. None: no move does."""
         best: tuple[float, str, str] | None = None
-        for taker in counts:
-            if not self._useful(taker, outlook, counts):
+        for target in counts:
+            if not self._can_use_another_block(target, estimate, counts):
                 continue
-            for donor in counts:
-                if donor == taker or not budget[donor]:
+            for source in counts:
+                if source == target or not budget[source]:
                     continue
-                trial = outlook.end_s({**counts, donor: counts[donor] - 1, taker: counts[taker] + 1})
+                trial = estimate.end_s({**counts, source: counts[source] - 1, target: counts[target] + 1})
                 if trial < (end if best is None else best[0]):
-                    best = trial, donor, taker
+                    best = trial, source, target
         return best
 
-    def _useful(self, role: str, outlook: Outlook, counts: Mapping[str, int]) -> bool:
-        """Another block would have something to do at once."""
-        load = outlook.view.loads[role]
+    def _can_use_another_block(self, role: str, estimate: EndEstimate, counts: Mapping[str, int]) -> bool:
+        """Whether there is enough work for one more block now."""
+        load = estimate.view.loads[role]
         if not counts[role]:
-            return load.at_hand > 0
-        grid, per_block = outlook.costs.grid, outlook.per_block[role]
-        if role == POLICY:  # what runs elsewhere stays there
-            there, blocks = load.waiting + max(0.0, load.needed - load.at_hand), 1
+            return load.in_progress > 0
+        grid, per_block = estimate.costs.grid, estimate.per_block[role]
+        if role == POLICY:  # running requests stay on their replicas
+            requests, blocks = load.waiting + max(0.0, load.needed - load.in_progress), 1
         else:
-            there, blocks = load.at_hand, counts[role] + 1
-        if there < blocks * per_block:  # not one request for each replica
+            requests, blocks = load.in_progress, counts[role] + 1
+        if requests < blocks * per_block:  # less than one request per replica
             return False
-        need = useful_concurrency(load, outlook.costs.speeds[role], self._fill(role, outlook, counts))
-        fair = load.needed / (grid.num_blocks * per_block)  # what each would have if all had this role
-        return there >= blocks * (max(1.0, min(need, fair / 2)) * per_block)
+        need = useful_concurrency(load, estimate.costs.speeds[role], self._required_fill(role, estimate, counts))
+        fair = load.needed / (grid.num_blocks * per_block)  # requests per replica if this role had all blocks
+        return requests >= blocks * (max(1.0, min(need, fair / 2)) * per_block)
 
-    def _fill(self, role: str, outlook: Outlook, counts: Mapping[str, int]) -> float:
-        """Who waits for more is judged in a fuller batch. So wait, while a pass is short against what still comes."""
+    def _required_fill(self, role: str, estimate: EndEstimate, counts: Mapping[str, int]) -> float:
+        """Share of its best throughput that a block needs work for. Judges wait for fuller batches while one pass is
+        short compared with the rest of generation."""
         least, most = self.fill
         if role == POLICY:
             return least
-        to_come_s = outlook.generated_s(counts)
-        pass_s = outlook.costs.speeds[role].base_s * outlook.view.loads[role].mean
+        to_come_s = estimate.generated_s(counts)
+        pass_s = estimate.costs.speeds[role].base_s * estimate.view.loads[role].mean
         return min(most, max(least, 1 - self.passes * pass_s / to_come_s)) if to_come_s > 0 else least
 
 
-def _emptiest(split: Split, view: View, wanted: Sequence[tuple[str, str]]) -> list[Move]:
-    """A block for each, that is not between two roles: those with the least work go first."""
-    free = {role: [b for b in split.blocks(role) if b not in view.moving] for role, _ in wanted}
+def _least_loaded_blocks(split: Split, view: View, pairs: Sequence[tuple[str, str]]) -> list[Move]:
+    """One move per pair of source and target: of the blocks that do not move yet, those with the least work first."""
+    free = {role: [b for b in split.blocks(role) if b not in view.moving] for role, _ in pairs}
     for blocks in free.values():
         blocks.sort(key=lambda b: view.work.get(b, 0.0), reverse=True)
-    return [Move(free[source].pop(), source, target) for source, target in wanted]
+    return [Move(free[source].pop(), source, target) for source, target in pairs]
 
 
-def _moved_s(moves: Sequence[Move], view: View, costs: Costs, counts: Mapping[str, int]) -> float:
-    """What runs on the blocks goes on elsewhere: there it is read once more."""
+def _prefill_again_s(moves: Sequence[Move], view: View, costs: Costs, counts: Mapping[str, int]) -> float:
+    """Requests on the moved blocks continue on other replicas, which must prefill them again."""
     total = 0.0
     for move in moves:
         load, speed = view.loads[move.source], costs.speeds[move.source]
@@ -262,43 +266,45 @@ def _moved_s(moves: Sequence[Move], view: View, costs: Costs, counts: Mapping[st
 
 
 def useful_concurrency(load: Load, speed: ReplicaSpeed, fill: float) -> float:
-    """Requests at which a replica reaches `fill` of its best throughput. One is enough where prefill is the work."""
+    """Requests at which a replica reaches `fill` of its best throughput. One is enough if prefill is most of the
+    work."""
     mean = load.mean
-    each = speed.per_sequence_s * mean + speed.prefill_s_per_token * load.prompt  # what only this request costs
+    each = speed.per_sequence_s * mean + speed.prefill_s_per_token * load.prompt  # added by one request
     need = fill / (1 - fill) * speed.base_s * mean / each if each else speed.max_concurrent
     return min(max(1.0, need), speed.max_concurrent)
 
 
-def room(load: Load, speed: ReplicaSpeed) -> int:
-    """Requests of a judge that a replica is sent at most: what it needs to work at its best, or nearly. The rest waits
-    for whoever is free first, and for blocks that are yet to come: what was sent stays where it is."""
+def request_limit(load: Load, speed: ReplicaSpeed) -> int:
+    """The most requests sent to one judge replica: enough for nearly its best throughput. The others stay in the queue,
+    for the next free replica or a block that joins later: a sent request stays where it is."""
     return math.ceil(useful_concurrency(load, speed, FULL))
 
 
 def generated_s(load: Load, speed: ReplicaSpeed, replicas: int, share: float = 1.0) -> float:
-    """When this share of the responses that are needed has been generated."""
-    return _takes_s(_to_make(load, _fresh(load), share), speed, replicas)
+    """Seconds until this share of the needed responses is generated."""
+    return _generation_s(_work_to(load, _at_start(load), share), speed, replicas)
 
 
-def _fresh(load: Load) -> Load:
-    """As those see it that wait: they have all their tokens before them."""
+def _at_start(load: Load) -> Load:
+    """The load for waiting requests, which have no tokens yet."""
     return replace(load, age=0.0) if load.waiting else load
 
 
-def _to_make(load: Load, fresh: Load, share: float) -> tuple[float, float, float] | None:
-    """Decoding steps, tokens and prompt tokens up to there, whoever makes them; None: nothing is missing."""
+def _work_to(load: Load, at_start: Load, share: float) -> tuple[float, float, float] | None:
+    """Decoding steps, tokens and prompt tokens until this share is generated, on any number of replicas. None: no
+    response is missing."""
     needed = share * load.needed
     if needed <= 0:
         return None
-    at_hand = load.at_hand
-    part = min(1.0, needed / at_hand) if at_hand else 0.0
+    in_progress = load.in_progress
+    part = min(1.0, needed / in_progress) if in_progress else 0.0
     steps = load.steps_to(part) if load.running else 0.0
     tokens = load.running * load.tokens_in(steps)
     if load.waiting:
-        fresh_steps = fresh.steps_to(part)
-        steps = max(steps, fresh_steps)
-        tokens += load.waiting * fresh.tokens_in(fresh_steps)
-    more = max(0.0, needed - at_hand)  # not drawn yet: they begin when others end
+        steps_from_start = at_start.steps_to(part)
+        steps = max(steps, steps_from_start)
+        tokens += load.waiting * at_start.tokens_in(steps_from_start)
+    more = max(0.0, needed - in_progress)  # not drawn yet: they begin when others end
     if more:
         mean = load.mean
         steps += mean
@@ -306,63 +312,65 @@ def _to_make(load: Load, fresh: Load, share: float) -> tuple[float, float, float
     return steps, tokens, (load.waiting + more) * load.prompt
 
 
-def _takes_s(to_make: tuple[float, float, float] | None, speed: ReplicaSpeed, replicas: int) -> float:
-    if to_make is None:
+def _generation_s(work: tuple[float, float, float] | None, speed: ReplicaSpeed, replicas: int) -> float:
+    if work is None:
         return 0.0
     if not replicas:
         return math.inf
-    steps, tokens, prompts = to_make
+    steps, tokens, prompts = work
     steps = max(steps, tokens / (replicas * speed.max_concurrent))
     return speed.base_s * steps + (speed.per_sequence_s * tokens + prompts * speed.prefill_s_per_token) / replicas
 
 
 def judged_s(load: Load, speed: ReplicaSpeed) -> float:
-    """Seconds of one replica, full, for all the verdicts that are needed."""
+    """Seconds of one full replica for all needed verdicts."""
     tokens = load.needed * load.mean
     full = min(speed.max_concurrent, max(1.0, load.needed))
     return tokens * (speed.base_s / full + speed.per_sequence_s) + load.needed * load.prompt * speed.prefill_s_per_token
 
 
 def end_s(view: View, costs: Costs, counts: Mapping[str, int]) -> float:
-    """Seconds to the end of the rollout, with so many blocks for each role."""
-    return Outlook(view, costs).end_s(counts)
+    """Seconds to the end of the rollout, with `counts` blocks per role."""
+    return EndEstimate(view, costs).end_s(counts)
 
 
-class Outlook:
-    """A view, and what follows from it whoever has the blocks: many divisions are compared under one."""
+class EndEstimate:
+    """Estimates the end of the rollout for one view. Values that do not depend on the split are computed once, since
+    many splits are compared."""
 
     def __init__(self, view: View, costs: Costs) -> None:
         self.view, self.costs = view, costs
         grid = costs.grid
         self.per_block = {role: grid.per_block(role) for role in grid.roles}
         policy = view.loads[POLICY]
-        fresh = _fresh(policy)
-        self._to_make = [_to_make(policy, fresh, share) for share in FRACTIONS]
-        # of those with work: replicas a block, seconds of one replica for all, verdicts to come, seconds of the last
+        at_start = _at_start(policy)
+        self._generation = [_work_to(policy, at_start, share) for share in FRACTIONS]
+        # judges with work: role, replicas per block, seconds of one replica for all verdicts, verdicts on responses
+        # that are not generated yet, seconds of the last verdict
         self._judges: list[tuple[str, int, float, float, float]] = []
         for role in grid.roles:
             load, speed = view.loads[role], costs.speeds[role]
             if role == POLICY or load.needed <= 0:
                 continue
-            missing = max(0.0, load.needed - load.at_hand)  # not generated yet
+            missing = max(0.0, load.needed - load.in_progress)  # not generated yet
             alone = speed.base_s * load.mean + speed.prefill_s_per_token * load.prompt
             self._judges.append((role, self.per_block[role], judged_s(load, speed), missing, alone))
 
     def generated_s(self, counts: Mapping[str, int]) -> float:
-        """When all responses that are needed have been generated."""
-        return _takes_s(self._to_make[-1], self.costs.speeds[POLICY], counts[POLICY] * self.per_block[POLICY])
+        """Seconds until all needed responses are generated."""
+        return _generation_s(self._generation[-1], self.costs.speeds[POLICY], counts[POLICY] * self.per_block[POLICY])
 
     def end_s(self, counts: Mapping[str, int]) -> float:
-        """Seconds to the end of the rollout, with so many blocks for each role."""
+        """Seconds to the end of the rollout, with `counts` blocks per role."""
         speed, replicas = self.costs.speeds[POLICY], counts[POLICY] * self.per_block[POLICY]
-        times = [_takes_s(to_make, speed, replicas) for to_make in self._to_make]
+        times = [_generation_s(work, speed, replicas) for work in self._generation]
         end = times[-1]
         for role, per_block, judged, missing, alone in self._judges:
             judges = counts[role] * per_block
             if not judges:
                 return math.inf
             work = judged / judges
-            future = work * missing / self.view.loads[role].needed  # for what is not generated yet
+            future = work * missing / self.view.loads[role].needed  # for responses that are not generated yet
             last = max([t + (1 - share) * future for t, share in zip(times, FRACTIONS, strict=True)]) + alone
             end = max(end, work, last if future else alone)
         return end

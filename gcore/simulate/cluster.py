@@ -1,13 +1,13 @@
-"""The rollout phase of a cluster, event by event: real routing and placement code, devices that only take time.
+"""Simulates the rollout phase of a cluster, event by event: real routing and placement code, simulated devices.
 
-    draw ──> policy replica (siblings together) ──> judges (each response by itself) ──> keep, or draw another
+    draw ──> policy replica (siblings together) ──> judges (each response alone) ──> keep, or draw another
                      ^                                     ^
-                     └──── blocks change hands ────────────┘        decide: gcore/placement/rules.py, at every look
+                     └──── blocks change their owner ──────┘        decide: gcore/placement/rules.py, at every poll
 
-Prompts are drawn as controllers do (controller/collect.py): each has its share of them, and fills up to its share of
-what is missing. A rollout ends when enough groups are kept; what is under way then is aborted, and first in line in the
-next step. Devices start every step empty. A State goes from step to step and is never changed, so that a step can be
-run again under another policy, from the same state and with the same draws.
+Prompts are drawn as in a run (controller/collect.py): each controller has its share of the prompts and starts its share
+of the missing groups. A rollout ends when enough groups are kept. Groups in progress are then aborted, and start first
+in the next step. Devices are empty at the start of every step. The State that goes from step to step is immutable, so
+that a step can be repeated under another placement rule, from the same state and with the same draws.
 """
 
 from __future__ import annotations
@@ -23,72 +23,75 @@ from gcore.placement.grid import POLICY, Move, Split
 from gcore.placement.monitor import LEAST_RATE, quantiles
 from gcore.placement.placer import POLL_SHARE
 from gcore.placement.rules import Decide, Load, View
-from gcore.simulate.device import Job, seen
-from gcore.simulate.fleet import Call, Clock, Fleet, Group, Memory
+from gcore.simulate.device import Job, observe
+from gcore.simulate.fleet import Call, Clock, Fleet, Group, RecentLengths
 from gcore.simulate.scenario import Draw, Scenario, StepWork
 
-POLL_INTERVAL_S = Placement().poll_interval_s  # a scenario has the default
+POLL_INTERVAL_S = Placement().poll_interval_s  # scenarios use the default
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one controller stands among the prompts. Place(head=130, first=(2, 66)): two were aborted in the last"""
+class PromptCursor:
+    """Position of one controller in its prompts. PromptCursor(next_prompt=130, aborted=(2, 66)): 2 and 66 come first"""
 
-    head: int  # its next prompt; it draws every N-th
-    first: tuple[int, ...] = ()  # prompts that come before that
+    next_prompt: int  # of N controllers, each draws every N-th prompt
+    aborted: tuple[int, ...] = ()  # prompts that were aborted in the last step; they are drawn first
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What goes from step to step. State((Place(8), Place(9)), {"policy": (80, 512), "judge": (300,)}, 0.7, 41.5)"""
+    """What goes from step to step.
 
-    places: tuple[Place, ...]  # by controller
-    memory: Memory  # lengths that were seen
-    rate: float = 1.0  # share of groups that were kept lately; controllers begin with this too
+    State((PromptCursor(8), PromptCursor(9)), {"policy": (80, 512), "judge": (300,)}, 0.7, 41.5)
+    """
+
+    cursors: tuple[PromptCursor, ...]  # per controller
+    lengths: RecentLengths
+    rate: float = 1.0  # recent share of groups that were kept; controllers also begin with 1
     seconds: float = 0.0  # of the last rollout
 
 
 @dataclass(slots=True)
 class Rollout:
-    """What one simulated rollout phase came to."""
+    """The result of one simulated rollout phase."""
 
     state: State  # for the next step
 
     seconds: float = 0.0
-    owned_s: dict[str, float] = field(default_factory=dict)  # slot-seconds a role had
-    busy_s: dict[str, float] = field(default_factory=dict)  # slot-seconds in which it had a request there
-    switch_s: float = 0.0  # slot-seconds between two roles
-    idle: float = 0.0  # share of all slot-seconds in which a slot served nobody, moves included
+    owned_s: dict[str, float] = field(default_factory=dict)  # slot-seconds owned by each role
+    busy_s: dict[str, float] = field(default_factory=dict)  # slot-seconds with a request of that role
+    switch_s: float = 0.0  # slot-seconds of moves
+    idle: float = 0.0  # share of all slot-seconds without a request, moves included
     moves: list[tuple[float, Move]] = field(default_factory=list)
     segments: list[tuple[int, str, float, float, float]] = field(default_factory=list)  # block, role, from, to, busy
     split: Split = field(default_factory=lambda: Split(()))
     lengths: list[int] = field(default_factory=list)  # of the responses that are trained on
     wasted_tokens: int = 0  # generated for groups that were dropped or aborted
-    drawn: int = 0  # groups that were started, those of the step before included
+    drawn: int = 0  # groups that were started, including those aborted in the step before
 
 
 class Controller:
-    """One controller's prompts: those first in line, those under way."""
+    """The prompts of one controller: those to draw and those in progress."""
 
-    def __init__(self, place: Place, size: int) -> None:
-        self._first, self._head, self._size = deque(place.first), place.head, size
+    def __init__(self, cursor: PromptCursor, size: int) -> None:
+        self._aborted, self._next, self._size = deque(cursor.aborted), cursor.next_prompt, size
         self.running: set[int] = set()
 
     def draw(self) -> int:
-        if self._first:
-            number = self._first.popleft()
+        if self._aborted:
+            number = self._aborted.popleft()
         else:
-            number, self._head = self._head, self._head + self._size
+            number, self._next = self._next, self._next + self._size
         self.running.add(number)
         return number
 
-    def place(self) -> Place:
-        """When the step ends: what is under way is aborted."""
-        return Place(self._head, (*self._first, *sorted(self.running)))
+    def cursor(self) -> PromptCursor:
+        """For the next step: prompts in progress are aborted."""
+        return PromptCursor(self._next, (*self._aborted, *sorted(self.running)))
 
 
 class Simulation:
-    """One rollout phase, from a state that it leaves as it is."""
+    """Simulates one rollout phase. Does not change the given state."""
 
     def __init__(self, work: StepWork, split: Split, decide: Decide, state: State) -> None:
         scenario: Scenario = work.scenario
@@ -96,10 +99,10 @@ class Simulation:
         self.costs = scenario.costs(work.step)
         self.grid = self.costs.grid
         self.poll_interval_s = max(POLL_INTERVAL_S, POLL_SHARE * state.seconds)
-        self.controllers = [Controller(place, len(state.places)) for place in state.places]
-        memory = state.memory
+        self.controllers = [Controller(cursor, len(state.cursors)) for cursor in state.cursors]
+        recent = state.lengths
         self.clock = Clock()
-        response = sum(memory[POLICY]) / len(memory[POLICY])
+        response = sum(recent[POLICY]) / len(recent[POLICY])
         repeats = {judge.name: judge.repeats for judge in scenario.judges}
         longest = {POLICY: scenario.lengths.longest} | {judge.name: judge.verdict.longest for judge in scenario.judges}
         self.fleets = {
@@ -107,28 +110,28 @@ class Simulation:
                 role,
                 self.grid,
                 self.costs.speeds[role],
-                memory,
+                recent,
                 self.clock,
                 self._stage_ended,
                 prompt=scenario.prompt_length / scenario.samples
                 if role == POLICY
                 else (scenario.prompt_length + response) / repeats[role],
                 longest_allowed=longest[role],
-                controllers=len(state.places),
+                controllers=len(state.cursors),
                 repeats=repeats.get(role, 1),
             )
             for role in self.grid.roles
         }
         self.policy = self.fleets[POLICY]
         self.judges = [self.fleets[judge.name] for judge in scenario.judges]
-        self._verdicts = sum(repeats.values())  # for a response
+        self._verdicts = sum(repeats.values())  # per response
         self.kept = self.dropped = self.running = self.judging = 0  # groups
-        self._wanted = 0  # under way at each controller, when it was last filled up
+        self._wanted = 0  # groups in progress per controller after the last fill
         self.result = Rollout(state)
         self.split = split.check(self.grid)
         self.moving: set[int] = set()
-        self._since = [0.0] * self.grid.num_blocks  # when the owner of a block got it
-        self._busy_then = [0.0] * self.grid.num_blocks  # its replicas' busy seconds then
+        self._since = [0.0] * self.grid.num_blocks  # since when the owner has the block
+        self._busy_then = [0.0] * self.grid.num_blocks  # busy seconds of its replicas at that time
         self._busy_before: dict[str, float] = dict.fromkeys(self.fleets, 0.0)
         self._last_move = -math.inf
 
@@ -136,30 +139,30 @@ class Simulation:
         for block in range(self.grid.num_blocks):
             self._open(block)
         for fleet in self.fleets.values():
-            fleet.open(replica for block in fleet.blocks for replica in fleet.places[block])
+            fleet.open(replica for block in fleet.blocks for replica in fleet.by_block[block])
         self._fill()
         self.clock.at(self.poll_interval_s, self._poll, None)
         self.clock.run()
-        found = self._finish()
-        self._let_go()
-        return found
+        result = self._finish()
+        self._break_cycles()
+        return result
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
     def _fill(self, fewer: Controller | None = None) -> None:
-        """Every controller: as many as make up for its share of what is missing, at the rate they are accepted.
+        """Every controller starts as many groups as its share of the missing ones needs, at the acceptance rate.
 
-        `fewer`: only this one has fewer under way than after the last time, so the others are short only if more are
-        wanted now.
+        `fewer`: the only controller with fewer groups in progress than after the last fill. The others are filled only
+        if the wanted number has grown.
         """
         scenario = self.scenario
         rate = max(self._rate_now(), 1 / scenario.max_oversampling)
         share = (scenario.prompts * scenario.oversampling - self.kept) / len(self.controllers)
         wanted = math.ceil(share / rate - 1e-9)
-        asked = self.controllers if fewer is None or wanted > self._wanted else [fewer]
+        checked = self.controllers if fewer is None or wanted > self._wanted else [fewer]
         self._wanted = wanted
-        few = [c for c in asked if len(c.running) < wanted]
-        drawn = [controller.draw() for controller in few for _ in range(wanted - len(controller.running))]
+        short = [c for c in checked if len(c.running) < wanted]
+        drawn = [controller.draw() for controller in short for _ in range(wanted - len(controller.running))]
         drawn.sort(key=(lambda number: -self.work[number].hint) if scenario.long_first else None)
         for number in drawn:
             self._start(number, self.work[number])
@@ -172,28 +175,28 @@ class Simulation:
         self.result.drawn += 1
         prompt = self.scenario.prompt_length
         jobs = [Job(tokens, 0) for tokens in draw.tokens]
-        jobs[0].prompt = prompt  # siblings share the prefix: it is computed once
+        jobs[0].prompt = prompt  # siblings share the prefix: it is prefilled once
         work = len(jobs) * (prompt + self.policy.longest_allowed)
         self.policy.send(Call(Group(number, draw, len(jobs)), jobs, work, len(jobs), len(jobs)))
 
     def _judge(self, group: Group) -> None:
         draw: Draw = group.draw
-        group.left = self._verdicts * len(draw.tokens)
+        group.unfinished = self._verdicts * len(draw.tokens)
         prompt = self.scenario.prompt_length
         for judge in self.judges:
             for response, repeats in zip(draw.tokens, draw.verdicts[judge.name], strict=True):
-                read = prompt + response  # once; its other verdicts find it in the prefix cache
+                prefill = prompt + response  # once; its other verdicts find it in the prefix cache
                 for i, tokens in enumerate(repeats):
-                    judge.send(Call(group, [Job(tokens, 0 if i else read)], read + judge.longest_allowed, 1, 1))
+                    judge.send(Call(group, [Job(tokens, 0 if i else prefill)], prefill + judge.longest_allowed, 1, 1))
 
     def _stage_ended(self, fleet: Fleet, group: Group) -> None:
         self.clock.at(self.clock.now + self.scenario.rpc_s, self._next_stage, (fleet, group))
 
-    def _next_stage(self, about: tuple[Fleet, Group]) -> None:
-        fleet, group = about
+    def _next_stage(self, ended: tuple[Fleet, Group]) -> None:
+        fleet, group = ended
         tokens: list[int] = group.draw.tokens
         if fleet is self.policy:
-            fleet.seen_longest.append(max(tokens))
+            fleet.ended_longest.append(max(tokens))
             if self.judges:
                 self.judging += 1
                 self._judge(group)
@@ -205,7 +208,7 @@ class Simulation:
         controller.running.discard(group.number)
         if group.draw.good:
             self.kept += 1
-            self.clock.over = self.kept >= self.scenario.prompts
+            self.clock.stopped = self.kept >= self.scenario.prompts
             self.result.lengths.extend(tokens)
         else:
             self.dropped += 1
@@ -220,60 +223,62 @@ class Simulation:
         self.clock.at(self.clock.now + self.poll_interval_s, self._poll, None)
 
     def view(self) -> View:
-        """What the controllers could tell each other at this moment."""
-        groups = (self.scenario.prompts - self.kept) / max(self._rate_now(), LEAST_RATE)  # that must still be judged
+        """The view that the controllers would have now."""
+        groups = (self.scenario.prompts - self.kept) / max(self._rate_now(), LEAST_RATE)  # still to judge
         generating, samples = self.running - self.judging, self.scenario.samples
-        missing = max(0.0, groups - self.judging)  # and of them, must still be generated
+        missing = max(0.0, groups - self.judging)  # still to generate
         share = missing / max(1, generating)
-        responses = min(1.0, share) * self.policy.under_way + max(0.0, missing - generating) * samples
+        responses = min(1.0, share) * self.policy.in_progress + max(0.0, missing - generating) * samples
         work: dict[int, float] = {}
         loads = {}
         for role, fleet in self.fleets.items():
             needed = responses
             if role != POLICY:
-                needed = min(1.0, groups / max(1, self.judging)) * fleet.under_way + missing * samples * fleet.repeats
+                needed = min(1.0, groups / max(1, self.judging)) * fleet.in_progress + missing * samples * fleet.repeats
             loads[role] = self._load(fleet, needed, work)
         since_s = self.clock.now - self._last_move
-        over = self.kept >= self.scenario.prompts
-        return View(loads, work, frozenset(self.moving), since_s, over, self.clock.now, rate=self._rate_now())
+        stopping = self.kept >= self.scenario.prompts
+        return View(loads, work, frozenset(self.moving), since_s, stopping, self.clock.now, rate=self._rate_now())
 
     def _load(self, fleet: Fleet, needed: float, work: dict[int, float]) -> Load:
         blocks = fleet.blocks
-        there, running, made, busy_s = seen([fleet.places[block] for block in blocks], self.clock.now)
-        work.update(zip(blocks, there, strict=True))
-        waiting = fleet.queued + sum(there) - running
+        requests, running, made, busy_s = observe([fleet.by_block[block] for block in blocks], self.clock.now)
+        work.update(zip(blocks, requests, strict=True))
+        waiting = fleet.queued + sum(requests) - running
         since, self._busy_before[fleet.name] = busy_s - self._busy_before[fleet.name], busy_s
         busy = since / (len(blocks) * fleet.per_block * self.poll_interval_s) if blocks else 1.0
         age = made / running if running else 0.0
         return Load(running, waiting, needed, age, fleet.lengths, fleet.longest, fleet.prompt, min(1.0, busy))
 
     def _move(self, move: Move) -> None:
-        """Drain by migration, sleep, wake; until then the block is nobody's."""
+        """Drain by migration, sleep, wake. No role owns the block until the end of the move."""
         now, source = self.clock.now, self.fleets[move.source]
-        source.close(source.places[move.block])
+        source.close(source.by_block[move.block])
         self._close(move.block)
         self.moving.add(move.block)
         self._last_move = now
         self.result.moves.append((now, move))
         self.split = self.split.after([move])
-        for replica in source.places[move.block]:
+        for replica in source.by_block[move.block]:
             source.evict(replica, self.scenario.prompt_length)
         seconds = self.costs.switch_s(move)
         self._segment(move.block, "switch", now, now + seconds, 0.0)
-        self.clock.at(now + seconds, self._arrived, move)
+        self.clock.at(now + seconds, self._arrive, move)
 
-    def _arrived(self, move: Move) -> None:
+    def _arrive(self, move: Move) -> None:
         self.moving.discard(move.block)
         self._open(move.block)
         fleet = self.fleets[move.target]
-        fleet.open(fleet.places[move.block])
-        self.clock.at(self.clock.now, Fleet.dispatch, fleet)  # others arrive now: all share the work
+        fleet.open(fleet.by_block[move.block])
+        self.clock.at(
+            self.clock.now, Fleet.dispatch, fleet
+        )  # later: blocks that arrive at the same time share the work
 
     def _open(self, block: int) -> None:
         fleet, now = self.fleets[self.split[block]], self.clock.now
         self._since[block], self._busy_then[block] = now, 0.0
         insort(fleet.blocks, block)
-        for replica in fleet.places[block]:
+        for replica in fleet.by_block[block]:
             replica.at = max(replica.at, now)
             self._busy_then[block] += replica.busy_s
         self._busy_before[fleet.name] += self._busy_then[block]
@@ -282,7 +287,7 @@ class Simulation:
         role, now = self.split[block], self.clock.now
         fleet, busy = self.fleets[role], 0.0
         fleet.blocks.remove(block)
-        for replica in fleet.places[block]:
+        for replica in fleet.by_block[block]:
             fleet.sync(replica)
             busy += replica.busy_s
         self._busy_before[role] -= busy
@@ -307,18 +312,18 @@ class Simulation:
         result.seconds, result.split = now, self.split
         result.idle = 1 - sum(result.busy_s.values()) / (now * self.grid.slots)
         result.wasted_tokens += self.policy.wasted()
-        memory = {role: quantiles(fleet.seen) or fleet.lengths for role, fleet in self.fleets.items()}
-        memory[f"{POLICY}/longest"] = quantiles(self.policy.seen_longest) or self.policy.longest
-        places = tuple(controller.place() for controller in self.controllers)
-        result.state = State(places, memory, self._rate_now(), now)
+        lengths = {role: quantiles(fleet.ended_lengths) or fleet.lengths for role, fleet in self.fleets.items()}
+        lengths[f"{POLICY}/longest"] = quantiles(self.policy.ended_longest) or self.policy.longest
+        cursors = tuple(controller.cursor() for controller in self.controllers)
+        result.state = State(cursors, lengths, self._rate_now(), now)
         return result
 
-    def _let_go(self) -> None:
-        """Without circles of references all of it is gone with the last who looks at it, and no collector searches."""
+    def _break_cycles(self) -> None:
+        """Without reference cycles the simulation is freed by reference counting: no garbage collection is needed."""
         self.clock.events.clear()
         for fleet in self.fleets.values():
-            fleet.ended = _nobody_waits
+            fleet.ended = _after_the_end
 
 
-def _nobody_waits(fleet: Fleet, group: Group) -> None:
+def _after_the_end(fleet: Fleet, group: Group) -> None:
     raise AssertionError("the rollout is over")

@@ -1,10 +1,11 @@
-"""One engine replica as the emulated engine and the simulator see it: what runs there, and when the next request ends.
+"""Timing of one engine replica, for the emulated engine and the simulator: its requests, and when the next one ends.
 
-    add ──> waiting (by priority) ──room──> prefill: the device stands ──> decode, all at one speed ──> ended
+    add ──> waiting (by priority) ──free slot──> prefill: decoding stops ──> decode, all at one speed ──> ended
 
-All running requests make a token a step, so one *token clock* serves them all: a request that began at 120 and makes 50
-tokens is done when the clock shows 170, however often the speed changed in between. Prefill comes first and is serial:
-the clock stands still meanwhile. An arrival, an end and an abort cost O(log n); between them nothing is done.
+All running requests make one token per step, so one *token clock* is enough for all: a request that began at clock 120
+and makes 50 tokens ends when the clock reads 170, however often the speed changed in between. Prefill is serial and has
+priority: the token clock stops while it runs. An arrival, an end and an abort cost O(log n). There is no work between
+events.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from gcore.placement.replica_speed import ReplicaSpeed
 
 WAITING, RUNNING, ENDED = 0, 1, 2  # states of a job
-EARLY = 1e-9  # sums of floats end a little before what they add up to
+ROUNDING = 1e-9  # relative: a sum of floats may be a little less than the exact value
 
 
 class Job:
@@ -29,53 +30,53 @@ class Job:
     def __init__(self, tokens: int, prompt: int, tag: Any = None, priority: float = 0.0, before: int = 0) -> None:
         self.tokens, self.prompt = tokens, prompt
         self.tag, self.priority = tag, priority
-        self.before = before  # tokens it made elsewhere
+        self.before = before  # tokens made on another device
         self.began, self.made, self.state = 0.0, 0, WAITING
 
 
 class Device:
-    """Time is the caller's, in seconds, and only goes forward: `advance`, then look or change."""
+    """The caller gives the time, in seconds, which only grows: call `advance` before reading or changing anything."""
 
     __slots__ = (
         "_base", "_began", "_cap", "_order", "_per", "_prefill", "_waiting", "at", "busy_s", "clock", "ending",
-        "prefilled", "running", "standing", "step_s", "waiting",
+        "prefill_until", "prefilled", "running", "step_s", "waiting",
     )  # fmt: skip
 
     def __init__(self, speed: ReplicaSpeed, at: float = 0.0) -> None:
         self._base, self._per, self._cap = speed.base_s, speed.per_sequence_s, speed.max_concurrent
         self._prefill = speed.prefill_s_per_token
-        self.at = self.standing = at  # standing: until then the device is in prefill
+        self.at = self.prefill_until = at  # at: the current time
         self.clock, self.step_s = 0.0, speed.base_s
         self.running = self.waiting = self._order = 0
-        self.ending: list[tuple[float, int, Job]] = []  # heap on the token clock; the gone among them are passed over
+        self.ending: list[tuple[float, int, Job]] = []  # heap on the token clock; aborted jobs in it are skipped
         self._waiting: list[tuple[float, int, Job]] = []
-        self._began = 0.0  # on the token clock: the sum over the running, had they made all their tokens here
+        self._began = 0.0  # sum over running jobs: token clock at their start, less the tokens made elsewhere
         self.busy_s = 0.0
         self.prefilled = 0
 
     def next_s(self) -> float:
-        """When the next request ends, if nothing else happens before."""
+        """When the next request ends, if no other event comes first."""
         ending = self.ending
         while ending:
             end, _, job = ending[0]
             if job.state == RUNNING:
-                at, standing, rest = self.at, self.standing, end - self.clock
-                begin = at if at > standing else standing
+                at, prefill_until, rest = self.at, self.prefill_until, end - self.clock
+                begin = at if at > prefill_until else prefill_until
                 return begin + rest * self.step_s if rest > 0.0 else begin
             heapq.heappop(ending)
         return math.inf
 
     def advance(self, to: float) -> list[Job]:
-        """Let time pass up to `to`, at most to next_s(); what ends by then."""
-        at, standing, self.at = self.at, self.standing, to
+        """Advance to `to`, at most next_s(). Returns the jobs that end."""
+        at, prefill_until, self.at = self.at, self.prefill_until, to
         if not self.running:
             return []
         self.busy_s += to - at
-        decoding, clock = to - (at if at > standing else standing), self.clock
+        decoding, clock = to - (at if at > prefill_until else prefill_until), self.clock
         if decoding > 0:
             self.clock = clock = clock + decoding / self.step_s
         ended: list[Job] = []
-        ending, due = self.ending, clock + EARLY * (1.0 + clock)
+        ending, due = self.ending, clock + ROUNDING * (1.0 + clock)
         while ending and ending[0][0] <= due:
             job = heapq.heappop(ending)[2]
             if job.state == RUNNING:
@@ -83,7 +84,7 @@ class Device:
                 self._began -= job.began - job.before
                 ended.append(job)
         if ended:
-            self._left(len(ended))
+            self._removed(len(ended))
         return ended
 
     def add(self, jobs: Sequence[Job]) -> None:
@@ -99,12 +100,12 @@ class Device:
         self.step_s = self._base + self._per * self.running
 
     def remove(self, job: Job) -> int:
-        """Abort. Returns how many tokens it made."""
+        """Abort. Returns the number of tokens made."""
         if job.state == RUNNING:
             job.made = self.progress(job)
             job.state = ENDED
             self._began -= job.began - job.before
-            self._left(1)
+            self._removed(1)
         elif job.state == WAITING:
             job.state = ENDED
             self.waiting -= 1
@@ -116,16 +117,16 @@ class Device:
         return min(job.tokens, max(0, math.floor(self.clock - job.began + 1e-6)))
 
     def jobs(self) -> list[Job]:
-        """All that is here: the running, in the order in which they began, then the waiting in theirs."""
+        """All jobs: the running ones in the order of their start, then the waiting ones in the order of their queue."""
         entries = sorted(self.ending, key=itemgetter(1)) + sorted(self._waiting)
         return [job for _, _, job in entries if job.state != ENDED]
 
-    def _left(self, count: int) -> None:
+    def _removed(self, count: int) -> None:
         self.running -= count
         if self.waiting:
             self._admit()
         self.step_s = self._base + self._per * self.running
-        if not self.running:  # nobody reads the clock: begin anew, floats are exact near 0
+        if not self.running:  # reset the clock: floats are most exact near 0
             self.clock = self._began = 0.0
             self.ending.clear()
 
@@ -147,27 +148,29 @@ class Device:
             self._order += 1
             heapq.heappush(ending, (clock + job.tokens, self._order, job))
             if job.prompt and self._prefill:
-                self.standing = (self.at if self.at > self.standing else self.standing) + self._prefill * job.prompt
+                self.prefill_until = (
+                    self.at if self.at > self.prefill_until else self.prefill_until
+                ) + self._prefill * job.prompt
                 self.prefilled += job.prompt
 
 
-def seen(blocks: Iterable[Sequence[Device]], now: float) -> tuple[list[int], int, float, float]:
-    """What is there, as others see it: requests on each block; those that run, the tokens that these have made, and
-    seconds with something to do, on all blocks together. Nothing changes."""
-    there, running, made, busy_s = list[int](), 0, 0.0, 0.0
+def observe(blocks: Iterable[Sequence[Device]], now: float) -> tuple[list[int], int, float, float]:
+    """Requests per block; and over all blocks: running requests, tokens that these have made, busy seconds. Changes
+    nothing."""
+    per_block, running, made, busy_s = list[int](), 0, 0.0, 0.0
     for block in blocks:
-        here = 0
+        requests = 0
         for device in block:
-            if not (decoded := device.running):  # so nothing waits
+            if not (decoded := device.running):  # then none waits either
                 busy_s += device.busy_s
                 continue
-            at, standing, clock = device.at, device.standing, device.clock
-            decoding = now - (at if at > standing else standing)
+            at, prefill_until, clock = device.at, device.prefill_until, device.clock
+            decoding = now - (at if at > prefill_until else prefill_until)
             if decoding > 0.0:
                 clock += decoding / device.step_s
             made += decoded * clock - device._began
             busy_s += device.busy_s + now - at
             running += decoded
-            here += decoded + device.waiting
-        there.append(here)
-    return there, running, made, busy_s
+            requests += decoded + device.waiting
+        per_block.append(requests)
+    return per_block, running, made, busy_s

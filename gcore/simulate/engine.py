@@ -1,10 +1,10 @@
-"""An engine whose device time is slept, not computed: real controllers meet it on any machine.
+"""An emulated engine: it sleeps for the device time instead of computing, so that real runs work on any machine.
 
-    requests ──> held while weights come or it sleeps ──> Device (device.py): queue, prefill, decoding ──> completions
+    requests ──> held during weight updates and sleep ──> Device (device.py): queue, prefill, decoding ──> completions
 
-The device is that of the simulator, so both have the same timing: prompts are read one after another; decoding stops
-while one is read; all running requests make one token per step, and a step takes longer the more of them run. A prompt
-that was read before, with the same weights, is not read again (siblings, repeated verdicts). Nothing runs between two
+The simulator uses the same device, so both have the same timing: prompts are prefilled one after another; decoding
+stops during a prefill; all running requests make one token per step, and a step takes longer with more of them. A
+prompt that was prefilled before with the same weights is cached (siblings, repeated verdicts). There is no work between
 events.
 
 Time is that of the event loop. In an ordinary loop, `speedup` emulated seconds pass per second. In a VirtualLoop
@@ -35,17 +35,17 @@ from gcore.simulate.device import RUNNING, Device, Job
 from gcore.types import Completion, Finish, Ints, Request, UserError
 
 Lengths = Callable[[Request], int]
-EARLY_S = 1e-6  # emulated: sums of floats end a little before what they add up to
-EARLY_TOKENS = 1e-6
+TOLERANCE_S = 1e-6  # emulated seconds: a sum of floats may be a little less than the exact value
+TOLERANCE_TOKENS = 1e-6
 NORMAL = NormalDist()
-REMEMBERED = 4096  # prompts whose KV cache is still there; the oldest goes first
+MAX_CACHED_PROMPTS = 4096  # the oldest is evicted first
 
 
 def log_normal(median: float, sigma: float, shared: float = 0.0) -> Lengths:
-    """Heavy-tailed lengths, at least 1: half of them at most `median`; the mean is median * exp(sigma ** 2 / 2).
+    """Heavy-tailed lengths, at least 1; the mean is median * exp(sigma ** 2 / 2).
 
-    `shared` is the part of the variance that all responses to a prompt have in common. Where the turns of a sample end
-    follows from its key: one that goes on elsewhere, from the tokens it has, ends where it would have ended.
+    `shared` is the share of the variance that all responses to a prompt have in common. The end of each turn of a
+    sample depends only on its noise key: a request that continues on another replica ends at the same token.
     """
     of_prompt, own = sigma * math.sqrt(shared), sigma * math.sqrt(1.0 - shared)
 
@@ -63,8 +63,8 @@ def log_normal(median: float, sigma: float, shared: float = 0.0) -> Lengths:
 
 
 def unseeded(lengths: Lengths) -> Lengths:
-    """Lengths of an engine without seeds: a request that is started again from its prompt gets fresh noise. One that
-    continues from the tokens it has keeps its noise: the rest of a response is drawn given its beginning."""
+    """Lengths of an engine without seeds. A request that starts again from its prompt gets new noise. A request that
+    continues from its tokens keeps its noise: the rest of a response depends on its beginning."""
     starts = Counter[int]()
 
     def length(request: Request) -> int:
@@ -80,16 +80,16 @@ LENGTHS = log_normal(median=256, sigma=0.8)
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `generate`: answered when its last request is."""
+    """One call of `generate`. Its future is set when its last request has ended."""
 
     ticket: str
     future: asyncio.Future[list[Completion]]
-    asked: list[_Asked] = field(default_factory=list)
-    left: int = 0
+    requests: list[_PendingRequest] = field(default_factory=list)
+    unfinished: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _PendingRequest:
     call: _Call
     request: Request
     job: Job
@@ -97,39 +97,40 @@ class _Asked:
 
 
 class EmulatedEngine:
-    """Implements protocols.Engine. Tokens and their number follow from the request's noise key alone.
+    """Implements protocols.Engine. Tokens and their number depend only on the noise key of the request.
 
-    `lengths` says how many tokens a request would make; max_tokens cuts it, and without a stop token nothing else ends
-    a response. Logprobs are all -1.
+    `lengths` returns the number of tokens of a request; max_tokens cuts it. Without a stop token, every response has
+    max_tokens. Logprobs are all -1.
     """
 
     def __init__(
         self,
         speed: ReplicaSpeed,
         *,
-        max_length: int | None = None,  # of prompt and response together
+        max_length: int | None = None,  # of prompt + response
         lengths: Lengths = LENGTHS,
         tokens: range = range(4, 1000),
         speedup: float = 1.0,
     ) -> None:
         if speed.step_s(1) <= 0 or speedup <= 0:
             raise ValueError(
-                f"{speed}, speedup {speedup}: expected a decoding step that takes some time, and a speedup above 0"
+                f"{speed}, speedup {speedup}: expected a decoding step of more than 0 s, and a speedup above 0"
             )
         self.speed, self.max_length, self.speedup = speed, max_length, speedup
         self.version = 0
         self._lengths, self._tokens = lengths, tokens
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.Handle | None = None
-        self._rings = math.inf  # when it does; not every loop's timers tell
-        self._at = 0.0  # the loop's time up to which all has happened
-        self._device = Device(speed)  # its time stands still while weights come, and in sleep
-        self._held: list[_Asked] = []  # came while it stood still
+        self._timer_at = math.inf  # its time; not every event loop's handle has it
+        self._at = 0.0  # loop time up to which all events are processed
+        self._device = Device(speed)  # its time stops during weight updates and sleep
+        self._held: list[_PendingRequest] = []  # arrived while the device was stopped
         self._calls: dict[str, dict[_Call, None]] = {}  # by ticket
         self._num_loads = 0
-        self._incomplete = self._asleep = self._bare = False  # more buckets to come; memory given back; weights dropped
+        self._incomplete = False  # a weight update has more buckets to come
+        self._asleep = self._weights_dropped = False
         self._changes: list[tuple[float, int]] = [(0.0, 0)]  # token clock, version from then on
-        self._read: dict[bytes, None] = {}  # digests of the prompts in the cache
+        self._cached: dict[bytes, None] = {}  # digests of the prompts in the cache
         self._generated, self._loading_s = 0, 0.0
 
     # ---- protocol -------------------------------------------------------------------------------------------------
@@ -140,22 +141,23 @@ class EmulatedEngine:
         if not requests:
             return []
         loop = self._catch_up()
-        call = _Call(ticket, loop.create_future(), left=len(requests))
-        call.asked = [_Asked(call, request, self._job(request)) for request in requests]
-        for asked in call.asked:
-            asked.job.tag = asked
+        call = _Call(ticket, loop.create_future(), unfinished=len(requests))
+        call.requests = [_PendingRequest(call, request, self._job(request)) for request in requests]
+        for pending in call.requests:
+            pending.job.tag = pending
         self._calls.setdefault(ticket, {})[call] = None
-        self._held += call.asked
-        self._go_on()
+        self._held += call.requests
+        self._resume()
         return await call.future
 
     async def abort(self, ticket: str) -> None:
         self._catch_up()
-        mine = [asked for call in self._calls.get(ticket, ()) for asked in call.asked if asked.completion is None]
-        for asked in sorted(mine, key=lambda asked: asked.job.state):  # first those that wait: none takes a free place
-            self._take_back(asked)
-        self._rest_if_idle()
-        self._go_on()
+        calls = self._calls.get(ticket, ())
+        unfinished = [pending for call in calls for pending in call.requests if pending.completion is None]
+        for pending in sorted(unfinished, key=lambda pending: pending.job.state):  # waiting ones first: none may start
+            self._abort_request(pending)
+        self._reset_if_idle()
+        self._resume()
 
     async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
         self._catch_up()
@@ -165,20 +167,20 @@ class EmulatedEngine:
             await self._pass(self.speed.weights_s / count)
             self._incomplete = index + 1 < count
             if not self._incomplete:
-                self.version, self._bare = version, False
+                self.version, self._weights_dropped = version, False
                 self._changes.append((self._device.clock, version))
-                self._read.clear()
+                self._cached.clear()
         finally:
             self._num_loads -= 1
-            self._go_on()
+            self._resume()
         return self.version
 
     async def sleep(self, level: int) -> MemoryChange:
         self._catch_up()
-        if under_way := self._device.running + self._device.waiting + len(self._held):
-            raise RuntimeError(f"asked to sleep with {under_way} requests under way")
-        self._asleep, self._bare = True, self._bare or level > 1
-        self._read.clear()
+        if in_progress := self._device.running + self._device.waiting + len(self._held):
+            raise RuntimeError(f"sleep called with {in_progress} requests in progress; abort them first")
+        self._asleep, self._weights_dropped = True, self._weights_dropped or level > 1
+        self._cached.clear()
         await self._pass(self.speed.sleep_s)
         return MemoryChange(self.speed.sleep_s, 0.0)
 
@@ -186,58 +188,58 @@ class EmulatedEngine:
         self._catch_up()
         await self._pass(self.speed.wake_s)
         self._asleep = bool(tags) and "kv_cache" not in tags
-        self._go_on()
+        self._resume()
         return MemoryChange(self.speed.wake_s, 0.0)
 
     async def stats(self) -> EngineStats:
-        """Seconds are emulated ones. Taking new weights counts as busy, sleep does not."""
+        """Seconds are emulated. Weight updates count as busy, sleep does not."""
         self._catch_up()
         device = self._device
-        under_way = float(sum(device.progress(job) for job in device.jobs()))
+        running_tokens = float(sum(device.progress(job) for job in device.jobs()))
         return EngineStats(
             running=device.running,
             waiting=device.waiting + len(self._held),
             busy_s=device.busy_s + self._loading_s,
-            generated_tokens=self._generated + under_way,
-            running_tokens=under_way,
+            generated_tokens=self._generated + running_tokens,
+            running_tokens=running_tokens,
         )
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> asyncio.AbstractEventLoop:
-        """Let everything happen that is due by now, each at its own time: a loop that is late delays no request."""
+        """Process all events up to now, each at its own time: a late event loop delays no request."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop, self._timer, self._at = loop, None, loop.time()
         now = loop.time()
         passed_s = (now - self._at) * self.speedup
         self._at = now
-        if self._stands_still:
+        if self._is_stopped:
             self._loading_s += passed_s if self._num_loads or self._incomplete else 0.0
             return loop
         device = self._device
         until = device.at + passed_s
-        while (due := device.next_s()) <= until + EARLY_S:
+        while (due := device.next_s()) <= until + TOLERANCE_S:
             self._advance(due)
         if until > device.at:
-            self._answer(device.advance(until))
-        else:  # what was due came a little early
+            self._complete(device.advance(until))
+        else:  # the last event was a little after `until`, within the tolerance
             self._at += (device.at - until) / self.speedup
         return loop
 
     def _advance(self, due: float) -> None:
-        """To the moment in which the next request ends."""
+        """Advance to the end of the next request."""
         ended = self._device.advance(due)
-        if not ended:  # the last bits of a float: its time has come all the same
+        if not ended:  # float rounding: the clock is a little before the end
             self._device.clock = self._device.ending[0][0]
             ended = self._device.advance(due)
-        self._answer(ended)
+        self._complete(ended)
 
-    def _answer(self, ended: Sequence[Job]) -> None:
+    def _complete(self, ended: Sequence[Job]) -> None:
         for job in ended:
-            enough = job.tokens == job.tag.request.params.max_tokens
-            self._end(job.tag, job.tokens, "length" if enough else "stop", job.began)
-        self._rest_if_idle()
+            is_cut = job.tokens == job.tag.request.params.max_tokens
+            self._end(job.tag, job.tokens, "length" if is_cut else "stop", job.began)
+        self._reset_if_idle()
 
     async def _pass(self, emulated_s: float) -> None:
         try:
@@ -247,80 +249,80 @@ class EmulatedEngine:
             self._catch_up()
 
     @property
-    def _stands_still(self) -> bool:
-        return bool(self._num_loads) or self._incomplete or self._asleep or self._bare
+    def _is_stopped(self) -> bool:
+        return bool(self._num_loads) or self._incomplete or self._asleep or self._weights_dropped
 
-    def _go_on(self) -> None:
-        if self._stands_still:
+    def _resume(self) -> None:
+        if self._is_stopped:
             return
         if self._held:
-            self._device.add(sorted((asked.job for asked in self._held), key=lambda job: job.priority))
+            self._device.add(sorted((pending.job for pending in self._held), key=lambda job: job.priority))
             self._held.clear()
-        self._arm()
+        self._set_timer()
 
-    def _arm(self) -> None:
-        """One timer, for what happens next. One that rings early does no harm, so it is left alone."""
+    def _set_timer(self) -> None:
+        """One timer, for the next event. An earlier timer is kept: it does no harm."""
         assert self._loop is not None
         due = self._device.next_s()
         if due == math.inf:
             return
         when = self._at + (due - self._device.at) / self.speedup
         if self._timer is not None:
-            if self._rings <= when:
+            if self._timer_at <= when:
                 return
             self._timer.cancel()
-        self._timer, self._rings = self._loop.call_at(when, self._ring), when
+        self._timer, self._timer_at = self._loop.call_at(when, self._on_timer), when
 
-    def _ring(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self._catch_up()
-        self._go_on()
+        self._resume()
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def _job(self, request: Request) -> Job:
         most, prompt = request.params.max_tokens, _digest(request)
         length = min(self._lengths(request), most) if request.params.stop_tokens else most
-        known = prompt in self._read
-        self._read[prompt] = None
-        if len(self._read) > REMEMBERED:
-            del self._read[next(iter(self._read))]
-        return Job(length, 0 if known else request.content.size, priority=request.priority)
+        is_cached = prompt in self._cached
+        self._cached[prompt] = None
+        if len(self._cached) > MAX_CACHED_PROMPTS:
+            del self._cached[next(iter(self._cached))]
+        return Job(length, 0 if is_cached else request.content.size, priority=request.priority)
 
-    def _take_back(self, asked: _Asked) -> None:
-        job = asked.job
+    def _abort_request(self, pending: _PendingRequest) -> None:
+        job = pending.job
         began = job.began if job.state == RUNNING else None
         if began is None and job.prompt:
-            self._read.pop(_digest(asked.request), None)  # it never was
-        if asked in self._held:
-            self._held.remove(asked)
+            self._cached.pop(_digest(pending.request), None)  # its prefill has not started
+        if pending in self._held:
+            self._held.remove(pending)
         else:
             self._device.remove(job)
-        self._end(asked, job.made, "abort", began)
+        self._end(pending, job.made, "abort", began)
 
-    def _end(self, asked: _Asked, num: int, finish: Finish, began: float | None) -> None:
-        asked.completion = Completion(
-            Tokens.steps(_sampled(asked.request, num, finish, self._tokens)),
+    def _end(self, pending: _PendingRequest, num: int, finish: Finish, began: float | None) -> None:
+        pending.completion = Completion(
+            Tokens.steps(_sampled(pending.request, num, finish, self._tokens)),
             np.full(num, -1.0, np.float32),
             self._versions(began, num),
             finish,
         )
         self._generated += num
-        call = asked.call
-        call.left -= 1
-        if not call.left:
+        call = pending.call
+        call.unfinished -= 1
+        if not call.unfinished:
             calls = self._calls[call.ticket]
             del calls[call]
             if not calls:
                 del self._calls[call.ticket]
-            if not call.future.done():  # its caller may have gone
-                call.future.set_result([one.completion for one in call.asked if one.completion is not None])
+            if not call.future.done():  # the caller may have been cancelled
+                call.future.set_result([one.completion for one in call.requests if one.completion is not None])
 
-    def _rest_if_idle(self) -> None:
-        """Nobody reads the token clock, and prompts that were aborted are not read to their end."""
+    def _reset_if_idle(self) -> None:
+        """Without running requests, older versions are not needed any more, and a prefill that was aborted ends now."""
         if not self._device.running:
             self._changes = [(self._device.clock, self.version)]
-            self._device.standing = self._device.at
+            self._device.prefill_until = self._device.at
 
     def _versions(self, began: float | None, num: int) -> Ints:
         if began is None:
@@ -328,19 +330,19 @@ class EmulatedEngine:
         first = bisect_right(self._changes, began, key=lambda change: change[0]) - 1
         versions = np.full(num, self._changes[first][1], np.int32)
         for clock, version in self._changes[first + 1 :]:
-            versions[math.floor(clock - began + EARLY_TOKENS) :] = version
+            versions[math.floor(clock - began + TOLERANCE_TOKENS) :] = version
         return versions
 
 
 def engine_of(serving: Serving, device: EmulatedDevice, model: Model, max_length: int) -> EmulatedEngine:
-    """As configured. Needs neither network nor tokenizer nor torch: a hundred such processes fit a laptop."""
+    """An engine as configured. Needs no model, no tokenizer and no torch: a laptop can run a hundred such processes."""
     names = ("base_s", "per_sequence_s", "prefill_s_per_token", "sleep_s", "wake_s", "weights_s")
     lengths = log_normal(device.mean_tokens / math.exp(device.sigma**2 / 2), device.sigma, device.shared)
     return EmulatedEngine(
         ReplicaSpeed(max_concurrent=serving.max_concurrent, **{name: getattr(device, name) for name in names}),
         max_length=max_length,
         lengths=lengths if serving.seeds else unseeded(lengths),
-        tokens=range(4, 4 + len(model.build.alphabet)) if model.build else range(4, 1000),  # after the special ones
+        tokens=range(4, 4 + len(model.build.alphabet)) if model.build else range(4, 1000),  # after the special tokens
         speedup=device.speed,
     )
 
@@ -353,7 +355,7 @@ def _check(request: Request, max_length: int | None) -> None:
         raise UserError(f"an engine request asks for {request.params.max_tokens} tokens; expected at least 1")
     if content.images:
         raise UserError(
-            f"an engine request has {len(content.images)} images, expected none: the emulated engine serves text alone "
+            f"an engine request has {len(content.images)} images, expected none: the emulated engine serves only text "
             "(key: generation.engine=vllm)"
         )
     total = content.size + request.params.max_tokens
@@ -365,7 +367,7 @@ def _check(request: Request, max_length: int | None) -> None:
 
 
 def _sampled(request: Request, num: int, finish: Finish, tokens: range) -> Ints:
-    """What an aborted request has is the beginning of what it would have had."""
+    """The first `num` tokens of the request's stream: an aborted request has the beginning of the full response."""
     table = _table(tokens, request.params.stop_tokens)
     found: Ints = table[_noise(request.noise_key, request.position, num) % np.uint64(len(table))]
     if finish == "stop":
@@ -375,7 +377,7 @@ def _sampled(request: Request, num: int, finish: Finish, tokens: range) -> Ints:
 
 @functools.lru_cache(maxsize=16)
 def _table(tokens: range, stops: tuple[int, ...]) -> Ints:
-    """The tokens to choose from: none of those that would end the response."""
+    """The tokens to choose from, without the stop tokens."""
     return np.array([token for token in tokens if token not in stops], np.int32)
 
 
@@ -393,5 +395,5 @@ def _digest(request: Request) -> bytes:
 
 
 def _normal(key: int, place: int) -> float:
-    bits = _noise(~key, place, 1)  # ~: another stream than that of the tokens
+    bits = _noise(~key, place, 1)  # ~: not the stream of the tokens
     return NORMAL.inv_cdf((float(bits[0]) + 0.5) * 2.0**-64)

@@ -1,13 +1,13 @@
-"""How long a step takes under each placement, by closed formulas: a fluid of requests, and a tail made of the longest.
+"""Estimates the seconds of a step under each placement, by closed formulas: a fluid of requests, then a tail.
 
-    colocated      all generate │ swap │ all judge │ swap │ ... again for what was rejected │ update
-    static         policy and judge side by side, streaming; the best split       │ update
+    colocated      all generate │ swap │ all judge │ swap │ ... again for rejected groups │ update
+    static         policy and judge in parallel, streaming; the best split        │ update
     dynamic        as static, and a device whose replica has drained changes role │ update
-    disaggregated  static on a part of the devices, while the others train on the step before
+    disaggregated  static on some of the devices, while the others train on the previous step
 
-Every stage is that of roles.py. Co-location and static splits are estimates; dynamic is a bound, since nobody waits in
-it while there is work (gcore/simulate/cluster.py runs the real policy). All is behind `estimate`, so that a simulator
-can take its place.
+The times of the roles come from roles.py. Co-location and static splits are estimates. Dynamic is a lower bound: it
+assumes that no device is idle while there is work (gcore/simulate/cluster.py simulates the real rule). `estimate` is
+the only entry point, so that a simulator can replace it.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from gcore.simulate.roles import Role
 
 Mode = Literal["colocated", "static", "dynamic", "disaggregated"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-MARGINS = (1.0, 1.1, 1.25, 1.5)  # how many more groups than expected to be needed are started at once
-ENOUGH = 0.5  # of a group: fewer are not missed
+MARGINS = (1.0, 1.1, 1.25, 1.5)  # groups started in a round / groups expected to be needed
+ENOUGH = 0.5  # fewer missing groups than this count as none
 POLICY = "policy"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A cluster, its roles and a step's work; what `estimate` needs. The first role is the policy."""
+    """A cluster, its roles and the work of a step: the input of `estimate`. The first role is the policy."""
 
     gpu: Gpu
     gpus: int
     roles: tuple[Role, ...]
     prompts: int
     trained_tokens: float
-    mean_length: float  # of what is trained on: prompt and response
+    mean_length: float  # tokens per training sample: prompt and response
     acceptance: float = 1.0
     resident: bool = True  # the trainer's state stays on the GPUs while engines work
     micro_tokens: int = 16384
     logprob_passes: int = 0
-    swap_s: float | None = None  # instead of the estimate
+    swap_s: float | None = None  # replaces the estimate
 
     @property
     def policy(self) -> Role:
@@ -57,16 +57,16 @@ class Case:
 
     @property
     def block(self) -> int:
-        """GPUs that change hands together: as many as the widest replica spans."""
+        """GPUs that change their role together: as many as the widest replica spans."""
         return max(role.tp for role in self.roles)
 
     @property
     def draws(self) -> float:
-        """Prompts drawn in a step that streams: late ones come as soon as early ones are rejected."""
+        """Prompts drawn per step with streaming: a rejected group is replaced at once."""
         return self.prompts / self.acceptance
 
     def into_s(self, judge: Role) -> float:
-        """A judge in the place of whoever was awake."""
+        """Seconds to put the awake engine to sleep and wake a judge."""
         return self.swap_s if self.swap_s is not None else costs.swap_s(judge.shape, self.gpu, judge.tp)
 
     def weights_s(self, trainer_gpus: int) -> float:
@@ -74,7 +74,7 @@ class Case:
         return costs.ENGINE.wake_s + costs.weight_sync_s(policy.shape, self.gpu, policy.tp, trainer_gpus)
 
     def update(self, gpus: int) -> dict[str, float]:
-        """Preparation and training on `gpus`."""
+        """Seconds of preparation and training on `gpus`."""
         shape, tokens, context = self.policy.shape, self.trained_tokens, self.mean_length / 2
         pass_s = costs.logprob_s(shape, self.gpu, gpus, tokens, context, self.micro_tokens)
         return {
@@ -83,7 +83,7 @@ class Case:
         }
 
     def between_s(self) -> float:
-        """Engines to sleep before the update, and the trainer's state moved where memory asks for it."""
+        """Seconds to put engines to sleep before the update, and to move the trainer's state if it is not resident."""
         offload_s = 0.0 if self.resident else costs.offload_s(self.policy.shape, self.gpu, self.gpus)
         return costs.sleep_s() + offload_s
 
@@ -92,11 +92,11 @@ class Case:
 class Estimate:
     """Estimate("static", {"policy": 40, "judge": 24}, {"policy": 2, "judge": 4}, {"generation": 61.0, ...}, 98.0, 70.0)
 
-    Stages add up to the step, except where training runs beside the rollout (disaggregated).
+    The stages add up to the step, except where training runs in parallel with the rollout (disaggregated).
     """
 
     mode: Mode
-    split: Mapping[str, int]  # GPUs a role
+    split: Mapping[str, int]  # GPUs per role
     tp: Mapping[str, int]
     stages: Mapping[str, float]
     step_s: float
@@ -105,18 +105,18 @@ class Estimate:
 
 
 def estimate(mode: Mode, case: Case, split: Mapping[str, int] | None = None) -> Estimate | None:
-    """A step under `mode`; None where there are too few devices for it. `split` fixes what static would search."""
-    ways: dict[Mode, Callable[[Case, Mapping[str, int] | None], Estimate | None]] = {
+    """A step under `mode`; None: too few devices for it. `split`: the split of static, which is searched otherwise."""
+    estimators: dict[Mode, Callable[[Case, Mapping[str, int] | None], Estimate | None]] = {
         "colocated": _colocated,
         "static": _static,
         "dynamic": _dynamic,
         "disaggregated": _disaggregated,
     }
-    return None if case.gpus % case.block else ways[mode](case, split)
+    return None if case.gpus % case.block else estimators[mode](case, split)
 
 
 def missing_after(wanted: float, acceptance: float, margin: float) -> float:
-    """Groups expected to be missing when `margin` times as many as needed on average were drawn: binomial noise."""
+    """Expected number of missing groups, with binomial noise, if `margin` times the mean need was drawn."""
     spread = math.sqrt(margin * wanted * (1 - acceptance))
     if spread == 0:
         return 0.0
@@ -125,7 +125,7 @@ def missing_after(wanted: float, acceptance: float, margin: float) -> float:
 
 
 def _rounds(case: Case, margin: float) -> list[float]:
-    """Prompts drawn in each round, when what is missing is known only at a round's end."""
+    """Prompts drawn per round, if the number of missing groups is known only at the end of a round."""
     rounds: list[float] = []
     missing = float(case.prompts)
     while missing > ENOUGH and len(rounds) < 10:
@@ -148,7 +148,7 @@ def _colocated(case: Case, split: Mapping[str, int] | None = None) -> Estimate:
         return sum(stages.values()), stages, len(rounds)
 
     margins = MARGINS if case.acceptance < 1 else (1.0,)
-    rollout_s, stages, num = min((with_margin(margin) for margin in margins), key=lambda way: way[0])
+    rollout_s, stages, num = min((with_margin(margin) for margin in margins), key=lambda found: found[0])
     notes = (f"{num} rounds of generating and judging",) if num > 1 else ()
     return _finish("colocated", case, everything, stages, rollout_s, case.between_s(), notes)
 
@@ -160,18 +160,18 @@ def _static(case: Case, split: Mapping[str, int] | None = None) -> Estimate | No
         return None
     generation, rollout_s = _streaming(case, split)
     stages = {"generation": generation, "rewarding": rollout_s - generation, "swaps": 0.0}
-    return _finish("static", case, split, stages, rollout_s, case.between_s() + _judges_late_s(case))
+    return _finish("static", case, split, stages, rollout_s, case.between_s() + _judges_wake_s(case))
 
 
 def _dynamic(case: Case, split: Mapping[str, int] | None = None) -> Estimate | None:
-    """Work-conserving: a policy replica that has drained judges. Each such change costs a swap.
+    """Work-conserving: a policy replica that has drained becomes a judge. Each change of role costs a swap.
 
-    The policy may start with more devices than a fixed split would give it, since they come back. Where changing roles
-    does not pay, the split stays.
+    The policy may start with more devices than under a fixed split, since it gives them back later. If changing roles
+    does not pay, the static split stays.
     """
     static = _static(case)
     if static is None or not case.judges:
-        return static and _finish_like(static, "dynamic")
+        return static and _copy_as(static, "dynamic")
     judging = sum(judge.device_s(static.split[judge.name], case.draws) for judge in case.judges)
     swap_s = max(case.into_s(judge) for judge in case.judges)
     ends = max(judge.tail_s for judge in case.judges)
@@ -179,29 +179,25 @@ def _dynamic(case: Case, split: Mapping[str, int] | None = None) -> Estimate | N
     for gpus in range(case.block, case.gpus + 1, case.block):
         span = case.policy.span(gpus, case.draws)
         times, done = case.policy.arrivals(gpus, case.draws)
-        ahead = gpus * (np.maximum(0.0, span.own_s - times) + swap_s) + judging * (
-            1 - done
-        )  # GPU-seconds, from then on
+        remaining = gpus * (np.maximum(0.0, span.own_s - times) + swap_s) + judging * (1 - done)  # GPU-seconds
         generation = span.total_s + _late_s(case)
-        rollout_s = max(generation + _verdict_s(case), float(np.max(times + ahead / case.gpus)) + ends)
+        rollout_s = max(generation + _verdict_s(case), float(np.max(times + remaining / case.gpus)) + ends)
         if best is None or rollout_s < best[0]:
             best = rollout_s, generation, gpus
     assert best is not None
     rollout_s, generation, gpus = best
     if rollout_s >= static.rollout_s:
-        return _finish_like(
-            static, "dynamic", ("changing roles within a step does not pay here: the split follows drift",)
-        )
+        return _copy_as(static, "dynamic", ("changing roles within a step does not pay here: the split follows drift",))
     begin = {POLICY: gpus, **_shared_out(case, case.gpus - gpus, static.split)}
     stages = {"generation": generation, "rewarding": rollout_s - generation, "swaps": 0.0}
     notes = (
-        "a bound: drained policy replicas turn into judges, nobody waits while there is work; split at a step's start",
+        "a bound: drained policy replicas become judges, no GPU is idle while there is work; split at the step's start",
     )
-    return _finish("dynamic", case, begin, stages, rollout_s, case.between_s() + _judges_late_s(case), notes)
+    return _finish("dynamic", case, begin, stages, rollout_s, case.between_s() + _judges_wake_s(case), notes)
 
 
 def _disaggregated(case: Case, split: Mapping[str, int] | None = None) -> Estimate | None:
-    """The trainer has its own devices and works on the step before: samples are one policy version old."""
+    """The trainer has its own devices and trains on the previous step: samples are one policy version old."""
     unit = math.lcm(case.block, case.gpu.per_node) if case.gpus >= 2 * case.gpu.per_node else case.block
     best: Estimate | None = None
     stride = unit * max(1, case.gpus // unit // 32)
@@ -222,7 +218,7 @@ def _disaggregated(case: Case, split: Mapping[str, int] | None = None) -> Estima
         }
         step_s = max(rollout_s, sum(update.values())) + weights_s
         if best is None or step_s < best.step_s:
-            notes = ("training runs beside the next rollout: samples are one version old",)
+            notes = ("training runs in parallel with the next rollout: samples are one version old",)
             best = Estimate(
                 "disaggregated", {**found, "trainer": trainer}, _widths(case), stages, step_s, rollout_s, notes
             )
@@ -238,18 +234,18 @@ def _finish(
     moving_s: float,
     notes: tuple[str, ...] = (),
 ) -> Estimate:
-    """The update phase on all devices behind a rollout."""
+    """Add the update phase, on all devices, to a rollout."""
     whole = {**stages, **case.update(case.gpus), "weights": case.weights_s(case.gpus)}
     whole["swaps"] += moving_s
     return Estimate(mode, dict(split), _widths(case), whole, sum(whole.values()), rollout_s, notes)
 
 
-def _finish_like(other: Estimate, mode: Mode, notes: tuple[str, ...] = ()) -> Estimate:
+def _copy_as(other: Estimate, mode: Mode, notes: tuple[str, ...] = ()) -> Estimate:
     return Estimate(mode, other.split, other.tp, other.stages, other.step_s, other.rollout_s, notes)
 
 
 def _shared_out(case: Case, gpus: int, like: Mapping[str, int]) -> dict[str, int]:
-    """`gpus` among the judges in proportion to another split, in whole blocks; what is left over to the first ones."""
+    """`gpus` among the judges in proportion to another split, in whole blocks; the first judges get the remainder."""
     whole, blocks = sum(like[judge.name] for judge in case.judges), gpus // case.block
     shares = {judge.name: blocks * like[judge.name] // whole for judge in case.judges}
     for judge in case.judges[: blocks - sum(shares.values())]:
@@ -272,9 +268,9 @@ def _trainer_fits(case: Case, gpus: int) -> bool:
 
 
 def _ends(case: Case, split: Mapping[str, int]) -> dict[str, float]:
-    """When each role would be done, were it for that role alone.
+    """When each role would be done if the other roles were never the bottleneck.
 
-    A judge is done when it has worked off what came after any moment: before, it may have waited.
+    For a judge: the maximum, over all times t, of t plus the work that arrives after t. Before t it may have been idle.
     """
     gpus = split[POLICY]
     times, done = case.policy.arrivals(gpus, case.draws)
@@ -292,32 +288,32 @@ def _streaming(case: Case, split: Mapping[str, int]) -> tuple[float, float]:
 
 
 def _late_s(case: Case) -> float:
-    """A rejection known late costs a group's own time; earlier ones are replaced while others run."""
+    """Extra seconds for late rejections: the time of one group. Earlier ones are replaced while other groups run."""
     return case.policy.latency_s() if len(_rounds(case, 1.0)) > 1 else 0.0
 
 
 def _verdict_s(case: Case) -> float:
-    """From the last response to the last verdict: a group's, alone."""
+    """Seconds from the last response to the last verdict: one group alone."""
     return max((judge.latency_s() for judge in case.judges), default=0.0)
 
 
-def _judges_late_s(case: Case) -> float:
-    """Judges wake while the policy takes its weights; what they need longer."""
+def _judges_wake_s(case: Case) -> float:
+    """Judges wake during the weight update of the policy: the seconds that they need in addition."""
     wakes = [case.into_s(judge) for judge in case.judges]
     return max(0.0, max(wakes, default=0.0) - case.weights_s(case.gpus))
 
 
 def _best_split(case: Case, gpus: int) -> dict[str, int] | None:
-    """Block by block to the role that would be done last: no other split is done sooner, as more devices never harm.
+    """Greedy: give each block to the role that would be done last. This is optimal, since more devices never harm.
 
-    In clusters of more than 64 blocks, the first gifts are of several blocks: at most 1/64 of what is left.
+    In clusters of more than 64 blocks, several blocks are given at a time at first: at most 1/64 of the remaining ones.
     """
     block, left = case.block, gpus // case.block - len(case.roles)
     if left < 0:
         return None
     split = {role.name: block for role in case.roles}
     while left:
-        ends, gift = _ends(case, split), max(1, left // 64)
-        split[max(ends, key=lambda name: ends[name])] += gift * block
-        left -= gift
+        ends, given = _ends(case, split), max(1, left // 64)
+        split[max(ends, key=lambda name: ends[name])] += given * block
+        left -= given
     return split

@@ -1,10 +1,10 @@
-"""The replicas of one role in the simulator: calls queue, are routed, run on devices, and move when a block does.
+"""The replicas of one role in the simulator: calls are queued, routed, run on devices, and migrate when a block moves.
 
-send ──> the controller's line (oldest group first) ──its Router──> Device ──> ended(job)
+send ──> the controller's queue (oldest group first) ──its Router──> Device ──> ended(fleet, group)
 
-As in a run, every controller has a line and a router of its own, and sees nothing of the others' (generation/pool.py);
-beyond LINES of them, some share one: that changes little but the simulator's speed.
-When a block moves, what runs there goes on elsewhere (`evict`).
+As in a run, every controller has its own queue and router, and does not know the others' (generation/pool.py). With
+more than MAX_QUEUES controllers, some share a queue: faster to simulate, with nearly the same result.
+When a block moves, its running requests continue on other replicas (`evict`).
 """
 
 from __future__ import annotations
@@ -18,86 +18,88 @@ from typing import Any
 from gcore.generation.routing import SENT_PER_SLOT, Router
 from gcore.placement.grid import POLICY, DeviceGrid
 from gcore.placement.replica_speed import ReplicaSpeed
-from gcore.placement.rules import Load, room
+from gcore.placement.rules import Load, request_limit
 from gcore.simulate.device import Device, Job
 
-Memory = Mapping[str, Sequence[float]]  # lengths of requests that ended lately, by role: quantiles
+RecentLengths = Mapping[str, Sequence[float]]  # of requests that ended recently, by role: quantiles
 
-LINES = 8  # at most so many controllers are told apart here; with 64, 512 slots take a quarter more time
+MAX_QUEUES = 8  # with 64 queues, a simulation of 512 slots takes 25 % more time
 
 
 class Group:
-    """The siblings of one prompt. `left`: requests of its present stage that have not ended."""
+    """The siblings of one prompt. `unfinished`: requests of its current stage that have not ended."""
 
-    __slots__ = ("draw", "left", "number")
+    __slots__ = ("draw", "number", "unfinished")
 
-    def __init__(self, number: int, draw: Any, left: int) -> None:
-        self.number, self.draw, self.left = number, draw, left
+    def __init__(self, number: int, draw: Any, unfinished: int) -> None:
+        self.number, self.draw, self.unfinished = number, draw, unfinished
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """What travels as one: the siblings of a group, or one response to a judge."""
+    """Requests that are routed together: the siblings of a group, or one response to a judge."""
 
     group: Group
-    jobs: Sequence[Job]  # until a replica has them: they know their call, and circles of references are slow garbage
-    work: int  # tokens, as pools tell the router: those of the prompt, and as many more as are allowed
+    jobs: Sequence[
+        Job
+    ]  # empty once a replica has them: jobs refer to their call, and reference cycles are slow to free
+    work: int  # tokens, as pools report them to the router: prompt and maximum response length
     size: int  # jobs that were sent
-    left: int
+    unfinished: int
 
 
 class Replica(Device):
     """A device of a fleet. The tags of its jobs are their calls."""
 
-    __slots__ = ("index", "rings")
+    __slots__ = ("event_s", "index")
 
     def __init__(self, speed: ReplicaSpeed, index: int) -> None:
         super().__init__(speed)
         self.index = index
-        self.rings = math.inf  # when it is looked at next; events of other times are void
+        self.event_s = math.inf  # time of its next event; events at other times are outdated
 
 
-class Line:
-    """What one controller has waiting for a role, and where its calls go."""
+class ControllerQueue:
+    """The waiting calls of one controller for a role, and its router."""
 
-    __slots__ = ("queue", "router")
+    __slots__ = ("calls", "router")
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self.queue: list[tuple[int, int, Call]] = []  # a heap
+        self.calls: list[tuple[int, int, Call]] = []  # a heap
 
 
 class Clock:
-    """Events in the order of their time."""
+    """Runs events in the order of their time."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.over = False
+        self.stopped = False
         self.order = 0
         self.events: list[tuple[float, int, Callable[[Any], None], Any]] = []
 
-    def at(self, when: float, what: Callable[[Any], None], about: Any) -> None:
+    def at(self, when: float, action: Callable[[Any], None], argument: Any) -> None:
         self.order += 1
-        heapq.heappush(self.events, (when, self.order, what, about))
+        heapq.heappush(self.events, (when, self.order, action, argument))
 
     def run(self) -> None:
-        """Until something sets `over`."""
+        """Until an event sets `stopped`."""
         events, pop = self.events, heapq.heappop
-        while not self.over:
-            assert events, "nothing happens any more"
-            self.now, _, what, about = pop(events)
-            what(about)
+        while not self.stopped:
+            assert events, "no event is left, but the rollout has not ended"
+            self.now, _, action, argument = pop(events)
+            action(argument)
 
 
 class Fleet:
-    """All replicas of a role. Those whose block another role has are closed."""
+    """All replicas of a role. Replicas whose block another role owns are closed."""
 
     def __init__(
         self,
         name: str,
         grid: DeviceGrid,
         speed: ReplicaSpeed,
-        memory: Memory,
+        recent: RecentLengths,
         clock: Clock,
         ended: Callable[[Fleet, Group], None],
         *,
@@ -109,91 +111,92 @@ class Fleet:
         self.name, self.speed, self.clock, self.prompt, self.repeats = name, speed, clock, prompt, repeats
         self.longest_allowed = longest_allowed
         self.per_block = grid.per_block(name)
-        self.lengths, self.longest = memory[name], memory.get(f"{name}/longest", ())
+        self.lengths, self.longest = recent[name], recent.get(f"{name}/longest", ())
         count = grid.num_blocks * self.per_block
         self.devices = [Replica(speed, i) for i in range(count)]
-        self.places = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]  # by block
+        self.by_block = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]
         load = Load(lengths=self.lengths, prompt=prompt)
-        limit = SENT_PER_SLOT * speed.max_concurrent if name == POLICY else room(load, speed)
-        lines = min(controllers, LINES)
-        part = -(-limit // lines)
-        turns = [(rank, lines) for rank in range(lines)]
-        self.lines = [Line(Router(count, turn, limit=part, opened=())) for turn in turns]
-        self.blocks: list[int] = []  # those it has, in order
-        self.seen: list[int] = []  # lengths of requests that ended
-        self.seen_longest: list[int] = []  # of groups
-        self.under_way = 0  # requests, waiting or running
-        self.queued = 0  # those of them that no replica has room for
+        limit = SENT_PER_SLOT * speed.max_concurrent if name == POLICY else request_limit(load, speed)
+        num_queues = min(controllers, MAX_QUEUES)
+        part = -(-limit // num_queues)
+        ranks = [(rank, num_queues) for rank in range(num_queues)]
+        self.queues = [ControllerQueue(Router(count, rank, limit=part, opened=())) for rank in ranks]
+        self.blocks: list[int] = []  # that the role owns, sorted
+        self.ended_lengths: list[int] = []  # of requests
+        self.ended_longest: list[int] = []  # of groups
+        self.in_progress = 0  # requests, queued or at a replica
+        self.queued = 0  # requests that no replica has yet
         self.ended = ended
 
     def open(self, replicas: Iterable[Replica]) -> None:
-        """They are sent something from the next call on."""
+        """These replicas get requests from the next call on."""
         numbers = [replica.index for replica in replicas]
-        for line in self.lines:
-            line.router.open(*numbers)
+        for queue in self.queues:
+            queue.router.open(*numbers)
 
     def close(self, replicas: Iterable[Replica]) -> None:
         numbers = [replica.index for replica in replicas]
-        for line in self.lines:
-            line.router.close(*numbers)
+        for queue in self.queues:
+            queue.router.close(*numbers)
 
     def send(self, call: Call) -> None:
-        self.under_way += call.size
-        line = self._line(call)
-        if line.queue or not self._place(call, line):
+        self.in_progress += call.size
+        queue = self._queue_of(call)
+        if queue.calls or not self._place(call, queue):
             self.clock.order += 1
             self.queued += call.size
-            heapq.heappush(line.queue, (call.group.number, self.clock.order, call))
+            heapq.heappush(queue.calls, (call.group.number, self.clock.order, call))
 
     def dispatch(self) -> None:
-        for line in self.lines:
-            self._dispatch(line)
+        for queue in self.queues:
+            self._dispatch(queue)
 
-    def _dispatch(self, line: Line) -> None:
-        queue = line.queue
-        while queue and self._place(queue[0][2], line):
-            self.queued -= heapq.heappop(queue)[2].size
+    def _dispatch(self, queue: ControllerQueue) -> None:
+        calls = queue.calls
+        while calls and self._place(calls[0][2], queue):
+            self.queued -= heapq.heappop(calls)[2].size
 
-    def _line(self, call: Call) -> Line:
-        return self.lines[call.group.number % len(self.lines)]
+    def _queue_of(self, call: Call) -> ControllerQueue:
+        return self.queues[call.group.number % len(self.queues)]
 
     def sync(self, replica: Replica) -> None:
-        """Bring a device to the present; what ends at this very moment has ended."""
+        """Advance a device to the current time, including requests that end exactly now."""
         now = self.clock.now
         if replica.at < now:
-            for job in replica.advance(now):  # at most those that end now: the next look is not past
+            for job in replica.advance(now):  # none should have ended earlier: its event is not in the past
                 self._end(replica, job)
 
     def evict(self, replica: Replica, prompt_length: int) -> None:
-        """What runs there goes on elsewhere, from the tokens it has; it is read once more for that."""
+        """Migrate the requests of a replica. They continue from the tokens they have, which are prefilled again."""
         self.sync(replica)
-        replica.rings = math.inf
+        replica.event_s = math.inf
         calls: dict[Call, list[Job]] = {}
         for job in replica.jobs():
             calls.setdefault(job.tag, []).append(job)
         for call, jobs in calls.items():
-            self._line(call).router.done(replica.index, call.work, call.size)
-            left = []
+            self._queue_of(call).router.done(replica.index, call.work, call.size)
+            rest = []
             for job in jobs:
                 made = replica.remove(job)
-                read = (job.prompt or prompt_length) + made if made else job.prompt
-                left.append(Job(job.tokens - made, read, before=job.before + made))
-            self.under_way -= len(left)
-            self.send(Call(call.group, left, call.work, len(left), len(left)))
-        replica.standing = replica.at
+                prefill = (job.prompt or prompt_length) + made if made else job.prompt
+                rest.append(Job(job.tokens - made, prefill, before=job.before + made))
+            self.in_progress -= len(rest)
+            self.send(Call(call.group, rest, call.work, len(rest), len(rest)))
+        replica.prefill_until = replica.at
 
     def wasted(self) -> int:
-        """Tokens of requests that did not end."""
+        """Tokens of unfinished requests."""
         return sum(device.progress(job) + job.before for device in self.devices for job in device.jobs()) + sum(
-            job.before for line in self.lines for _, _, call in line.queue for job in call.jobs
+            job.before for queue in self.queues for _, _, call in queue.calls for job in call.jobs
         )
 
-    def _place(self, call: Call, line: Line) -> bool:
-        key = None if self.name == POLICY else call.group.number  # verdicts on siblings stay near each other
-        index = line.router.choose(key=key, count=call.size)
+    def _place(self, call: Call, queue: ControllerQueue) -> bool:
+        """Send a call to a replica. False: none has room."""
+        key = None if self.name == POLICY else call.group.number  # verdicts on siblings prefer the same replica
+        index = queue.router.choose(key=key, count=call.size)
         if index is None:
             return False
-        line.router.sent(index, call.work, call.size)
+        queue.router.sent(index, call.work, call.size)
         replica, jobs, call.jobs = self.devices[index], call.jobs, ()
         for job in jobs:
             job.tag = call
@@ -203,32 +206,33 @@ class Fleet:
         return True
 
     def _schedule(self, replica: Replica) -> None:
-        """Look when the next request ends. A look that comes too early, since others came, only looks again."""
+        """Add an event for the end of the next request. If later arrivals slow the replica down, the event comes too
+        early and only schedules the next one."""
         when = replica.next_s()
-        if when < replica.rings:
-            replica.rings = when
-            self.clock.at(when, self._ring, replica)
+        if when < replica.event_s:
+            replica.event_s = when
+            self.clock.at(when, self._on_event, replica)
 
-    def _ring(self, replica: Replica) -> None:
+    def _on_event(self, replica: Replica) -> None:
         now = self.clock.now
-        if replica.rings != now:
+        if replica.event_s != now:
             return
-        replica.rings = math.inf
+        replica.event_s = math.inf
         for job in replica.advance(now):
             self._end(replica, job)
         self._schedule(replica)
 
     def _end(self, replica: Replica, job: Job) -> None:
         call: Call = job.tag
-        self.seen.append(job.tokens + job.before)
-        self.under_way -= 1
-        call.left -= 1
-        if not call.left:
-            line = self._line(call)
-            line.router.done(replica.index, call.work, call.size)
-            if line.queue:
-                self._dispatch(line)
+        self.ended_lengths.append(job.tokens + job.before)
+        self.in_progress -= 1
+        call.unfinished -= 1
+        if not call.unfinished:
+            queue = self._queue_of(call)
+            queue.router.done(replica.index, call.work, call.size)
+            if queue.calls:
+                self._dispatch(queue)
         group = call.group
-        group.left -= 1
-        if not group.left:
+        group.unfinished -= 1
+        if not group.unfinished:
             self.ended(self, group)

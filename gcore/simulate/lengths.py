@@ -1,6 +1,6 @@
-"""How long responses are: log-normal, cut at a maximum; what a batch of them costs is decided by the longest.
+"""Response lengths: log-normal, cut at a maximum. The longest response decides how long a batch takes.
 
-mean as observed (after the cut), sigma, longest ──> expected longest of n, expected rest of what runs right now
+mean as observed (after the cut), sigma, longest ──> expected longest of n, expected rest of running responses
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 NORMAL = NormalDist()
-SHARED = 0.5  # of the variance is the prompt's: siblings have it in common (as in scenarios)
+SHARED = 0.5  # share of the variance that siblings have in common, because it depends on the prompt (as in scenarios)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal lengths in tokens. sigma 0: all alike.
+    """Log-normal lengths in tokens. sigma 0: all equal.
 
     Lengths(mean=2048, sigma=0.8, longest=16384)
     """
@@ -31,7 +31,7 @@ class Lengths:
 
     @cached_property
     def _mu(self) -> float:
-        """Such that the mean is right after the cut; found by halving, since the cut has no closed inverse."""
+        """The value that gives the mean after the cut, found by bisection: there is no closed form."""
         low, high = math.log(self.mean) - self.sigma**2 / 2, math.log(self.longest) + 6 * self.sigma
         for _ in range(60):
             middle = (low + high) / 2
@@ -45,7 +45,7 @@ class Lengths:
 
     @cached_property
     def _grid(self) -> Array:
-        """Points between 0 and the longest, where survival is read."""
+        """Points between 0 and the longest at which the survival is computed."""
         return np.linspace(0.0, self.longest, min(self.longest, 1024) + 1)
 
     @cached_property
@@ -58,9 +58,9 @@ class Lengths:
 
     @cached_property
     def mean_rest(self) -> float:
-        """Expected tokens still to come of a response met while it runs (long ones are met more often).
+        """Expected remaining tokens of a running response (at any moment, long ones are more likely to be running).
 
-        As many are behind it on average, so this is also its mean progress.
+        Its expected tokens so far are the same number.
         """
         if self.sigma == 0:
             return self.mean / 2
@@ -73,18 +73,18 @@ class Lengths:
         return _expected_longest(self, max(1.0, num), rest=False)
 
     def longest_rest_of(self, num: float) -> float:
-        """Expected rest of the one that has most to come, of `num` met while they run."""
+        """Expected maximum of the remaining tokens of `num` running responses."""
         if self.sigma == 0:
             return self.mean
         return _expected_longest(self, max(1.0, num), rest=True)
 
     def made(self, steps: Array) -> Array:
-        """Expected tokens a response has made so many steps after its start."""
+        """Expected tokens of a response this number of steps after its start."""
         made = np.concatenate([[0.0], np.cumsum(_slices(self._survival, self._grid))])
         return np.interp(steps, self._grid, made)
 
     def group_done(self, siblings: int, steps: Array) -> Array:
-        """Share of groups whose last sibling has ended so many steps after their common start."""
+        """Share of groups whose last sibling has ended this number of steps after their common start."""
         if self.sigma == 0:
             return (steps >= self.mean).astype(float)
         done = _groups_done(self, siblings)
@@ -94,7 +94,7 @@ class Lengths:
 @lru_cache(maxsize=4096)
 def _expected_longest(lengths: Lengths, num: float, rest: bool) -> float:
     grid, survival = lengths._grid, lengths._survival
-    if rest:  # what runs now has a rest above x with the share of the survival's area beyond x
+    if rest:  # P(rest of a running response > x) = area of the survival beyond x / total area
         beyond = np.concatenate([np.cumsum(_slices(survival, grid)[::-1])[::-1], [0.0]])
         survival = beyond / beyond[0]
     return _area(1.0 - np.clip(1.0 - survival, 0.0, 1.0) ** num, grid)
@@ -110,7 +110,7 @@ def _area(heights: Array, grid: Array) -> float:
 
 @lru_cache(maxsize=256)
 def _groups_done(lengths: Lengths, siblings: int) -> Array:
-    """On the grid, averaged over what siblings have in common."""
+    """`group_done` at the points of the grid, averaged over the part of the length that siblings have in common."""
     own, common = lengths.sigma * math.sqrt(1 - SHARED), lengths.sigma * math.sqrt(SHARED)
     levels = [NORMAL.inv_cdf((k + 0.5) / 9) for k in range(9)]
     logs = [-math.inf, *(math.log(x) for x in lengths._grid[1:])]

@@ -1,4 +1,4 @@
-"""What `gcore plan` is asked: the work of a step, and what the planner may not choose. Wrong input is refused here."""
+"""Inputs of `gcore plan`: the work of a step, and constraints on the planner's choices. Rejects wrong input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERDICT_SIGMA = 0.3  # verdicts differ less in length than responses (as in scen
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step. Lengths in tokens; a mean is that after the cut at the maximum.
+    """A training step. Lengths in tokens; means are after the cut at the maximum.
 
     Workload(prompts=256, samples=16, prompt_length=512, response_length=2048, max_response_length=8192)
     """
@@ -30,19 +30,21 @@ class Workload:
     acceptance: float = 1.0
     verdict_length: int = 512
     repeats: int = 1
-    logprob_passes: int = 0  # of the trainer: one for old logprobs (several mini-batches), one for a reference
+    logprob_passes: int = 0  # of the trainer: one for old logprobs (with several mini-batches), one for a reference
 
     def __post_init__(self) -> None:
         if self.max_response_length == 0:
-            object.__setattr__(self, "max_response_length", 4 * self.response_length)  # frozen, but not yet out
+            object.__setattr__(
+                self, "max_response_length", 4 * self.response_length
+            )  # frozen, but still in its constructor
         for name in ("prompts", "samples", "prompt_length", "response_length", "verdict_length", "repeats"):
             at_least_one(_option(name), getattr(self, name))
         if self.logprob_passes < 0:
             raise UserError(f"--logprob-passes {self.logprob_passes}: expected 0 or more")
         if not 0 < self.acceptance <= 1:
-            raise UserError(f"--acceptance {self.acceptance}: expected a share above 0 and up to 1")
+            raise UserError(f"--acceptance {self.acceptance}: expected a share above 0 and at most 1")
         if not 0 <= self.sigma <= 2:
-            raise UserError(f"--sigma {self.sigma}: expected a spread from 0 to 2 (of the logarithm of lengths)")
+            raise UserError(f"--sigma {self.sigma}: expected 0 to 2 (standard deviation of the logarithm of lengths)")
         if self.max_response_length < self.response_length:
             raise UserError(
                 f"--max-response-length {self.max_response_length}: expected at least the mean, --response-length "
@@ -67,14 +69,14 @@ class Workload:
         return self.prompts * self.samples * (self.prompt_length + self.response_length)
 
     def stretched(self, factor: float) -> Workload:
-        """With longer responses, cut later."""
+        """With responses longer by this factor, and a maximum longer by the same."""
         mean, cut = round(self.response_length * factor), round(self.max_response_length * factor)
         return replace(self, response_length=mean, max_response_length=cut)
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the planner may not choose. Constraints(policy_tp=2, modes=("static", "dynamic"))"""
+    """Limits on the planner's choices. Constraints(policy_tp=2, modes=("static", "dynamic"))"""
 
     policy_tp: int | None = None
     judge_tp: int | None = None
@@ -99,10 +101,10 @@ class Constraints:
 
 
 def modes_of(names: Sequence[str] | None) -> tuple[Mode, ...]:
-    """Those named; all of them where none is."""
-    strange = [name for name in names or () if name not in MODES]
-    if strange:
-        raise UserError(f"--mode {strange[0]}: expected one of {', '.join(MODES)}")
+    """The named modes; without names, all."""
+    unknown = [name for name in names or () if name not in MODES]
+    if unknown:
+        raise UserError(f"--mode {unknown[0]}: expected one of {', '.join(MODES)}")
     return tuple(mode for mode in MODES if not names or mode in names)
 
 
@@ -112,4 +114,4 @@ def _option(name: str) -> str:
 
 def at_least_one(option: str, value: int) -> None:
     if value < 1:
-        raise UserError(f"{option} {value}: expected a whole number, at least 1")
+        raise UserError(f"{option} {value}: expected an integer, at least 1")

@@ -1,12 +1,12 @@
-"""`gcore plan`: does it fit, how long is a step, which placement wins. No GPU, no weights, no torch.
+"""`gcore plan`: does it fit, how long is a step, which placement is fastest. Needs no GPU, no weights, no torch.
 
     model, judges ──> shapes ─┐
     gpu ──> hardware.json ────┼──> memory of every role and phase ──> tensor parallel sizes that fit
     workload ─────────────────┘                                              │
-                                     each placement at its best sizes <── estimate (estimate.py) ──> Answer
+                                 each placement at its best sizes <── estimate (estimate.py) ──> PlanResult
 
-Every GPU hosts every engine and a share of the trainer; who is not at work sleeps. Whether the trainer's state stays on
-the GPUs meanwhile, or waits in host memory, is tried both ways.
+Every GPU hosts every engine and a shard of the trainer; engines that are not used sleep. Both are tried: the trainer's
+state stays on the GPUs during the rollout, or is moved to host memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gcore.simulate.plan_inputs import Workload as Workload
 from gcore.simulate.plan_inputs import at_least_one
 from gcore.simulate.roles import Role
 
-USEFUL = 32  # sequences at the mean context: a smaller KV cache is not worth a replica
-TRIED = 2  # widths tried for each role: the smallest that is useful, and the next
+MIN_SEQUENCES = 32  # at the mean context; with a smaller KV cache a replica is too slow
+WIDTHS_TRIED = 2  # per role: the smallest width that fits, and the next
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory of one GPU in one phase, in GB. `problem`: why it does not fit, else empty.
+    """Memory of one GPU in one phase, in GB. `problem`: why it does not fit; empty if it fits.
 
     Fit("judge", "rollout", tp=4, weights=36.4, kv_cache=17.0, asleep=5.7, trainer=6.1, free=8.0, sequences=67)
     """
@@ -43,15 +43,15 @@ class Fit:
     optimizer: float = 0.0
     activations: float = 0.0
     kv_cache: float = 0.0
-    asleep: float = 0.0  # what sleeping engines still hold
+    asleep: float = 0.0  # held by sleeping engines
     free: float = 0.0
-    sequences: int = 0  # that the KV cache holds at the mean context
+    sequences: int = 0  # in the KV cache, at the mean context
     problem: str = ""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What `gcore plan` says. `estimates` has the fastest first; empty when something does not fit."""
+class PlanResult:
+    """The result of `gcore plan`. `estimates`: fastest first; empty if something does not fit."""
 
     model: Shape
     judges: tuple[Shape, ...]
@@ -62,10 +62,10 @@ class Answer:
     memory: tuple[Fit, ...]
     estimates: tuple[Estimate, ...]
     problems: tuple[str, ...]
-    changes: tuple[str, ...]  # what would help
+    changes: tuple[str, ...]  # single changes after which it fits
     resident: bool
     micro_tokens: int
-    drift: Mapping[str, float]  # step seconds by mode when responses are twice as long and a static split stays
+    drift: Mapping[str, float]  # step seconds by mode if responses are twice as long and the static split stays
 
     @property
     def best(self) -> Estimate | None:
@@ -75,20 +75,20 @@ class Answer:
         return next((found for found in self.estimates if found.mode == mode), None)
 
     def tokens_per_s(self, found: Estimate) -> float:
-        """Tokens trained on a second of wall time, prompts included."""
+        """Trained tokens per second of wall time, prompts included."""
         return self.workload.trained_tokens / found.step_s
 
     def dollars(self, found: Estimate, steps: int = 1) -> float:
         return found.step_s / 3600 * self.gpus * self.price * steps
 
-    def won(self, over: Mode) -> float | None:
-        """Share of the step that dynamic placement saves over another."""
-        dynamic, other = self.of("dynamic"), self.of(over)
+    def saved_over(self, mode: Mode) -> float | None:
+        """Share of the step that dynamic placement saves over another mode."""
+        dynamic, other = self.of("dynamic"), self.of(mode)
         return None if dynamic is None or other is None else 1 - dynamic.step_s / other.step_s
 
     @property
     def host_gb(self) -> float:
-        """Host memory of a machine for judges' weights and, where it is off-loaded, the trainer's state."""
+        """Host memory per machine for judges' weights and, if it is off-loaded, the trainer's state."""
         best, used = self.best, min(self.gpu.per_node, self.gpus)
         if best is None:
             return 0.0
@@ -102,13 +102,13 @@ class Answer:
             {**asdict(e), "tokens_per_s": self.tokens_per_s(e), "dollars_per_step": self.dollars(e)}
             for e in self.estimates
         ]
-        won = {mode: self.won(mode) for mode in ("static", "colocated")}
+        saved = {mode: self.saved_over(mode) for mode in ("static", "colocated")}
         return {
             "fits": not self.problems,
             **asdict(self),
             "estimates": estimates,
             "host_gb": self.host_gb,
-            "dynamic_saves": won,
+            "dynamic_saves": saved,
             "assumptions": {key: costs.hardware()[key] for key in ("reach", "engine", "prices")},
         }
 
@@ -120,26 +120,26 @@ def plan(
     gpu: Gpu,
     workload: Workload | None = None,
     constraints: Constraints | None = None,
-) -> Answer:
-    """The whole answer. What does not fit is part of it, not an error."""
+) -> PlanResult:
+    """All placements. If something does not fit, the result contains the problems; no error is raised."""
     workload, constraints = workload or Workload(), constraints or Constraints()
     at_least_one("--gpus", gpus)
-    grid = _DeviceGrid(model, tuple(judges), gpus, gpu, workload, constraints)
-    update = grid.trainer()
-    options = [] if update.problem else grid.options()
-    candidates = [case for case in (grid.case(*option) for option in options) if case is not None]
+    inputs = _Inputs(model, tuple(judges), gpus, gpu, workload, constraints)
+    update = inputs.trainer()
+    options = [] if update.problem else inputs.options()
+    candidates = [case for case in (inputs.case(*option) for option in options) if case is not None]
     found: dict[Mode, tuple[Estimate, Case]] = {}
-    for mode, case in itertools.product(grid.modes, candidates):
+    for mode, case in itertools.product(inputs.modes, candidates):
         now = estimate(mode, case)
         if now is not None and (mode not in found or now.step_s < found[mode][0].step_s):
             found[mode] = now, case
     ranked = sorted(found.values(), key=lambda pair: pair[0].step_s)
     chosen = ranked[0][1] if ranked else None
-    memory = (*grid.engines(chosen), update)
+    memory = (*inputs.engines(chosen), update)
     problems = tuple(f"{fit.role} ({fit.phase}): {fit.problem}" for fit in memory if fit.problem)
     if not ranked and not problems:
-        problems = (f"no placement of {len(judges) + 1} roles on {gpus} GPUs; every role needs its own in this mode",)
-    return Answer(
+        problems = (f"no placement of {len(judges) + 1} roles on {gpus} GPUs: in this mode every role needs own GPUs",)
+    return PlanResult(
         model=model,
         judges=tuple(judges),
         gpu=gpu,
@@ -149,16 +149,16 @@ def plan(
         memory=memory,
         estimates=() if problems else tuple(pair[0] for pair in ranked),
         problems=problems,
-        changes=_changes(grid) if problems else (),
+        changes=_changes(inputs) if problems else (),
         resident=chosen.resident if chosen else True,
-        micro_tokens=grid.micro_tokens,
-        drift={} if problems else _drift(grid, found),
+        micro_tokens=inputs.micro_tokens,
+        drift={} if problems else _drift(inputs, found),
     )
 
 
 @dataclass(frozen=True)
-class _DeviceGrid:
-    """The question, and what follows from it before anything is placed."""
+class _Inputs:
+    """The inputs of a plan, and what follows from them for every placement: memory, useful widths, roles."""
 
     model: Shape
     judges: tuple[Shape, ...]
@@ -169,7 +169,7 @@ class _DeviceGrid:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """Without a judge there is nothing to split: all but co-location and disaggregation say the same."""
+        """Without a judge there is nothing to split: static and dynamic are then the same as co-location."""
         wanted = self.constraints.modes
         return wanted if self.judges else tuple(mode for mode in wanted if mode not in ("static", "dynamic")) or wanted
 
@@ -180,12 +180,12 @@ class _DeviceGrid:
 
     @property
     def asleep_gb(self) -> float:
-        """Held by one sleeping engine."""
+        """Memory that one sleeping engine holds."""
         return costs.ENGINE.asleep_gb
 
     @property
     def micro_tokens(self) -> int:
-        """The largest micro-batch that fits, from the wanted one down to the longest sequence."""
+        """The largest micro-batch that fits: from max_tokens_per_gpu, halved down to the longest sequence."""
         tokens = max(self.constraints.max_tokens_per_gpu, self.workload.longest)
         while tokens > self.workload.longest and self._trainer(tokens).problem:
             tokens = max(tokens // 2, self.workload.longest)
@@ -204,7 +204,7 @@ class _DeviceGrid:
             "asleep": self.asleep_gb * len(self.shapes),
         }
         needed, usable = sum(parts.values()), self.gpu.memory_gb * self.constraints.memory_fraction
-        problem = "" if needed <= usable else f"needs {needed:.0f} GB a GPU, {usable:.0f} GB can be used"
+        problem = "" if needed <= usable else f"needs {needed:.0f} GB per GPU, {usable:.0f} GB can be used"
         return Fit("trainer", "update", 1, **parts, free=self.gpu.memory_gb - needed, problem=problem)
 
     def engine(self, name: str, tp: int, resident: bool) -> Fit:
@@ -212,37 +212,37 @@ class _DeviceGrid:
         usable = self.gpu.memory_gb * self.constraints.memory_fraction
         state = costs.optimizer_bytes(self.model, self.gpus) / GB if resident else 0.0
         asleep = self.asleep_gb * (len(self.shapes) - 1)
-        room = usable - state - asleep
-        tokens = costs.kv_tokens(shape, self.gpu, tp, room)
+        available = usable - state - asleep
+        tokens = costs.kv_tokens(shape, self.gpu, tp, available)
         weights = shape.weight_bytes / tp / GB
         longest = work.longest + (0 if name == POLICY else work.verdicts.longest)
         sequences = min(int(tokens / self.context(name)), costs.ENGINE.max_sequences)
         problem = ""
-        if weights > room:
-            problem = f"weights of {weights:.0f} GB a GPU, room for {room:.0f} GB"
+        if weights > available:
+            problem = f"weights need {weights:.0f} GB per GPU, {available:.0f} GB are available"
         elif tokens < longest:
             problem = f"KV cache of {tokens} tokens, the longest sequence has {longest}"
-        elif sequences < USEFUL:
-            problem = f"KV cache for {sequences} sequences; fewer than {USEFUL} are not worth a replica"
+        elif sequences < MIN_SEQUENCES:
+            problem = f"KV cache for {sequences} sequences, expected at least {MIN_SEQUENCES}"
         elif shape.heads % tp:
-            problem = f"{shape.heads} attention heads do not divide by {tp}"
-        kv = max(0.0, room - weights)
+            problem = f"{shape.heads} attention heads are not divisible by {tp}"
+        kv = max(0.0, available - weights)
         free = self.gpu.memory_gb - weights - kv - state - asleep
         return Fit(name, "rollout", tp, weights, 0.0, state, 0.0, kv, asleep, free, sequences, problem)
 
     def context(self, name: str) -> float:
-        """Mean tokens behind a sequence while it decodes."""
+        """Mean context of a sequence while it decodes, in tokens."""
         work = self.workload
         if name == POLICY:
             return work.prompt_length + work.responses.mean_rest
         return work.prompt_length + work.response_length + work.verdicts.mean_rest
 
     def options(self) -> list[tuple[bool, tuple[int, ...]]]:
-        """Trainer's state on the GPUs or not, and a width for every role; only what fits."""
+        """Pairs of: trainer's state resident on the GPUs, width per role. Only those that fit."""
         found = []
         for resident in (True, False):
             useful = [
-                [tp for tp in self.widths(name) if not self.engine(name, tp, resident).problem][:TRIED]
+                [tp for tp in self.widths(name) if not self.engine(name, tp, resident).problem][:WIDTHS_TRIED]
                 for name in self.shapes
             ]
             found += [(resident, widths) for widths in itertools.product(*useful)]
@@ -252,7 +252,7 @@ class _DeviceGrid:
         return [tp for tp in self.constraints.widths(name) if self.gpus % tp == 0 and tp <= self.gpu.per_node]
 
     def engines(self, case: Case | None) -> tuple[Fit, ...]:
-        """As the case has them; without one, each at the width that comes closest."""
+        """Memory of the engines of a case; without a case, each at its first width that fits, else at the widest."""
         if case is not None:
             return tuple(self.engine(role.name, role.tp, case.resident) for role in case.roles)
         best = []
@@ -284,19 +284,19 @@ class _DeviceGrid:
         )
 
     def role(self, name: str, tp: int, resident: bool) -> Role:
-        """Siblings share the prefill of their prompt, repeated verdicts that of theirs: engines cache prefixes."""
+        """Siblings share one prefill of the prompt, and so do repeated verdicts: engines cache prefixes."""
         shape, work, is_policy = self.shapes[name], self.workload, name == POLICY
         sequences = max(1, self.engine(name, tp, resident).sequences)
-        speed = costs.pace_of(shape, self.gpu, tp, self.context(name), sequences, refilled=is_policy)
+        speed = costs.speed_of(shape, self.gpu, tp, self.context(name), sequences, is_policy=is_policy)
         if is_policy:
             return Role(name, shape, tp, speed, work.responses, work.samples, work.prompt_length / work.samples)
         judged = (work.prompt_length + work.response_length) / work.repeats
         return Role(name, shape, tp, speed, work.verdicts, work.samples * work.repeats, judged)
 
 
-def _drift(grid: _DeviceGrid, found: Mapping[Mode, tuple[Estimate, Case]]) -> dict[str, float]:
-    """Responses twice as long: every mode as it is, but static keeps the split that was best before."""
-    later = replace(grid, workload=grid.workload.stretched(2.0))
+def _drift(inputs: _Inputs, found: Mapping[Mode, tuple[Estimate, Case]]) -> dict[str, float]:
+    """Step seconds with responses twice as long. Static keeps the split that was best before."""
+    later = replace(inputs, workload=inputs.workload.stretched(2.0))
     drift: dict[str, float] = {}
     for mode, (before, case) in found.items():
         longer = later.case(case.resident, [role.tp for role in case.roles])
@@ -306,18 +306,18 @@ def _drift(grid: _DeviceGrid, found: Mapping[Mode, tuple[Estimate, Case]]) -> di
     return drift
 
 
-def _changes(grid: _DeviceGrid) -> tuple[str, ...]:
-    """Single changes after which everything fits, tried one by one."""
-    more = [grid.gpus * factor for factor in (2, 4, 8, 16)]
-    tries = [(f"{gpus} GPUs (--gpus)", replace(grid, gpus=gpus)) for gpus in more]
-    bigger = sorted((g for g in costs.GPUS.values() if g.memory_gb > grid.gpu.memory_gb), key=lambda g: g.memory_gb)
-    tries += [(f"{g.memory_gb:.0f} GB of {g.title} (--gpu {g.name})", replace(grid, gpu=g)) for g in bigger]
-    free = replace(grid.constraints, policy_tp=None, judge_tp=None)
-    tries.append(("tensor parallel sizes left to the planner", replace(grid, constraints=free)))
-    half = grid.workload.max_response_length // 2
-    if half >= grid.workload.response_length:
-        shorter = replace(grid.workload, max_response_length=half)
-        tries.append((f"responses cut at {half} (--max-response-length)", replace(grid, workload=shorter)))
+def _changes(inputs: _Inputs) -> tuple[str, ...]:
+    """Single changes after which everything fits."""
+    more = [inputs.gpus * factor for factor in (2, 4, 8, 16)]
+    tries = [(f"{gpus} GPUs (--gpus)", replace(inputs, gpus=gpus)) for gpus in more]
+    bigger = sorted((g for g in costs.GPUS.values() if g.memory_gb > inputs.gpu.memory_gb), key=lambda g: g.memory_gb)
+    tries += [(f"{g.memory_gb:.0f} GB of {g.title} (--gpu {g.name})", replace(inputs, gpu=g)) for g in bigger]
+    free = replace(inputs.constraints, policy_tp=None, judge_tp=None)
+    tries.append(("without --policy-tp and --judge-tp", replace(inputs, constraints=free)))
+    half = inputs.workload.max_response_length // 2
+    if half >= inputs.workload.response_length:
+        shorter = replace(inputs.workload, max_response_length=half)
+        tries.append((f"responses cut at {half} (--max-response-length)", replace(inputs, workload=shorter)))
     works = [text for text, other in tries if not other.trainer().problem and other.options()]
     counts = [text for text in works if text.endswith("(--gpus)")][:1]
     return (*counts, *(text for text in works if not text.endswith("(--gpus)")))

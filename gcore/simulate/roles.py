@@ -1,9 +1,9 @@
-"""A role in the fluid of requests: how long its replicas are busy with a step's work, and when groups are complete.
+"""Time of one role by a fluid model of requests: how long its replicas need per step, and when groups are complete.
 
-    ReplicaSpeed, Lengths, requests ──> Span: the queue, then the longest of what still runs
-                            └─> arrivals: groups done over time, which is what judges live on
+    ReplicaSpeed, Lengths, requests ──> Span: until the queue is empty, then until the longest running request ends
+                            └─> arrivals: share of complete groups over time, the input of judges
 
-With a linear ReplicaSpeed a replica's time is base_s per step, per_sequence_s per token, and prefill, in any order.
+With a linear ReplicaSpeed, a replica needs base_s per step, per_sequence_s per token, and the prefill, in any order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gcore.simulate.lengths import Array, Lengths
 
 @dataclass(frozen=True)
 class Role:
-    """An engine role and what a drawn prompt asks of it. Requests share prefixes: siblings, and repeated verdicts.
+    """An engine role and its work per drawn prompt. Siblings share a prefix, and so do repeated verdicts.
 
     Role("judge", shape, tp=4, speed=speed, lengths=Lengths(512, 0.8, 2048), per_draw=16, prefill_tokens=2560)
     """
@@ -32,15 +32,15 @@ class Role:
     speed: ReplicaSpeed
     lengths: Lengths
     per_draw: int  # requests
-    prefill_tokens: float  # a request
+    prefill_tokens: float  # per request
 
     def span(self, gpus: int, draws: float) -> Span:
-        """Serving `draws` prompts on `gpus`, all of them known from the start."""
+        """Time for `draws` prompts on `gpus`, if all are known from the start."""
         speed, lengths, replicas = self.speed, self.lengths, gpus // self.tp
-        requests = self.per_draw * draws / replicas  # a replica
+        requests = self.per_draw * draws / replicas  # per replica
         running = min(float(speed.max_concurrent), max(1.0, requests))
         tokens = requests * lengths.mean
-        queue = 0.0  # steps until nothing waits
+        queue = 0.0  # steps until no request waits
         if lengths.sigma == 0:
             own = last = math.ceil(requests / running - 1e-9) * lengths.mean
             queue = last - lengths.mean
@@ -54,24 +54,24 @@ class Role:
         return Span(fixed + speed.base_s * last, fixed + speed.base_s * min(own, last), running, queue)
 
     def arrivals(self, gpus: int, draws: float) -> tuple[Array, Array]:
-        """When groups are complete, for whoever waits for them: moments, and the share of groups done by then.
+        """When groups are complete: times, and the share of groups that is done at each.
 
         Groups start in order as sequences end; a group is done when its last sibling is.
         """
         return _arrivals(self, gpus, draws)
 
     def latency_s(self, draws: float = 1.0) -> float:
-        """A group by itself on one replica that has nothing else to do."""
+        """Seconds of one group alone on an idle replica."""
         return self.span(self.tp, draws).total_s
 
     @cached_property
     def tail_s(self) -> float:
-        """From when nothing waits on a full replica to its last response, beyond what its work alone would take."""
+        """Seconds of the last running response of a full replica beyond the mean, from the end of the queue."""
         rest = self.lengths.longest_rest_of(self.speed.max_concurrent) - self.lengths.mean_rest
         return self.speed.base_s * rest
 
     def device_s(self, gpus: int, draws: float) -> float:
-        """GPU-seconds of `draws` prompts on replicas kept as full as `gpus` would be, nobody waiting for a last one."""
+        """GPU-seconds of `draws` prompts on replicas that stay as full as `gpus` allow, without the tail."""
         requests = self.per_draw * draws
         running = min(float(self.speed.max_concurrent), max(1.0, requests * self.tp / gpus))
         token_s = self.speed.base_s / running + self.speed.per_sequence_s
@@ -83,7 +83,7 @@ def _arrivals(role: Role, gpus: int, draws: float) -> tuple[Array, Array]:
     span, speed, lengths = role.span(gpus, draws), role.speed, role.lengths
     requests = role.per_draw * draws * role.tp / gpus
     steps = np.linspace(0.0, span.queue + lengths.longest, 65)
-    first = span.running / max(span.running, requests)  # share of groups that need not wait
+    first = span.running / max(span.running, requests)  # share of groups that start at once
     starts = np.maximum(0.0, np.linspace(0.0, 1.0, 33) - first) * requests * lengths.mean / span.running
     done = lengths.group_done(role.per_draw, steps[:, None] - starts[None, :]).mean(axis=1)
     left = steps - span.queue
@@ -100,7 +100,7 @@ def _arrivals(role: Role, gpus: int, draws: float) -> tuple[Array, Array]:
 @dataclass(frozen=True)
 class Span:
     """Span(total_s=61.0, own_s=52.0, running=256.0, queue=900.0): the last replica is done after 61 s, a typical one
-    after 52; 256 sequences run at once, and nothing waits any more after 900 steps"""
+    after 52 s; 256 sequences run at the same time, and the queue is empty after 900 steps"""
 
     total_s: float
     own_s: float

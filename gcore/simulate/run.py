@@ -1,8 +1,8 @@
-"""A whole simulated training run under one placement policy, and several of them side by side.
+"""Simulates a whole training run under one placement rule.
 
-    scenario + policy ──> step after step: split at the start, rollout (cluster.py), update ──> Run ──> JSON, tables
+    scenario + rule ──> step after step: split at the start, rollout (cluster.py), update ──> Run ──> JSON, tables
 
-Between steps a policy knows what a run knows: how long the last step's responses were, and how many were accepted.
+Between steps, a rule has the same information as in a real run: the lengths and the acceptance rate of the last step.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gcore.placement import baselines as rules
-from gcore.placement.baselines import Utilisation
+from gcore.placement import baselines
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, shares, split_by
-from gcore.placement.guard import Guarded, Memory
+from gcore.placement.guard import GuardedRule, GuardState
 from gcore.placement.monitor import LEAST_RATE
-from gcore.placement.rules import Costs, Decide, Dynamic, Load, View
-from gcore.simulate.cluster import Place, Rollout, Simulation, State
+from gcore.placement.rules import Costs, Decide, DynamicRule, Load, View
+from gcore.simulate.cluster import PromptCursor, Rollout, Simulation, State
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError
 
@@ -30,19 +29,19 @@ NAMES = (
     *("dynamic", "unguarded", "colocated", "colocated-early", "early-swap", "static:N", "proportional", "paper"),
     "oracle",
 )
-ORACLE_SPLITS = 16  # static splits the oracle tries, besides the dynamic policy
+ORACLE_SPLITS = 16  # static splits that the oracle tries, in addition to the dynamic rule
 
 
-TURNS: dict[str, Decide] = {
-    "colocated": rules.colocated,
-    "colocated-early": rules.colocated_early,
-    "early-swap": rules.early_swap,
+START_WITH_POLICY: dict[str, Decide] = {  # all blocks generate at the start of a step
+    "colocated": baselines.colocated,
+    "colocated-early": baselines.colocated_early,
+    "early-swap": baselines.early_swap,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Regime:
-    """A way to place: how a step begins, and what moves within it."""
+class SimulatedRule:
+    """A placement rule: the split at the start of a step, and the moves during it."""
 
     name: str
     begin: Begin
@@ -51,10 +50,10 @@ class Regime:
 
 @dataclass
 class Run:
-    """What a simulated run came to; `steps` are the rows of the report."""
+    """The result of a simulated run; `steps` are the rows of the report."""
 
     scenario: Scenario
-    regime: str
+    rule: str
     steps: list[dict[str, Any]] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
     moves: list[dict[str, Any]] = field(default_factory=list)
@@ -65,7 +64,7 @@ class Run:
 
     @property
     def idle(self) -> float:
-        """Of the rollout phases' slot-seconds."""
+        """Share of the slot-seconds of all rollout phases."""
         return float(sum(step["idle"] * step["rollout_s"] for step in self.steps) / self.rollout_s)
 
     def summary(self) -> dict[str, float]:
@@ -86,7 +85,7 @@ class Run:
         found: dict[str, Any] = {
             "kind": "simulation",
             "name": self.scenario.name,
-            "policy": self.regime,
+            "policy": self.rule,
             "slots": self.scenario.slots,
             "roles": self.scenario.grid.roles,
             "steps": self.steps,
@@ -102,44 +101,45 @@ class Run:
         path.write_text(json.dumps(self.as_json(compare)))
 
 
-def regime_of(name: str, scenario: Scenario) -> Regime:
-    """A policy by its name: one of NAMES."""
+def rule_of(name: str, scenario: Scenario) -> SimulatedRule:
+    """A rule by its name: one of NAMES."""
     grid = scenario.grid
-    whole = Split((POLICY,) * grid.num_blocks)
+    all_policy = Split((POLICY,) * grid.num_blocks)
     if name == "dynamic":
         guarded = _Guarded()
-        return Regime(name, guarded.begin, guarded)
+        return SimulatedRule(name, guarded.begin, guarded)
     if name == "unguarded":
-        dynamic = Dynamic()
-        return Regime(name, lambda view, costs, _: dynamic.begin(view, costs), dynamic)
-    if name in TURNS:
-        return Regime(name, lambda view, costs, _: whole, TURNS[name])
+        dynamic = DynamicRule()
+        return SimulatedRule(name, lambda view, costs, _: dynamic.begin(view, costs), dynamic)
+    if name in START_WITH_POLICY:
+        return SimulatedRule(name, lambda view, costs, _: all_policy, START_WITH_POLICY[name])
     if name == "proportional":
-        return Regime(name, lambda view, costs, last: _in_proportion(costs, last), rules.static)
+        return SimulatedRule(name, lambda view, costs, last: _in_proportion(costs, last), baselines.static)
     if name == "paper":
-        return Regime(name, lambda view, costs, last: last.split if last else _evenly(costs), Utilisation())
+        utilisation = baselines.Utilisation()
+        return SimulatedRule(name, lambda view, costs, last: last.split if last else _evenly(costs), utilisation)
     if name.startswith("static:"):
         fixed = static_split(name, scenario)
-        return Regime(name, lambda view, costs, _: fixed, rules.static)
-    raise UserError(f"placement policy {name!r}; expected one of {', '.join(NAMES)}")
+        return SimulatedRule(name, lambda view, costs, _: fixed, baselines.static)
+    raise UserError(f"--policy {name}: not a placement rule; expected one of {', '.join(NAMES)}")
 
 
 class _Guarded:
-    """The rule of a run, and what it remembers from step to step."""
+    """The rule of real runs, with its state."""
 
     def __init__(self) -> None:
-        self.rule, self.memory = Guarded(), Memory()
+        self.rule, self.state = GuardedRule(), GuardState()
 
     def begin(self, view: View, costs: Costs, last: Rollout | None) -> Split:
-        self.memory = self.rule.plan(self.memory, view, costs, last.seconds if last else None)
-        return self.memory.splits[self.memory.way]
+        self.state = self.rule.plan(self.state, view, costs, last.seconds if last else None)
+        return self.state.splits[self.state.candidate]
 
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        return self.rule.decide(self.memory, split, view, costs)
+        return self.rule.decide(self.state, split, view, costs)
 
 
 def static_name(split: Split, grid: DeviceGrid) -> str:
-    """static:5 for two roles, static:2-4-1-1 for more: blocks of the policy, then of each judge."""
+    """static:5 for two roles, static:2-4-1-1 for more: blocks of the policy, then blocks of each judge."""
     counts = [split.owners.count(role) for role in grid.roles]
     return f"static:{'-'.join(map(str, counts if len(counts) > 2 else counts[:1]))}"
 
@@ -149,7 +149,7 @@ def static_split(name: str, scenario: Scenario) -> Split:
 
 
 def _blocks(name: str, scenario: Scenario) -> dict[str, int]:
-    """static:N: the judges share the rest evenly. static:N-M-...: for every role."""
+    """Blocks per role. static:N: the judges share the rest evenly. static:N-M-...: one number per role."""
     total, roles = scenario.grid.num_blocks, scenario.grid.roles
     most = total - len(scenario.judges)
     given = name.partition(":")[2].split("-")
@@ -159,8 +159,8 @@ def _blocks(name: str, scenario: Scenario) -> dict[str, int]:
     if len(numbers) == len(given) == len(roles) and min(numbers) >= 1 and sum(numbers) == total:
         return dict(zip(roles, numbers, strict=True))
     raise UserError(
-        f"placement policy {name!r}; expected static:N with N blocks for the policy, from 1 to {most}, or blocks for "
-        f"each of {', '.join(roles)} with dashes between, {total} in all"
+        f"--policy {name}: expected static:N with N blocks for the policy, from 1 to {most}, or the blocks of each of "
+        f"{', '.join(roles)}, separated by dashes, {total} in all"
     )
 
 
@@ -175,7 +175,7 @@ def _evenly(costs: Costs) -> Split:
 
 
 def _in_proportion(costs: Costs, last: Rollout | None) -> Split:
-    """To the slot-seconds each role was busy in the last step."""
+    """Blocks in proportion to the busy slot-seconds of each role in the last step."""
     return _evenly(costs) if last is None else shares(costs.grid, last.busy_s)
 
 
@@ -186,15 +186,15 @@ def simulate(
     keep_timeline: Iterable[int] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> Run:
-    """All steps under one policy. `keep_timeline`: steps whose slots are recorded in full."""
-    regimes = _oracle(scenario) if name == "oracle" else [regime_of(name, scenario)]
-    with _few_collections():
-        return _steps(scenario, name, regimes, set(keep_timeline), report)
+    """All steps under one rule. `keep_timeline`: steps whose slots are recorded in full."""
+    rules = _oracle(scenario) if name == "oracle" else [rule_of(name, scenario)]
+    with _rare_garbage_collection():
+        return _steps(scenario, name, rules, set(keep_timeline), report)
 
 
 @contextmanager
-def _few_collections() -> Iterator[None]:
-    """Thousands of small objects live through a rollout; to search them for circles again and again costs a quarter."""
+def _rare_garbage_collection() -> Iterator[None]:
+    """A rollout keeps thousands of small objects. With the default threshold, scanning them takes 25 % of the time."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, *before[1:])
     try:
@@ -203,15 +203,18 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _steps(scenario: Scenario, name: str, regimes: list[Regime], kept: set[int], report: Callable[[str], None]) -> Run:
+def _steps(
+    scenario: Scenario, name: str, rules: list[SimulatedRule], kept: set[int], report: Callable[[str], None]
+) -> Run:
+    """Simulates each step under every given rule and continues from the fastest."""
     run, at = Run(scenario, name), 0.0
     state, last = first_state(scenario), None
     for step in range(1, scenario.steps + 1):
         work, costs = StepWork(scenario, step), scenario.costs(step)
-        view = expectation(scenario, state)
+        view = expected_view(scenario, state)
         tried = []
-        for regime in regimes:
-            tried.append(Simulation(work, regime.begin(view, costs, last), regime.decide, state).run())
+        for rule in rules:
+            tried.append(Simulation(work, rule.begin(view, costs, last), rule.decide, state).run())
         rollout = min(tried, key=lambda r: r.seconds)
         update_s = scenario.update(step, rollout.lengths)
         _record(run, step, at, rollout, update_s, work, step in kept)
@@ -221,51 +224,52 @@ def _steps(scenario: Scenario, name: str, regimes: list[Regime], kept: set[int],
     return run
 
 
-def _oracle(scenario: Scenario) -> list[Regime]:
-    """Knows every length before: of many ways it takes the one that turns out best, step by step."""
+def _oracle(scenario: Scenario) -> list[SimulatedRule]:
+    """The rules that the oracle tries. In each step it uses the fastest, as if it knew all lengths in advance."""
     grid = scenario.grid
     splits = all_splits(grid)
     stride = max(1, len(splits) // ORACLE_SPLITS)
-    dynamic = Dynamic()
+    dynamic = DynamicRule()
 
     def fixed(split: Split) -> Begin:
         return lambda view, costs, _: split
 
-    ways = [regime_of("unguarded", scenario), regime_of("colocated", scenario)]
+    rules = [rule_of("unguarded", scenario), rule_of("colocated", scenario)]
     for split in splits[::stride]:
-        ways += [Regime("oracle", fixed(split), rules.static), Regime("oracle", fixed(split), dynamic)]
-    return ways
+        rules.append(SimulatedRule("oracle", fixed(split), baselines.static))
+        rules.append(SimulatedRule("oracle", fixed(split), dynamic))
+    return rules
 
 
-def expectation(scenario: Scenario, state: State) -> View:
-    """What is known before the first response: last step's lengths, and how many groups will be needed."""
-    memory, needed = state.memory, scenario.prompts / max(state.rate, LEAST_RATE) * scenario.samples
-    response = sum(memory[POLICY]) / len(memory[POLICY])
+def expected_view(scenario: Scenario, state: State) -> View:
+    """The view before a step: the last step's lengths, and the number of needed groups."""
+    recent, needed = state.lengths, scenario.prompts / max(state.rate, LEAST_RATE) * scenario.samples
+    response = sum(recent[POLICY]) / len(recent[POLICY])
     loads = {
         POLICY: Load(
             waiting=round(needed * scenario.oversampling),
             needed=needed,
-            lengths=memory[POLICY],
-            longest=memory.get(f"{POLICY}/longest", ()),
+            lengths=recent[POLICY],
+            longest=recent.get(f"{POLICY}/longest", ()),
             prompt=scenario.prompt_length / scenario.samples,
         )
     }
     for judge in scenario.judges:
         loads[judge.name] = Load(
             needed=needed * judge.repeats,
-            lengths=memory[judge.name],
+            lengths=recent[judge.name],
             prompt=(scenario.prompt_length + response) / judge.repeats,
         )
     return View(loads, groups=scenario.prompts, rate=state.rate, samples=scenario.samples)
 
 
 def first_state(scenario: Scenario) -> State:
-    """Before the first step: no prompt is drawn, and lengths are the scenario's own means, with a usual spread."""
-    usual = (0.3, 0.5, 0.7, 0.9, 1.2, 2.4)
-    memory = {POLICY: [scenario.lengths.start * f for f in usual]}
+    """Before the first step: no prompt is drawn, and lengths are the scenario's means with a typical spread."""
+    spread = (0.3, 0.5, 0.7, 0.9, 1.2, 2.4)
+    lengths = {POLICY: [scenario.lengths.start * f for f in spread]}
     for judge in scenario.judges:
-        memory[judge.name] = [judge.verdict.start * f for f in (0.7, 0.9, 1.0, 1.4)]
-    return State(tuple(Place(rank) for rank in range(scenario.num_controllers)), memory)
+        lengths[judge.name] = [judge.verdict.start * f for f in (0.7, 0.9, 1.0, 1.4)]
+    return State(tuple(PromptCursor(rank) for rank in range(scenario.num_controllers)), lengths)
 
 
 def _record(run: Run, step: int, at: float, rollout: Rollout, update_s: float, work: StepWork, in_full: bool) -> None:

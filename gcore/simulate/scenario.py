@@ -1,4 +1,4 @@
-"""A scenario: a cluster and the work of a training run on it, as YAML. See scenarios/.
+"""A scenario: a cluster and the workload of a training run on it, as YAML. See scenarios/.
 
 name: drift
 slots: 64
@@ -36,9 +36,9 @@ class Drift(Section):
     start: Positive
     """At the first step."""
     end: Positive | None = None
-    """At the last; default: as at the first. In between it grows by the same factor every step."""
+    """At the last step; default: as at the first. It changes by the same factor at every step."""
     jitter: NonNegative = 0.0
-    """Spread from step to step: standard deviation of the logarithm."""
+    """Random variation per step: standard deviation of the logarithm."""
 
     def at(self, progress: float, noise: float) -> float:
         end = self.start if self.end is None else self.end
@@ -47,86 +47,86 @@ class Drift(Section):
 
 class Lengths(Drift):
     sigma: NonNegative = 0.7
-    """Spread of the lengths in a step: standard deviation of the logarithm; `start` and `end` are means."""
+    """Spread of the lengths within a step: standard deviation of the logarithm. `start` and `end` are means."""
     shared: Fraction = 0.5
-    """How much of that variance is the prompt's: its siblings have it in common."""
+    """Share of that variance that depends on the prompt: siblings have it in common."""
     longest: PositiveInt = 16384
-    """Responses are cut there."""
+    """Responses are cut at this length."""
 
 
 class Speed(Section):
     base_s: Positive
-    """Seconds of a decoding step before its first sequence."""
+    """Seconds per decoding step, without sequences."""
     per_sequence_s: NonNegative = 0.0
-    """What each sequence adds."""
+    """Seconds per decoding step that each sequence adds."""
     prefill_s_per_token: NonNegative = 0.0
-    """Seconds of a prompt token."""
+    """Seconds of prefill per prompt token."""
     max_concurrent: PositiveInt = 256
-    """Sequences at once."""
+    """Sequences that run at the same time."""
     sleep_s: NonNegative = 0.1
-    """Giving the memory back."""
+    """Seconds to free the memory."""
     wake_s: NonNegative = 0.5
-    """Taking it again."""
+    """Seconds to allocate it again."""
     weights_s: NonNegative = 0.2
-    """New weights from the trainer."""
+    """Seconds of a weight update from the trainer."""
 
 
 class Server(Section):
     model: str = "7B"
     """Size or folder of the model, as in `gcore plan`."""
     tensor_parallel: PositiveInt = 1
-    """Slots of a replica."""
+    """Slots per replica."""
     speed: Speed | None = None
-    """Seconds measured elsewhere, instead of estimates for `model` on `gpu`."""
+    """Measured seconds; default: estimated for `model` on `gpu`."""
 
 
 class SimulatedJudge(Server):
     name: str = "judge"
     """Name of the role."""
     verdict: Lengths = Lengths(start=384, sigma=0.3, shared=0.0, longest=4096)
-    """Tokens of a verdict."""
+    """Tokens per verdict."""
     repeats: PositiveInt = 1
-    """Verdicts for each response."""
+    """Verdicts per response."""
 
 
 class Scenario(Section):
     name: str
     """Name in tables."""
     slots: PositiveInt
-    """Accelerators."""
+    """Number of accelerators."""
     gpu: str = "h100"
-    """Which, as in `gcore plan`."""
+    """Kind of accelerator, as in `gcore plan`."""
     steps: PositiveInt = 100
     """Training steps."""
     seed: int = 0
-    """Of lengths and acceptance."""
+    """Seed of lengths and acceptance."""
     controllers: PositiveInt | Auto = "auto"
-    """Controllers, each with its share of the prompts; `auto`: one for 8 slots."""
+    """Controllers, each with its share of the prompts; `auto`: one per 8 slots."""
     prompts: PositiveInt = 128
-    """Groups a step trains on."""
+    """Groups per step that are trained on."""
     samples: PositiveInt = 8
-    """Responses in a group."""
+    """Responses per group."""
     prompt_length: PositiveInt = 512
-    """Tokens of a prompt."""
+    """Tokens per prompt."""
     policy: Server = Server()
     """The model that is trained."""
     judges: tuple[SimulatedJudge, ...] = (SimulatedJudge(model="32B", tensor_parallel=4),)
     """Generative judges; each scores every response."""
     lengths: Lengths = Lengths(start=1024)
-    """Tokens of a response."""
+    """Tokens per response."""
     acceptance: Drift = Drift(start=1.0)
     """Share of groups that dynamic sampling keeps."""
     max_oversampling: Positive = MAX_OVERSAMPLING
     """As sampling.max_oversampling."""
     oversampling: Annotated[float, Field(ge=1)] = 1.0
-    """How many times the missing groups are under way, beyond what the acceptance rate asks for."""
+    """Groups in progress / missing groups, in addition to the groups that the acceptance rate requires."""
     long_first: bool = False
-    """Of prompts drawn together, those expected to be long start first, by a hint that is off by a third or so. Runs
-    have no such hint: this asks what one would be worth."""
+    """Of prompts drawn at the same time, start those first that are expected to be long, by a hint with an error of
+    about a third. Real runs have no such hint: this shows what it would be worth."""
     swap_s: NonNegative | None = None
-    """Seconds to put one engine to sleep and wake another in its place; default: estimated."""
+    """Seconds to put one engine to sleep and wake another on the same slots; default: estimated."""
     rpc_s: NonNegative = 0.004
-    """From the end of a stage of a group to the start of the next: calls, and the controller's own work."""
+    """Seconds from the end of one stage of a group to the start of the next: calls, and the controller's work."""
     update_s: Positive | None = None
     """Seconds of preparation, training and weights; default: estimated from the step's tokens."""
 
@@ -147,16 +147,16 @@ class Scenario(Section):
         return DeviceGrid(self.slots, widths)
 
     def costs(self, step: int) -> Costs:
-        """The speeds of this step: contexts grow with the responses, and slow the decoding."""
+        """The speeds of this step: longer responses mean longer contexts, which slow down decoding."""
         progress = self.progress(step)
         response = self.lengths.at(progress, 0.0)
-        speeds = {POLICY: self._pace(self.policy, self.prompt_length + response / 2)}
+        speeds = {POLICY: self._speed(self.policy, self.prompt_length + response / 2)}
         for judge in self.judges:
-            speeds[judge.name] = self._pace(judge, self.prompt_length + response + judge.verdict.at(progress, 0.0) / 2)
+            speeds[judge.name] = self._speed(judge, self.prompt_length + response + judge.verdict.at(progress, 0.0) / 2)
         return Costs(self.grid, speeds)
 
     def update(self, step: int, lengths: Sequence[int]) -> float:
-        """Seconds of the update phase: logprobs, training, and the policy's weights."""
+        """Seconds of the update phase: logprobs, training, and the weight update of the policy's engines."""
         if self.update_s is not None:
             return self.update_s
         from gcore.simulate.costs import gpu_of, logprob_s, shape_of, training_s
@@ -167,21 +167,21 @@ class Scenario(Section):
         passes = logprob_s(shape, gpu, self.slots, tokens, context) + training_s(
             shape, gpu, self.slots, tokens, context
         )
-        pace = self.costs(step).speeds[POLICY]
-        return passes + pace.sleep_s + pace.wake_s + pace.weights_s
+        speed = self.costs(step).speeds[POLICY]
+        return passes + speed.sleep_s + speed.wake_s + speed.weights_s
 
     def progress(self, step: int) -> float:
         return (step - 1) / max(1, self.steps - 1)
 
-    def _pace(self, server: Server, context: float) -> ReplicaSpeed:
+    def _speed(self, server: Server, context: float) -> ReplicaSpeed:
         if server.speed is not None:
             return ReplicaSpeed(**server.speed.model_dump())
         from gcore.simulate.costs import serving
 
-        pace = serving(server.model, self.gpu, server.tensor_parallel, context, refilled=server is self.policy)
+        speed = serving(server.model, self.gpu, server.tensor_parallel, context, is_policy=server is self.policy)
         if self.swap_s is None:
-            return pace
-        return replace(pace, sleep_s=0.0, wake_s=self.swap_s, weights_s=0.0)
+            return speed
+        return replace(speed, sleep_s=0.0, wake_s=self.swap_s, weights_s=0.0)
 
 
 def load_scenario(path: str | Path, overrides: list[str] | None = None) -> Scenario:
@@ -190,21 +190,21 @@ def load_scenario(path: str | Path, overrides: list[str] | None = None) -> Scena
 
 @dataclass(slots=True)
 class Draw:
-    """One group to be: Draw(tokens=[812, 640], verdicts={"judge": [[300], [280]]}, good=True, hint=700.0)"""
+    """What one group will be: Draw(tokens=[812, 640], verdicts={"judge": [[300], [280]]}, good=True, hint=700.0)"""
 
     tokens: list[int]
     verdicts: dict[str, list[list[int]]]
-    good: bool
-    hint: float  # how long it is expected to be
+    good: bool  # the group is accepted
+    hint: float  # noisy estimate of its mean length
 
 
 @dataclass
 class StepWork:
-    """What the prompts of the run would come to in one step, by their number; made as they are asked for.
+    """The draws of all prompts in one step, by prompt number; computed on demand.
 
-    A prompt is long or short, good or not, *compared with others*: that is its own, whatever the step. How long
-    responses are on the whole, and how many are accepted, is the step's. So what is aborted since it is long will be
-    long again.
+    Whether a prompt is long or short, good or not, *compared with the others* is a property of the prompt, the same in
+    all steps. The mean length and the acceptance rate are properties of the step. So a prompt that was aborted because
+    it is long will be long again.
     """
 
     scenario: Scenario
@@ -223,14 +223,14 @@ class StepWork:
         self._verdicts = [(j.name, j.repeats, _scale(j.verdict, self.verdict_means[j.name])) for j in scenario.judges]
 
     def __getitem__(self, number: int) -> Draw:
-        (own, *others), luck, guess = _noise(self.scenario.seed, number // CHUNK, self._shapes)
+        (own, *others), acceptance_draws, hint_noise = _noise(self.scenario.seed, number // CHUNK, self._shapes)
         i = number % CHUNK
         tokens, verdicts = _lengths(*self._response, own[i].tolist()), {}
         for (name, repeats, scale), normal in zip(self._verdicts, others, strict=True):
             flat = _lengths(*scale, normal[i].ravel().tolist())
             verdicts[name] = [flat[k : k + repeats] for k in range(0, len(flat), repeats)]
-        hint = sum(tokens) / len(tokens) * math.exp(0.3 * guess[i])
-        return Draw(tokens, verdicts, luck[i] < self.acceptance, hint)
+        hint = sum(tokens) / len(tokens) * math.exp(0.3 * hint_noise[i])
+        return Draw(tokens, verdicts, acceptance_draws[i] < self.acceptance, hint)
 
 
 def _scale(spec: Lengths, mean: float) -> tuple[float, float, int]:
@@ -243,14 +243,14 @@ def _lengths(median: float, sigma: float, longest: int, normal: list[float]) -> 
     return [1 if n < 1 else longest if n > longest else n for n in drawn]
 
 
-_Shape = tuple[tuple[int, ...], float]  # of a prompt's numbers, and how much of their variance they have in common
+_Shape = tuple[tuple[int, ...], float]  # shape of a prompt's numbers, share of their variance that they have in common
 _Floats = npt.NDArray[np.float64]
-CHUNK = 32  # prompts that are made together
+CHUNK = 32  # prompts whose noise is drawn together
 
 
-@lru_cache(maxsize=8192)  # controllers drift apart: after 1,000 steps each is at another chunk, and all come by each
+@lru_cache(maxsize=8192)  # large: after 1,000 steps the controllers are at different chunks, and each needs all of them
 def _noise(seed: int, chunk: int, shapes: tuple[_Shape, ...]) -> tuple[list[_Floats], list[float], list[float]]:
-    """What is some prompts' own: normal deviates of their lengths, luck in being accepted, how far a hint is off."""
+    """Per prompt, the same in all steps: normal deviates of lengths, uniform draws of acceptance, noise of the hint."""
     rng, normals = np.random.default_rng([seed, 1, chunk]), list[_Floats]()
     for shape, shared in shapes:
         own, common = rng.standard_normal((CHUNK, *shape)), rng.standard_normal((CHUNK, *([1] * len(shape))))

@@ -1,7 +1,7 @@
-"""What a language model is made of, as far as time and memory go: from a size such as 32B, or from a config.json.
+"""The dimensions of a language model that determine time and memory: from a size such as 32B, or from a config.json.
 
     "32B", "30B-A3B" ──┐
-                       ├──> Shape ──> parameters, bytes of weights, bytes of KV cache a token, FLOPs a token
+                       ├──> Shape ──> parameters, bytes of weights, bytes of KV cache per token, FLOPs per token
     folder, config.json┘
 
 No weights are read. Biases (0.02 % of Qwen2.5) and vision towers are not counted.
@@ -19,12 +19,12 @@ from typing import Any
 from gcore.hub import config_file, is_id
 from gcore.types import UserError
 
-BYTES = 2  # bfloat16: what engines hold and what the trainer computes in
+BYTES = 2  # bfloat16: the weights of engines, and the arithmetic of the trainer
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder. `intermediate` is that of one expert where there are experts.
+    """A decoder. In a mixture of experts, `intermediate` is the size of one expert.
 
     Shape("1.5B", layers=28, hidden=1536, intermediate=8960, heads=12, kv_heads=2, head_dim=128, vocab=151936)
     """
@@ -40,7 +40,7 @@ class Shape:
     tied: bool = False
     experts: int = 0  # 0: dense
     active_experts: int = 0
-    source: str = "by hand"
+    source: str = "given dimensions"
 
     @property
     def _attention(self) -> int:
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def table_parameters(self) -> int:
-        """Of the embedding; the head is another such table, or the same one when tied."""
+        """Of the embedding; the head is a second table of this size, or the same one if tied."""
         return self.vocab * self.hidden
 
     @property
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def active_parameters(self) -> int:
-        """Those a token meets: all of them in a dense model."""
+        """Parameters that one token uses: all of them in a dense model."""
         return self.parameters - self.layers * self._expert * (max(1, self.experts) - max(1, self.active_experts))
 
     @property
@@ -80,7 +80,7 @@ class Shape:
 
     @property
     def product_parameters(self) -> int:
-        """Those multiplied for each token: the embedding is looked up, the head is not."""
+        """Parameters in matrix products per token: the head is multiplied, the embedding is only looked up."""
         return self.active_parameters - (0 if self.tied else self.table_parameters)
 
     def forward_flops(self, context: float) -> float:
@@ -88,7 +88,7 @@ class Shape:
         return 2 * self.product_parameters + 4 * self.layers * self.heads * self.head_dim * context
 
     def read_bytes(self, running: float) -> float:
-        """Bytes of weights that a decoding step of so many sequences touches: of experts, only those somebody chose."""
+        """Bytes of weights that a decoding step with `running` sequences reads; of experts, only the used ones."""
         rest = BYTES * (self.product_parameters - self.layers * self._expert * max(1, self.active_experts))
         touched: float = 1
         if self.experts:
@@ -140,14 +140,14 @@ def shape_of(text: str, option: str = "--model") -> Shape:
     if "/" in text and is_id(text):
         return replace(_from_config(config_file(text, option), option), name=text.rpartition("/")[2])
     raise UserError(
-        f"{option} {text}: no such folder, and no size known here; expected a size from 0.05B to 2000B such as "
+        f"{option} {text}: neither a folder nor a known size; expected a size from 0.05B to 2000B such as "
         f"7B, one of the mixtures 30B-A3B and 235B-A22B, a folder with config.json, or a hub id such as "
         f"Qwen/Qwen3-8B"
     )
 
 
 def _scaled(name: str, parameters: float) -> Shape:
-    """The nearest dense shape, wider or narrower by the cube root of the ratio; then as many layers as it takes."""
+    """The nearest dense shape, its width scaled by the cube root of the ratio, with as many layers as needed."""
     dense = [shape for shape in SHAPES.values() if not shape.experts]
     near = min(dense, key=lambda shape: abs(math.log(parameters / shape.parameters)))
     factor = (parameters / near.parameters) ** (1 / 3)
@@ -158,7 +158,7 @@ def _scaled(name: str, parameters: float) -> Shape:
         heads=heads,
         hidden=heads * near.head_dim,
         intermediate=128 * max(1, round(near.intermediate * factor / 128)),
-        source=f"scaled from Qwen2.5-{near.name}: an estimate, give a config.json for the real one",
+        source=f"scaled from Qwen2.5-{near.name}: an estimate; use a config.json for the real shape",
     )
     tables = wide.parameters - wide.layers * wide.layer_parameters
     return replace(wide, layers=max(1, round((parameters - tables) / wide.layer_parameters)))
@@ -176,14 +176,14 @@ def _from_config(file: Path, option: str) -> Shape:
     for key in ("kv_lora_rank", "linear_num_value_heads", "ssm_cfg", "mamba_d_state"):
         if config.get(key):
             raise UserError(
-                f"{option} {file}: {key}={config[key]} is a kind of attention whose cache is not known here; expected "
-                f"a decoder with grouped-query attention"
+                f"{option} {file}: {key}={config[key]}: the KV cache of this kind of attention is not supported; "
+                f"expected a decoder with grouped-query attention"
             )
 
     def number(*keys: str, default: int | None = None) -> int:
         value = next((config[key] for key in keys if config.get(key) is not None), default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UserError(f"{option} {file}: {' or '.join(keys)} is {value!r}; expected a whole number")
+            raise UserError(f"{option} {file}: {' or '.join(keys)} is {value!r}; expected an integer, at least 0")
         return value
 
     heads, shared = number("num_attention_heads"), number("n_shared_experts", default=0)
@@ -202,6 +202,6 @@ def _from_config(file: Path, option: str) -> Shape:
         vocab=number("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts + shared if experts else 0,
-        active_experts=number("num_experts_per_tok") + shared if experts else 0,  # shared: always chosen
+        active_experts=number("num_experts_per_tok") + shared if experts else 0,  # shared experts are always used
         source=str(file),
     )

@@ -1,4 +1,4 @@
-"""Several placement policies side by side: which are run, how the best static split is found, and the table.
+"""Compares placement rules: runs each, searches the best static split, prints the table.
 
 scenario + names ──compare──> {"dynamic": Run, "colocated": Run, "best static": Run, ...} ──show──> terminal or pipe
 """
@@ -13,23 +13,23 @@ from rich.table import Table
 
 from gcore.observe.values import duration
 from gcore.placement.grid import Split, all_splits, neighbours, num_splits, shares
-from gcore.simulate.run import Run, regime_of, simulate, static_name, static_split
+from gcore.simulate.run import Run, rule_of, simulate, static_name, static_split
 from gcore.simulate.scenario import Scenario
 
-BEST_STATIC = "best-static"  # of all splits, chosen when all are known
+BEST_STATIC = "best-static"  # the fastest of all static splits, chosen in hindsight
 USUAL = ("dynamic", "colocated", BEST_STATIC)
-ALL = 128  # up to so many splits all are tried
-TIMELINES = 8  # steps that are kept slot by slot
+ALL = 128  # up to this number of splits, all are tried
+TIMELINES = 8  # steps whose timeline is kept, per slot
 COLUMNS = ("rollout", "run", "against dynamic", "idle", "switching", "moves", "wasted")
 
 Report = Callable[[str], None]
 
 
 def compare(scenario: Scenario, names: Sequence[str], report: Report = lambda _: None) -> dict[str, Run]:
-    """A run under each policy. Those with a timeline show some steps of the whole run."""
+    """A run under each rule. Timelines are kept for TIMELINES steps, spread over the run."""
     for name in names:
         if name not in (BEST_STATIC, "oracle"):
-            regime_of(name, scenario)  # a wrong name is told before the first minute is spent
+            rule_of(name, scenario)  # reject a wrong name before the first simulation
     shown = spread(scenario.steps, TIMELINES)
     return {
         name: best_static(scenario, report=report)
@@ -40,16 +40,16 @@ def compare(scenario: Scenario, names: Sequence[str], report: Report = lambda _:
 
 
 def spread(steps: int, count: int) -> list[int]:
-    """So many steps from the first to the last: spread(100, 3) == [1, 51, 100]"""
+    """`count` steps, evenly spread from the first to the last: spread(100, 3) == [1, 51, 100]"""
     count = min(count, steps)
     return sorted({1 + round(i * (steps - 1) / max(1, count - 1)) for i in range(count)})
 
 
 def best_static(scenario: Scenario, near: str | None = None, report: Report = lambda _: None) -> Run:
-    """The static split with the shortest rollouts, in hindsight: all splits are tried, up to ALL of them; of more, some
-    that lie far apart, then others nearer and nearer to the best.
+    """The static split with the shortest rollouts, in hindsight. Up to ALL splits are all tried. With more, a local
+    search with shrinking strides.
 
-    `near`: the best one of a similar scenario, by its name; then only its neighbours are tried.
+    `near`: name of the best split of a similar scenario; the search then starts there with a small stride.
     """
     grid = scenario.grid
     tried: dict[str, Run] = {}
@@ -76,7 +76,7 @@ def best_static(scenario: Scenario, near: str | None = None, report: Report = la
 
 def show(scenario: Scenario, runs: Mapping[str, Run], console: Console | None = None) -> None:
     console = console or Console(highlight=False)
-    if not console.is_terminal:  # a pipe has no width of its own
+    if not console.is_terminal:  # a pipe has no width
         console = Console(file=console.file, width=118, highlight=False)
     console.print(render(scenario, runs))
 
@@ -101,7 +101,7 @@ def row(name: str, run: Run, base: Run | None) -> list[str]:
     numbers = run.summary()
     against = "" if base is None or run is base else f"{run.rollout_s / base.rollout_s - 1:+.1%}"
     return [
-        name if name == run.regime else f"{name} ({run.regime})",
+        name if name == run.rule else f"{name} ({run.rule})",
         duration(numbers["rollout_s"]),
         duration(numbers["total_s"]),
         against,

@@ -1,8 +1,8 @@
-"""A trainer rank that learns nothing and takes its time: real controllers lay out, push, update and save as ever.
+"""An emulated trainer rank: it takes time but trains nothing. Controllers lay out, push, update and save as usual.
 
-    push ──> samples by key ──update: every key of the batch must be there──> slept: seconds_per_token x its tokens
+    push ──> samples by key ──update: every key of the batch must be present──> sleep: seconds_per_token x its tokens
 
-What it offers as weights is one number, the count of its updates: enough for versions, checkpoints and their order.
+Its weights are one number, the count of its updates: enough to test versions, checkpoints and their order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EmulatedTrainer:
         self._samples: dict[Key, Sample] = {}
 
     async def info(self) -> TrainerInfo:
-        """One parameter: what a checkpoint holds, and so what the disk must have room for."""
+        """One parameter: the size of its checkpoint, which the check of free disk space uses."""
         return TrainerInfo(num_parameters=1, hidden_size=self.hidden_size)
 
     async def begin(self) -> None:
@@ -48,7 +48,7 @@ class EmulatedTrainer:
             self._samples[sample.key] = sample
 
     async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
-        """A forward pass: a third of what an update takes. The policy never leaves the reference."""
+        """A forward pass: a third of the time of an update. The KL is 0: the policy always equals the reference."""
         await self._work(self._of(batch.keys), 1 / 3)
         return {key: KlSums(0.0, 0.0, 0.0) for key in batch.keys}
 
@@ -58,11 +58,11 @@ class EmulatedTrainer:
         self._samples.clear()
         updates = len(batch.mini_batches)
         self.updates += updates
-        nothing = [f"importance_{bound}" for bound in ("capped", "floored")]
-        nothing += ["loss", "pg_loss", "entropy", "clipped", "approx_kl", "logprob_diff"]
+        zeros = [f"importance_{bound}" for bound in ("capped", "floored")]
+        zeros += ["loss", "pg_loss", "entropy", "clipped", "approx_kl", "logprob_diff"]
         actions = float(sum(int(sample.mask_S.sum()) for sample in samples))
         counted = {"importance": actions, "actions": actions, "tokens": float(_tokens(samples))}
-        return UpdateStats(updates, lr=self.lr * updates, sums={**dict.fromkeys(nothing, 0.0), **counted})
+        return UpdateStats(updates, lr=self.lr * updates, sums={**dict.fromkeys(zeros, 0.0), **counted})
 
     async def weight_plan(self) -> WeightPlan:
         return WeightPlan(num_buckets=1, every_rank=False)
@@ -77,15 +77,15 @@ class EmulatedTrainer:
     async def load(self, folder: str, begun: bool = True) -> None:
         file = Path(folder) / FILE
         if not file.is_file():
-            raise UserError(f"{folder} holds no {FILE}: expected a checkpoint made with training.backend=emulated")
+            raise UserError(f"{folder} has no {FILE}; expected a checkpoint written with training.backend=emulated")
         self.updates = json.loads(file.read_text())["updates"]
         self._samples.clear()
 
     def _of(self, keys: Iterable[Key]) -> list[Sample]:
-        """The samples of a batch, each pushed before, or the layout and the hand-over disagree."""
+        """The samples of a batch. All must have been pushed: otherwise the layout and the pushes disagree."""
         wanted = list(keys)
         missing = [key for key in wanted if key not in self._samples]
-        assert not missing, f"trainer-{self.rank} was never given {missing[:3]} of its {len(wanted)} samples"
+        assert not missing, f"trainer-{self.rank} never received {missing[:3]} of its {len(wanted)} samples"
         assert len(set(wanted)) == len(wanted), f"trainer-{self.rank} would train on a sample twice"
         return [self._samples[key] for key in wanted]
 

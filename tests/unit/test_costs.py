@@ -19,7 +19,7 @@ TINY = Shape("tiny", layers=2, hidden=8, intermediate=16, heads=2, kv_heads=1, h
 # ---- speed ----
 
 
-def test_a_step_is_a_line_and_those_who_wait_do_not_slow_it():
+def test_a_step_is_linear_and_waiting_requests_do_not_slow_it():
     speed = ReplicaSpeed(0.01, 0.001, 0.0001, max_concurrent=10, sleep_s=0.1, wake_s=0.2, weights_s=0.3)
     assert [speed.step_s(n) for n in (0, 1, 10, 99)] == pytest.approx([0.011, 0.011, 0.02, 0.02])
     assert [speed.tokens_per_s(n) for n in (0, 1, 10, 99)] == pytest.approx([0, 1 / 0.011, 500, 500])
@@ -64,13 +64,15 @@ def test_a_mixture_by_hand():
     assert mixture.parameters == 2 * (192 + 4 * 384 + 8 * 4 + 16) + 80 + 8
     assert mixture.active_parameters == mixture.parameters - 2 * 3 * 384
     one, many = mixture.read_bytes(1), mixture.read_bytes(1000)
-    assert one == pytest.approx(2 * mixture.product_parameters)  # one token, one expert a layer
+    assert one == pytest.approx(2 * mixture.product_parameters)  # one token, one expert per layer
     assert many == pytest.approx(2 * mixture.parameters)  # in the end all are read
-    assert mixture.read_bytes(2) == pytest.approx(one + 2 * 2 * 384 * 0.75)  # the second chose another in 3 of 4
+    assert mixture.read_bytes(2) == pytest.approx(
+        one + 2 * 2 * 384 * 0.75
+    )  # the second token uses another expert in 3 of 4 cases
 
 
 def test_known_caches():
-    """Bytes of KV cache a token in bfloat16, as engines report them."""
+    """Bytes of KV cache per token in bfloat16, as engines report them."""
     assert [SHAPES[n].kv_bytes_per_token for n in ("1.5B", "32B", "72B")] == [28_672, 262_144, 327_680]
 
 
@@ -116,14 +118,14 @@ def test_a_folder(tmp_path):
         (json.dumps(config(kv_lora_rank=512)), "kv_lora_rank=512"),
     ],
 )
-def test_a_wrong_config_is_refused(tmp_path, content, said):
+def test_a_wrong_config_is_rejected(tmp_path, content, said):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=said):
         shape_of(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["32", "big", "0B", "9000B", "no/such/folder"])
-def test_a_wrong_size_is_refused(text):
+def test_a_wrong_size_is_rejected(text):
     with pytest.raises(UserError, match=f"--judge {text}: .*expected a size"):
         shape_of(text, "--judge")
 
@@ -137,14 +139,14 @@ def sample(lengths, num):
 
 
 def test_lengths_against_draws():
-    """Mean after the cut, longest of 50, and what is left of those met while they run."""
+    """Mean after the cut, longest of 50, and the rest of running responses."""
     lengths = Lengths(mean=1000, sigma=0.8, longest=3000)
     drawn = sample(lengths, 500_000)
     assert drawn.mean() == pytest.approx(1000, rel=0.01)
     assert lengths.longest_of(50) == pytest.approx(drawn.reshape(-1, 50).max(axis=1).mean(), rel=0.01)
     assert lengths.longest_of(1) == pytest.approx(1000, rel=0.01)
     rng = np.random.default_rng(1)
-    met = rng.choice(drawn, 200_000, p=drawn / drawn.sum())  # a long one is met more often
+    met = rng.choice(drawn, 200_000, p=drawn / drawn.sum())  # long ones are more likely to be running
     rest = met * rng.random(len(met))
     assert lengths.mean_rest == pytest.approx(rest.mean(), rel=0.01)
     assert lengths.longest_rest_of(20) == pytest.approx(rest.reshape(-1, 20).max(axis=1).mean(), rel=0.01)
@@ -177,21 +179,21 @@ def test_every_number_has_a_source():
     assert all(entry["source"] for part in ("reach", "engine") for entry in data[part].values())
 
 
-def test_an_unknown_gpu_is_refused_with_the_nearest():
-    with pytest.raises(UserError, match=r"--gpu h10: not known here \(did you mean h100\?\).*a100, h100, h200, h20"):
+def test_an_unknown_gpu_is_rejected_with_a_suggestion():
+    with pytest.raises(UserError, match=r"--gpu h10: unknown \(did you mean h100\?\).*a100, h100, h200, h20"):
         gpu_of("h10")
     assert gpu_of("H100") is GPUS["h100"]
 
 
 def test_a_decoding_step_by_hand():
-    """32B on two H100, 100 sequences of 2000 tokens: bandwidth decides."""
+    """32B on two H100, 100 sequences of 2000 tokens: bandwidth is the bottleneck."""
     shape, gpu = SHAPES["32B"], GPUS["h100"]
     read = (2 * shape.product_parameters / 2 + 100 * 2000 * 262_144 / 2) / (3350e9 * 0.8)
     reduces = 2 * 64 * 1.2e-5 + 100 * 2 * 64 * 5120 * 2 * 2 * 0.5 / (450e9 * 0.7)
     assert costs.decode_step_s(shape, gpu, 2, 100, 2000) == pytest.approx(read + reduces + 0.002 + 100 * 1.8e-5)
 
 
-def test_arithmetic_decides_where_there_is_little_of_it():
+def test_compute_is_the_bottleneck_of_a_gpu_with_little_compute():
     shape, gpu = SHAPES["72B"], GPUS["h20"]
     compute = 256 * shape.forward_flops(500) / 4 / (148e12 * 0.5)
     assert costs.decode_step_s(shape, gpu, 4, 256, 500) > compute > 0.5 * costs.decode_step_s(shape, gpu, 4, 256, 500)
@@ -207,12 +209,12 @@ def test_more_gpus_than_key_heads_hold_copies():
     assert step[1] - step[0] == pytest.approx(100 * 1000 * shape.kv_bytes_per_token / 4 / (3350e9 * 0.8))
 
 
-def test_moving_by_hand():
+def test_sleep_wake_and_weights_by_hand():
     shape, gpu = SHAPES["72B"], GPUS["h100"]
     share = shape.weight_bytes / 4
     assert costs.wake_s(shape, gpu, 4) == pytest.approx(0.1 + share / 32e9)
     assert costs.swap_s(shape, gpu, 4) == pytest.approx(0.06 + 0.1 + share / 32e9)
-    gathered = shape.weight_bytes * 63 / 64 / (400e9 * 0.7)  # eight adapters of 50 GB/s a machine
+    gathered = shape.weight_bytes * 63 / 64 / (400e9 * 0.7)  # eight adapters of 50 GB/s per machine
     assert costs.weight_sync_s(shape, gpu, 4, 64) == pytest.approx(0.03 + gathered + share / 200e9)
     assert costs.offload_s(shape, gpu, 64) == pytest.approx(2 * 12 * shape.parameters / 64 / 32e9)
 
@@ -267,7 +269,7 @@ def test_more_of_anything_takes_longer_and_more_gpus_less():
     "model, gpu, tp, context, off",
     [("32B", "h100", 2, 2000, 0.01), ("1.5B", "h200", 1, 320, 0.03), ("72B", "h20", 4, 3000, 0.3)],
 )
-def test_the_line_runs_along_the_steps(model, gpu, tp, context, off):
+def test_the_linear_fit_is_close_to_the_steps(model, gpu, tp, context, off):
     speed, shape = costs.serving(model, gpu, tp, context), SHAPES[model]
     for running in range(1, speed.max_concurrent + 1):
         exact = costs.decode_step_s(shape, GPUS[gpu], tp, running, context)
@@ -280,8 +282,12 @@ def test_serving():
     assert costs.serving("1.5B", H200, 1, 320).max_concurrent == ENGINE.max_sequences
     assert speed.prefill_s_per_token == pytest.approx(costs.prefill_s(SHAPES["32B"], GPUS["h100"], 2, 1, 1000))
     assert speed.wake_s == costs.wake_s(SHAPES["32B"], GPUS["h100"], 2)
-    assert costs.serving("32B", "h100", 2, 2000, refilled=True).wake_s == ENGINE.wake_s  # weights come by themselves
-    with pytest.raises(UserError, match=r"72B on 1 x h100: no room .* 145 GB of weights a GPU; expected a higher"):
+    assert (
+        costs.serving("32B", "h100", 2, 2000, is_policy=True).wake_s == ENGINE.wake_s
+    )  # the trainer sends the weights
+    with pytest.raises(
+        UserError, match=r"72B on 1 x h100: the KV cache cannot hold .* 145 GB of weights per GPU; expected a higher"
+    ):
         costs.serving("72B", "h100", 1, 2000)
 
 

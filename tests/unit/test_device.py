@@ -1,4 +1,4 @@
-"""The token clock against arithmetic by hand, and against a device that makes token after token."""
+"""The token clock against arithmetic by hand, and against a device that makes one token after another."""
 
 import math
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 
 from gcore.placement.replica_speed import ReplicaSpeed
-from gcore.simulate.device import Device, Job, seen
+from gcore.simulate.device import Device, Job, observe
 from tests.seeds import seeds
 
 
@@ -15,7 +15,7 @@ def speed(base=1.0, per=0.0, prefill=0.0, cap=4):
 
 
 def run_out(device):
-    """Everything that is there, to its end: [(job, when)]"""
+    """Run all jobs to their end: [(job, when)]"""
     found = []
     while (when := device.next_s()) < math.inf:
         found += [(job, device.at) for job in device.advance(when)]
@@ -45,7 +45,7 @@ def test_a_late_arrival():
     assert run_out(device) == [(second, 7.0), (first, 9.0)]
 
 
-def test_prefill_stalls_everyone_and_is_serial():
+def test_prefill_stops_all_decoding_and_is_serial():
     device, first, second, third = Device(speed(base=1.0, prefill=0.1)), Job(3, 10), Job(3, 20), Job(9, 0)
     device.add([first, third])
     device.advance(1.5)  # one second of prefill, half a token
@@ -72,31 +72,31 @@ def test_abort_of_the_running_and_of_the_waiting():
     assert device.remove(third) == 0 and device.waiting == 1
     assert device.remove(first) == 2 and (device.running, device.waiting) == (2, 0)  # the fourth begins
     assert device.jobs() == [second, fourth]
-    assert device.remove(first) == 2, "gone is gone"
+    assert device.remove(first) == 2, "a second abort changes nothing"
     assert run_out(device) == [(second, 6.0 + 8 * 3), (fourth, 6.0 + 8 * 3 + 2 * 2)]
 
 
-def test_seen_from_outside():
-    """Tokens and busy seconds up to any moment, what was made elsewhere included; looking changes nothing."""
+def test_observe():
+    """Tokens and busy seconds at any time, including tokens made elsewhere; observing changes nothing."""
     device = Device(speed(base=1.0, per=1.0))
     device.add([Job(10, 0), Job(10, 0, before=7)])
-    assert seen([[device]], 6.0) == ([2], 2, 2 + 2 + 7, 6.0)
-    assert seen([[device]], 3.0) == ([2], 2, 1 + 1 + 7, 3.0)
+    assert observe([[device]], 6.0) == ([2], 2, 2 + 2 + 7, 6.0)
+    assert observe([[device]], 3.0) == ([2], 2, 1 + 1 + 7, 3.0)
     device.advance(3.0)
-    assert seen([[device]], 6.0) == ([2], 2, 2 + 2 + 7, 6.0)
+    assert observe([[device]], 6.0) == ([2], 2, 2 + 2 + 7, 6.0)
     device.remove(device.jobs()[1])  # the other makes its next token in 2 s
-    assert seen([[device]], 5.0) == ([1], 1, 2, 5.0)
-    assert seen([[Device(speed())]], 5.0) == ([0], 0, 0.0, 0.0)
+    assert observe([[device]], 5.0) == ([1], 1, 2, 5.0)
+    assert observe([[Device(speed())]], 5.0) == ([0], 0, 0.0, 0.0)
 
 
-def test_blocks_seen_from_outside():
-    """Requests by block, the waiting included; the rest of all devices together, the seconds of the idle included."""
+def test_observe_blocks():
+    """Requests per block, including waiting ones; the other values over all devices, including idle ones."""
     full, idle, busy = (Device(speed(base=1.0, cap=2)) for _ in range(3))
     full.add([Job(10, 0), Job(10, 0), Job(10, 0)])
     idle.add([Job(3, 0)])
     idle.advance(3.0)
     busy.add([Job(10, 0)])
-    assert seen([[full, idle], [busy], []], 5.0) == ([3, 1, 0], 3, 3 * 5.0, 5.0 + 3.0 + 5.0)
+    assert observe([[full, idle], [busy], []], 5.0) == ([3, 1, 0], 3, 3 * 5.0, 5.0 + 3.0 + 5.0)
     assert (full.at, idle.at, busy.at) == (0.0, 3.0, 0.0)
 
 
@@ -112,19 +112,19 @@ def test_jobs_in_the_order_of_their_beginning_then_of_their_priority():
 def brute_force(p, arrivals, aborts):
     """Token by token. arrivals: [(at, tokens, prompt)], aborts: {index: at}. Returns the ends; None: aborted.
 
-    Time goes in pieces up to the next arrival, abort, or whole token of somebody; progress is a float for each.
+    Time advances to the next arrival, abort, or whole token of any request; the progress of each is a float.
     """
-    now, standing, waiting, made, ends = 0.0, 0.0, [], {}, {}
+    now, prefill_until, waiting, made, ends = 0.0, 0.0, [], {}, {}
     pending = sorted(range(len(arrivals)), key=lambda i: arrivals[i][0])
     while pending or waiting or made:
         step = p.base_s + p.per_sequence_s * len(made)
         events = [arrivals[pending[0]][0]] if pending else []
         events += [at for i, at in aborts.items() if at > now and i not in ends]
         if made:
-            rest = min(math.floor(m + 1e-9) + 1 - m for m in made.values())  # to somebody's next whole token
-            events.append(max(now, standing) + rest * step)
+            rest = min(math.floor(m + 1e-9) + 1 - m for m in made.values())  # to the next whole token of any request
+            events.append(max(now, prefill_until) + rest * step)
         then = min(events)
-        moved = max(0.0, then - max(now, standing)) / step
+        moved = max(0.0, then - max(now, prefill_until)) / step
         made, now = {i: m + moved for i, m in made.items()}, then
         for i in [i for i, m in made.items() if m >= arrivals[i][1] - 1e-6]:
             ends[i] = now
@@ -140,7 +140,7 @@ def brute_force(p, arrivals, aborts):
             i = waiting.pop(0)
             made[i] = 0.0
             if arrivals[i][2] and p.prefill_s_per_token:
-                standing = max(standing, now) + p.prefill_s_per_token * arrivals[i][2]
+                prefill_until = max(prefill_until, now) + p.prefill_s_per_token * arrivals[i][2]
     return ends
 
 

@@ -1,4 +1,4 @@
-"""DeviceGrid, Split and shares: every slot has one role, replicas fit their blocks, and what cannot be is said."""
+"""DeviceGrid, Split and shares: every slot has one role, replicas fit their blocks, invalid values are rejected."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, shares, split_by
 from gcore.types import UserError
 
-GROUNDS = [
+GRIDS = [
     DeviceGrid(blocks * max(widths), dict(zip((POLICY, "judge", "critic"), widths, strict=False)))
     for widths in ((1, 1), (1, 4), (2, 4), (4, 2), (8, 8), (1, 2, 4), (2, 8, 1))
     for blocks in (1, 2, 3, 7, 16)
@@ -15,7 +15,7 @@ GROUNDS = [
 
 
 def slots_of_replicas(grid: DeviceGrid, split: Split) -> list[int]:
-    """The slots of all replicas that are awake, one by one."""
+    """The slots of all awake replicas."""
     found = []
     for block, role in enumerate(split.owners):
         first, width = grid.slots_of(block).start, grid.widths[role]
@@ -24,7 +24,7 @@ def slots_of_replicas(grid: DeviceGrid, split: Split) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("grid", GROUNDS, ids=str)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_every_split_uses_every_slot_once(grid):
     rng = random.Random(0)
     splits = [shares(grid, {role: rng.random() for role in grid.roles}) for _ in range(20)]
@@ -37,9 +37,9 @@ def test_every_split_uses_every_slot_once(grid):
         assert sum(split.counts().values()) == grid.num_blocks
 
 
-@pytest.mark.parametrize("grid", GROUNDS, ids=str)
-def test_a_replica_has_its_place_for_good(grid):
-    """Numbers do not overlap between blocks, and count without gaps."""
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_replica_has_a_fixed_block(grid):
+    """Indices do not overlap between blocks and have no gaps."""
     for role, width in grid.widths.items():
         numbers = [i for block in range(grid.num_blocks) for i in grid.replicas(role, block)]
         assert numbers == list(range(grid.slots // width))
@@ -71,22 +71,22 @@ def test_a_move_that_does_not_fit_is_refused():
         (10, {POLICY: 1, "judge": 4}, "placement.slots=10 is not a multiple of 4"),
         (2, {POLICY: 1, "judge": 4}, "placement.slots=2"),
         (12, {POLICY: 2, "judge": 3}, "do not fill a block of 3"),
-        (12, {POLICY: 0}, "at least one slot"),
-        (12, {}, "at least one slot"),
+        (12, {POLICY: 0}, "slots per replica"),
+        (12, {}, "slots per replica"),
     ],
 )
-def test_grounds_that_cannot_be(slots, widths, words):
+def test_invalid_grids(slots, widths, words):
     with pytest.raises(UserError, match=words):
         DeviceGrid(slots, widths)
 
 
-def test_splits_that_cannot_be():
+def test_invalid_splits():
     grid = DeviceGrid(8, {POLICY: 1, "judge": 4})
     for split in (Split((POLICY,)), Split((POLICY, "critic")), Split((POLICY, "judge", "judge"))):
         with pytest.raises(UserError, match="expected 2 blocks"):
             split.check(grid)
     for counts in ({POLICY: 1, "judge": 2}, {POLICY: 3, "judge": -1}, {POLICY: 1, "judge": 0}):
-        with pytest.raises(UserError, match="do not make the 2"):
+        with pytest.raises(UserError, match="expected a sum of 2"):
             split_by(grid, counts)
 
 

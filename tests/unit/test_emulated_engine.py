@@ -1,4 +1,4 @@
-"""The emulated engine in virtual time: what it promises to the second, to the token, and in which order."""
+"""The emulated engine in virtual time: exact times, exact tokens, and their order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ numbers = itertools.count()
 
 
 def ask(length: int, *, key: int = 0, prompt: int = 1, most: int = 1000, position: int = 0, **more: Any) -> Request:
-    """A request that makes `length` tokens: `by_key` below reads it from the key. No two have the same prompt."""
+    """A request that makes `length` tokens: `by_key` below gets it from the key. All prompts are different."""
     params = SamplingParams(most, stop_tokens=(STOP, 3))
     content = Tokens.split(np.full(prompt + position, next(numbers), np.int32), position)
     return Request(content, params, key * 10_000 + length, **more)
@@ -51,7 +51,7 @@ def make(base_s: float = 1.0, *, slots: int = 8, speed: float = 1.0, **timing: f
 
 
 def quiet(generated: int, busy_s: float, waiting: int = 0) -> EngineStats:
-    """Stats of an engine in which nothing runs."""
+    """Stats of an engine without running requests."""
     return EngineStats(0, waiting, busy_s, generated, 0)
 
 
@@ -67,7 +67,7 @@ def now() -> float:
 async def timed(
     engine: EmulatedEngine, request: Request, at: float = 0.0, ticket: str = ""
 ) -> tuple[float, Completion]:
-    """When it was answered, and what."""
+    """Time of the answer, and the answer."""
     await asyncio.sleep(at - now())
     completion = (await engine.generate([request], ticket))[0]
     return now(), completion
@@ -86,13 +86,13 @@ def ends(engine: EmulatedEngine, *requests: tuple[Request, float]) -> list[float
 # ---- time
 
 
-def test_one_request_takes_its_prefill_and_a_step_a_token():
+def test_one_request_takes_its_prefill_and_one_step_per_token():
     engine = make(0.5, per_sequence_s=0.25, prefill_s_per_token=0.1)
     assert ends(engine, (ask(10, prompt=7), 3.0)) == pytest.approx([3 + 0.7 + 10 * 0.75], abs=1e-9)
 
 
 def test_a_step_is_slower_the_more_requests_run():
-    """Alone 2 s a token, in company 3: A makes 4 tokens until 8, B's 5 with 5 of A's until 23, A's last 3 until 29."""
+    """Alone 2 s per token, with another 3 s: A makes 4 tokens until 8, both 5 until 23, A its last 3 until 29."""
     engine = make(1.0, per_sequence_s=1.0)
     assert ends(engine, (ask(12), 0.0), (ask(5), 8.0)) == pytest.approx([29.0, 23.0], abs=1e-9)
 
@@ -103,18 +103,18 @@ def test_an_arrival_within_a_step_slows_the_rest_of_it():
     assert ends(engine, (ask(4), 0.0), (ask(3), 3.0)) == pytest.approx([10.5, 11.5], abs=1e-9)
 
 
-def test_a_prompt_being_read_stops_the_others():
-    """A makes one token until B comes at 3, and none until B is read at 9; then two beside B, and the last alone."""
+def test_a_prefill_stops_the_others():
+    """A makes one token until B comes at 3, none until B's prefill ends at 9, two with B, and the last alone."""
     engine = make(1.0, per_sequence_s=1.0, prefill_s_per_token=1.0)
     assert ends(engine, (ask(4, prompt=1), 0.0), (ask(2, prompt=6), 3.0)) == pytest.approx([17.0, 15.0], abs=1e-9)
 
 
-def test_prompts_are_read_one_after_another():
+def test_prompts_are_prefilled_one_after_another():
     engine = make(1.0, prefill_s_per_token=1.0)
     assert ends(engine, (ask(1, prompt=4), 0.0), (ask(1, prompt=5), 1.0)) == pytest.approx([10.0, 10.0], abs=1e-9)
 
 
-def test_a_prompt_is_read_once_until_the_weights_change_or_it_sleeps():
+def test_a_prompt_is_cached_until_the_weights_change_or_the_engine_sleeps():
     async def main() -> None:
         engine = make(1.0, prefill_s_per_token=1.0)
         request = ask(1, prompt=10)
@@ -138,7 +138,7 @@ def test_a_prompt_is_read_once_until_the_weights_change_or_it_sleeps():
     run(main)
 
 
-def test_a_prompt_that_was_aborted_unread_is_read_the_next_time():
+def test_a_prompt_aborted_before_its_prefill_is_not_cached():
     async def main() -> None:
         engine = make(1.0, slots=1, prefill_s_per_token=1.0)
         request = ask(1, prompt=10)
@@ -154,7 +154,7 @@ def test_a_prompt_that_was_aborted_unread_is_read_the_next_time():
     run(main)
 
 
-def test_the_rest_waits_in_order_of_arrival():
+def test_requests_wait_in_order_of_arrival():
     engine = make(1.0, slots=2)
     requests = [(ask(length), at) for length, at in [(10, 0.0), (4, 0.1), (3, 0.2), (1, 0.3), (9, 0.4)]]
     # slots are free at 4.1 (to the third), 7.1 (the fourth), 8.1 (the fifth)
@@ -166,13 +166,13 @@ def test_requests_of_one_call_share_the_slots_and_are_answered_in_their_order():
         engine = make(1.0, slots=2)
         found = await engine.generate([ask(n) for n in (5, 1, 2)])
         assert [len(c.content.tokens_S) for c in found] == [5, 1, 2]
-        assert now() == pytest.approx(5.0, abs=1e-9)  # 1, then 2 beside the 5
+        assert now() == pytest.approx(5.0, abs=1e-9)  # 1, then 2 in parallel with the 5
 
     run(main)
 
 
 @pytest.mark.parametrize("speed", [0.25, 1.0, 1000.0])
-def test_speed_is_emulated_seconds_a_second(speed):
+def test_speedup_is_emulated_seconds_per_second(speed):
     engine = make(1.0, per_sequence_s=1.0, prefill_s_per_token=0.5, speed=speed)
     alone = 0.5 + 2 * 10
     assert ends(engine, (ask(10), 0.0)) == pytest.approx([alone / speed], rel=1e-9)
@@ -183,8 +183,8 @@ def test_speed_is_emulated_seconds_a_second(speed):
     assert run(busy) == pytest.approx(alone, rel=1e-9)  # emulated seconds
 
 
-def test_many_requests_at_changing_pace_end_where_the_plain_model_says():
-    """Against the plainest model there is: everyone's remaining work, moved from event to event in exact fractions."""
+def test_many_requests_at_changing_speed_agree_with_a_plain_model():
+    """Against a plain model: the remaining work of every request, advanced from event to event in exact fractions."""
     random = np.random.default_rng(0)
     arrivals = [Fraction(int(n), 100) for n in np.cumsum(random.integers(1, 40, 60))]
     lengths, prompts = random.integers(1, 12, 60).tolist(), random.integers(1, 30, 60).tolist()
@@ -197,7 +197,7 @@ def test_many_requests_at_changing_pace_end_where_the_plain_model_says():
     while len(expected) < 60:
         step_s = Fraction(1, 10) + Fraction(1, 20) * len(decode)
         nexts = [arrivals[coming[0]] - at] if coming else []
-        if prefill:  # one after another, and nobody decodes
+        if prefill:  # one after another, and decoding stops
             first = next(iter(prefill))
             passed = min([*nexts, prefill[first]])
             prefill[first] -= passed
@@ -218,7 +218,7 @@ def test_many_requests_at_changing_pace_end_where_the_plain_model_says():
 
 
 def test_a_late_loop_delays_no_request():
-    """The loop sleeps through three ends: what waited was admitted when the slot was free, not when it woke."""
+    """The loop is blocked during three ends: waiting requests were admitted when the slot was free, not afterwards."""
 
     async def main() -> None:
         engine = make(0.01, slots=1)
@@ -226,7 +226,7 @@ def test_a_late_loop_delays_no_request():
         await asyncio.sleep(0)
         time.sleep(0.2)  # all are due by 0.09
         await engine.stats()
-        assert [task.done() for task in tasks] == [False] * 3  # their futures are, and the tasks go on now
+        assert [task.done() for task in tasks] == [False] * 3  # their futures are done; the tasks continue now
         await asyncio.sleep(0)
         assert [task.done() for task in tasks] == [True] * 3
         assert (await engine.stats()).busy_s == pytest.approx(0.09, abs=1e-9)
@@ -237,7 +237,7 @@ def test_a_late_loop_delays_no_request():
 # ---- abort
 
 
-def test_abort_answers_at_once_with_what_there_is_and_frees_the_slot():
+def test_abort_returns_at_once_with_the_tokens_so_far_and_frees_the_slot():
     async def main() -> None:
         engine = make(1.0, slots=1)
         first = asyncio.ensure_future(timed(engine, ask(100, key=1), ticket="a"))
@@ -254,8 +254,8 @@ def test_abort_answers_at_once_with_what_there_is_and_frees_the_slot():
     run(main)
 
 
-def test_abort_of_what_waits_or_is_being_read_has_no_tokens_and_others_go_on():
-    """A prompt that was taken up is read to its end, and those behind it wait for that."""
+def test_abort_of_waiting_or_prefilling_requests_has_no_tokens_and_others_continue():
+    """A prefill that has begun is completed, and later requests wait for it."""
 
     async def main() -> None:
         engine = make(1.0, slots=2, prefill_s_per_token=1.0)
@@ -268,12 +268,12 @@ def test_abort_of_what_waits_or_is_being_read_has_no_tokens_and_others_go_on():
         await asyncio.sleep(4.0)
         await engine.abort("waits")
         await engine.abort("prefills")
-        await engine.abort("nobody")
+        await engine.abort("unknown")
         found = await asyncio.gather(*tasks)
         assert [round(end, 6) for end, _ in found] == [63.0, 4.0, 4.0, 56.0]
         assert [c.finish for _, c in found] == ["stop", "abort", "abort", "stop"]
         assert [len(c.content.tokens_S) for _, c in found] == [10, 0, 0, 3]
-        await engine.abort("runs")  # long done
+        await engine.abort("runs")  # already ended
         assert (await engine.stats()).generated_tokens == 13
 
     run(main)
@@ -294,7 +294,7 @@ def test_abort_ends_all_requests_of_a_ticket_and_keeps_those_that_were_done():
 
 
 def test_abort_after_the_caller_was_cancelled_frees_the_slot():
-    """As generation/pool.py does it."""
+    """As in generation/pool.py."""
 
     async def main() -> None:
         engine = make(1.0, slots=1)
@@ -308,7 +308,7 @@ def test_abort_after_the_caller_was_cancelled_frees_the_slot():
     run(main)
 
 
-def test_the_pace_rises_when_a_request_is_aborted():
+def test_decoding_is_faster_after_an_abort():
     async def main() -> None:
         engine = make(1.0, per_sequence_s=1.0)
         task = asyncio.ensure_future(timed(engine, ask(4)))
@@ -321,7 +321,7 @@ def test_the_pace_rises_when_a_request_is_aborted():
     run(main)
 
 
-def test_the_end_of_what_was_aborted_does_not_come():
+def test_an_aborted_request_does_not_end_later():
     async def main() -> None:
         engine = make(1.0, slots=2, prefill_s_per_token=1.0)
         task = asyncio.ensure_future(timed(engine, ask(20)))
@@ -338,8 +338,8 @@ def test_the_end_of_what_was_aborted_does_not_come():
     run(main)
 
 
-def test_all_aborted_the_device_is_free_at_once():
-    """Of prompts that nobody waits for any more, none is read."""
+def test_when_all_requests_are_aborted_the_device_is_free_at_once():
+    """Prompts of aborted requests are not prefilled."""
 
     async def main() -> None:
         engine = make(1.0, slots=2, prefill_s_per_token=1.0)
@@ -355,8 +355,8 @@ def test_all_aborted_the_device_is_free_at_once():
     run(main)
 
 
-def test_what_waits_does_not_begin_when_its_call_is_aborted():
-    """The second of "t" waits for a place; the abort of the first must not have its prompt read."""
+def test_a_waiting_request_does_not_start_when_its_call_is_aborted():
+    """The second of "t" waits for a slot; the abort of the first must not start its prefill."""
 
     async def main() -> None:
         engine = make(1.0, slots=2, prefill_s_per_token=1.0)
@@ -371,7 +371,7 @@ def test_what_waits_does_not_begin_when_its_call_is_aborted():
     run(main)
 
 
-def test_lower_priorities_go_first_also_of_what_came_while_it_stood_still():
+def test_lower_priorities_start_first_also_among_held_requests():
     async def main() -> None:
         engine = make(1.0, slots=1, weights_s=5.0)
         load = asyncio.ensure_future(engine.load_weights(1, {}))
@@ -397,7 +397,7 @@ def test_lower_priorities_go_first_also_of_what_came_while_it_stood_still():
 # ---- weights
 
 
-def test_tokens_are_stamped_with_the_version_they_were_made_at():
+def test_tokens_have_the_version_they_were_made_with():
     async def main() -> None:
         engine = make(1.0)
         early = asyncio.ensure_future(timed(engine, ask(6)))
@@ -416,7 +416,7 @@ def test_tokens_are_stamped_with_the_version_they_were_made_at():
     run(main)
 
 
-def test_versions_of_what_was_aborted_and_of_what_began_between():
+def test_versions_of_aborted_requests_and_of_requests_that_began_between_updates():
     async def main() -> None:
         engine = make(1.0, slots=1)
         await engine.load_weights(1, {})
@@ -433,29 +433,29 @@ def test_versions_of_what_was_aborted_and_of_what_began_between():
     run(main)
 
 
-def test_decoding_stands_still_while_weights_come():
+def test_decoding_stops_during_a_weight_update():
     async def main() -> None:
         engine = make(1.0, prefill_s_per_token=1.0, weights_s=10.0)
         task = asyncio.ensure_future(timed(engine, ask(4, prompt=2)))
-        late = asyncio.ensure_future(timed(engine, ask(1, prompt=1), at=5.0))  # arrives meanwhile
-        await asyncio.sleep(3.5)  # one token and a half
+        late = asyncio.ensure_future(timed(engine, ask(1, prompt=1), at=5.0))  # arrives during the update
+        await asyncio.sleep(3.5)  # one and a half tokens
         await engine.load_weights(1, {})
         assert now() == 13.5
         end, completion = await task
         assert (end, completion.versions_S.tolist()) == (pytest.approx(17.0, abs=1e-9), [0, 1, 1, 1])
-        assert (await late)[0] == pytest.approx(15.5, abs=1e-9)  # read until 14.5
+        assert (await late)[0] == pytest.approx(15.5, abs=1e-9)  # prefill until 14.5
         assert (await engine.stats()).busy_s == pytest.approx(17.0, abs=1e-9)
 
     run(main)
 
 
-def test_nothing_is_decoded_between_the_parts_of_new_weights():
+def test_nothing_is_decoded_between_the_buckets_of_an_update():
     async def main() -> None:
         engine = make(1.0, weights_s=4.0)
         task = asyncio.ensure_future(timed(engine, ask(4)))
         await asyncio.sleep(2.0)
         assert await engine.load_weights(5, {}, (0, 2)) == 0
-        assert now() == 4.0  # a part is its share
+        assert now() == 4.0  # one bucket takes its share
         await asyncio.sleep(10.0)
         assert await engine.load_weights(5, {}, (1, 2)) == 5
         end, completion = await task
@@ -480,7 +480,7 @@ def test_weights_that_never_came_stop_nothing():
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_asleep_it_lets_requests_wait(level):
+def test_requests_wait_while_it_sleeps(level):
     async def main() -> None:
         engine = make(1.0, sleep_s=2.0, wake_s=1.0)
         assert await engine.sleep(level) == MemoryChange(2.0, 0.0)
@@ -489,7 +489,7 @@ def test_asleep_it_lets_requests_wait(level):
         await asyncio.sleep(5.0)
         assert await engine.stats() == quiet(0, 0.0, waiting=1)
         await engine.wake("weights")
-        if level == 2:  # they were dropped
+        if level == 2:  # weights were dropped
             await engine.load_weights(1, {})
         assert (await engine.stats()).running == 0
         assert await engine.wake("kv_cache") == MemoryChange(1.0, 0.0)
@@ -512,22 +512,22 @@ def test_woken_without_weights_it_waits_for_them():
     run(main)
 
 
-def test_it_does_not_fall_asleep_over_a_request():
+def test_it_refuses_to_sleep_with_a_request():
     async def main() -> None:
         engine = make(1.0)
         task = asyncio.ensure_future(timed(engine, ask(3)))
         await asyncio.sleep(1.0)
-        with pytest.raises(RuntimeError, match="with 1 requests under way"):
+        with pytest.raises(RuntimeError, match="with 1 requests in progress"):
             await engine.sleep(1)
         assert (await task)[0] == 3.0
 
     run(main)
 
 
-# ---- what is generated
+# ---- generated tokens
 
 
-def test_the_same_key_gives_the_same_tokens_in_any_company():
+def test_the_same_key_gives_the_same_tokens_in_any_batch():
     async def main() -> None:
         alone = (await make().generate([ask(40, key=5)]))[0]
         engine = make(0.1, slots=3, per_sequence_s=0.3)
@@ -539,7 +539,7 @@ def test_the_same_key_gives_the_same_tokens_in_any_company():
     run(main)
 
 
-def test_a_second_turn_goes_on_in_the_noise_of_the_first():
+def test_a_second_turn_continues_the_noise_of_the_first():
     async def main() -> None:
         engine = make()
         whole = (await engine.generate([ask(20, key=5)]))[0]
@@ -554,10 +554,10 @@ def test_how_a_response_ends():
         engine = EmulatedEngine(speed_of(1.0, 4), lengths=by_key, tokens=range(2, 6))
         stops, cut, exact = await engine.generate([ask(200), ask(200, most=50), ask(50, most=50)])
         assert (stops.finish, len(stops.content.tokens_S), stops.content.tokens_S[-1]) == ("stop", 200, STOP)
-        assert set(stops.content.tokens_S[:-1].tolist()) == {4, 5}  # 2 and 3 would have ended it
+        assert set(stops.content.tokens_S[:-1].tolist()) == {4, 5}  # 2 and 3 are stop tokens
         assert (cut.finish, len(cut.content.tokens_S), set(cut.content.tokens_S.tolist())) == ("length", 50, {4, 5})
         assert (exact.finish, len(exact.content.tokens_S)) == ("length", 50)
-        endless = Request(Tokens(np.ones(1, np.int32)), SamplingParams(30), 5)  # no token that could end it
+        endless = Request(Tokens(np.ones(1, np.int32)), SamplingParams(30), 5)  # no stop token
         assert [(c.finish, len(c.content.tokens_S)) for c in await engine.generate([endless])] == [("length", 30)]
         assert stops.logprobs_S.tolist() == [-1.0] * 200
         dtypes = (stops.content.tokens_S.dtype, stops.logprobs_S.dtype, stops.versions_S.dtype)
@@ -577,7 +577,7 @@ def test_log_normal_lengths_have_their_median_and_spread():
     assert min(log_normal(1, 2.0)(request) for request in requests) == 1
 
 
-def test_a_sample_that_goes_on_elsewhere_ends_where_it_would_have_ended():
+def test_a_sample_that_continues_elsewhere_has_the_same_length():
     lengths = log_normal(median=50, sigma=1.0, shared=0.5)
     for key in range(50):
         whole = Request(Tokens(np.array([5, key], np.int32)), SamplingParams(10**6, stop_tokens=(STOP,)), key)
@@ -586,7 +586,7 @@ def test_a_sample_that_goes_on_elsewhere_ends_where_it_would_have_ended():
         begun = np.concatenate([whole.content.tokens_P, np.zeros(made, np.int32)])
         assert lengths(dataclasses.replace(whole, content=Tokens.split(begun, made))) == length - made
         over = np.concatenate([whole.content.tokens_P, np.zeros(length, np.int32)])
-        assert lengths(dataclasses.replace(whole, content=Tokens.split(over, length))) >= 1  # a turn of its own
+        assert lengths(dataclasses.replace(whole, content=Tokens.split(over, length))) >= 1  # a new turn
 
 
 def test_siblings_share_a_part_of_their_spread():
@@ -599,7 +599,7 @@ def test_siblings_share_a_part_of_their_spread():
 
 
 @pytest.mark.parametrize(("tokens", "most", "words"), [(0, 5, "empty prompt"), (3, 0, "asks for 0 tokens")])
-def test_requests_that_make_no_sense_are_refused(tokens, most, words):
+def test_invalid_requests_are_rejected(tokens, most, words):
     async def main() -> None:
         engine = make()
         with pytest.raises(UserError, match=words):
@@ -609,12 +609,12 @@ def test_requests_that_make_no_sense_are_refused(tokens, most, words):
     run(main)
 
 
-def test_nothing_asked_nothing_answered():
+def test_no_requests_no_completions():
     assert run(lambda: make().generate([])) == []
 
 
-def test_a_device_that_takes_no_time_is_refused():
-    with pytest.raises(ValueError, match="takes some"):
+def test_a_device_that_takes_no_time_is_rejected():
+    with pytest.raises(ValueError, match="more than 0 s"):
         make(0.0)
 
 
@@ -664,7 +664,7 @@ def run_unbounded(main: Callable[[], Awaitable[Any]]) -> Any:
         return runner.run(main())  # type: ignore[arg-type]
 
 
-def test_work_takes_virtual_time_where_it_counts():
+def test_work_takes_virtual_time_with_work_counts():
     async def main() -> float:
         began = now()
         time.sleep(0.05)
@@ -676,7 +676,7 @@ def test_work_takes_virtual_time_where_it_counts():
         assert 1000.05 <= runner.run(main()) < 1060  # the bound is generous: a machine may be busy
 
 
-def test_what_comes_from_outside_is_waited_for():
+def test_events_from_outside_are_waited_for():
     async def main() -> str:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str] = loop.create_future()
@@ -686,7 +686,7 @@ def test_what_comes_from_outside_is_waited_for():
     assert run_unbounded(main) == "heard"
 
 
-def test_nothing_is_jumped_over_while_something_is_ready():
+def test_time_does_not_jump_while_a_task_is_ready():
     async def main() -> float:
         loop = asyncio.get_running_loop()
         here, there = socket.socketpair()

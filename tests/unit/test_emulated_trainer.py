@@ -1,4 +1,4 @@
-"""The emulated trainer in virtual time, and the sections of the configuration that ask for emulation."""
+"""The emulated trainer in virtual time, and the configuration of emulation."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_it_takes_a_third_of_its_time_to_prepare_and_the_whole_to_update():
             "tokens": 60.0,
         }
         assert (stats.updates, stats.lr, stats.skipped) == (2, 1.0, 0)
-        await trainer.push(0, samples)  # all were taken
+        await trainer.push(0, samples)  # the update removed all samples
 
     run(main)
 
@@ -95,12 +95,12 @@ def test_ranks_share_the_tokens():
     assert run(main) == pytest.approx([0.48, 0.48])
 
 
-def test_a_layout_that_asks_for_what_was_not_pushed_is_found():
+def test_a_layout_with_samples_that_were_not_pushed_is_detected():
     async def main() -> None:
         trainer, samples = EmulatedTrainer(0.0), [sample(1, 5), sample(2, 5)]
         (batch,) = laid_out(samples, 1)
         await trainer.push(0, samples[:1])
-        with pytest.raises(AssertionError, match=r"was never given \[\(2, 0\)\] of its 2"):
+        with pytest.raises(AssertionError, match=r"never received \[\(2, 0\)\] of its 2"):
             await trainer.update(batch)
         with pytest.raises(AssertionError, match="pushed twice"):
             await trainer.push(0, samples)
@@ -108,7 +108,7 @@ def test_a_layout_that_asks_for_what_was_not_pushed_is_found():
     run(main)
 
 
-def test_weights_are_rank_0s_and_a_checkpoint_brings_the_updates_back(tmp_path):
+def test_rank_0_has_the_weights_and_a_checkpoint_restores_the_updates(tmp_path):
     async def main() -> None:
         ranks = [EmulatedTrainer(0.0, rank=rank) for rank in range(2)]
         batches = laid_out([sample(1, 5), sample(2, 5)], 2)
@@ -152,7 +152,7 @@ def recipe(**top: Any) -> dict[str, Any]:
     }
 
 
-def test_a_recipe_may_emulate_everything_or_the_engines_alone():
+def test_a_recipe_may_emulate_all_roles_or_only_the_engines():
     assert Config.model_validate(recipe()).generation.emulated is not None
     assert Config.model_validate(recipe(training={})).training.backend == "fsdp"
 
@@ -174,13 +174,13 @@ def test_a_recipe_may_emulate_everything_or_the_engines_alone():
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(top, words):
+def test_incompatible_settings_are_rejected(top, words):
     with pytest.raises(ValidationError, match=words):
         Config.model_validate(recipe(**top))
 
 
 def test_emulated_roles_are_built_without_torch():
-    """A hundred of their processes must fit a laptop."""
+    """A laptop must be able to run a hundred such processes."""
     code = f"""
 import sys
 from gcore.config.tree import Config

@@ -1,13 +1,13 @@
-"""The forecast by hand, what the guard learns in numbers, and the cases in which moving used to cost time."""
+"""The forecast against calculations by hand, the guard's state, and cases in which moving costs time."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from gcore.placement.forecast import Forecast, best_still
+from gcore.placement.forecast import Forecast, best_static_split
 from gcore.placement.grid import POLICY, DeviceGrid, Split, all_splits, neighbours, num_splits, split_by
-from gcore.placement.guard import MOVING, STILL, TURNS, Guarded, Memory
+from gcore.placement.guard import COLOCATED, MOVING, STATIC, GuardedRule, GuardState
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Costs, Load, View
 from gcore.simulate.run import simulate, static_name
@@ -16,11 +16,11 @@ from gcore.simulate.table import best_static
 from gcore.types import UserError
 
 JUDGE = "judge"
-PACE = ReplicaSpeed(
+SPEED = ReplicaSpeed(
     base_s=0.01, per_sequence_s=0.001, prefill_s_per_token=0.0001, max_concurrent=10, sleep_s=1.0, wake_s=2.0,
     weights_s=3.0,
 )  # fmt: skip
-COSTS = Costs(DeviceGrid(4, {POLICY: 1, JUDGE: 1}), {POLICY: PACE, JUDGE: PACE})
+COSTS = Costs(DeviceGrid(4, {POLICY: 1, JUDGE: 1}), {POLICY: SPEED, JUDGE: SPEED})
 TWO = Split((POLICY, POLICY, JUDGE, JUDGE))
 
 
@@ -53,7 +53,7 @@ def test_waves_where_not_all_fit():
 
 
 def test_a_dropped_group_is_replaced():
-    """Of 4 groups, drawn one at a time at a rate that knows nothing of it, some are dropped: others follow them."""
+    """Some of the 4 groups are dropped, and others replace them."""
     seconds = {seed: Forecast(expected(rate=0.5), COSTS, seed).seconds(TWO) for seed in range(8)}
     assert len(set(seconds.values())) > 1 and min(seconds.values()) > Forecast(expected(), COSTS).seconds(TWO)
     assert Forecast(expected(rate=0.5), COSTS, 3).seconds(TWO) == seconds[3]
@@ -65,13 +65,15 @@ def test_prefill_stalls_the_pool():
     assert Forecast(view, COSTS).seconds(TWO) == pytest.approx(100 * 0.014 + 8 * 500 * 0.0001 / 2 + 20 * 0.014)
 
 
-def test_taking_turns():
-    """All 4 replicas generate: 100 steps of 10 + 2 ms; at the next look they change, in 3 s; 20 steps of 10 + 2 ms."""
-    found = Forecast(expected(), COSTS).seconds(Split((POLICY,) * 4), Guarded().mover(TURNS), poll_interval_s=0.5)
+def test_colocated():
+    """All 4 replicas generate: 100 steps of 10 + 2 ms; at the next poll they change, in 3 s; 20 steps of 10 + 2 ms."""
+    found = Forecast(expected(), COSTS).seconds(
+        Split((POLICY,) * 4), GuardedRule().moves_of(COLOCATED), poll_interval_s=0.5
+    )
     assert found == pytest.approx(1.5 + 3.0 + 20 * 0.012)
 
 
-def test_many_groups_are_stood_for_by_some():
+def test_some_groups_represent_many():
     few, many = (Forecast(expected(groups=n), COSTS).seconds(TWO) for n in (60, 600))
     assert many == pytest.approx(10 * few, rel=0.05)
 
@@ -80,115 +82,115 @@ def test_a_role_without_a_block_never_ends():
     assert Forecast(expected(), COSTS).seconds(Split((POLICY,) * 4)) == math.inf
 
 
-def test_what_was_aborted_is_first_in_line():
+def test_aborted_groups_start_first():
     view = replace(expected(rate=0.6), samples=1)
     one = Forecast(view, COSTS, 1)
-    after = Forecast(view, COSTS, 1).follow(TWO)
-    assert (one.first, one.head) == ([], 0)
-    assert after.head >= 4 and all(0 <= number < after.head for number in after.first)
+    after = Forecast(view, COSTS, 1).start_after(TWO)
+    assert (one.resumed, one.first_new) == ([], 0)
+    assert after.first_new >= 4 and all(0 <= number < after.first_new for number in after.resumed)
 
 
-def test_the_best_split_that_stands_still():
+def test_the_best_static_split():
     """Judging is three times the work: one block for the policy, three for the judge, of all three splits."""
     forecast = Forecast(expected(groups=40, verdict=300.0), COSTS)
     seconds = {split: forecast.seconds(split) for split in all_splits(COSTS.grid)}
-    best_s, best = best_still(forecast, TWO, 1)
+    best_s, best = best_static_split(forecast, TWO, 1)
     assert best_s == seconds[best] == min(seconds.values()) and best.counts() == {POLICY: 1, JUDGE: 3}
 
 
 # ---- the guard ----------------------------------------------------------------------------------------------------
 
-SPLITS = {MOVING: TWO, STILL: TWO, TURNS: Split((POLICY,) * 4)}
+SPLITS = {MOVING: TWO, STATIC: TWO, COLOCATED: Split((POLICY,) * 4)}
 
 
-def memory(**changes):
+def state(**changes):
     facts = {
-        "splits": SPLITS, "step": 2, "still_s": 10.0, "tried": {MOVING: 1, STILL: 1},
-        "costs": {MOVING: -0.05, STILL: 0.0, TURNS: 0.5},
+        "splits": SPLITS, "step": 2, "static_s": 10.0, "last_used": {MOVING: 1, STATIC: 1},
+        "costs": {MOVING: -0.05, STATIC: 0.0, COLOCATED: 0.5},
     }  # fmt: skip
-    return Memory(**facts | changes)
+    return GuardState(**facts | changes)
 
 
-def test_it_moves_while_that_is_forecast_to_pay():
-    """It must win 4.5 %, or 1.5 % where the load drifts."""
-    assert Guarded()._choose(memory()).way == MOVING
-    little = memory(costs={MOVING: -0.03, STILL: 0.0, TURNS: 0.5})
-    assert Guarded()._choose(little).way == STILL
-    assert Guarded()._choose(replace(little, trend=0.07)).way == MOVING
-    assert Guarded()._choose(replace(little, trend=-0.07)).way == MOVING
-    found = Guarded()._choose(memory())
+def test_it_moves_if_the_forecast_gain_is_large_enough():
+    """Moving must win 4.5 %, or 1.5 % if the load drifts."""
+    assert GuardedRule()._choose(state()).candidate == MOVING
+    little = state(costs={MOVING: -0.03, STATIC: 0.0, COLOCATED: 0.5})
+    assert GuardedRule()._choose(little).candidate == STATIC
+    assert GuardedRule()._choose(replace(little, trend=0.07)).candidate == MOVING
+    assert GuardedRule()._choose(replace(little, trend=-0.07)).candidate == MOVING
+    found = GuardedRule()._choose(state())
     assert found.expected_s == pytest.approx(10.0 * math.exp(-0.05))
 
 
 def test_measured_time_corrects_the_forecast():
-    """Moving took 1.5 times the forecast, standing still exactly that: 2 rollouts each.
+    """Moving took 1.5 times its forecast, static exactly its forecast: 2 rollouts each.
 
-    The forecast is off by log(1.5) / 2 = 0.2 on the whole. With a noise of 0.0018 a standard error is 0.03, and two
-    rollouts weigh as much as the forecast: half of 0.17 counts, which outweighs the 0.05 that moving should win.
+    The common error of the forecast is log(1.5) / 2 = 0.2. With a noise of 0.0018 the standard error is 0.03, and two
+    rollouts weigh as much as the forecast: half of 0.17 counts, which is more than the 0.05 that moving should win.
     """
     half = math.log(1.5) / 2
-    learnt = memory(errors={MOVING: (4 * half, 2.0), STILL: (0.0, 2.0)}, noise=2 * 0.03**2)
-    found = Guarded()._choose(learnt)
-    assert found.way == STILL and found.expected_s == pytest.approx(10.0 * math.exp(half))
-    as_bad = memory(errors={MOVING: (4 * half, 2.0), STILL: (4 * half, 2.0)}, noise=2 * 0.03**2)
-    assert Guarded()._choose(as_bad).way == MOVING, "the forecast is off for both"
-    noisy = memory(errors={MOVING: (4 * half, 2.0), STILL: (0.0, 2.0)}, noise=0.25)
-    assert Guarded()._choose(noisy).way == MOVING, "two rollouts say little among such noise"
+    measured = state(errors={MOVING: (4 * half, 2.0), STATIC: (0.0, 2.0)}, noise=2 * 0.03**2)
+    found = GuardedRule()._choose(measured)
+    assert found.candidate == STATIC and found.expected_s == pytest.approx(10.0 * math.exp(half))
+    same_error = state(errors={MOVING: (4 * half, 2.0), STATIC: (4 * half, 2.0)}, noise=2 * 0.03**2)
+    assert GuardedRule()._choose(same_error).candidate == MOVING, "both have the same error"
+    noisy = state(errors={MOVING: (4 * half, 2.0), STATIC: (0.0, 2.0)}, noise=0.25)
+    assert GuardedRule()._choose(noisy).candidate == MOVING, "with this noise, two rollouts are not significant"
 
 
-def test_learning():
-    found = Guarded()._learn(memory(errors={MOVING: (0.2, 1.0)}), 10.0, 10.0 * math.e)
+def test_the_error_of_a_forecast_is_recorded():
+    found = GuardedRule()._record_error(state(errors={MOVING: (0.2, 1.0)}), 10.0, 10.0 * math.e)
     assert found.errors == {MOVING: (pytest.approx(0.9 * 0.2 + 1.0), pytest.approx(1.9))}
-    assert found.noise == pytest.approx(0.8 * 0.01 + 0.2 * 0.8**2) and found.tried == {MOVING: 2, STILL: 1}
+    assert found.noise == pytest.approx(0.8 * 0.01 + 0.2 * 0.8**2) and found.last_used == {MOVING: 2, STATIC: 1}
 
 
-def test_what_comes_close_is_tried_ever_less_often():
-    guard, now, used = Guarded(), memory(way=STILL, costs={MOVING: 0.01, STILL: 0.0, TURNS: 0.5}), []
+def test_a_close_candidate_is_tried_at_growing_intervals():
+    guard, now, used = GuardedRule(), state(candidate=STATIC, costs={MOVING: 0.01, STATIC: 0.0, COLOCATED: 0.5}), []
     for step in range(3, 40):
         now = guard._choose(replace(now, step=step))
-        used.append(now.way)
-        now = replace(now, tried={**now.tried, now.way: step})
-    assert [i + 3 for i, way in enumerate(used) if way == MOVING] == [6, 15, 32] and TURNS not in used
+        used.append(now.candidate)
+        now = replace(now, last_used={**now.last_used, now.candidate: step})
+    assert [i + 3 for i, name in enumerate(used) if name == MOVING] == [6, 15, 32] and COLOCATED not in used
 
 
-def test_standing_still_is_tried_when_moving_takes_longer_than_forecast():
-    """It is forecast to be 30 % slower. But moving takes 1.5 times its own forecast."""
-    costs = {MOVING: -0.3, STILL: 0.0, TURNS: 0.9}
-    never = memory(costs=costs, tried={MOVING: 5}, step=6)
-    assert Guarded()._choose(never).way == MOVING
-    assert Guarded()._choose(replace(never, errors={MOVING: (0.4, 1.0)})).way == STILL
+def test_static_is_tried_when_moving_takes_longer_than_forecast():
+    """The forecast of static is 30 % slower. But moving takes 1.5 times its own forecast."""
+    costs = {MOVING: -0.3, STATIC: 0.0, COLOCATED: 0.9}
+    never = state(costs=costs, last_used={MOVING: 5}, step=6)
+    assert GuardedRule()._choose(never).candidate == MOVING
+    assert GuardedRule()._choose(replace(never, errors={MOVING: (0.4, 1.0)})).candidate == STATIC
 
 
-def test_decisions_follow_the_way():
+def test_decisions_follow_the_candidate():
     backlog = View(
         {POLICY: Load(running=40, needed=30, lengths=(500, 1000)), JUDGE: Load(waiting=3000, needed=3000)},
         elapsed_s=10.0,
     )
-    split, guard = Split((POLICY, POLICY, POLICY, JUDGE)), Guarded()
+    split, guard = Split((POLICY, POLICY, POLICY, JUDGE)), GuardedRule()
 
-    def moves(way, view=backlog, expected_s=10.0):
-        return len(guard.decide(memory(way=way, expected_s=expected_s), split, view, COSTS))
+    def moves(candidate, view=backlog, expected_s=10.0):
+        return len(guard.decide(state(candidate=candidate, expected_s=expected_s), split, view, COSTS))
 
-    assert (moves(MOVING), moves(STILL), moves(TURNS)) == (1, 0, 0)
-    assert moves(STILL, expected_s=7.9) == 1, "late: 1.25 times what was expected"
-    assert guard.decide(memory(way=STILL), Split((POLICY,) * 4), backlog, COSTS) != [], "the judge has no block"
+    assert (moves(MOVING), moves(STATIC), moves(COLOCATED)) == (1, 0, 0)
+    assert moves(STATIC, expected_s=7.9) == 1, "late: more than 1.25 times the expected seconds"
+    assert guard.decide(state(candidate=STATIC), Split((POLICY,) * 4), backlog, COSTS) != [], "the judge has no block"
 
 
-def test_without_measurements_it_is_the_rule_alone():
+def test_without_measurements_the_dynamic_rule_is_used():
     view = replace(expected(), groups=0.0)
-    found = Guarded().plan(Memory(), view, COSTS, None)
-    assert found.way == MOVING and found.splits == {MOVING: Guarded().rule.begin(view, COSTS)}
+    found = GuardedRule().plan(GuardState(), view, COSTS, None)
+    assert found.candidate == MOVING and found.splits == {MOVING: GuardedRule().rule.begin(view, COSTS)}
     assert found.expected_s == math.inf
 
 
-def test_planning_changes_nothing_it_was_given():
-    """The same memory and view lead to the same plan: controllers agree without a word."""
-    view, first = expected(groups=20, rate=0.7), Memory()
-    one = Guarded().plan(first, view, COSTS, None)
-    assert one == Guarded().plan(first, view, COSTS, None) and first == Memory()
-    after = Guarded().plan(one, view, COSTS, 5.0)
-    assert after == Guarded().plan(one, view, COSTS, 5.0) and after.step == 2
-    assert list(after.errors) == [one.way]
+def test_planning_is_pure():
+    """The same state and view lead to the same plan: controllers need not communicate."""
+    view, first = expected(groups=20, rate=0.7), GuardState()
+    one = GuardedRule().plan(first, view, COSTS, None)
+    assert one == GuardedRule().plan(first, view, COSTS, None) and first == GuardState()
+    after = GuardedRule().plan(one, view, COSTS, 5.0)
+    assert after == GuardedRule().plan(one, view, COSTS, 5.0) and after.step == 2
+    assert list(after.errors) == [one.candidate]
 
 
 # ---- every split --------------------------------------------------------------------------------------------------
@@ -205,19 +207,19 @@ def test_all_splits_of_three_roles():
 
 
 def test_best_static_searches_all_splits(request):
-    """With judges of unequal size the even division of their blocks is far from the best."""
+    """With judges of different sizes, an even split of their blocks is far from the best."""
     case = load_scenario(request.config.rootpath / "scenarios" / "three-judges.yaml", ["steps=1"])
     found = best_static(case)
-    assert found.regime == "static:2-4-1-1"
+    assert found.rule == "static:2-4-1-1"
     every = [simulate(case, static_name(split, case.grid)).rollout_s for split in all_splits(case.grid)]
     assert found.rollout_s == min(every) and len(every) == 35
     evenly = min(simulate(case, f"static:{n}").rollout_s for n in range(1, 6))
     assert evenly > 1.1 * found.rollout_s
-    with pytest.raises(UserError, match="with dashes between, 8 in all"):
+    with pytest.raises(UserError, match="separated by dashes, 8 in all"):
         simulate(case, "static:2-4-1")
 
 
-# ---- bad cases of the rule without a guard ------------------------------------------------------------------------
+# ---- cases that are bad without the guard -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -231,14 +233,14 @@ def test_best_static_searches_all_splits(request):
     ],
 )
 def test_never_far_behind_the_best_static_split(name, steps, best, bound, request):
-    """The splits around the best of few-prompts are equally good but for chance, so their mean counts."""
+    """In few-prompts, the splits around the best differ only by chance, so their mean is used."""
     case = load_scenario(request.config.rootpath / "scenarios" / f"{name}.yaml", [f"steps={steps}"])
     static_s = sum(simulate(case, f"static:{split}").rollout_s for split in best) / len(best)
     assert simulate(case, "dynamic").rollout_s <= bound * static_s
 
 
 def test_moves_stop_under_constant_load(request):
-    """But for a try now and then. Without the guard 2 or 3 blocks move in every step, for ever."""
+    """Except for occasional probes. Without the guard 2 or 3 blocks move in every step."""
     case = load_scenario(request.config.rootpath / "scenarios" / "constant.yaml", ["steps=16"])
-    guarded, alone = ([step["moves"] for step in simulate(case, way).steps[10:]] for way in ("dynamic", "unguarded"))
+    guarded, alone = ([step["moves"] for step in simulate(case, name).steps[10:]] for name in ("dynamic", "unguarded"))
     assert sum(moves > 0 for moves in guarded) <= 1 and min(alone) >= 2

@@ -1,4 +1,4 @@
-"""The formulas by hand, and what Dynamic never does."""
+"""The formulas against calculations by hand, and invariants of DynamicRule and the baselines."""
 
 import math
 import random
@@ -11,18 +11,18 @@ from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, shares, split_
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import (
     Costs,
-    Dynamic,
+    DynamicRule,
+    EndEstimate,
     Load,
-    Outlook,
     View,
     end_s,
     generated_s,
     judged_s,
-    room,
+    request_limit,
     useful_concurrency,
 )
 
-PACE = ReplicaSpeed(
+SPEED = ReplicaSpeed(
     base_s=0.01, per_sequence_s=0.001, prefill_s_per_token=0.0001, max_concurrent=10, sleep_s=1.0, wake_s=2.0,
     weights_s=3.0,
 )  # fmt: skip
@@ -32,7 +32,7 @@ JUDGE = "judge"
 def costs(blocks=8, widths=(1, 1), speeds=None, roles=(POLICY, JUDGE)):
     widths = dict(zip(roles, widths, strict=True))
     grid = DeviceGrid(blocks * max(widths.values()), widths)
-    return Costs(grid, speeds or dict.fromkeys(roles, PACE))
+    return Costs(grid, speeds or dict.fromkeys(roles, SPEED))
 
 
 def owners(split, moves):
@@ -42,23 +42,23 @@ def owners(split, moves):
 # ---- formulas -----------------------------------------------------------------------------------------------------
 
 
-def test_generated_of_what_runs():
-    """Four requests of 100, 200, 300, 400 tokens, just begun, on two replicas; all must end: 400 steps, 1000 tokens."""
+def test_generated_of_running_requests():
+    """Four new requests of 100, 200, 300, 400 tokens on two replicas; all must end: 400 steps, 1000 tokens."""
     load = Load(running=4, needed=4, lengths=(100, 200, 300, 400))
     assert load.tokens_in(400) == 250
-    assert generated_s(load, PACE, 2) == pytest.approx(0.01 * 400 + 0.001 * 1000 / 2)
-    assert generated_s(load, PACE, 0) == math.inf
-    assert generated_s(replace(load, needed=0), PACE, 0) == 0.0
+    assert generated_s(load, SPEED, 2) == pytest.approx(0.01 * 400 + 0.001 * 1000 / 2)
+    assert generated_s(load, SPEED, 0) == math.inf
+    assert generated_s(replace(load, needed=0), SPEED, 0) == 0.0
 
 
 def test_generated_of_a_share_and_with_age():
-    """At age 150 only those of 200, 300, 400 are left; half of what is needed has ended after the second of them."""
+    """At age 150 only 200, 300, 400 are possible; half of the needed requests have ended after the second of them."""
     load = Load(running=6, needed=6, age=150, lengths=(100, 200, 300, 400))
     steps = 300 - 150
     tokens = 6 * (50 + 150 + 150) / 3
-    assert generated_s(load, PACE, 1, 0.5) == pytest.approx(0.01 * steps + 0.001 * tokens)
+    assert generated_s(load, SPEED, 1, 0.5) == pytest.approx(0.01 * steps + 0.001 * tokens)
     older = replace(load, age=900)
-    assert older.steps_to(1.0) == 100 and older.tokens_in(100) == 50, "older than anything seen"
+    assert older.steps_to(1.0) == 100 and older.tokens_in(100) == 50, "older than any known length"
 
 
 def test_siblings_end_with_their_longest():
@@ -66,39 +66,43 @@ def test_siblings_end_with_their_longest():
     assert load.steps_to(1.0) == 500
 
 
-def test_generated_of_what_is_not_drawn_yet():
-    """Ten more, of 100 tokens and a prompt of 50, after what runs."""
+def test_generated_of_requests_that_are_not_drawn_yet():
+    """Ten more, of 100 tokens and a prompt of 50, after the running ones."""
     load = Load(running=2, needed=12, lengths=(100,), prompt=50)
-    assert generated_s(load, PACE, 1) == pytest.approx(
+    assert generated_s(load, SPEED, 1) == pytest.approx(
         max(0.01 * (100 + 100), 0.01 * 1200 / 10) + 0.001 * (200 + 1000) + 10 * 50 * 0.0001
     )
 
 
 def test_the_cap_makes_waves():
     load = Load(running=100, needed=100, lengths=(100,))
-    assert generated_s(load, PACE, 2) == pytest.approx(0.01 * 100 * 100 / (2 * 10) + 0.001 * 10_000 / 2)
+    assert generated_s(load, SPEED, 2) == pytest.approx(0.01 * 100 * 100 / (2 * 10) + 0.001 * 10_000 / 2)
 
 
 def test_judged():
     load = Load(needed=20, lengths=(50,), prompt=200)
-    assert judged_s(load, PACE) == pytest.approx(20 * 50 * (0.01 / 10 + 0.001) + 20 * 200 * 0.0001)
-    assert judged_s(replace(load, needed=4), PACE) == pytest.approx(4 * 50 * (0.01 / 4 + 0.001) + 4 * 200 * 0.0001)
+    assert judged_s(load, SPEED) == pytest.approx(20 * 50 * (0.01 / 10 + 0.001) + 20 * 200 * 0.0001)
+    assert judged_s(replace(load, needed=4), SPEED) == pytest.approx(4 * 50 * (0.01 / 4 + 0.001) + 4 * 200 * 0.0001)
 
 
-def test_room_is_what_nearly_all_of_the_throughput_takes():
-    speed = replace(PACE, max_concurrent=10_000)
+def test_the_request_limit_allows_nearly_all_of_the_throughput():
+    speed = replace(SPEED, max_concurrent=10_000)
     load = Load(lengths=(100.0,), prompt=50.0)
-    assert room(load, speed) == math.ceil(useful_concurrency(load, speed, 0.95)) > useful_concurrency(load, speed, 0.9)
-    assert room(load, replace(speed, max_concurrent=7)) == 7
+    assert (
+        request_limit(load, speed)
+        == math.ceil(useful_concurrency(load, speed, 0.95))
+        > useful_concurrency(load, speed, 0.9)
+    )
+    assert request_limit(load, replace(speed, max_concurrent=7)) == 7
 
 
 def test_useful_concurrency():
-    """Base 1 s a pass and 0.1 s a request: at b = 10 half of the time is work."""
+    """1 s per pass and 0.1 s per request: at 10 requests the throughput is half of the maximum."""
     load = Load(lengths=(100,))
-    assert useful_concurrency(load, PACE, 0.5) == pytest.approx(10)
-    assert useful_concurrency(load, PACE, 0.9) == 10, "no more than fit"
-    assert useful_concurrency(replace(load, prompt=1e6), PACE, 0.5) == 1.0, "prefill is the work"
-    assert useful_concurrency(load, replace(PACE, per_sequence_s=0.0), 0.5) == 10
+    assert useful_concurrency(load, SPEED, 0.5) == pytest.approx(10)
+    assert useful_concurrency(load, SPEED, 0.9) == 10, "no more than fit"
+    assert useful_concurrency(replace(load, prompt=1e6), SPEED, 0.5) == 1.0, "prefill is the work"
+    assert useful_concurrency(load, replace(SPEED, per_sequence_s=0.0), 0.5) == 10
 
 
 def test_end_is_the_later_of_generation_and_judging():
@@ -108,18 +112,18 @@ def test_end_is_the_later_of_generation_and_judging():
     assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(0.01 * 100 + 0.001 * 1000)
     backlog = Load(running=30, needed=30, lengths=(1000,))
     view = View({POLICY: load, JUDGE: backlog})
-    assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(judged_s(backlog, PACE))
+    assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(judged_s(backlog, SPEED))
     assert end_s(view, known, {POLICY: 2, JUDGE: 0}) == math.inf
 
 
 def test_the_last_verdict_lies_behind_the_last_response():
-    """All responses come together at 2 s; of 0.4 s of judging three quarters count, then a verdict of 0.2 s alone."""
+    """All responses end at 2 s; three quarters of the 0.4 s of judging follow, then one verdict of 0.2 s alone."""
     known = costs(blocks=2)
     view = View({POLICY: Load(running=10, needed=10, lengths=(100,)), JUDGE: Load(needed=10, lengths=(20,))})
     assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(2.0 + 0.75 * 0.4 + 0.2)
 
 
-# ---- Dynamic ------------------------------------------------------------------------------------------------------
+# ---- DynamicRule --------------------------------------------------------------------------------------------------
 
 BACKLOG = View(
     {
@@ -129,10 +133,10 @@ BACKLOG = View(
 )
 
 
-def test_a_backlog_draws_blocks_from_the_emptiest():
+def test_a_backlog_takes_the_blocks_with_the_least_work():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     view = replace(BACKLOG, work={0: 9, 1: 0, 2: 9, 3: 1, 4: 9, 5: 9})
-    moves = Dynamic(at_once=0.5)(split, view, costs())
+    moves = DynamicRule(max_share=0.5)(split, view, costs())
     assert [(m.block, m.source, m.target) for m in moves] == [
         (1, POLICY, JUDGE),
         (3, POLICY, JUDGE),
@@ -141,92 +145,92 @@ def test_a_backlog_draws_blocks_from_the_emptiest():
     assert "judge needs it" in moves[0].reason and "sooner" in moves[0].reason
 
 
-def test_at_most_so_many_at_once():
+def test_one_decision_takes_a_limited_share():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
-    assert len(Dynamic(at_once=0.5)(split, BACKLOG, costs())) == 3
-    assert len(Dynamic(at_once=0.2)(split, BACKLOG, costs())) == 1
+    assert len(DynamicRule(max_share=0.5)(split, BACKLOG, costs())) == 3
+    assert len(DynamicRule(max_share=0.2)(split, BACKLOG, costs())) == 1
 
 
-def test_empty_blocks_go_all_at_once():
+def test_one_decision_takes_all_empty_blocks():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     view = replace(BACKLOG, work=dict.fromkeys(range(6), 0.0) | {0: 3.0, 4: 5.0})
-    moves = Dynamic(at_once=0.2)(split, view, costs())
+    moves = DynamicRule(max_share=0.2)(split, view, costs())
     assert sorted(m.block for m in moves) == [1, 2, 3, 5]
 
 
 @pytest.mark.parametrize("sleep_s", [0.0, 1e6])
 def test_no_move_that_does_not_pay(sleep_s):
-    slow = {role: replace(PACE, sleep_s=sleep_s) for role in (POLICY, JUDGE)}
+    slow = {role: replace(SPEED, sleep_s=sleep_s) for role in (POLICY, JUDGE)}
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
-    assert bool(Dynamic()(split, BACKLOG, costs(speeds=slow))) == (sleep_s == 0.0)
+    assert bool(DynamicRule()(split, BACKLOG, costs(speeds=slow))) == (sleep_s == 0.0)
 
 
 def test_no_move_within_the_margin():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
-    assert Dynamic(margin=0.99)(split, BACKLOG, costs()) == []
+    assert DynamicRule(margin=0.99)(split, BACKLOG, costs()) == []
 
 
-def test_silent_when_told():
+def test_no_moves_when_stopping_or_cooling_down():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
-    assert Dynamic()(split, replace(BACKLOG, stopping=True), costs()) == []
-    assert Dynamic(cool_down_s=5)(split, replace(BACKLOG, since_move_s=4.9), costs()) == []
-    assert Dynamic(cool_down_s=5)(split, replace(BACKLOG, since_move_s=5.0), costs()) != []
+    assert DynamicRule()(split, replace(BACKLOG, stopping=True), costs()) == []
+    assert DynamicRule(cool_down_s=5)(split, replace(BACKLOG, since_move_s=4.9), costs()) == []
+    assert DynamicRule(cool_down_s=5)(split, replace(BACKLOG, since_move_s=5.0), costs()) != []
     moving = frozenset(range(5))
-    assert [m.block for m in Dynamic()(split, replace(BACKLOG, moving=moving), costs())] == [5]
+    assert [m.block for m in DynamicRule()(split, replace(BACKLOG, moving=moving), costs())] == [5]
 
 
 def test_the_last_block_of_a_role_with_work_stays():
     split = split_by(costs().grid, {POLICY: 1, JUDGE: 7})
-    assert Dynamic()(split, BACKLOG, costs()) == []
+    assert DynamicRule()(split, BACKLOG, costs()) == []
     done = {**BACKLOG.loads, POLICY: Load()}
-    assert [m.source for m in Dynamic()(split, replace(BACKLOG, loads=done), costs())] == [POLICY]
+    assert [m.source for m in DynamicRule()(split, replace(BACKLOG, loads=done), costs())] == [POLICY]
 
 
-def test_a_role_without_a_block_gets_one_when_work_is_there():
+def test_a_role_without_a_block_gets_one_when_it_has_work():
     split = Split((POLICY,) * 8)
-    assert {m.target for m in Dynamic()(split, BACKLOG, costs())} == {JUDGE}
+    assert {m.target for m in DynamicRule()(split, BACKLOG, costs())} == {JUDGE}
     none = {POLICY: BACKLOG.loads[POLICY], JUDGE: Load(needed=3000, lengths=(400,))}
-    assert Dynamic()(split, replace(BACKLOG, loads=none), costs()) == [], "nothing to judge yet"
+    assert DynamicRule()(split, replace(BACKLOG, loads=none), costs()) == [], "nothing to judge yet"
 
 
 def test_two_roles_without_a_block_get_one_each():
-    """No single move lets the rollout end, so none used to be made, for ever."""
+    """No single move lets the rollout end, so a greedy search alone makes none."""
     roles = (POLICY, JUDGE, "critic", "guard")
     known = costs(8, (1, 1, 1, 1), roles=roles)
     split = Split((JUDGE,) * 6 + ("critic",) * 2)
     waits, later = Load(waiting=22, needed=3, lengths=(100,)), Load(needed=11, lengths=(100,))
-    stranded = Load(waiting=11, needed=11, lengths=(100,))
-    view = View({POLICY: waits, JUDGE: later, "critic": later, "guard": stranded})
-    assert owners(split, Dynamic()(split, view, known)) == {JUDGE: 5, "critic": 1, POLICY: 1, "guard": 1}
+    starved = Load(waiting=11, needed=11, lengths=(100,))
+    view = View({POLICY: waits, JUDGE: later, "critic": later, "guard": starved})
+    assert owners(split, DynamicRule()(split, view, known)) == {JUDGE: 5, "critic": 1, POLICY: 1, "guard": 1}
     done = View({POLICY: waits, JUDGE: later, "critic": Load(), "guard": Load()})
-    assert Dynamic()(split, done, known)[0].source == "critic", "from who needs none first"
+    assert DynamicRule()(split, done, known)[0].source == "critic", "first from a role that needs none"
 
 
-def test_the_last_block_of_the_policy_counts_the_way_back_while_groups_may_be_dropped():
-    """Nothing is generated; verdicts of 2.5 s are left. A block would save 0.3 s for 3/8 s; the way back takes 6 s."""
-    quick = {role: replace(PACE, sleep_s=0.1, wake_s=0.1, weights_s=0.1) for role in (POLICY, JUDGE)}
+def test_the_last_block_of_the_policy_counts_the_move_back_while_groups_may_be_dropped():
+    """Nothing is generated; verdicts are left. One more block would save time, but less than a move and a move back."""
+    quick = {role: replace(SPEED, sleep_s=0.1, wake_s=0.1, weights_s=0.1) for role in (POLICY, JUDGE)}
     split = split_by(costs().grid, {POLICY: 1, JUDGE: 7})
     judge = Load(running=100, waiting=4000, needed=4000, lengths=(400,))
     view = View({POLICY: Load(), JUDGE: judge})
-    assert [m.source for m in Dynamic()(split, view, costs(speeds=quick))] == [POLICY]
+    assert [m.source for m in DynamicRule()(split, view, costs(speeds=quick))] == [POLICY]
     gain = end_s(view, costs(), {POLICY: 1, JUDGE: 7}) - end_s(view, costs(), {POLICY: 0, JUDGE: 8})
-    dear = {role: replace(PACE, sleep_s=gain / 2, wake_s=gain / 2, weights_s=0.0) for role in (POLICY, JUDGE)}
-    assert len(Dynamic()(split, view, costs(speeds=dear))) == 1
-    assert Dynamic()(split, replace(view, rate=0.7), costs(speeds=dear)) == []
+    slow = {role: replace(SPEED, sleep_s=gain / 2, wake_s=gain / 2, weights_s=0.0) for role in (POLICY, JUDGE)}
+    assert len(DynamicRule()(split, view, costs(speeds=slow))) == 1
+    assert DynamicRule()(split, replace(view, rate=0.7), costs(speeds=slow)) == []
 
 
-def test_who_waits_is_judged_in_a_fuller_batch():
-    """A hundred verdicts at hand: enough for more judges when generation ends soon, not while much is still to come."""
-    speeds = {POLICY: PACE, JUDGE: replace(PACE, max_concurrent=200)}
+def test_judges_wait_for_fuller_batches():
+    """60 verdicts in progress: enough for more judges if generation ends soon, not while most is still to come."""
+    speeds = {POLICY: SPEED, JUDGE: replace(SPEED, max_concurrent=200)}
     judge = Load(running=60, needed=4000, lengths=(100,))
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     soon = View({POLICY: Load(running=40, needed=40, age=990, lengths=(1000,)), JUDGE: judge})
     late = View({POLICY: Load(running=40, needed=40, lengths=(100_000,)), JUDGE: judge})
-    least, most = Dynamic().fill
-    assert Dynamic()._fill(JUDGE, Outlook(soon, costs(speeds=speeds)), split.counts()) == least
-    assert Dynamic()._fill(JUDGE, Outlook(late, costs(speeds=speeds)), split.counts()) == most
-    assert Dynamic()(split, soon, costs(speeds=speeds)) != []
-    assert Dynamic()(split, late, costs(speeds=speeds)) == []
+    least, most = DynamicRule().fill
+    assert DynamicRule()._required_fill(JUDGE, EndEstimate(soon, costs(speeds=speeds)), split.counts()) == least
+    assert DynamicRule()._required_fill(JUDGE, EndEstimate(late, costs(speeds=speeds)), split.counts()) == most
+    assert DynamicRule()(split, soon, costs(speeds=speeds)) != []
+    assert DynamicRule()(split, late, costs(speeds=speeds)) == []
 
 
 def random_view(rng, roles, blocks):
@@ -249,7 +253,7 @@ def random_view(rng, roles, blocks):
 
 @pytest.mark.parametrize("roles", [(POLICY, JUDGE), (POLICY, JUDGE, "critic")])
 @pytest.mark.parametrize(
-    "decide", [Dynamic(), Utilisation(cool_down_s=0.0), colocated, colocated_early, early_swap, static]
+    "decide", [DynamicRule(), Utilisation(cool_down_s=0.0), colocated, colocated_early, early_swap, static]
 )
 def test_every_move_is_valid(decide, roles):
     rng = random.Random(7)
@@ -265,44 +269,44 @@ def test_every_move_is_valid(decide, roles):
         assert len({m.block for m in moves}) == len(moves)
         assert not {m.block for m in moves} & view.moving
         assert not (view.stopping and moves)
-        if isinstance(decide, Dynamic):
+        if isinstance(decide, DynamicRule):
             for role, load in view.loads.items():
                 if load.needed > 0 and split.blocks(role):
                     assert after.blocks(role), f"the last block of {role} was taken"
 
 
 def test_moves_stop_under_constant_load():
-    """The same view again and again: the split settles, and no block goes back."""
+    """With the same view at every poll, the split stops changing, and no move is undone."""
     rng = random.Random(3)
     for _ in range(100):
         known = costs(rng.randint(2, 16))
         split = shares(known.grid, {POLICY: rng.random(), JUDGE: rng.random()})
         view = replace(random_view(rng, (POLICY, JUDGE), 0), since_move_s=math.inf, stopping=False)
-        seen = []
+        made = []
         for _ in range(40):
-            moves = Dynamic()(split, view, known)
+            moves = DynamicRule()(split, view, known)
             split = split.after(moves)
-            seen += [(m.source, m.target) for m in moves]
+            made += [(m.source, m.target) for m in moves]
             if not moves:
                 break
-        assert not moves and len(set(seen)) <= 1
+        assert not moves and len(set(made)) <= 1
 
 
 def test_begin():
-    """Where a move is quick against the wait for the first response one judge is enough, else the best split stands."""
+    """If a move is quick compared with the wait for the first response, one judge is enough; else the best split."""
     view = View({POLICY: Load(waiting=100, needed=100, lengths=(1000,)), JUDGE: Load(needed=100, lengths=(1000,))})
-    cheap = {role: replace(PACE, sleep_s=0.0, wake_s=0.001) for role in (POLICY, JUDGE)}
-    assert Dynamic().begin(view, costs(speeds=cheap)).counts() == {POLICY: 7, JUDGE: 1}
-    dear = {role: replace(PACE, wake_s=1000.0) for role in (POLICY, JUDGE)}
-    known = costs(speeds=dear)
-    found = Dynamic().begin(view, known).counts()
+    cheap = {role: replace(SPEED, sleep_s=0.0, wake_s=0.001) for role in (POLICY, JUDGE)}
+    assert DynamicRule().begin(view, costs(speeds=cheap)).counts() == {POLICY: 7, JUDGE: 1}
+    slow = {role: replace(SPEED, wake_s=1000.0) for role in (POLICY, JUDGE)}
+    known = costs(speeds=slow)
+    found = DynamicRule().begin(view, known).counts()
     ends = {n: end_s(view, known, {POLICY: n, JUDGE: 8 - n}) for n in range(1, 8)}
     assert ends[found[POLICY]] == min(ends.values()) and found[POLICY] < 7
-    assert Dynamic().begin(view, costs(blocks=1)) == Split((POLICY,))
+    assert DynamicRule().begin(view, costs(blocks=1)) == Split((POLICY,))
     few = 8 - found[POLICY]
-    wait_s = generated_s(view.loads[POLICY], PACE, 8, 0.1)
-    half = {role: replace(PACE, sleep_s=0.0, wake_s=wait_s / 8) for role in (POLICY, JUDGE)}  # patience is 4
-    assert Dynamic().begin(view, costs(speeds=half)).counts()[JUDGE] == 1 + (few - 1) // 2, "half of the way"
+    wait_s = generated_s(view.loads[POLICY], SPEED, 8, 0.1)
+    half = {role: replace(SPEED, sleep_s=0.0, wake_s=wait_s / 8) for role in (POLICY, JUDGE)}  # patience is 4
+    assert DynamicRule().begin(view, costs(speeds=half)).counts()[JUDGE] == 1 + (few - 1) // 2, "half of the path"
 
 
 # ---- baselines ----------------------------------------------------------------------------------------------------
@@ -320,7 +324,7 @@ def test_colocated_takes_turns():
     assert owners(all_policy, colocated_early(all_policy, enough, known)) == {JUDGE: 2}
 
 
-def test_early_swap_turns_each_device_as_it_drains():
+def test_early_swap_moves_each_block_as_it_drains():
     known, split = costs(blocks=3), Split((POLICY, POLICY, JUDGE))
     judging = Load(running=5, waiting=3, needed=8)
     view = View({POLICY: Load(running=2, needed=2), JUDGE: judging}, work={0: 0.0, 1: 2.0, 2: 5.0})

@@ -1,4 +1,4 @@
-"""From placement.* to slots, replicas and the first split; what does not fit is refused in one line with its key."""
+"""From placement.* to slots, replicas and the first split; invalid values are rejected in one line with their key."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def refused(act: Any) -> str:
     return str(error.value)
 
 
-def test_shared_has_no_ground(config):
+def test_shared_has_no_grid(config):
     plan = make_plan(config(judge(replicas=3), placement={"policy": {"replicas": 2}}), MACHINE)
     assert (plan.grid, plan.engines, plan.judges) == (None, 2, {"critic": 3})
 
 
 @pytest.mark.parametrize("mode", ["static", "dynamic", "colocated"])
-def test_every_role_has_a_replica_for_every_place(config, mode):
+def test_every_role_has_a_replica_on_every_block(config, mode):
     placement = {"mode": mode, "slots": 4, "policy": {"replicas": 2}}
     plan = make_plan(config(judge(replicas=3), placement=placement), MACHINE)
     assert plan.grid == DeviceGrid(4, {POLICY: 1, "critic": 1})
@@ -60,7 +60,7 @@ def test_auto_slots_are_the_gpus_or_the_cores(config):
     assert on_gpus.grid == DeviceGrid(2, {POLICY: 1, "critic": 1}) and on_gpus.engines == 2
 
 
-def test_wide_replicas_make_wide_places(config):
+def test_wide_replicas_make_wide_blocks(config):
     made = config(
         judge(engine="vllm", tensor_parallel=4),
         judge("other"),
@@ -92,7 +92,7 @@ def test_the_first_split(config, placement, owners):
     assert first_split(made, grid) == Split(tuple({"p": POLICY, "c": "critic"}[owner] for owner in owners))
 
 
-# ---- refused
+# ---- rejected
 
 
 def test_no_judge_to_share_with(config):
@@ -104,7 +104,7 @@ def test_no_judge_to_share_with(config):
     assert refused(lambda: config(elsewhere, placement={"mode": "static"})).endswith("rewards.judges has none")
 
 
-def test_between_steps_the_devices_are_the_trainers(config):
+def test_the_trainer_owns_the_devices_between_steps(config):
     found = {**RECIPE["sampling"], "deterministic": False, "max_staleness": 1}
     message = refused(lambda: config(judge(), placement={"mode": "dynamic"}, sampling=found))
     assert "placement.mode=dynamic needs sampling.max_staleness=0, got 1" in message
@@ -161,7 +161,7 @@ def test_replicas_that_do_not_fill_a_block(config):
     )
 
 
-def test_fewer_places_than_roles(config):
+def test_fewer_blocks_than_roles(config):
     words = "placement.slots={} are 1 place(s) for 2 roles; use placement.mode=colocated, or more slots"
     assert wide(config, 4, 1, 4) == words.format(4)
     made = config(judge(), placement={"mode": "static", "slots": 1})

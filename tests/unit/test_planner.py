@@ -1,4 +1,4 @@
-"""The planner: fluid estimates by hand and against brute force, memory, what the command says."""
+"""The planner: fluid estimates by hand and against brute force, memory, the output of the command."""
 
 import dataclasses
 import json
@@ -15,15 +15,15 @@ from gcore.simulate.costs import GPUS, SHAPES
 from gcore.simulate.estimate import MODES, Case, estimate, missing_after
 from gcore.simulate.lengths import Lengths
 from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
-from gcore.simulate.planner import USEFUL, plan
+from gcore.simulate.planner import MIN_SEQUENCES, plan
 from gcore.simulate.roles import Role
 from gcore.types import UserError
 
 H100 = GPUS["h100"]
-PACE = ReplicaSpeed(0.01, 0.0001, 0.00001, max_concurrent=10, sleep_s=0.1, wake_s=0.2, weights_s=0.3)
+SPEED = ReplicaSpeed(0.01, 0.0001, 0.00001, max_concurrent=10, sleep_s=0.1, wake_s=0.2, weights_s=0.3)
 
 
-def role(name="policy", tp=1, mean=100, sigma=0.0, per_draw=4, prefill=50.0, speed=PACE):
+def role(name="policy", tp=1, mean=100, sigma=0.0, per_draw=4, prefill=50.0, speed=SPEED):
     lengths = Lengths(mean, sigma, 4 * mean)
     return Role(name, SHAPES["7B"], tp, speed, lengths, per_draw, prefill)
 
@@ -43,18 +43,18 @@ def test_equal_lengths_run_in_waves():
     assert (span.own_s, span.running, span.queue) == (span.total_s, 10, 600)
 
 
-def test_all_at_once_take_as_long_as_the_longest():
+def test_one_wave_takes_as_long_as_the_longest():
     one = role(sigma=0.8)
-    span = one.span(gpus=4, draws=8)  # 8 requests a replica
+    span = one.span(gpus=4, draws=8)  # 8 requests per replica
     fixed = 8 * 100 * 0.0001 + 8 * 50 * 0.00001
     assert span.total_s == pytest.approx(fixed + 0.01 * one.lengths.longest_of(32))
     assert span.own_s == pytest.approx(fixed + 0.01 * one.lengths.longest_of(8))
     assert one.latency_s() == pytest.approx(4 * 100 * 0.0001 + 4 * 50 * 0.00001 + 0.01 * one.lengths.longest_of(4))
 
 
-def test_a_queue_and_then_the_longest_of_what_runs():
+def test_a_queue_and_then_the_longest_running_response():
     one = role(sigma=0.8)
-    span = one.span(gpus=2, draws=200)  # 400 requests a replica, 10 at once
+    span = one.span(gpus=2, draws=200)  # 400 requests per replica, 10 at the same time
     queue = 400 * 100 / 10 - one.lengths.mean_rest
     assert span.queue == pytest.approx(queue)
     fixed = 400 * 100 * 0.0001 + 400 * 50 * 0.00001
@@ -63,7 +63,7 @@ def test_a_queue_and_then_the_longest_of_what_runs():
 
 
 def test_device_seconds_by_hand():
-    # 256 requests at 10 a replica: a token costs 0.001 + 0.0001; a replica has two GPUs
+    # 256 requests at 10 per replica: a token costs 0.001 + 0.0001; a replica has two GPUs
     assert role(tp=2).device_s(gpus=4, draws=64) == pytest.approx(2 * 256 * (100 * 0.0011 + 50 * 0.00001))
     assert role(tp=2).device_s(gpus=512, draws=64) == pytest.approx(2 * 256 * (100 * 0.0101 + 50 * 0.00001))  # 1 each
 
@@ -73,7 +73,7 @@ def test_groups_arrive_over_time():
     times, done = one.arrivals(gpus=4, draws=64)
     assert done[0] == 0 and done[-1] == 1 and (done[1:] >= done[:-1] - 1e-9).all()
     assert (times[1:] >= times[:-1]).all() and times[-1] == pytest.approx(one.span(4, 64).total_s)
-    at_once, later = role(sigma=0.0).arrivals(gpus=32, draws=64)  # 8 requests a replica: one wave
+    at_once, later = role(sigma=0.0).arrivals(gpus=32, draws=64)  # 8 requests per replica: one wave
     assert at_once[later > 0].min() >= 100 * 0.01
 
 
@@ -84,7 +84,7 @@ def test_colocation_by_hand():
     """All generate, swap, all judge, train: nothing overlaps."""
     now = case(sigma=0.0, swap_s=2.0)
     found = estimate("colocated", now)
-    generation = 4 * 100 * 0.01 + 32 * 100 * 0.0001 + 32 * 50 * 0.00001  # 32 requests a replica, 4 waves
+    generation = 4 * 100 * 0.01 + 32 * 100 * 0.0001 + 32 * 50 * 0.00001  # 32 requests per replica, 4 waves
     judging = 7 * 100 * 0.01 + 64 * 100 * 0.0001 + 64 * 50 * 0.00001  # half as many replicas
     assert found.stages["generation"] == pytest.approx(generation)
     assert found.stages["rewarding"] == pytest.approx(judging)
@@ -108,10 +108,10 @@ def test_rejections_cost_more_and_rounds_of_colocation_pay_swaps():
     easy, hard = case(swap_s=5.0), case(swap_s=5.0, acceptance=0.4)
     for mode in MODES:
         assert estimate(mode, hard).step_s > estimate(mode, easy).step_s, mode
-    free, dear = (estimate("colocated", case(swap_s=s, acceptance=0.4, prompts=512)) for s in (0.0, 1000.0))
+    free, slow = (estimate("colocated", case(swap_s=s, acceptance=0.4, prompts=512)) for s in (0.0, 1000.0))
     assert free.notes == ("3 rounds of generating and judging",)
-    assert dear.notes == ()  # rather one round with a margin
-    assert dear.stages["generation"] > free.stages["generation"]
+    assert slow.notes == ()  # one round with a margin is faster
+    assert slow.stages["generation"] > free.stages["generation"]
     some = estimate("colocated", case(swap_s=0.01, acceptance=0.4, prompts=512))  # 3 in, and 2 back to the policy
     assert (some.notes, some.stages["swaps"]) == (free.notes, pytest.approx(5 * 0.01 + costs.sleep_s()))
 
@@ -136,16 +136,16 @@ def test_streaming_waits_for_both():
 
 
 @pytest.mark.parametrize("judge_mean", [20, 100, 400])
-def test_dynamic_is_never_behind_static_and_never_ahead_of_the_work(judge_mean):
+def test_dynamic_is_never_slower_than_static_and_never_faster_than_the_work(judge_mean):
     now = case(judge_mean=judge_mean, gpus=16, sigma=0.8)
     dynamic, static = estimate("dynamic", now), estimate("static", now)
     assert dynamic.rollout_s <= static.rollout_s
-    work = now.policy.device_s(2, 64) + now.judges[0].device_s(2, 64)  # on replicas as full as can be
+    work = now.policy.device_s(2, 64) + now.judges[0].device_s(2, 64)  # on replicas as full as possible
     assert dynamic.rollout_s >= work / 16
     assert sum(dynamic.split.values()) == 16 and dynamic.split["policy"] % 2 == 0
 
 
-def test_dynamic_stays_where_changing_is_dear():
+def test_dynamic_keeps_the_split_if_swaps_are_slow():
     now = case(gpus=16, sigma=0.8, swap_s=1e4)
     dynamic, static = estimate("dynamic", now), estimate("static", now)
     assert (dynamic.split, dynamic.rollout_s) == (static.split, static.rollout_s)
@@ -164,86 +164,86 @@ def test_several_judges_share_whole_blocks():
     assert estimate("colocated", dataclasses.replace(now, gpus=5)) is None  # not whole blocks
 
 
-def test_disaggregated_training_runs_beside():
+def test_disaggregated_training_runs_in_parallel():
     found = estimate("disaggregated", case(gpus=32))
     update = found.stages["preparation"] + found.stages["training"]
     assert found.step_s == pytest.approx(max(found.rollout_s, update) + found.stages["weights"])
     assert sum(found.split.values()) == 32 and found.split["trainer"] % 8 == 0
 
 
-# ---- the answer ----
+# ---- the result ----
 
-ANSWER = plan(SHAPES["32B"], [SHAPES["72B"]], 64, H100)
+RESULT = plan(SHAPES["32B"], [SHAPES["72B"]], 64, H100)
 
 
 def test_memory_of_every_role_and_phase():
-    policy, judge, trainer = ANSWER.memory
+    policy, judge, trainer = RESULT.memory
     assert (policy.role, judge.role, trainer.role, trainer.phase) == ("policy", "judge", "trainer", "update")
     parts = ("weights", "gradients", "optimizer", "activations", "kv_cache", "asleep", "free")
-    for fit in ANSWER.memory:
+    for fit in RESULT.memory:
         assert sum(getattr(fit, part) for part in parts) == pytest.approx(80)
         assert not fit.problem
     assert judge.weights == pytest.approx(SHAPES["72B"].weight_bytes / judge.tp / 1e9)
-    assert judge.sequences >= USEFUL and policy.sequences >= USEFUL
+    assert judge.sequences >= MIN_SEQUENCES and policy.sequences >= MIN_SEQUENCES
     assert trainer.optimizer == pytest.approx(12 * SHAPES["32B"].parameters / 64 / 1e9)
     assert trainer.asleep == pytest.approx(2 * 5.7) and judge.asleep == pytest.approx(5.7)
 
 
 def test_every_mode_is_ranked():
-    assert {found.mode for found in ANSWER.estimates} == set(MODES)
-    times = [found.step_s for found in ANSWER.estimates]
-    assert times == sorted(times) and ANSWER.best.step_s == times[0]
-    assert ANSWER.won("static") == pytest.approx(1 - ANSWER.of("dynamic").step_s / ANSWER.of("static").step_s)
-    assert ANSWER.dollars(ANSWER.best, 1000) == pytest.approx(1000 * ANSWER.best.step_s / 3600 * 64 * 3.0)
-    assert ANSWER.tokens_per_s(ANSWER.best) == pytest.approx(256 * 16 * 2560 / ANSWER.best.step_s)
+    assert {found.mode for found in RESULT.estimates} == set(MODES)
+    times = [found.step_s for found in RESULT.estimates]
+    assert times == sorted(times) and RESULT.best.step_s == times[0]
+    assert RESULT.saved_over("static") == pytest.approx(1 - RESULT.of("dynamic").step_s / RESULT.of("static").step_s)
+    assert RESULT.dollars(RESULT.best, 1000) == pytest.approx(1000 * RESULT.best.step_s / 3600 * 64 * 3.0)
+    assert RESULT.tokens_per_s(RESULT.best) == pytest.approx(256 * 16 * 2560 / RESULT.best.step_s)
 
 
 def test_a_static_split_that_stays_falls_behind_when_responses_grow():
-    assert ANSWER.drift["static"] > ANSWER.drift["dynamic"] > ANSWER.of("dynamic").step_s
-    fitted = plan(SHAPES["32B"], [SHAPES["72B"]], 64, H100, ANSWER.workload.stretched(2)).of("static")
-    assert fitted.split["policy"] > ANSWER.of("static").split["policy"]
-    assert ANSWER.drift["static"] > 1.02 * fitted.step_s
+    assert RESULT.drift["static"] > RESULT.drift["dynamic"] > RESULT.of("dynamic").step_s
+    fitted = plan(SHAPES["32B"], [SHAPES["72B"]], 64, H100, RESULT.workload.stretched(2)).of("static")
+    assert fitted.split["policy"] > RESULT.of("static").split["policy"]
+    assert RESULT.drift["static"] > 1.02 * fitted.step_s
 
 
 def test_the_measured_step():
     """One H200, 1.5B, 32 x 8 x 512 tokens with vLLM: 9.3 to 11.2 s; generation 4.3 to 6.1, training 4.8."""
     work = Workload(32, 8, prompt_length=64, response_length=512, max_response_length=512)
-    answer = plan(SHAPES["1.5B"], [], 1, GPUS["h200"], work)
-    assert [found.mode for found in answer.estimates] == ["colocated"]
-    assert answer.best.step_s == pytest.approx(10.3, rel=0.2)
-    assert answer.best.stages["generation"] == pytest.approx(5.2, rel=0.3)
-    assert answer.best.stages["training"] == pytest.approx(4.8, rel=0.2)
+    result = plan(SHAPES["1.5B"], [], 1, GPUS["h200"], work)
+    assert [found.mode for found in result.estimates] == ["colocated"]
+    assert result.best.step_s == pytest.approx(10.3, rel=0.2)
+    assert result.best.stages["generation"] == pytest.approx(5.2, rel=0.3)
+    assert result.best.stages["training"] == pytest.approx(4.8, rel=0.2)
 
 
-def test_what_does_not_fit_is_said_with_what_would():
-    answer = plan(SHAPES["72B"], [SHAPES["72B"]], 8, H100)
-    assert answer.best is None and answer.estimates == () and answer.won("static") is None
-    assert answer.problems == ("trainer (update): needs 189 GB a GPU, 72 GB can be used",)
-    assert answer.changes == ("64 GPUs (--gpus)",)
+def test_problems_come_with_changes_that_would_fit():
+    result = plan(SHAPES["72B"], [SHAPES["72B"]], 8, H100)
+    assert result.best is None and result.estimates == () and result.saved_over("static") is None
+    assert result.problems == ("trainer (update): needs 189 GB per GPU, 72 GB can be used",)
+    assert result.changes == ("64 GPUs (--gpus)",)
     assert plan(SHAPES["72B"], [SHAPES["72B"]], 64, H100).best is not None
     assert plan(SHAPES["72B"], [SHAPES["72B"]], 32, H100).best is None
 
 
 def test_a_width_that_does_not_fit():
-    answer = plan(SHAPES["7B"], [SHAPES["72B"]], 8, H100, constraints=Constraints(judge_tp=2))
-    assert answer.problems == ("judge (rollout): weights of 73 GB a GPU, room for 66 GB",)
-    assert "tensor parallel sizes left to the planner" in answer.changes
-    assert any("--gpu h200" in change for change in answer.changes)
-    odd = plan(SHAPES["7B"], [], 3, H100, constraints=Constraints(policy_tp=2))
-    assert odd.problems == ("policy (rollout): none of tensor parallel 2 divides 3 GPUs",)
+    result = plan(SHAPES["7B"], [SHAPES["72B"]], 8, H100, constraints=Constraints(judge_tp=2))
+    assert result.problems == ("judge (rollout): weights need 73 GB per GPU, 66 GB are available",)
+    assert "without --policy-tp and --judge-tp" in result.changes
+    assert any("--gpu h200" in change for change in result.changes)
+    three = plan(SHAPES["7B"], [], 3, H100, constraints=Constraints(policy_tp=2))
+    assert three.problems == ("policy (rollout): none of tensor parallel 2 divides 3 GPUs",)
 
 
 def test_the_longest_sequence_must_fit_the_cache():
     work = Workload(response_length=20_000, max_response_length=900_000)
-    answer = plan(SHAPES["32B"], [], 64, H100, work, Constraints(policy_tp=2))
-    assert any("the longest sequence has 900512" in problem for problem in answer.problems)
+    result = plan(SHAPES["32B"], [], 64, H100, work, Constraints(policy_tp=2))
+    assert any("the longest sequence has 900512" in problem for problem in result.problems)
 
 
-def test_a_cache_for_few_sequences_is_not_worth_a_replica():
-    """14B on one A100, beside a sleeping judge and with long prompts; on two GPUs it is."""
+def test_a_cache_for_few_sequences_is_rejected():
+    """14B on one A100, with a sleeping judge and long prompts; on two GPUs the cache is large enough."""
     work = Workload(prompt_length=8192, response_length=2048)
     tight = plan(SHAPES["14B"], [SHAPES["7B"]], 8, GPUS["a100"], work, Constraints(policy_tp=1))
-    assert tight.problems == ("policy (rollout): KV cache for 18 sequences; fewer than 32 are not worth a replica",)
+    assert tight.problems == ("policy (rollout): KV cache for 18 sequences, expected at least 32",)
     assert plan(SHAPES["14B"], [SHAPES["7B"]], 8, GPUS["a100"], work).best.tp["policy"] > 1
 
 
@@ -257,7 +257,7 @@ def test_each_mode_has_its_best_widths():
             for b in (2, 4)
         ]
         free = plan(SHAPES["7B"], [SHAPES["32B"]], 16, H100, constraints=Constraints(modes=(mode,)))
-        assert free.best.step_s == min(answer.best.step_s for answer in fixed), mode
+        assert free.best.step_s == min(result.best.step_s for result in fixed), mode
 
 
 def test_siblings_and_repeated_verdicts_share_a_prefill():
@@ -266,8 +266,11 @@ def test_siblings_and_repeated_verdicts_share_a_prefill():
         work = Workload(prompt_length=4000, response_length=100, verdict_length=10, sigma=0.0, **other)
         return plan(SHAPES["7B"], [SHAPES["7B"]], 8, H100, work, constraints).best.stages
 
-    few, many = stages(prompts=256, samples=1), stages(prompts=16, samples=16)  # as many responses to fewer prompts
-    speed = costs.pace_of(SHAPES["7B"], H100, 1, 4050, 256)
+    few, many = (
+        stages(prompts=256, samples=1),
+        stages(prompts=16, samples=16),
+    )  # the same number of responses to fewer prompts
+    speed = costs.speed_of(SHAPES["7B"], H100, 1, 4050, 256)
     prefilled = (256 - 16) * 4000 / 8 * speed.prefill_s_per_token
     assert few["generation"] - many["generation"] == pytest.approx(prefilled, rel=0.01)
     once, thrice = stages(prompts=256, samples=1), stages(prompts=256, samples=1, repeats=3)
@@ -280,20 +283,20 @@ def test_micro_batches_shrink_until_they_fit():
 
 
 def test_constraints_are_kept():
-    answer = plan(
+    result = plan(
         SHAPES["7B"], [SHAPES["14B"]], 16, H100, constraints=Constraints(policy_tp=4, judge_tp=8, modes=("static",))
     )
-    assert [found.mode for found in answer.estimates] == ["static"]
-    assert answer.best.tp == {"policy": 4, "judge": 8} and answer.best.split == {"policy": 8, "judge": 8}
+    assert [found.mode for found in result.estimates] == ["static"]
+    assert result.best.tp == {"policy": 4, "judge": 8} and result.best.split == {"policy": 8, "judge": 8}
 
 
 def test_too_few_gpus_for_a_split():
-    answer = plan(SHAPES["3B"], [SHAPES["3B"]], 1, GPUS["h200"], constraints=Constraints(modes=("static",)))
-    assert answer.best is None and answer.problems[0].startswith("no placement of 2 roles on 1 GPUs")
+    result = plan(SHAPES["3B"], [SHAPES["3B"]], 1, GPUS["h200"], constraints=Constraints(modes=("static",)))
+    assert result.best is None and result.problems[0].startswith("no placement of 2 roles on 1 GPUs")
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "wrong, message",
     [
         ({"prompts": 0}, "--prompts 0: expected"),
         ({"acceptance": 0.0}, "--acceptance 0.0: expected a share"),
@@ -302,12 +305,12 @@ def test_too_few_gpus_for_a_split():
         ({"response_length": 100, "max_response_length": 50}, "--max-response-length 50: expected at least the mean"),
     ],
 )
-def test_a_wrong_workload_is_refused(wrong, said):
-    with pytest.raises(UserError, match=said):
+def test_a_wrong_workload_is_rejected(wrong, message):
+    with pytest.raises(UserError, match=message):
         Workload(**wrong)
 
 
-def test_wrong_constraints_are_refused():
+def test_wrong_constraints_are_rejected():
     with pytest.raises(UserError, match="--policy-tp 3: expected one of 1, 2, 4, 8"):
         Constraints(policy_tp=3)
     with pytest.raises(UserError, match=r"--price -1.0: expected 0 or more"):
@@ -327,36 +330,36 @@ def test_neither_torch_nor_ray_is_needed():
 
 
 def test_the_command(capsys, tmp_path):
-    file = tmp_path / "answer.json"
+    file = tmp_path / "result.json"
     assert main(["plan", "--model", "32B", "--judge", "72B", "--gpus", "64", "--gpu", "h100", "--json", str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "fits · fastest: dynamic" in said and "\x1b[" not in said
-    assert max(map(len, said.splitlines())) <= 118
+    out = capsys.readouterr().out
+    assert "fits · fastest: dynamic" in out and "\x1b[" not in out
+    assert max(map(len, out.splitlines())) <= 118
     for word in ("policy", "judge", "trainer", "KV cache", "colocated", "disaggregated", "assumptions", "per 1000"):
-        assert word in said
-    answer = json.loads(file.read_text())
-    assert answer["fits"] and answer["estimates"][0]["step_s"] == pytest.approx(ANSWER.best.step_s)
-    assert answer["estimates"][0]["dollars_per_step"] == pytest.approx(ANSWER.dollars(ANSWER.best))
-    assert answer["workload"]["max_response_length"] == 8192
-    assert answer["assumptions"]["reach"]["training"]["source"]
+        assert word in out
+    result = json.loads(file.read_text())
+    assert result["fits"] and result["estimates"][0]["step_s"] == pytest.approx(RESULT.best.step_s)
+    assert result["estimates"][0]["dollars_per_step"] == pytest.approx(RESULT.dollars(RESULT.best))
+    assert result["workload"]["max_response_length"] == 8192
+    assert result["assumptions"]["reach"]["training"]["source"]
 
 
 def test_the_command_when_it_does_not_fit(capsys):
     assert main(["plan", "--model", "72B", "--gpus", "8", "--price", "2"]) == 1
-    said = capsys.readouterr().out
-    assert "does not fit: trainer (update): needs" in said and "what would do:" in said and "Seconds" not in said
+    out = capsys.readouterr().out
+    assert "does not fit: trainer (update): needs" in out and "what would fit:" in out and "Seconds" not in out
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
-        (["--model", "x", "--gpus", "8"], "gcore: --model x: no such folder"),
-        (["--model", "7B", "--gpus", "0"], "gcore: --gpus 0: expected a whole number, at least 1"),
-        (["--model", "7B", "--gpus", "8", "--gpu", "h10"], "gcore: --gpu h10: not known here (did you mean h100?)"),
+        (["--model", "x", "--gpus", "8"], "gcore: --model x: neither a folder nor a known size"),
+        (["--model", "7B", "--gpus", "0"], "gcore: --gpus 0: expected an integer, at least 1"),
+        (["--model", "7B", "--gpus", "8", "--gpu", "h10"], "gcore: --gpu h10: unknown (did you mean h100?)"),
         (["--model", "7B", "--gpus", "8", "--json", "/no/such/folder/a"], "gcore: --json /no/such/folder/a: cannot"),
     ],
 )
-def test_wrong_words_are_one_line(capsys, words, said):
+def test_wrong_arguments_are_reported_in_one_line(capsys, words, message):
     assert main(["plan", *words]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(said) and err.count("\n") == 1
+    assert err.startswith(message) and err.count("\n") == 1

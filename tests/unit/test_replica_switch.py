@@ -1,4 +1,4 @@
-"""ReplicaSwitch: sleep, wake and what is remembered of each replica, with replicas that die and hang."""
+"""ReplicaSwitch: sleep, wake and the state of each replica, with replicas that die and hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Replica:
         self.calls: list[tuple[Any, ...]] = []
         self.fails: dict[str, Exception] = {}
         self.hangs: set[str] = set()
-        self.commands = 0  # at this moment
+        self.commands = 0  # running now
 
     def submit(self, method: str, *args: Any) -> Any:
         raise NotImplementedError
@@ -87,7 +87,7 @@ def test_waking_in_two_stages_around_a_transfer():
     run(main)
 
 
-def test_who_serves_has_current_weights():
+def test_a_serving_replica_has_current_weights():
     async def main() -> None:
         a, b, loaded = Replica("a"), Replica("b"), list[list[int]]()
 
@@ -129,7 +129,7 @@ def test_all_commands_end_before_an_error_is_raised_and_a_dead_replica_returns_a
     run(main)
 
 
-def test_a_command_that_is_given_up_leaves_the_state_unknown():
+def test_a_cancelled_command_leaves_the_state_unknown():
     async def main() -> None:
         a = Replica("a")
         switch = make(a)
@@ -145,7 +145,7 @@ def test_a_command_that_is_given_up_leaves_the_state_unknown():
 
 
 def test_one_command_at_a_time_per_replica():
-    """Replica.call finds two at once."""
+    """Replica.call detects two concurrent commands."""
 
     async def main() -> None:
         a = Replica("a")

@@ -1,4 +1,4 @@
-"""A simulated rollout: by hand where it is tiny, and what must add up where it is not."""
+"""A simulated rollout: a tiny one against a calculation by hand, larger ones against invariants."""
 
 import gc
 import itertools
@@ -13,8 +13,8 @@ from gcore.observe.page_data import read_source
 from gcore.placement.baselines import colocated, static
 from gcore.placement.grid import POLICY, Move, Split, split_by
 from gcore.simulate import run as runs
-from gcore.simulate.cluster import Place, Simulation, State, quantiles
-from gcore.simulate.run import NAMES, expectation, first_state, simulate
+from gcore.simulate.cluster import PromptCursor, Simulation, State, quantiles
+from gcore.simulate.run import NAMES, expected_view, first_state, simulate
 from gcore.simulate.scenario import (
     CHUNK,
     Drift,
@@ -67,10 +67,10 @@ def rollout(case, split=None, decide=static, step=1, watch=None, state=None):
 
 
 def test_tiny_case_by_hand():
-    """Two slots, groups of one response of 100 tokens, verdicts of 10. Two are asked for at a rate of 0.8: three.
+    """Two slots, groups of one response of 100 tokens, verdicts of 10. Two groups at a rate of 0.8: three are drawn.
 
-    policy: prompts of 3 x 50 x 0.1 ms, then 100 steps of 10 + 3 x 0.5 ms; 4 ms to the judge
-    judge: reads 3 x 150 x 0.1 ms, then 10 steps of 11.5 ms; 4 ms back
+    policy: prefill of 3 x 50 x 0.1 ms, then 100 steps of 10 + 3 x 0.5 ms; 4 ms to the judge
+    judge: prefill of 3 x 150 x 0.1 ms, then 10 steps of 11.5 ms; 4 ms back
     """
     case = scenario(
         slots=2,
@@ -94,16 +94,16 @@ def test_tiny_case_by_hand():
 
 @seeds(5, 20)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("static:N", "oracle")])
-def test_what_must_add_up(name, seed):
+def test_invariants(name, seed):
     case = scenario(seed=seed)
-    regime = runs.regime_of(name, case)
-    view = expectation(case, first_state(case))
-    simulation, found = rollout(case, regime.begin(view, case.costs(1), None), regime.decide)
+    rule = runs.rule_of(name, case)
+    view = expected_view(case, first_state(case))
+    simulation, found = rollout(case, rule.begin(view, case.costs(1), None), rule.decide)
     assert simulation.kept == case.prompts and len(found.lengths) == case.prompts * case.samples
     assert found.drawn == simulation.kept + simulation.dropped + simulation.running
     generating = simulation.running - simulation.judging
     unfinished = {job.tag.group for device in simulation.policy.devices for job in device.jobs()}
-    unfinished |= {call.group for line in simulation.policy.lines for _, _, call in line.queue}
+    unfinished |= {call.group for queue in simulation.policy.queues for _, _, call in queue.calls}
     assert len(unfinished) <= generating, "the others are on their way to the judge"
     owned, busy = sum(found.owned_s.values()), sum(found.busy_s.values())
     assert owned + found.switch_s == pytest.approx(found.seconds * case.slots)
@@ -116,7 +116,7 @@ def test_what_must_add_up(name, seed):
 
 
 class Shuffle:
-    """Moves blocks at random, but leaves everyone one."""
+    """Moves blocks at random, but leaves every role at least one."""
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
@@ -130,7 +130,7 @@ class Shuffle:
 
 @seeds(8, 40)
 def test_moves_lose_no_request_and_no_token(seed):
-    """However blocks wander, every group that was drawn ends or is still there, with the lengths it was drawn with."""
+    """Under any moves, every drawn group ends or is still in progress, with the lengths of its draw."""
     case = scenario(seed=seed, prompts=40)
     ended = {POLICY: [], JUDGE: []}
 
@@ -148,66 +148,66 @@ def test_moves_lose_no_request_and_no_token(seed):
     assert len(found.moves) > 5
     for role, fleet in simulation.fleets.items():
         assert len(set(ended[role])) == len(ended[role]), "no group ends twice"
-        there = [job for device in fleet.devices for job in device.jobs()]
-        queued = [call for line in fleet.lines for _, _, call in line.queue]
-        there += [job for call in queued for job in call.jobs]
-        assert len(there) == fleet.under_way
+        jobs = [job for device in fleet.devices for job in device.jobs()]
+        queued = [call for queue in fleet.queues for _, _, call in queue.calls]
+        jobs += [job for call in queued for job in call.jobs]
+        assert len(jobs) == fleet.in_progress
         assert fleet.queued == sum(len(call.jobs) for call in queued)
-    assert case.samples * found.drawn == len(simulation.policy.seen) + simulation.policy.under_way
+    assert case.samples * found.drawn == len(simulation.policy.ended_lengths) + simulation.policy.in_progress
     expected = [n for i in range(found.drawn) if i in set(ended[POLICY]) for n in simulation.work[i].tokens]
-    seen = sorted(simulation.policy.seen)
+    other = sorted(simulation.policy.ended_lengths)
     for tokens in expected:
-        seen.remove(tokens)
-    assert len(seen) <= simulation.policy.under_way + case.samples * len(ended[POLICY])
+        other.remove(tokens)
+    assert len(other) <= simulation.policy.in_progress + case.samples * len(ended[POLICY])
 
 
-def test_what_is_over_leaves_nothing_to_the_collector_of_garbage():
+def test_a_finished_simulation_leaves_no_garbage():
     case = scenario()
     gc.collect()
     gc.disable()
     try:
         simulation, found = rollout(case, decide=Shuffle(1))
-        assert found.moves and simulation.policy.under_way > 0
+        assert found.moves and simulation.policy.in_progress > 0
         del simulation, found
         assert gc.collect() == 0
     finally:
         gc.enable()
 
 
-def test_what_is_evicted_is_read_once_more():
+def test_evicted_requests_are_prefilled_again():
     case = scenario()
 
     def once(split, view, costs):
         return [] if view.since_move_s < 1e9 or not view.loads[POLICY].age > 5 else [Move(0, POLICY, JUDGE)]
 
-    still, moved = rollout(case)[0], rollout(case, decide=once)[0]
-    read = [sum(d.prefilled for d in s.policy.devices) / case.prompt_length for s in (still, moved)]
-    assert read[0] == int(read[0]) and read[1] > read[0], "a sibling that goes on elsewhere is read with its own tokens"
+    unmoved, moved = rollout(case)[0], rollout(case, decide=once)[0]
+    prompts = [sum(d.prefilled for d in s.policy.devices) / case.prompt_length for s in (unmoved, moved)]
+    assert prompts[0] == int(prompts[0]) and prompts[1] > prompts[0], "a migrated sibling is prefilled with its tokens"
 
 
-def test_the_view_counts_what_is_there():
-    case, seen = scenario(), []
+def test_the_view_counts_requests_and_tokens():
+    case, observed = scenario(), []
 
-    def look(split, view, costs):
+    def decide(split, view, costs):
         fleet = simulation[0].policy
         jobs = [(d, job) for d in fleet.devices for job in d.jobs() if job.state == 1]
         now = simulation[0].clock.now
-        clocks = [d.clock + max(0.0, now - max(d.at, d.standing)) / d.step_s for d, _ in jobs]
+        clocks = [d.clock + max(0.0, now - max(d.at, d.prefill_until)) / d.step_s for d, _ in jobs]
         made = [clock - job.began + job.before for clock, (_, job) in zip(clocks, jobs, strict=True)]
         age = sum(made) / max(1, len(jobs))
-        seen.append((view.loads[POLICY].running, len(jobs), view.loads[POLICY].age, age))
-        assert view.loads[POLICY].at_hand == fleet.under_way
+        observed.append((view.loads[POLICY].running, len(jobs), view.loads[POLICY].age, age))
+        assert view.loads[POLICY].in_progress == fleet.in_progress
         return []
 
     simulation = []
-    rollout(case, decide=look, watch=simulation.append)
-    assert seen and all(a == b and c == pytest.approx(d, abs=1e-6) for a, b, c, d in seen)
+    rollout(case, decide=decide, watch=simulation.append)
+    assert observed and all(a == b and c == pytest.approx(d, abs=1e-6) for a, b, c, d in observed)
 
 
-def test_blocks_between_two_roles_are_not_in_the_view():
+def test_moving_blocks_are_not_in_the_view():
     case, moving, simulation = scenario(), [], []
 
-    def look(split, view, costs):
+    def decide(split, view, costs):
         for role, fleet in simulation[0].fleets.items():
             assert fleet.blocks == [block for block in split.blocks(role) if block not in view.moving]
         assert sorted(view.work) == [block for block in range(4) if block not in view.moving]
@@ -215,18 +215,20 @@ def test_blocks_between_two_roles_are_not_in_the_view():
         return shuffle(split, view, costs)
 
     shuffle = Shuffle(2)
-    rollout(case, decide=look, watch=simulation.append)
+    rollout(case, decide=decide, watch=simulation.append)
     assert {0, 1} <= set(moving)
 
 
-def test_a_group_is_decided_when_all_its_verdicts_are_there():
+def test_a_group_is_decided_when_it_has_all_verdicts():
     judges = (SimulatedJudge(name="fair", speed=SPEED, repeats=3), SimulatedJudge(name="strict", speed=SPEED))
     case = scenario(judges=judges, slots=6)
     simulation, _ = rollout(case, split_by(case.grid, {POLICY: 2, "fair": 2, "strict": 2}))
     decided = case.samples * (simulation.kept + simulation.dropped)
     for judge in simulation.judges:
-        assert len(judge.seen) + judge.under_way == judge.repeats * (decided + case.samples * simulation.judging)
-        assert len(judge.seen) >= judge.repeats * decided
+        assert len(judge.ended_lengths) + judge.in_progress == judge.repeats * (
+            decided + case.samples * simulation.judging
+        )
+        assert len(judge.ended_lengths) >= judge.repeats * decided
 
 
 def test_same_seed_same_result():
@@ -234,17 +236,17 @@ def test_same_seed_same_result():
     assert first == second != other
 
 
-def test_draws_do_not_depend_on_the_policy():
-    """Nor on the order in which they are asked for."""
+def test_draws_do_not_depend_on_the_rule():
+    """Nor on the order of the requests."""
     one, two = StepWork(scenario(), 2), StepWork(scenario(), 2)
     two[200]
     assert [one[i] for i in (0, 5, 70)] == [two[i] for i in (0, 5, 70)]
     assert one[5].tokens != one[6].tokens and one[5].tokens != one[5 + CHUNK].tokens
 
 
-def test_a_prompt_is_as_long_among_the_others_in_every_step():
-    """Lengths grow from 100 to 400: a prompt of the first step is four times as long in the last, and stays good or
-    not while as many are accepted."""
+def test_the_relative_length_of_a_prompt_is_the_same_in_every_step():
+    """Lengths grow from 100 to 400: a prompt of the first step is four times as long in the last. Its acceptance stays
+    the same while the rate is the same."""
     case = scenario(acceptance=Drift(start=0.5))
     first, last = StepWork(case, 1), StepWork(case, 3)
     for number in (0, 7, 500):
@@ -260,31 +262,31 @@ def drawn_by(simulation):
     """Every prompt that is started, in order."""
     order, start = [], simulation._start
 
-    def remember(number, draw):
+    def record(number, draw):
         order.append(number)
         start(number, draw)
 
-    simulation._start = remember
+    simulation._start = record
     return order
 
 
-def test_each_controller_fills_up_to_its_own_share():
-    """24 groups at a rate of 0.8 are 30; four controllers round up their 7.5 to 8, each of its own prompts."""
+def test_each_controller_starts_its_own_share():
+    """24 groups at a rate of 0.8 are 30; each of four controllers rounds 7.5 up to 8, of its own prompts."""
     case = scenario(controllers=4, oversampling=1.0)
     simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case, 0.8))
     order = drawn_by(simulation)
     simulation._fill()
     assert order == list(range(32))
     assert [sorted(c.running) for c in simulation.controllers] == [list(range(rank, 32, 4)) for rank in range(4)]
-    simulation.kept = 20  # rate: (6 * 0.8 + 20) / 26; four are missing, one a controller, and 1 / 0.954 makes two
-    for number in range(2, 32, 4):  # the third has none under way
+    simulation.kept = 20  # rate: (6 * 0.8 + 20) / 26; four are missing, one per controller, and 1 / 0.954 makes two
+    for number in range(2, 32, 4):  # the third has none in progress
         simulation.controllers[2].running.discard(number)
     del order[:]
     simulation._fill()
-    assert order == [34, 38], "others have enough, and do not take over what it lacks"
+    assert order == [34, 38], "the others have enough, and do not start groups for it"
 
 
-def test_when_one_has_fewer_the_others_are_short_only_if_more_are_wanted():
+def test_when_one_controller_has_fewer_the_others_start_groups_only_if_more_are_wanted():
     """Four controllers with 8 each (see above); the second loses two, once while 8 are wanted, once while 9 are."""
     case = scenario(controllers=4, oversampling=1.0)
     simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case, 0.8))
@@ -300,69 +302,73 @@ def test_when_one_has_fewer_the_others_are_short_only_if_more_are_wanted():
 
 
 def state_of(case, rate=1.0, first=()):
-    places = first_state(case).places
+    places = first_state(case).cursors
     if first:
-        places = tuple(Place(100 + p.head, own) for p, own in zip(places, first, strict=True))
-    return State(places, first_state(case).memory, rate)
+        places = tuple(PromptCursor(100 + p.next_prompt, own) for p, own in zip(places, first, strict=True))
+    return State(places, first_state(case).lengths, rate)
 
 
-def test_what_was_aborted_is_first_in_line():
+def test_aborted_prompts_start_first():
     case = scenario(controllers=2, prompts=8, oversampling=1.0)
     before = state_of(case, first=((40, 4), (7,)))
     simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, before)
     order = drawn_by(simulation)
     simulation._fill()
-    assert order == [4, 7, 40, 100, 101, 102, 103, 105], "4 each; who has fewer old ones draws more new ones"
+    assert order == [4, 7, 40, 100, 101, 102, 103, 105], "4 per controller; with fewer aborted ones, more new ones"
     simulation.controllers[0].running.remove(4)
-    after = [controller.place() for controller in simulation.controllers]
-    assert after == [Place(104, (40, 100, 102)), Place(107, (7, 101, 103, 105))]
+    after = [controller.cursor() for controller in simulation.controllers]
+    assert after == [PromptCursor(104, (40, 100, 102)), PromptCursor(107, (7, 101, 103, 105))]
 
 
-def test_what_is_not_drawn_again_stays_first():
+def test_aborted_prompts_that_are_not_drawn_stay_first():
     case = scenario(controllers=1, prompts=2, oversampling=1.0)
     simulation = Simulation(
         StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case, first=((9, 5, 6, 8),))
     )
     simulation._fill()
-    assert simulation.controllers[0].place() == Place(100, (6, 8, 5, 9)), "two were drawn: they are aborted at the end"
+    assert simulation.controllers[0].cursor() == PromptCursor(100, (6, 8, 5, 9)), (
+        "two were drawn: they are aborted at the end"
+    )
 
 
 def test_prompts_are_decided_on_once_or_carried_over():
-    """Over the steps of a run none is lost and none is decided on twice."""
+    """Over the steps of a run, no prompt is lost and none is decided on twice."""
     case = scenario(steps=4, controllers=4, oversampling=1.5)
     state, split, decided = first_state(case), split_by(case.grid, {POLICY: 2, JUDGE: 2}), []
     for step in range(1, 5):
         simulation = Simulation(StepWork(case, step), split, static, state)
         order = drawn_by(simulation)
         state = simulation.run().state
-        carried = {number for place in state.places for number in place.first}
+        carried = {number for place in state.cursors for number in place.aborted}
         decided += set(order) - carried
         assert carried, "oversampling leaves some"
     drawn = {
-        number for place, rank in zip(state.places, range(4), strict=True) for number in range(rank, place.head, 4)
+        number
+        for place, rank in zip(state.cursors, range(4), strict=True)
+        for number in range(rank, place.next_prompt, 4)
     }
     assert len(decided) == len(set(decided)) and set(decided) | carried == drawn and not set(decided) & carried
 
 
 def test_a_run_begins_with_the_rate_of_a_new_controller():
     case = scenario(controllers=2, acceptance=Drift(start=0.3))
-    assert first_state(case).rate == 1.0 and first_state(case).places == (Place(0), Place(1))
+    assert first_state(case).rate == 1.0 and first_state(case).cursors == (PromptCursor(0), PromptCursor(1))
     assert 0.3 < rollout(case, state=first_state(case))[1].state.rate < 1.0
 
 
-def test_a_step_is_tried_again_from_the_same_state():
-    """What the oracle does: a try leaves no trace in the state, or in the draws."""
+def test_a_step_can_be_repeated_from_the_same_state():
+    """As the oracle does: a simulation changes neither the state nor the draws."""
     case = scenario(controllers=2, oversampling=1.5)
     state = rollout(case)[1].state
-    kept = (state.places, dict(state.memory), state.rate, state.seconds)
+    kept = (state.cursors, dict(state.lengths), state.rate, state.seconds)
     work, splits = StepWork(case, 2), [split_by(case.grid, {POLICY: n, JUDGE: 4 - n}) for n in (2, 1, 2)]
     one, other, again = (Simulation(work, split, static, state).run() for split in splits)
-    assert (state.places, dict(state.memory), state.rate, state.seconds) == kept
+    assert (state.cursors, dict(state.lengths), state.rate, state.seconds) == kept
     assert one == again and one.seconds != other.seconds and one.state != state
 
 
-def test_the_oracle_tries_every_step_from_its_own_last():
-    """Its second step begins where its best first one ended."""
+def test_the_oracle_continues_from_its_fastest_rollout():
+    """Its second step begins with the state of its fastest first step."""
     case, begun = scenario(steps=2, controllers=2), []
     Simulation_of = runs.Simulation
 
@@ -382,40 +388,40 @@ def test_the_oracle_tries_every_step_from_its_own_last():
     assert all(state is min(first, key=lambda r: r.seconds).state for state in second)
 
 
-def test_blocks_that_arrive_together_share_the_work():
-    """32 verdicts wait when all four blocks turn to judging. Whoever was served first would take 24 of them."""
+def test_blocks_that_arrive_at_the_same_time_share_the_work():
+    """32 verdicts wait when all four blocks change to judging. Without sharing, the first block would take 24."""
     case = scenario(prompts=8, controllers=1, oversampling=1.0, lengths=Lengths(start=100, sigma=0))
     counts, simulation = [], []
 
-    def look(split, view, costs):
+    def decide(split, view, costs):
         counts.append(
-            tuple(map(sum, zip(*(line.router.counts for line in simulation[0].fleets[JUDGE].lines), strict=True)))
+            tuple(map(sum, zip(*(queue.router.counts for queue in simulation[0].fleets[JUDGE].queues), strict=True)))
         )
         return colocated(split, view, costs)
 
-    rollout(case, Split((POLICY,) * 4), look, watch=simulation.append, state=first_state(case))
+    rollout(case, Split((POLICY,) * 4), decide, watch=simulation.append, state=first_state(case))
     assert max(counts, key=sum) == (8, 8, 8, 8)
 
 
-def test_long_first_only_where_it_is_asked_for():
+def test_long_first_only_if_configured():
     case = scenario(controllers=2)
     assert not case.long_first
-    for asked in (False, True):
+    for long_first in (False, True):
         simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case))
-        simulation.scenario = case.model_copy(update={"long_first": asked})
+        simulation.scenario = case.model_copy(update={"long_first": long_first})
         order = drawn_by(simulation)
         simulation._fill()
         by_hint = sorted(order, key=lambda number: -simulation.work[number].hint)
-        assert order == (by_hint if asked else sorted(order)) and by_hint != sorted(order)
+        assert order == (by_hint if long_first else sorted(order)) and by_hint != sorted(order)
 
 
 @pytest.mark.parametrize("controllers", [1, 2])
-def test_a_replica_is_sent_twice_what_it_decodes_at_once(controllers):
-    """12 at once: 24 are sent, six groups of four; the seventh waits. Two controllers send three groups each."""
+def test_a_replica_gets_twice_as_many_requests_as_it_decodes(controllers):
+    """It decodes 12 and gets 24, six groups of four; the seventh waits. Two controllers send three groups each."""
     case = scenario(slots=4, controllers=controllers, prompts=7, oversampling=1.0)
     simulation = Simulation(StepWork(case, 1), Split((POLICY, JUDGE)), static, state_of(case))
     simulation._open(0)
-    simulation.policy.open(simulation.policy.places[0][:1])  # a block of two: one of them is enough here
+    simulation.policy.open(simulation.policy.by_block[0][:1])  # one of the two replicas of the block
     simulation._fill()
     device = simulation.policy.devices[0]
     assert (device.running, device.waiting) == (12, 12)
@@ -469,10 +475,10 @@ def test_spread():
 
 
 def test_names():
-    with pytest.raises(UserError, match=r"placement policy 'fastest'; expected one of dynamic"):
+    with pytest.raises(UserError, match=r"--policy fastest: not a placement rule; expected one of dynamic"):
         simulate(scenario(), "fastest")
-    assert simulate(scenario(), "dynamic").regime == "dynamic"
-    assert isinstance(runs.regime_of("dynamic", scenario()).decide, runs._Guarded)
+    assert simulate(scenario(), "dynamic").rule == "dynamic"
+    assert isinstance(runs.rule_of("dynamic", scenario()).decide, runs._Guarded)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -518,7 +524,7 @@ def test_command_prints_a_table_and_writes_what_the_report_reads(tiny, tmp_path,
     assert main(["report", str(file)]) == 0
 
 
-def test_command_with_named_policies(tiny, capsys):
+def test_command_with_named_rules(tiny, capsys):
     assert main(["simulate", str(tiny), "--policy", "paper", "--policy", "static:2", "steps=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.startswith((" paper", " static"))] == ["paper", "static:2"]
@@ -527,7 +533,7 @@ def test_command_with_named_policies(tiny, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "fastest"], "placement policy 'fastest'"),
+        (["--policy", "fastest"], "--policy fastest: not a placement rule"),
         (["--policy", "static:9"], "static:N with N blocks for the policy, from 1 to 3"),
         (["slots=9"], "placement.slots=9 is not a multiple of 2"),
         (["slot=8"], "slots"),
@@ -535,7 +541,7 @@ def test_command_with_named_policies(tiny, capsys):
         (["--json", "/nowhere/at/all.json", "steps=1"], "cannot be written"),
     ],
 )
-def test_command_says_what_is_wrong_in_a_line(tiny, capsys, arguments, words):
+def test_command_reports_errors_in_one_line(tiny, capsys, arguments, words):
     assert main(["simulate", str(tiny), *arguments]) == 2
     err = capsys.readouterr().err.strip()
     assert words in err and len(err.splitlines()) == 1
