@@ -32,7 +32,7 @@ from gcore.placement.rules import Costs, View, room
 from gcore.protocols import Rendezvous, RoleDied, WeightPlan
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.simulate import VirtualLoop
-from gcore.simulate.engine import EmulatedEngine, _tokens_of
+from gcore.simulate.engine import EmulatedEngine, _sampled
 from gcore.types import Request, SamplingParams
 from gcore.weights.transfer import WeightTransfer
 
@@ -255,7 +255,7 @@ class World:
         for request, answer in zip(requests, found, strict=True):
             length = 1 + request.noise_key % LONG
             assert answer.finish == ("stop" if length < LONG else "length")
-            assert np.array_equal(answer.content.tokens_S, _tokens_of(request, length, answer.finish, range(4, 1000)))
+            assert np.array_equal(answer.content.tokens_S, _sampled(request, length, answer.finish, range(4, 1000)))
         self.counts["answered"] += 1
 
     def kill(self, replica: Replica, back_s: float = 3.0, told_s: float = 0.1) -> None:
