@@ -224,7 +224,7 @@ class World:
                     self.version = step
                     living = self.pools[0][POLICY].alive()
                     own = {i: r for i, r in placer.owners(POLICY).items() if i in living}
-                    await WeightTransfer([Trainer()]).send(own, step)
+                    await WeightTransfer([TrainerClient(Trainer())]).send(own, step)
                 await group.all_gather("weights", None)
             left = [self.groups]
             async with placer.during(
