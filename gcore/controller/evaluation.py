@@ -1,4 +1,7 @@
-"""Evaluation: greedy answers to the held-out prompts, each controller its share, as one row of metrics."""
+"""Evaluation: greedy answers to the held-out prompts, scored, as one row of metrics (`eval/...`).
+
+held-out prompts, split over controllers ──workflow (greedy)──> groups ──all_gather of sums──> row ──> Recorder
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from gcore.prompts.source import PromptSource
 
 
 class Evaluator:
-    """`held_out`: None if the recipe has no such prompts; then evaluations do nothing."""
+    """`held_out`: None if the recipe has no held-out prompts; then evaluations do nothing."""
 
     def __init__(self, setup: Setup, recorder: Recorder, held_out: PromptSource | None) -> None:
         self._config, self._group, self._status = setup.config, setup.group, setup.status
@@ -27,7 +30,7 @@ class Evaluator:
             await self.evaluate(step)
 
     async def evaluate(self, step: int) -> dict[str, Any]:
-        """The row. `step`: the last one that is done."""
+        """The row of metrics. `step`: the last completed step."""
         if self._held_out is None:
             return {}
         with self._status.timed("eval", step):
@@ -53,5 +56,5 @@ class Evaluator:
 
 
 def _all_of(num_prompts: int) -> Callable[[], RolloutProgress]:
-    """The progress of an evaluation as placement sees it: all prompts are under way until the end."""
+    """The progress of an evaluation, for placement: all prompts are in progress until the end."""
     return lambda: RolloutProgress(float(num_prompts), 0, 0, num_prompts, 1.0)

@@ -99,7 +99,7 @@ def test_a_reward_that_cannot_be_had_drops_its_group_alone():
         ([scored(0, 0)], "returned 1 sample for prompt 0; algorithm.adv_estimator compares at least 2"),
         ([scored(0, 0), scored(0, 0)], "twice"),
         ([scored(0, 0), scored(7, 1)], "another prompt"),
-        ([scored(0, 0), scored(0, 1, versions=())], "without a token"),
+        ([scored(0, 0), scored(0, 1, versions=())], "without steps"),
         ([], "expected a non-empty list"),
         (None, "returned NoneType for prompt 0; expected a non-empty list"),
         ([1.0, 2.0], "expected a non-empty list"),
@@ -496,7 +496,7 @@ def test_exhausted_steps_end_the_run_where_asked_to(mode):
 
     for error in run(steps()):  # all of them know
         assert isinstance(error, UserError)
-        assert "step 1: 1 of 6 groups from 12 prompts (no_spread 11); raise sampling.max_draws" in str(error)
+        assert "step 1: 1 of 6 groups from 12 prompts (no_spread 11); increase sampling.max_draws" in str(error)
 
 
 def test_a_step_that_is_just_enough_is_not_exhausted():
