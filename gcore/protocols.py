@@ -121,7 +121,7 @@ class ControllerStatus:
 
 
 class Engine(Protocol):
-    """Generates text. Implementations: generation/embedded.py, vllm.py, sglang.py, simulate/engine.py. Contract:
+    """Generates completions. Implementations: generation/embedded.py, vllm.py, sglang.py, simulate/engine.py. Contract:
     tests/contract/test_engine.py."""
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:

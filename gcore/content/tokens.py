@@ -64,7 +64,7 @@ class Tokens:
 
     @property
     def tokens_T(self) -> Ints:
-        """The whole sequence. Every call makes a new array; engines and trainers call it once per request or sample."""
+        """The whole sequence. It is concatenated at every call: call it once per request or sample."""
         return np.concatenate([self.tokens_P, self.tokens_S]) if len(self.tokens_S) else self.tokens_P
 
     @property

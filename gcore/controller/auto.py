@@ -37,17 +37,17 @@ def choose_mode(config: Config, machine: Machine, gpu_names: Sequence[str] | Non
     if not gpus or not judges or config.generation.engine == "emulated":
         reason = "engines are emulated" if judges else "no judge runs on an engine"
         why = reason if gpus else "there is no GPU to divide"
-        return _with(config, "shared"), f"placement.mode=auto: shared ({why})"
+        return _with_mode(config, "shared"), f"placement.mode=auto: shared ({why})"
     if config.sampling.staleness:
         mode = "disaggregated" if gpus > len(judges) + len(config.rewards.models) + 1 else "shared"
-        return _with(config, mode), f"placement.mode=auto: {mode} (asynchronous rollout on {gpus} GPU(s))"
+        return _with_mode(config, mode), f"placement.mode=auto: {mode} (asynchronous rollout on {gpus} GPU(s))"
     slots = gpus if config.placement.slots == "auto" else config.placement.slots
     names = _gpu_names() if gpu_names is None else gpu_names
     gpu = _planner_gpu(names)
     if gpu is None:
         mode = "dynamic" if slots > len(judges) else "colocated"
         why = f"the planner has no data for {names[0]!r}" if names else "the name of the GPUs is unknown"
-        return _with(config, mode), f"placement.mode=auto: {mode} ({why})"
+        return _with_mode(config, mode), f"placement.mode=auto: {mode} ({why})"
     return _planned(config, slots, gpu)
 
 
@@ -66,7 +66,7 @@ def _planned(config: Config, slots: int, gpu: Gpu) -> tuple[Config, str]:
     if best.mode == "static" and len(config.rewards.engine_judges) == 1:
         judge = config.rewards.engine_judges[0].name
         split = {"policy": best.split["policy"], judge: slots - best.split["policy"]}
-    return _with(config, best.mode, split=split), report
+    return _with_mode(config, best.mode, split=split), report
 
 
 def _run_planner(config: Config, slots: int, gpu: Gpu) -> Answer:
@@ -111,7 +111,7 @@ def _shape(model: Model, key: str) -> Shape:
     )
 
 
-def _with(config: Config, mode: str, **more: Any) -> Config:
+def _with_mode(config: Config, mode: str, **more: Any) -> Config:
     """The configuration with this mode, validated as a recipe is: some keys exclude some modes."""
     tree = config.model_dump(exclude_unset=True)
     try:

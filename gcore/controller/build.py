@@ -342,8 +342,8 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
 
     async def ask(question: Content, params: SamplingParams, key: tuple[object, ...]) -> Completion:
         _, prompt, *_ = key  # the prompt's number, or "ask" if a workflow calls ctx.ask: see JudgeSource
-        priority, near = (prompt, key[:2]) if isinstance(prompt, int) else (0, None)
-        return (await pool.generate([Request(question, params, noise(key))], priority, near))[0]
+        priority, replica_key = (prompt, key[:2]) if isinstance(prompt, int) else (0, None)
+        return (await pool.generate([Request(question, params, noise(key))], priority, replica_key))[0]
 
     tokenizer = load_tokenizer(spec.model, f"{place}.model", chat=True)
     backend = EngineBackend(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place)

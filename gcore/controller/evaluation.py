@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gcore.controller.collect import answer_all
-from gcore.controller.record import Recorder, exact
+from gcore.controller.record import Recorder, exact_sum
 from gcore.controller.setup import Setup
 from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.source import PromptSource
@@ -41,7 +41,13 @@ class Evaluator:
             name = self._config.rewards.accuracy_name
             scored = [s for group in collected.groups for s in group]
             judged = [s.parts[name] for s in scored if name in s.parts]
-            sums = (exact(judged), len(judged), exact(s.reward for s in scored), len(scored), collected.dropped.total())
+            sums = (
+                exact_sum(judged),
+                len(judged),
+                exact_sum(s.reward for s in scored),
+                len(scored),
+                collected.dropped.total(),
+            )
             parts = await self._group.all_gather("evaluation", sums)
         accuracy, judged_count, reward, count, failed = (sum(part[i] for part in parts) for i in range(5))
         row = {

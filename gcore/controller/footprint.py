@@ -19,7 +19,7 @@ from gcore.controller.plan import Machine, Plan
 from gcore.hub import model_folder
 from gcore.types import UserError
 
-# private memory in MB of each kind of process, measured in a run of a 30k-parameter model (torch 2.13, CPU)
+# private memory in MB of each kind of process without weights, in a run of a 30k-parameter model (torch 2.13, CPU)
 ENGINE_MB, TRAINER_MB, CONTROLLER_MB, EMULATED_MB, WORKER_MB = 290, 295, 215, 65, 20
 DRIVER_MB = 450  # including the processes of Ray
 MAX_PER_CORE = 8  # processes per core; more give a warning

@@ -32,6 +32,7 @@ class Controller:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self.status = setup.status.take
+        # Called when a replica dies, and after its restart: see replicas.py.
         self.mark_dead, self.mark_alive = setup.replicas.mark_dead, setup.replicas.mark_alive
         self.restore = setup.replicas.restore
 
@@ -43,7 +44,7 @@ class Controller:
                 step += 1
                 with services.status.timed("step", step):
                     collected = await rollout(services, step)
-                    async with services.weights.trainers_in_use:
+                    async with services.weights.trainers_in_use:  # restarted engines get weights before or after
                         metas, batches = await prepare(services, step, collected)
                         stats = await train(services, step, batches)
                         await update_weights(services, step)
@@ -70,7 +71,10 @@ async def rollout(services: Services, step: int) -> Collected:
 
 
 async def prepare(services: Services, step: int, collected: Collected) -> tuple[list[SampleMeta], list[TrainBatch]]:
-    """Send the samples to their ranks. Returns the metadata of all samples, and the batch of each trainer rank."""
+    """Compute advantages and send each sample to its trainer rank.
+
+    Returns the metadata of all samples of the step, and the batch of each rank. `step - 1`: the current policy version.
+    """
     config, group, groups = services.config, services.group, collected.groups
     algorithm, longest = config.algorithm, config.generation.max_response_length
     with services.status.timed("preparation", step):
@@ -78,7 +82,7 @@ async def prepare(services: Services, step: int, collected: Collected) -> tuple[
         metas, batches = await services.dispatcher.dispatch_samples(step, samples)
         await check_failures(services, step, metas, collected)
         if algorithm.needs_logprobs and batches:
-            kl = await services.dispatcher.prepare(batches)
+            kl = await services.dispatcher.prepare(batches)  # the ranks compute logprobs before the update
             if algorithm.kl_in_reward:
                 batches = await charge_kl(groups, algorithm, group, longest, kl, batches)
         return metas, batches
@@ -89,10 +93,10 @@ async def train(services: Services, step: int, batches: list[TrainBatch]) -> lis
     with services.status.timed("training", step):
         if not batches:
             return []
-        ranks = await services.dispatcher.update(batches)
-        if line := skipped_line(step, ranks, services.config.run.folder):
+        stats = await services.dispatcher.update(batches)
+        if line := skipped_line(step, stats, services.config.run.folder):
             services.status.note(line)
-        return ranks
+        return stats
 
 
 async def update_weights(services: Services, step: int) -> None:

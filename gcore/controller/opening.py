@@ -60,7 +60,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
     if position.warmed is not None:
         await warm_start(services, source, position.warmed)
         await dispatcher.begin()
-        await _serve(setup, collector, version=0)
+        await _send_first_weights(setup, collector, version=0)
         await services.evaluator.evaluate(position.step)
     if config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
         await checkpointer.save(RunPosition(position.step, warmed=None))
@@ -123,7 +123,7 @@ async def _resume(setup: Setup, checkpointer: Checkpointer, collector: Collector
     setup.status.show(f"resuming from {checkpoint.name}")
     position = await checkpointer.restore(checkpoint)
     if position.warmed is None:
-        await _serve(setup, collector, version=position.step)
+        await _send_first_weights(setup, collector, version=position.step)
     if setup.group.rank == 0:
         rewind(folder, position.step, position.warmed)
         rewind_samples(folder, position.step, position.warmed)
@@ -132,7 +132,7 @@ async def _resume(setup: Setup, checkpointer: Checkpointer, collector: Collector
     return position
 
 
-async def _serve(setup: Setup, collector: Collector, version: int) -> None:
+async def _send_first_weights(setup: Setup, collector: Collector, version: int) -> None:
     """Choose the engines of the first rollout and send them weights, as the loop does after each step."""
     engines = await setup.placement.choose_engines(collector.rate)
     await setup.dispatcher.update_weights(version, engines)

@@ -113,7 +113,7 @@ class Place(TypedDict):
     base: int  # first prompt of the next step (deterministic mode)
     head: int  # the next prompt of the share
     pending: list[int]
-    fresh: list[int]  # below the head, never drawn
+    undrawn: list[int]  # below the head, never drawn
     rate: float  # acceptance rate of the last step
     drawn: int  # since the last row of metrics
     dropped: dict[str, int]
@@ -332,7 +332,7 @@ class PromptLedger:
             "base": self.step_start,
             "head": self.head,
             "pending": [*(number for number in self._queue if number in self._states), *self.numbers(Running)],
-            "fresh": sorted(number for number in self._queue if number not in self._states),
+            "undrawn": sorted(number for number in self._queue if number not in self._states),
             "rate": rate,
             "drawn": self.drawn,
             "dropped": dict(self.dropped),
@@ -376,7 +376,7 @@ def merge_places(places: Sequence[Place], strict: bool) -> dict[str, Any]:
         "cursor": top,
         "rate": places[0]["rate"],
         "pending": sorted(number for place in places for number in place["pending"]),
-        "undrawn": sorted([*behind, *(number for place in places for number in place["fresh"])]),
+        "undrawn": sorted([*behind, *(number for place in places for number in place["undrawn"])]),
         "drawn": sum(place["drawn"] for place in places),
         "dropped": dict(sum((Counter(place["dropped"]) for place in places), Counter[str]())),
     }

@@ -89,7 +89,7 @@ class Recorder:
         self._tracer.flush()
 
 
-def exact(values: Iterable[float]) -> Fraction:
+def exact_sum(values: Iterable[float]) -> Fraction:
     """A sum without rounding, so that it does not depend on the number of controllers."""
     return sum(map(Fraction, values), Fraction(0))
 
@@ -110,8 +110,8 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
     return {
         "samples": len(scored),
         "groups": len(collected.groups),
-        "reward": exact(rewards),
-        "reward_squares": exact(r * r for r in rewards),
+        "reward": exact_sum(rewards),
+        "reward_squares": exact_sum(r * r for r in rewards),
         "no_spread": sum(len({s.reward for s in group}) == 1 for group in collected.groups),
         "tokens": sum(lengths),
         "tokens_eligible": collected.tokens_passed + aborted[0],
@@ -119,14 +119,14 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "prompt_tokens": sum(s.rollout.prompt.content.size for s in scored),
         "max_length": max(lengths, default=0),
         "clipped": sum(s.rollout.finish == "length" for s in scored),
-        "reward_drawn": exact(collected.rewards),
+        "reward_drawn": exact_sum(collected.rewards),
         "samples_drawn": len(collected.rewards),
         "drawn": collected.drawn,
         "dropped": dict(collected.dropped),
         "pending": collected.pending,
         "age": sum(int((version - s.rollout.versions_S).sum()) for s in scored),
         "max_age": max((version - s.rollout.version for s in scored), default=0),
-        "parts": {name: (exact(values), len(values)) for name, values in parts.items()},
+        "parts": {name: (exact_sum(values), len(values)) for name, values in parts.items()},
         "stage_s": collected.stage_s,
         "peak_rss_mb": peak_rss_mb(),
     }
@@ -138,7 +138,7 @@ def overlong_sum(collected: Collected, config: Config) -> dict[str, Fraction]:
         return {}
     longest = config.generation.max_response_length
     scored = [s for group in collected.groups for s in group]
-    return {"overlong": exact(overlong(s.rollout, config.algorithm, longest) for s in scored)}
+    return {"overlong": exact_sum(overlong(s.rollout, config.algorithm, longest) for s in scored)}
 
 
 def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:

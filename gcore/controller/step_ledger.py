@@ -1,4 +1,4 @@
-"""The progress of all controllers in the rollout phase of a step. Decides when it ends, and with which prompts. Pure.
+"""The progress of all controllers in the rollout phase of a step. Decides when it ends, and with which prompts.
 
     every controller: ProgressReport ──all_gather (one exchange)──> StepLedger.add ──> chosen: None, or the same prompts
 

@@ -599,9 +599,9 @@ def test_any_number_of_controllers_goes_on_where_any_other_stopped(before, after
 def test_pending_prompts_come_first_then_those_left_behind():
     world = World(sampling(prompts_per_step=6, deterministic=False), 3)
     places = [
-        {"base": 0, "head": 12, "pending": [9, 3], "fresh": [], "rate": 0.5, "drawn": 2, "dropped": {"no_spread": 1}},
-        {"base": 0, "head": 4, "pending": [], "fresh": [1], "rate": 0.5, "drawn": 1, "dropped": {}},
-        {"base": 0, "head": 8, "pending": [5], "fresh": [], "rate": 0.5, "drawn": 0, "dropped": {"no_spread": 2}},
+        {"base": 0, "head": 12, "pending": [9, 3], "undrawn": [], "rate": 0.5, "drawn": 2, "dropped": {"no_spread": 1}},
+        {"base": 0, "head": 4, "pending": [], "undrawn": [1], "rate": 0.5, "drawn": 1, "dropped": {}},
+        {"base": 0, "head": 8, "pending": [5], "undrawn": [], "rate": 0.5, "drawn": 0, "dropped": {"no_spread": 2}},
     ]
     state = merge_places(places, strict=False)
     assert state == {

@@ -268,7 +268,7 @@ def test_what_a_dry_run_shows(place, capsys):
         "             right      0.5           0           1\n"
         "             bonus        1           6           3\n"
         "             the reference answer gets 3.5 and the made-up one 6: a reference answer usually gets more\n"
-        "             (is the answer column the right one, in the form that the rewards expect?)\n"
+        "             (is the answer column the right one, in the format that the rewards expect?)\n"
     )
     assert "the reference answer gets 1 and the made-up one 0: as expected\n" in shown(capsys, place)
 
