@@ -116,7 +116,7 @@ def test_a_judge_has_no_lora(tmp_path):
 def test_engines_keep_their_weights_while_they_sleep(monkeypatch):
     from gcore.controller import build, plan
 
-    monkeypatch.setattr(plan, "see_machine", lambda: plan.Machine(8, 1))
+    monkeypatch.setattr(plan, "detect_machine", lambda: plan.Machine(8, 1))
     for config, level in ((config_of(), 2), (lora_of(), 1)):
         on_gpu = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})
         assert build.sleep_level(on_gpu) == level
@@ -385,7 +385,7 @@ def test_an_export_is_merged_and_peft_reads_the_adapters_beside_it(tmp_path):
     assert beside == tmp_path / "out" / "model-adapter"
     about = json.loads((beside / "adapter_config.json").read_text())
     assert about["target_modules"] == sorted({layer.split(".")[-1] for layer in LAYERS}) and about["r"] == 4
-    with pytest.raises(UserError, match="model-adapter: is not empty"):
+    with pytest.raises(UserError, match="model-adapter: the folder is not empty"):
         _export_again(run, folder)
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(network_of(config), str(beside))

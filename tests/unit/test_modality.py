@@ -30,7 +30,7 @@ from gcore.controller.checkpointing import Checkpointer
 from gcore.controller.collect import Collector, no_filter, spread
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.evaluation import Evaluator
-from gcore.controller.placement import Undivided
+from gcore.controller.placement import AllEngines
 from gcore.controller.record import Recorder
 from gcore.controller.replicas import CurrentWeights, Replicas
 from gcore.controller.services import Services
@@ -107,7 +107,7 @@ class PushModality:
     ) -> SamplingParams | None:
         return None
 
-    def between_turns(self, content: Any, said: Any) -> Any:
+    def between_turns(self, content: Any, feedback: Any) -> Any:
         raise NotImplementedError
 
     def output(self, content: Any) -> float:
@@ -286,7 +286,7 @@ class World:
             rewarder=rewarder,
             dispatcher=dispatcher,
             weights=weights,
-            placement=Undivided(dispatcher),
+            placement=AllEngines(dispatcher),
             replicas=Replicas(pool, (), weights, status.note),
             status=status,
             tracer=tracer,

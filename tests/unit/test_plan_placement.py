@@ -50,7 +50,7 @@ def test_every_role_has_a_replica_for_every_place(config, mode):
     plan = make_plan(config(judge(replicas=3), placement=placement), MACHINE)
     assert plan.grid == DeviceGrid(4, {POLICY: 1, "critic": 1})
     assert (plan.engines, plan.judges) == (4, {"critic": 4})
-    assert f"placement    {mode}: 4 slots in 4 places" in plan.lines(config(judge(), placement=placement))
+    assert f"placement    {mode}: 4 slots in 4 blocks" in plan.lines(config(judge(), placement=placement))
 
 
 def test_auto_slots_are_the_gpus_or_the_cores(config):
@@ -162,7 +162,7 @@ def test_replicas_that_do_not_fill_a_block(config):
 
 
 def test_fewer_places_than_roles(config):
-    words = "placement.slots={} are 1 place(s) for 2 roles; use placement.mode=colocated, or more slots"
+    words = "placement.slots={} make 1 block(s) for 2 roles; use placement.mode=colocated, or more slots"
     assert wide(config, 4, 1, 4) == words.format(4)
     made = config(judge(), placement={"mode": "static", "slots": 1})
     assert refused(lambda: make_plan(made, MACHINE)) == words.format(1)

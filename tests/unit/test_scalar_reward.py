@@ -637,8 +637,8 @@ def test_columns_by_name():
         ({"prompt": "1", "chosen": "2"}, "column 'rejected' holds None"),
         ({"prompt": "1", "chosen": "2", "rejected": []}, "column 'rejected' holds []"),
         ({"chosen": said("1", "2", "3"), "rejected": said("1", "3")}, "ends with a message of 'user'"),
-        ({"chosen": said("1", "2"), "rejected": said("4", "3")}, "begin differently"),
-        ({"prompt": "4", "chosen": said("1", "2"), "rejected": said("1", "3")}, "does not begin with the prompt"),
+        ({"chosen": said("1", "2"), "rejected": said("4", "3")}, "start with different messages"),
+        ({"prompt": "4", "chosen": said("1", "2"), "rejected": said("1", "3")}, "does not start with the prompt"),
     ],
     ids=["no prompt", "number", "missing", "empty", "user last", "strangers", "other prompt"],
 )
