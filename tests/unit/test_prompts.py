@@ -321,7 +321,7 @@ def test_keys_that_would_do_nothing(tmp_path):
         load_rows(Dataset(path=file, split="test"))
     with pytest.raises(UserError, match=r"data\.train\.revision=v1: .* is on this machine; expected a hub id"):
         load_rows(Dataset(path=file, revision="v1"))
-    with pytest.raises(ValueError, match=r"split: of datasets with a path; this one has a task"):
+    with pytest.raises(ValueError, match=r"split: only for datasets with a path; this one has a task"):
         Dataset(task="arithmetic", split="test")
 
 
@@ -371,9 +371,7 @@ def test_bad_tables_are_named_with_their_line(tmp_path, name, text, message):
 @pytest.mark.parametrize("column", ["image", "images", "video", "videos"])
 def test_columns_of_pictures_are_refused(column, tokenizer, tmp_path):
     for value in ("cat.png", ["cat.png"], {"bytes": "AA", "path": None}):
-        with pytest.raises(
-            UserError, match=rf"data\.train: column '{column}' holds .*; only text is trained on so far"
-        ):
+        with pytest.raises(UserError, match=rf"data\.train: column '{column}' holds .*; expected text only"):
             load_rows(Dataset(path=write_jsonl(tmp_path / "d.jsonl", [{**TRL, column: value}])))
     mixed = [{**TRL, column: None}, {**TRL, column: []}]
     spec = Dataset(path=write_jsonl(tmp_path / "d.jsonl", [*mixed, {**TRL, column: "cat.png"}]))
@@ -444,7 +442,7 @@ def test_arithmetic_too_large_to_enumerate():
         (
             "arithmetic",
             {"max": 1, "eval_size": 4},
-            r"args\.eval_size: expected less than the 4 problems there are, got 4",
+            r"args\.eval_size: expected less than the number of problems, 4, got 4",
         ),
         ("arithmetic", {"split": "test"}, r"args\.split: expected train or eval, got 'test'"),
     ],
@@ -524,7 +522,7 @@ def test_characters_without_a_token(tokenizer):
 def test_template_that_refuses_a_role(tokenizer):
     strict = build_char_tokenizer(ALPHABET)
     strict.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(UserError, match=r"refuses the messages .*no system role \(change model\.chat_template"):
+    with pytest.raises(UserError, match=r"rejects messages .*no system role \(change model\.chat_template"):
         Templater(strict, data_for(path="x")).render(TRL)
 
 
@@ -585,7 +583,10 @@ def test_prompts_carry_columns_and_answer(tokenizer):
 
 
 def test_source_without_prompts(tokenizer):
-    with pytest.raises(UserError, match=r"data\.train: none of the 1 prompts fits \(raise data\.max_prompt_length"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.train: none of the 1 prompts fits; expected at least one \(raise data\.max_prompt_length",
+    ):
         PromptSource([TRL], [], Templater(tokenizer, data_for(path="x")), seed=0)
     with pytest.raises(UserError, match=r"data\.eval: not set"):
         Templater(tokenizer, data_for(path="x"), "eval")
