@@ -430,7 +430,7 @@ def test_check_refuses_a_token_that_is_not_there(monkeypatch):
     with pytest.raises(UserError, match="is not set"):
         checked(token_env="REWARD_TOKEN")
     monkeypatch.setenv("REWARD_TOKEN", "s3c\nr3t")
-    with pytest.raises(UserError, match="no header can hold") as caught:
+    with pytest.raises(UserError, match="invalid in a header") as caught:
         checked(token_env="REWARD_TOKEN")
     assert "s3c" not in str(caught.value)
     monkeypatch.setenv("REWARD_TOKEN", "s3cr3t")

@@ -280,7 +280,7 @@ def test_a_failing_engine_is_no_reward_error():
 
 def test_half_a_verdict_is_none():
     source, engine = judge_of(Script(lambda text, key: "1", finish="abort"))
-    with pytest.raises(RewardError, match="judge 'wise' was aborted"):
+    with pytest.raises(RewardError, match="judge 'wise': the request was aborted"):
         answer(source, group_of("2"))
     assert len(engine.keys) == 1
     assert read("1") == 1.0

@@ -111,9 +111,9 @@ CONTRADICTIONS = {
     "a reward has no gradient, so this is k3": {
         "algorithm": {"kl_coef": 0.1, "kl_estimator": "k3+", "kl_in": "reward", "adv_estimator": "rloo"}
     },
-    "divided by its own spread": {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}},
+    "its own standard deviation": {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}},
     "up to 2 version(s) old": {"algorithm": {"importance": "none"}, "sampling": {"max_staleness": 2}},
-    "DAPO uses one of the two": {"algorithm": {"mask_truncated": True, "overlong_buffer": 2}},
+    "DAPO uses only one of the two": {"algorithm": {"mask_truncated": True, "overlong_buffer": 2}},
     "generation.top_p=0.9, top_k=0": {"generation": {"top_p": 0.9}},
 }
 
