@@ -137,7 +137,7 @@ async def rollout(
     policies, policy_busy = make_engines("engine", parts[0], args.policy_tokens, sigma, args)
     judges, judge_busy = make_engines("judge", parts[1], judge_tokens, sigma, args)
     tokenizer, hub, workflow = load_tokenizer(config.model), Hub(CONTROLLERS), make_workflow(variant, args)
-    plan: Any = SimpleNamespace(reward_workers=0, controllers=CONTROLLERS)
+    plan: Any = SimpleNamespace(reward_workers=0, controllers=CONTROLLERS, grid=None)
     collectors = []
     for rank in range(CONTROLLERS):
         rewarder = build_rewarder(

@@ -173,7 +173,7 @@ def _parquet(path: Path, size: int | None, key: str) -> Rows:
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{key}.path: {path} is not a readable parquet file: {' '.join(str(error).split())}") from None
     about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))  # written by `datasets`
-    refuse_media(about.get("info", {}).get("features") or {}, key)
+    reject_media(about.get("info", {}).get("features") or {}, key)
     return _rows_of(table, size)
 
 
@@ -185,7 +185,7 @@ def _rows_of(table: Any, size: int | None) -> Rows:
 READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
 
 
-def refuse_media(features: dict[str, Any], key: str) -> None:
+def reject_media(features: dict[str, Any], key: str) -> None:
     """Raises UserError for columns of a media type: {"image": {"_type": "Image"}, "prompt": {"dtype": "string"}}."""
     for name, feature in features.items():
         if kinds := sorted(_media_types(feature)):

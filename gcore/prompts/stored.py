@@ -13,7 +13,7 @@ from typing import Any
 
 from gcore.config.base import Stored
 from gcore.hub import COMMIT, TIMEOUT_S, Repo, explain
-from gcore.prompts.files import Rows, refuse_media
+from gcore.prompts.files import Rows, reject_media
 from gcore.types import UserError
 
 
@@ -56,7 +56,7 @@ def read_folder(spec: Stored, size: int | None, key: str) -> Rows:
 
 
 def _rows(dataset: Any, size: int | None, key: str) -> Rows:
-    refuse_media(dataset.features.to_dict(), key)
+    reject_media(dataset.features.to_dict(), key)
     num_rows = len(dataset) if size is None else min(size, len(dataset))
     return Rows(num_rows, dataset.with_format(None).__getitem__, dataset.column_names)
 

@@ -192,7 +192,7 @@ class _Dispatcher:
         self.workers += [_Worker(self) for _ in range(min(num, self.num_workers - staying))]
 
     def worker_ended(self, worker: _Worker) -> None:
-        """Queues the calls of a worker that ended again. A call that was alone on a crashed worker fails."""
+        """Puts the calls of an ended worker back in the queue. A call that was alone on a crashed worker fails."""
         self.workers.remove(worker)
         calls = [call for call in worker.calls.values() if not call.future.done()]
         if worker.ending is None:
@@ -250,7 +250,7 @@ class _Worker:
 
     def abandon(self, call: _Call) -> None:
         """Stops a call whose caller is gone. Sync: kills the worker. Async: cancels the call, and kills the worker
-        only if the call goes on."""
+        only if the call does not end."""
         if call.number not in self.calls:
             return
         self._disarm(call)

@@ -212,7 +212,7 @@ os._exit(0)
 
 def test_a_fork_bomb_is_bounded_and_gone(walls):
     if walls == "of a user" and os.getuid() == 0:
-        pytest.skip("the kernel limits processes of everybody but root")
+        pytest.skip("the kernel does not limit processes of root")
     num, error = said(FORKS).split()
     assert 0 < int(num) < code.PROCESSES
     assert error == "BlockingIOError"

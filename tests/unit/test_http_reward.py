@@ -252,7 +252,7 @@ def test_garbage_is_a_failed_try(answer, message):
 
 
 def test_nobody_there():
-    with socket.socket() as taken:  # bound and not listening: nobody else gets the port meanwhile
+    with socket.socket() as taken:  # bound, so that no other process gets the port, but not listening
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"
         source = HttpSource(HttpReward(name="remote", url=url, attempts=3), delays=RetryDelays(first_s=0.001))
@@ -457,7 +457,7 @@ def test_so_many_requests_at_a_time_and_no_more():
         most = max(most, inside)
         if inside == 3:
             full.set()
-        await full.wait()  # nobody leaves before three are inside
+        await full.wait()  # no request returns before three are inside
         await asyncio.sleep(0.01)  # time for a fourth to come
         inside -= 1
         return [1.0]

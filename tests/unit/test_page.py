@@ -411,7 +411,7 @@ def test_two_judges_are_two_roles(tmp_path: Path) -> None:
 def test_a_trace_that_grew_is_merged_anew(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "sums")
     a_trace(folder)
-    assert len(read_source(folder).spans) == 2  # nobody had merged it: the run goes on
+    assert len(read_source(folder).spans) == 2  # not merged yet: the run is in progress
     tracer = Tracer(folder, "controller-0")
     tracer.span_at("step", 1030.0, 1040.0, step=3)
     tracer.flush()

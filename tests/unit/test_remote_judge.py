@@ -285,15 +285,15 @@ def test_a_server_that_hangs_up():
     assert score(Server(hang_up, says("7"))) == ([7.0], {"verdicts": 1, "http_retries": 1})
 
 
-def nobody():
-    """An address that nobody else gets meanwhile: bound and not listening."""
+def closed_port():
+    """An address without a server: the socket is bound, so that no other process gets the port, but not listening."""
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     return taken, f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
 
 
 def test_nobody_there():
-    taken, url = nobody()
+    taken, url = closed_port()
     with taken:
         source = judge_at(url, retries=2)
         with pytest.raises(RewardError, match=rf"{url}/chat/completions: ClientConnectorError: .*\(tried 3 times\)"):
@@ -379,7 +379,7 @@ def test_so_many_requests_at_a_time_and_no_more():
         most = max(most, inside)
         if inside == 3:
             full.set()
-        await full.wait()  # nobody leaves before three are inside
+        await full.wait()  # no request returns before three are inside
         await asyncio.sleep(0.01)  # time for a fourth to come
         inside -= 1
         return says("7")
@@ -542,7 +542,7 @@ def test_a_server_that_says_nothing(monkeypatch):
 
 
 def test_preflight_asks_whether_somebody_is_there(tmp_path):
-    taken, url = nobody()
+    taken, url = closed_port()
     with taken:
         config = config_of({"url": f"{url}?key=s3cr3t"}, run={"name": "x", "steps": 1, "dir": str(tmp_path)})
         with pytest.raises(UserError) as caught:

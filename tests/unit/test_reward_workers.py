@@ -132,7 +132,8 @@ def tenth(completions, file):
 inside = 0
 everyone = asyncio.Event()
 async def together(completions, num, file):
-    """Nobody answers before `num` are inside; `hang` and `stubborn` never do, `slow` does after `stubborn` was told."""
+    """No call returns before `num` are inside. `hang` and `stubborn` never return; `slow` returns after `stubborn` was
+    cancelled."""
     global inside
     inside += 1
     told = "cancelled" in Path(file).read_text()
