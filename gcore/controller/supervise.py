@@ -36,7 +36,7 @@ from gcore.controller.build import (
 from gcore.controller.plan import Plan, detect_machine, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
 from gcore.controller.sources import check_models, fetch, pin
-from gcore.observe.logs import Peek
+from gcore.observe.logs import OutputPreview
 from gcore.observe.metrics import read_rows
 from gcore.observe.page import write_report
 from gcore.observe.progress import Progress, Status
@@ -117,7 +117,7 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()
                 progress.note(text)
             progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
             started = time.monotonic()
-            peek = Peek(log_folder(config))
+            preview = OutputPreview(log_folder(config))
             runtime = build_runtime(config, plan)
             _end_at_sigterm()  # again: Ray has replaced the handler
             controllers = await _reporting_start(
@@ -132,7 +132,7 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()
             )
             if pids := runtime.processes():
                 progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
-            return await _supervise(runtime, controllers, progress, mode, peek)
+            return await _supervise(runtime, controllers, progress, mode, preview)
         finally:
             if runtime is not None:
                 runtime.stop()
@@ -220,14 +220,14 @@ def starting_statuses(wanted: Mapping[str, int], up: Collection[str], ready: Col
 
 
 async def _supervise(
-    runtime: Runtime, controllers: Sequence[ControllerClient], progress: Progress, mode: Mode, peek: Peek
+    runtime: Runtime, controllers: Sequence[ControllerClient], progress: Progress, mode: Mode, preview: OutputPreview
 ) -> Any:
     """Wait until all controllers are done. The first failure ends the run, with the error that explains it best."""
     runs: list[asyncio.Future[Any]] = [
         asyncio.ensure_future(c.run() if mode == "train" else c.evaluate()) for c in controllers
     ]
     watch = _watch(runtime, controllers, progress)
-    others = [asyncio.ensure_future(watch), asyncio.ensure_future(_poll(controllers, progress, peek))]
+    others = [asyncio.ensure_future(watch), asyncio.ensure_future(_poll(controllers, progress, preview))]
     try:
         waiting = {*runs, *others}
         while not all(task.done() for task in runs):
@@ -236,7 +236,7 @@ async def _supervise(
                 if waiting:
                     await asyncio.wait(waiting, timeout=GRACE_S)
                 raise _first_cause([t.exception() for t in (*runs, *others) if t.done() and t.exception()])
-        await _show(controllers, progress, peek)
+        await _show(controllers, progress, preview)
         return runs[0].result()
     finally:
         for task in (*runs, *others):
@@ -299,16 +299,16 @@ def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
     return cause
 
 
-async def _poll(controllers: Sequence[ControllerClient], progress: Progress, peek: Peek) -> None:
+async def _poll(controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview) -> None:
     while True:
         await asyncio.sleep(POLL_S.get(progress.mode, DEFAULT_POLL_S))
-        await _show(controllers, progress, peek)
+        await _show(controllers, progress, preview)
 
 
-async def _show(controllers: Sequence[ControllerClient], progress: Progress, peek: Peek) -> None:
+async def _show(controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview) -> None:
     answers = await asyncio.gather(*(c.status() for c in controllers))
     statuses = [Status(answer.role, answer.stage, answer.detail, answer.step) for answer in answers]
-    for line in peek.look():
+    for line in preview.poll():
         progress.note(line)
     for answer in answers:
         for text in answer.notes:

@@ -216,7 +216,12 @@ def test_a_dataset_is_pinned_downloaded_once_and_then_found_without_a_hub(hub, g
         ("", "data.train", {}, "data.train.subset: not set, and openai/gsm8k has main, socratic"),
         (", subset='x'", "data.train", {}, "data.train.subset: 'x', and openai/gsm8k has main, socratic"),
         (", subset='main'", "data.eval", {}, "data.eval.split: not set, and openai/gsm8k has train, test"),
-        (", subset='main', split='dev'", "data.eval", {}, "data.eval.split=dev: openai/gsm8k has train, test"),
+        (
+            ", subset='main', split='dev'",
+            "data.eval",
+            {},
+            "data.eval.split=dev: no such split in openai/gsm8k; expected one of train, test",
+        ),
         (", subset='main', revision='v9'", "data.train", {}, "data.train.revision=v9: openai/gsm8k has no such branch"),
         (
             ", subset='main'",

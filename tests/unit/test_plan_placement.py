@@ -98,10 +98,13 @@ def test_the_first_split(config, placement, owners):
 def test_no_judge_to_share_with(config):
     message = refused(lambda: config(placement={"mode": "dynamic"}))
     assert message.endswith(
-        "placement.mode=dynamic divides slots between the policy and judges; rewards.judges has none"
+        "placement.mode=dynamic divides slots between the policy and judges, but rewards.judges has no judge "
+        "with a model; expected at least one"
     )
     elsewhere = {"name": "critic", "url": "http://127.0.0.1:1/v1", "template": "{{ response }}"}
-    assert refused(lambda: config(elsewhere, placement={"mode": "static"})).endswith("rewards.judges has none")
+    assert refused(lambda: config(elsewhere, placement={"mode": "static"})).endswith(
+        "no judge with a model; expected at least one"
+    )
 
 
 def test_between_steps_the_devices_are_the_trainers(config):
@@ -115,8 +118,8 @@ def test_between_steps_the_devices_are_the_trainers(config):
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        ({"policy": 3, "critc": 1}, "placement.split names ['critc']; expected ['policy', 'critic']"),
-        ({"policy": 4}, "placement.split={'policy': 4} must name all of ['policy', 'critic']"),
+        ({"policy": 3, "critc": 1}, "placement.split: got ['critc']; expected names among ['policy', 'critic']"),
+        ({"policy": 4}, "placement.split: got {'policy': 4}; expected all of ['policy', 'critic']"),
         ({"policy": 3, "critic": 0}, "placement.split.critic"),
     ],
 )
