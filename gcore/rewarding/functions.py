@@ -228,7 +228,7 @@ class Adapter:
             _columns(group),
             prompts=raw,
             completions=[
-                rollout.text if isinstance(prompt, str) else [{"role": "assistant", "content": rollout.text}]
+                rollout.output if isinstance(prompt, str) else [{"role": "assistant", "content": rollout.output}]
                 for rollout, prompt in zip(group, raw, strict=True)
             ],
             **_content_columns(group),
@@ -240,7 +240,7 @@ class Adapter:
         return self._accepted(
             {name: value for name, value in columns.items() if name in self.named},
             data_source=columns.get("data_source"),
-            solution_str=rollout.text,
+            solution_str=rollout.output,
             ground_truth=columns.get("answer"),
             extra_info=columns.get("extra_info"),
         )
