@@ -98,19 +98,19 @@ class Pool(Generic[R]):
     async def drain(self, name: str) -> None:
         """Close a replica and recall its requests, which continue on other replicas. Returns when the replica has no
         request of this controller left, or when it is reopened."""
-        await self._recall_all(self._indices(name), "drained")
+        await self._close_and_recall(self._indices(name), "drained")
 
     async def pause(self) -> None:
         """Recall all requests from all replicas. They and new requests wait until `resume`, then continue from the
         tokens they have. In between, replicas may sleep and load new weights."""
-        await self._recall_all(range(len(self.replicas)), "paused")
+        await self._close_and_recall(range(len(self.replicas)), "paused")
 
     def resume(self) -> None:
         for i in range(len(self.replicas)):
             self._mark_open(i, "paused")
         self._dispatch()
 
-    async def _recall_all(self, indices: Sequence[int], why: Reason) -> None:
+    async def _close_and_recall(self, indices: Sequence[int], why: Reason) -> None:
         for i in indices:
             self._close(i, why)
             self._recall(i)  # before the event loop runs: a call that was just assigned would be sent then

@@ -70,7 +70,7 @@ class Server:
         self._processes, self._failure = processes, failure
 
     def died(self) -> str:
-        """Why a process of SGLang is gone; empty if all are alive."""
+        """Why a process of SGLang died; empty if all are alive."""
         gone = [process for process in self._processes if not process.is_alive()]
         if not gone:
             return ""
@@ -81,7 +81,7 @@ class Server:
         atexit.unregister(self.front.shutdown)
         self.front.shutdown()
         for socket in (self.manager.send_to_scheduler, self.front.send_to_rpc):
-            socket.context.destroy(linger=0)  # otherwise its destructor waits forever for the messages to be read
+            socket.context.destroy(linger=0)  # otherwise it later blocks forever on unread messages
         self._failure.unlink(missing_ok=True)
 
 

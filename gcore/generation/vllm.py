@@ -104,11 +104,11 @@ class VllmBackend:
 
         When all slots are taken, slots that become free are filled several at a time: a step that also prefills prompts
         takes as long as three steps that do not."""
-        most = self.options.max_concurrent
-        free = most - len(self._jobs)
+        slots = self.options.max_concurrent
+        free = slots - len(self._jobs)
         self._steps_without_admission += 1
         wait = self._steps_without_admission < GATHER_STEPS
-        if waiting > free and free < GATHER_SHARE * most and self._jobs and wait:
+        if waiting > free and free < GATHER_SHARE * slots and self._jobs and wait:
             return 0
         if num_new := min(free, waiting):
             self._steps_without_admission = 0

@@ -96,7 +96,7 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
     )
     with _threads_and_memory(options.threads) if is_cpu() else nullcontext():
         try:
-            if arguments.create_model_config().is_multimodal_model:  # the tokenizer expands image placeholders
+            if arguments.create_model_config().is_multimodal_model:  # needed to expand image placeholders
                 arguments.skip_tokenizer_init = False
             # defaults for offline use: a step prefills up to 16,384 prompt tokens, not 2,048
             return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)

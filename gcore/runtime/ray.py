@@ -107,7 +107,7 @@ class RayHandle:
 
 
 async def translate(name: str, ref: Any) -> Any:
-    """Await a reference; Ray's exceptions become ours."""
+    """Await a reference. Ray's exceptions become RoleError or RoleDied."""
     from ray import exceptions
 
     try:
@@ -320,7 +320,7 @@ class RayRuntime:
         if all(_alive(p) for p in self._daemons.values()):
             ray.shutdown()
             deadline = time.monotonic() + 3
-        else:  # a shutdown would wait for dead daemons, now and again at interpreter exit
+        else:  # a shutdown would wait for dead daemons, here and once more at interpreter exit
             atexit.unregister(ray.shutdown)
             deadline = time.monotonic()
         while time.monotonic() < deadline and any(_alive(p) for p in self._tracked.values()):
@@ -331,13 +331,13 @@ class RayRuntime:
             self._guard.dismiss()
         for log in self._logs.glob("*.log") if self._logs is not None else ():
             with contextlib.suppress(OSError):
-                trim(log)  # the processes trimmed their logs only now and then
+                trim(log)  # what was printed since its process last trimmed it
 
     def _track_processes(self) -> None:
         """Record all descendants of the driver, so that processes that are reparented later are still known."""
         if self._guard is not None:
-            ours = (p for p in _descendants() if p.pid != self._guard.pid and p.pid not in self._unrelated)
-            self._tracked |= {p.pid: p for p in ours}
+            own = (p for p in _descendants() if p.pid != self._guard.pid and p.pid not in self._unrelated)
+            self._tracked |= {p.pid: p for p in own}
             self._guard.register(self._tracked.values())
 
 

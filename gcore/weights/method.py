@@ -2,7 +2,7 @@
 
 in_process    the tensors themselves: trainer and engines share one process (runtime: local)
 cuda_ipc      a handle to GPU memory: rank i and engine i share GPU i (controller/gpu_assignment.py)
-broadcast     one collective from rank 0 to the engines: they are on different GPUs, or placement.weights asks for it
+broadcast     one collective from rank 0 to the engines: they are on different GPUs, or placement.weights=broadcast
 host_memory   an array in the shared memory of the machine: all other cases
 """
 
