@@ -26,7 +26,7 @@ BY_LAYER = {  # `layer_types` lists which layers have the window
 SCALED = {"gemma2", "gemma3_text", "vaultgemma", "cohere", "cohere2", "granite", "granitemoe"}  # capped or multiplied
 VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | {"llama"}
 EAGER = {"gpt_oss"}  # attention sinks: sdpa in transformers leaves them out
-LATER = ("keep_window_size", "index_topk")  # limits that affect only long sequences
+LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention
 SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
@@ -96,7 +96,7 @@ def _layers(config: Any) -> tuple[tuple[str, ...], int | None]:
             kinds = ["chunked_attention"] * num_layers
     else:
         kinds = list(declared)[:num_layers]
-    if limits := [f"{name}={getattr(config, name)}" for name in LATER if getattr(config, name, None)]:
+    if limits := [f"{name}={getattr(config, name)}" for name in LONG_SEQUENCE_LIMITS if getattr(config, name, None)]:
         raise _unsupported(config, f"limits attention ({', '.join(limits)})")
     if unknown := sorted(set(kinds) - {FULL, SLIDING}):
         raise _unsupported(config, f"has layers of kind {', '.join(unknown)}")

@@ -86,7 +86,7 @@ def config_file(path: str, key: str) -> Path:
         return cached / "config.json"
     try:
         return Path(hf_hub_download(path, "config.json"))
-    except Exception as error:  # see explain
+    except Exception as error:  # any error: `explain` makes a one-line message
         raise explain(error, repo) from error
 
 
@@ -118,7 +118,7 @@ def _folder(repo: Repo, *, weights: bool, code: bool, pinning: bool = False) -> 
         return _download(repo, weights, code)
     except UserError:
         raise
-    except Exception as error:  # see explain
+    except Exception as error:  # any error: `explain` makes a one-line message
         if cached is not None and usable:
             return cached
         raise explain(error, repo) from error
