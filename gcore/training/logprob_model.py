@@ -1,4 +1,4 @@
-"""The network a trainer rank trains: tokens in, logprobs and entropies of the wanted steps out."""
+"""The network that a trainer rank trains: tokens -> logprobs and entropies of the selected steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from gcore.decoders import as_argument, traits_of
 
-NEVER = -1e9  # a logit whose probability is 0, and so is its gradient; infinity would make NaN of 0 times it
+MASKED_LOGIT = -1e9  # its probability and gradient are 0; with -infinity, 0 * infinity would give NaN
 LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks
 
 
 class LogprobModel(nn.Module):
-    """A causal language model whose logits are computed only where a step is predicted."""
+    """A causal language model that computes logits only at positions that predict a step."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class LogprobModel(nn.Module):
         select_S: Tensor,
         targets_S: Tensor,
         temperature_S: Tensor,
-        kept_ids_K: Tensor | None = None,
-        kept_counts_S: Tensor | None = None,
+        candidate_ids_K: Tensor | None = None,
+        candidate_counts_S: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`kept`: the tokens that could be sampled at each step, as in content.tokens.SamplingMask; default: all."""
+        """`candidate_*`: the tokens that could be sampled per step, as in content.tokens.SamplingMask; None: all."""
         hidden = self.network.get_decoder()(
             input_ids=tokens_RW,
             position_ids=None if mask is None else positions_RW,
@@ -45,17 +45,17 @@ class LogprobModel(nn.Module):
         head = self.network.get_output_embeddings()
         chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
         if len(hidden_SD) <= chunk:
-            return self._score(hidden_SD, targets_S, temperature_S, kept_ids_K, kept_counts_S)
+            return self._score(hidden_SD, targets_S, temperature_S, candidate_ids_K, candidate_counts_S)
         columns = [tensor.split(chunk) for tensor in (hidden_SD, targets_S, temperature_S)]
-        columns += _split_kept(kept_ids_K, kept_counts_S, chunk, len(columns[0]))
+        columns += _split_candidates(candidate_ids_K, candidate_counts_S, chunk, len(columns[0]))
         parts = [checkpoint(self._score, *row, use_reentrant=False) for row in zip(*columns, strict=True)]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
     def _masks(self, mask_R1WW: Tensor) -> Tensor | dict[str, Tensor]:
-        """From the mask of full attention, within samples, to those of the layers. Without a mask (one sample per row)
-        the library makes them."""
+        """The mask of each kind of layer, from that of full attention within samples. Without a mask (one sample per
+        row), transformers makes them."""
         at_W1 = torch.arange(mask_R1WW.shape[-1], device=mask_R1WW.device)[:, None]
-        dtype = self.network.get_input_embeddings().weight.dtype  # under FSDP, that of this pass
+        dtype = self.network.get_input_embeddings().weight.dtype  # under FSDP, the dtype of this forward pass
         return as_argument(self.traits.masks(mask_R1WW, at_W1, dtype))
 
     def _score(
@@ -63,30 +63,31 @@ class LogprobModel(nn.Module):
         hidden_SD: Tensor,
         targets_S: Tensor,
         temperature_S: Tensor,
-        kept_ids_K: Tensor | None,
-        kept_counts_S: Tensor | None,
+        candidate_ids_K: Tensor | None,
+        candidate_counts_S: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         logits_SV = self.traits.scaled(self.network.get_output_embeddings()(hidden_SD).float())
         logits_SV = logits_SV / temperature_S[:, None]
-        if kept_ids_K is not None and kept_counts_S is not None:
-            logits_SV = _among(logits_SV, kept_ids_K, kept_counts_S)
+        if candidate_ids_K is not None and candidate_counts_S is not None:
+            logits_SV = _mask_others(logits_SV, candidate_ids_K, candidate_counts_S)
         logprobs_SV = torch.log_softmax(logits_SV, -1)
         chosen_S = logprobs_SV.gather(-1, targets_S[:, None])[:, 0]
         return chosen_S, -(logprobs_SV.exp() * logprobs_SV).sum(-1)
 
 
-def _among(logits_SV: Tensor, kept_ids_K: Tensor, kept_counts_S: Tensor) -> Tensor:
-    """Logits of the kept tokens; the others can never be sampled. A step without any keeps all."""
-    allowed_SV = (kept_counts_S == 0)[:, None].repeat(1, logits_SV.shape[1])
-    step_K = torch.repeat_interleave(torch.arange(len(kept_counts_S), device=kept_ids_K.device), kept_counts_S)
-    allowed_SV[step_K, kept_ids_K] = True
-    return logits_SV.masked_fill(~allowed_SV, NEVER)
+def _mask_others(logits_SV: Tensor, candidate_ids_K: Tensor, candidate_counts_S: Tensor) -> Tensor:
+    """Mask the logits of all tokens that are no candidates. A step with a count of 0 had all tokens."""
+    allowed_SV = (candidate_counts_S == 0)[:, None].repeat(1, logits_SV.shape[1])
+    steps_S = torch.arange(len(candidate_counts_S), device=candidate_ids_K.device)
+    step_K = torch.repeat_interleave(steps_S, candidate_counts_S)
+    allowed_SV[step_K, candidate_ids_K] = True
+    return logits_SV.masked_fill(~allowed_SV, MASKED_LOGIT)
 
 
-def _split_kept(
-    kept_ids_K: Tensor | None, kept_counts_S: Tensor | None, chunk: int, num_chunks: int
+def _split_candidates(
+    candidate_ids_K: Tensor | None, candidate_counts_S: Tensor | None, chunk: int, num_chunks: int
 ) -> list[Sequence[Tensor | None]]:
-    if kept_ids_K is None or kept_counts_S is None:
+    if candidate_ids_K is None or candidate_counts_S is None:
         return [[None] * num_chunks, [None] * num_chunks]
-    counts = kept_counts_S.split(chunk)
-    return [kept_ids_K.split([int(part.sum()) for part in counts]), counts]
+    counts = candidate_counts_S.split(chunk)
+    return [candidate_ids_K.split([int(part.sum()) for part in counts]), counts]

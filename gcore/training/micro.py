@@ -1,7 +1,7 @@
 """A packed micro-batch as tensors.
 
 Each row holds whole samples one after another. Positions restart at every sample and attention stays inside it, so a
-packed row computes exactly what its samples would alone. Logits are wanted only where a response step is predicted.
+packed row gives exactly the results of its samples alone. Logits are computed only where a response step is predicted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gcore.types import MicroBatch, Sample
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """R rows of W tokens; S response steps in all. `select_S` are flat positions whose logits predict `targets_S`."""
+    """R rows of W tokens; S response steps in all. The logits at flat positions `select_S` predict `targets_S`."""
 
     tokens_RW: Tensor
     positions_RW: Tensor
-    mask_R1WW: Tensor | None  # None: one sample a row, plain causal attention
+    mask_R1WW: Tensor | None  # None: one sample per row, plain causal attention
     select_S: Tensor
     targets_S: Tensor
     loss_mask_S: Tensor

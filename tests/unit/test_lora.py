@@ -135,9 +135,7 @@ def test_targets_are_the_ends_of_names():
     chosen = adapters_of(network, Lora(targets=["q_proj", "mlp.up_proj"]))
     assert list(chosen.layers) == [LAYERS[0], LAYERS[5], LAYERS[7], LAYERS[12]]
     for targets, strange in ((["q_proj", "proj"], "proj"), (["lm_head"], "lm_head"), (["attn.q_proj"], "attn.q_proj")):
-        words = (
-            rf"model\.lora\.targets: no linear layer is called {strange}; expected some of \['down_proj', .*'v_proj'\]"
-        )
+        words = rf"model\.lora\.targets: no linear layer named {strange}; expected some of \['down_proj', .*'v_proj'\]"
         with pytest.raises(UserError, match=words):
             adapters_of(network, Lora(targets=targets))
 

@@ -219,7 +219,7 @@ def test_a_scorer_without_a_pad_token_reads_the_end_of_a_conversation(tmp_path):
 def test_folders_that_are_no_scorer(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         load_scorer(Model(path=str(tmp_path / "none")), 0, torch.float32, CPU)
-    with pytest.raises(UserError, match="has learned nothing"):
+    with pytest.raises(UserError, match="scorer with random weights"):
         load_scorer(model_of(), 0, torch.float32, CPU)
     config = scorer_of().config
     config.num_labels = 3
@@ -231,7 +231,7 @@ def test_folders_that_are_no_scorer(tmp_path):
         network = scorer_of()
         kept = {name: value for name, value in network.state_dict().items() if name != lost}
         network.save_pretrained(tmp_path / lost, state_dict=kept)
-        with pytest.raises(UserError, match=f"lacks the weights {lost}"):
+        with pytest.raises(UserError, match=f"has no weights for {lost}"):
             load_scorer(Model(path=str(tmp_path / lost)), 0, torch.float32, CPU, new_head=new_head)
     network = scorer_of()
     network.config.pad_token_id = None
