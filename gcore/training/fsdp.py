@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from gcore.config.tree import Config
 from gcore.observe.trace import Tracer
 from gcore.protocols import Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
-from gcore.training import bad_batches, lora, losses, objective, state
+from gcore.training import bad_batches, lora, losses, objective, state, varlen
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import Packed, to_tensors
 from gcore.training.schedule import decay_groups, learning_rate
@@ -57,6 +57,8 @@ class FsdpTrainer:
         self._config, self._device, self._tracer = config, device, tracer
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._make_network, self._dtype = make_network, dtype
+        asked = config.training.compile
+        self._compiles = device.type == "cuda" if asked == "auto" else asked
         self._publisher = publisher or WeightPublisher(self._rank)
         self._copies, self._sharded = self._world // shard, shard
         self._samples: dict[Key, Sample] = {}
@@ -81,6 +83,9 @@ class FsdpTrainer:
 
     def _shard(self, network: Any) -> LogprobModel:
         policy = LogprobModel(network).train()
+        self._varlen = varlen.usable(network, self._device, self._dtype)
+        if self._varlen:
+            varlen.install(network)
         if self._config.training.activation_checkpointing:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         mixed = MixedPrecisionPolicy()
@@ -89,6 +94,8 @@ class FsdpTrainer:
         mesh = self._mesh if self._copies > 1 else self._mesh["shards"]
         if self._sharded > 1 or self._device.type == "cuda":  # else nothing is gathered, and one reduction does for all
             for layer in network.get_decoder().layers:
+                if self._compiles:
+                    layer.compile()
                 fully_shard(layer, mesh=mesh, mp_policy=mixed)
         outer = dataclasses.replace(mixed, cast_forward_inputs=False)  # temperatures stay exact
         fully_shard(policy, mesh=mesh, mp_policy=outer)
@@ -98,7 +105,8 @@ class FsdpTrainer:
         training = self._config.training
         parameters = lora.trainable_parameters(self._policy.network).values()
         groups = decay_groups(parameters, training.weight_decay, training.weight_decay_norms)
-        return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, eps=training.eps)
+        fused = self._device.type == "cuda"
+        return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, eps=training.eps, fused=fused)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
@@ -181,7 +189,7 @@ class FsdpTrainer:
 
     def _logprobs(self, policy: LogprobModel, micros: Sequence[MicroBatch], store: dict[Key, Tensor]) -> None:
         for micro in micros:
-            packed = to_tensors(micro, self._samples, self._device)
+            packed = to_tensors(micro, self._samples, self._device, self._varlen)
             logprobs_S, _ = self._forward(policy, packed)
             for i, key in enumerate(packed.keys):
                 store[key] = logprobs_S[packed.sample_S == i]
@@ -210,7 +218,7 @@ class FsdpTrainer:
     def _mini_batch(self, batch: TrainBatch, number: int) -> UpdateStats:
         mini, sums = batch.mini_batches[number], dict[str, Any]()
         for count, micro in enumerate(mini.micro_batches, start=1):
-            packed = to_tensors(micro, self._samples, self._device)
+            packed = to_tensors(micro, self._samples, self._device, self._varlen)
             cast(FSDPModule, self._policy).set_requires_gradient_sync(count == len(mini.micro_batches))
             logprobs_S, entropy_S = self._forward(self._policy, packed)
             loss, parts = self._loss(batch, mini, packed, logprobs_S, entropy_S)

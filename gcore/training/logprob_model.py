@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gcore.decoders import as_argument, traits_of
+from gcore.training.fused_head import Scaling, token_logprobs
 
 NEVER = -1e9  # a logit whose probability is 0, and so is its gradient; infinity would make NaN of 0 times it
 LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks
@@ -33,19 +34,33 @@ class LogprobModel(nn.Module):
         temperature_S: Tensor,
         kept_ids_K: Tensor | None = None,
         kept_counts_S: Tensor | None = None,
+        starts: Tensor | None = None,
+        longest: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`kept`: the tokens that could be sampled at each step, as in content.tokens.SamplingMask; default: all."""
-        hidden = self.network.get_decoder()(
-            input_ids=tokens_RW,
-            position_ids=None if mask is None else positions_RW,
-            attention_mask=None if mask is None else self._masks(mask),
-            use_cache=False,
-        ).last_hidden_state
+        if starts is not None:  # samples stand in one row; the attention needs no mask
+            hidden = self.network.get_decoder()(
+                input_ids=tokens_RW,
+                position_ids=positions_RW,
+                use_cache=False,
+                cu_seq_lens_q=starts,
+                max_length_q=longest,
+            ).last_hidden_state
+        else:
+            hidden = self.network.get_decoder()(
+                input_ids=tokens_RW,
+                position_ids=None if mask is None else positions_RW,
+                attention_mask=None if mask is None else self._masks(mask),
+                use_cache=False,
+            ).last_hidden_state
         hidden_SD = hidden.flatten(0, 1)[select_S]
         head = self.network.get_output_embeddings()
         chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        if len(hidden_SD) <= chunk:
+        if len(hidden_SD) <= chunk and hidden_SD.device.type == "cpu":
             return self._score(hidden_SD, targets_S, temperature_S, kept_ids_K, kept_counts_S)
+        if kept_ids_K is None and head.bias is None:
+            scaling = Scaling(self.traits.scale, self.traits.cap)
+            return token_logprobs(hidden_SD, head.weight, targets_S, temperature_S, scaling, chunk)
         columns = [tensor.split(chunk) for tensor in (hidden_SD, targets_S, temperature_S)]
         columns += _split_kept(kept_ids_K, kept_counts_S, chunk, len(columns[0]))
         parts = [checkpoint(self._score, *row, use_reentrant=False) for row in zip(*columns, strict=True)]
