@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=0, help="training.max_tokens_per_gpu; 0: one micro-batch")
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--lengths", nargs="+", choices=["fixed", "mix"], default=["fixed", "mix"])
+    parser.add_argument("--profile", action="store_true", help="and the kernels that take the most time")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -67,13 +70,12 @@ def main() -> None:
     print(
         f"{'training path':<26}{'lengths':>8}{'tokens/s':>10}{'of matrix rate':>16}{'peak GiB':>10}{'first s':>9}{'update s':>10}"
     )
-    for name in args.only:
-        for lengths in args.lengths:
-            row = measure(args, name, lengths, device, rate)
-            print(f"{name:<26}{lengths:>8}{row}", flush=True)
-            gc.collect()  # the trainer of this row
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+    for name, lengths in itertools.product(args.only, args.lengths):
+        row = measure(args, name, lengths, device, rate)
+        print(f"{name:<26}{lengths:>8}{row}", flush=True)
+        gc.collect()  # the trainer of this row
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     agreement(args, device)
 
 
@@ -180,6 +182,8 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = asyncio.run(updates())
+    if args.profile:
+        show_profile(lambda: asyncio.run(update()))
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
     best = min(seconds[1:])
     mean_length = sum(sample.content.size**2 for sample in samples) / total
@@ -187,9 +191,17 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     return f"{total / best:>10,.0f}{share:>16.1%}{peak:>10.1f}{seconds[0]:>9.1f}{best:>10.3f}"
 
 
-@torch.no_grad()
+def show_profile(update: Callable[[], float]) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        update()
+    print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70))
+
+
 def agreement(args: argparse.Namespace, device: torch.device) -> None:
-    """Logprobs of the trainer against the library's forward pass, one sequence at a time, in the same precision."""
+    """Logprobs and gradients of the trainer, and logprobs of the library in the same precision, against the library in
+    float32, one sequence at a time."""
     from gcore.training.micro import to_tensors
 
     samples = samples_of(args, "mix")[:8]
@@ -198,19 +210,36 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
         [meta_of(s) for s in samples], step=1, num_ranks=1, mini_batches=1, max_tokens=1 << 20, cost=CostModel(1e4)
     )
     trainer = trainer_of(args, "compiled" if device.type == "cuda" else "eager", device)
+    exact = network_of(args, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    plain, differences = network_of(args, device).to(dtype), []
+    plain, ours, theirs = network_of(args, device).to(dtype), [], []
     for micro in batch.mini_batches[0].micro_batches:
         packed = to_tensors(micro, by_key, device, trainer._varlen)
         found, _ = trainer._forward(trainer._policy, packed)
         for i, key in enumerate(packed.keys):
             content = by_key[key].content
             tokens = torch.from_numpy(content.tokens_T.astype(np.int64)).to(device)
-            logits = plain(tokens[None]).logits[0, len(tokens) - content.num_steps - 1 : -1].float()
-            expected = torch.log_softmax(logits, -1).gather(-1, tokens[len(tokens) - content.num_steps :, None])[:, 0]
-            differences.append((found[packed.sample_S == i] - expected).abs())
-    every = torch.cat(differences)
-    print(f"logprobs against one sequence at a time: mean {every.mean():.2e}, largest {every.max():.2e}")
+            first = len(tokens) - content.num_steps
+
+            def logprobs(network: Any, tokens: Any = tokens, first: int = first) -> Any:
+                logits = network(tokens[None]).logits[0, first - 1 : -1].float()
+                return torch.log_softmax(logits, -1).gather(-1, tokens[first:, None])[:, 0]
+
+            expected = logprobs(exact)
+            (-expected.sum()).backward()
+            ours.append((found[packed.sample_S == i] - expected).detach().abs())
+            with torch.no_grad():
+                theirs.append((logprobs(plain) - expected).abs())
+        (-found.sum()).backward()
+    pairs = zip(trainer._policy.network.parameters(), exact.parameters(), strict=True)
+    products = torch.zeros(3, device=device, dtype=torch.float64)
+    for mine, reference in pairs:
+        a, b = (gradient.double().flatten() for gradient in (mine.grad.full_tensor(), reference.grad))
+        products += torch.stack([a @ b, a @ a, b @ b])
+    print(f"cosine of the gradients: {float(products[0] / (products[1] * products[2]).sqrt()):.5f}")
+    for who, parts in (("packed, compiled", ours), ("one by one, eager", theirs)):
+        every = torch.cat(parts)
+        print(f"logprobs in {dtype}, {who}: off by {every.mean():.2e} in the mean, {every.max():.2e} at most")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from gcore.types import Key, KlSums, MicroBatch, MiniBatch, Sample, TrainBatch, 
 from gcore.weights.publisher import WeightPublisher
 
 T = TypeVar("T")
+LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: fewer hooks on the host
 
 
 class FsdpTrainer:
@@ -92,11 +93,15 @@ class FsdpTrainer:
         if self._dtype != torch.float32:
             mixed = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         mesh = self._mesh if self._copies > 1 else self._mesh["shards"]
+        layers = network.get_decoder().layers
+        if self._compiles:
+            for layer in layers:
+                layer.compile()
         if self._sharded > 1 or self._device.type == "cuda":  # else nothing is gathered, and one reduction does for all
-            for layer in network.get_decoder().layers:
-                if self._compiles:
-                    layer.compile()
-                fully_shard(layer, mesh=mesh, mp_policy=mixed)
+            size = 1 if self._sharded > 1 else LAYERS_PER_GROUP
+            for first in range(0, len(layers), size):
+                group = list(layers[first : first + size])
+                fully_shard(group, mesh=mesh, mp_policy=mixed, reshard_after_forward=self._sharded > 1)
         outer = dataclasses.replace(mixed, cast_forward_inputs=False)  # temperatures stay exact
         fully_shard(policy, mesh=mesh, mp_policy=outer)
         return policy
@@ -225,7 +230,7 @@ class FsdpTrainer:
             (loss * self._world).backward()
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()
-        return self._optimizer_step(batch, number, {name: float(value) for name, value in sums.items()})
+        return self._optimizer_step(batch, number, sums)
 
     def _loss(
         self, batch: TrainBatch, mini: MiniBatch, packed: Packed, logprobs_S: Tensor, entropy_S: Tensor
@@ -250,16 +255,20 @@ class FsdpTrainer:
             return torch.zeros(1, device=self._device)
         return torch.cat([store[key] for key in packed.keys])
 
-    def _optimizer_step(self, batch: TrainBatch, number: int, sums: Mapping[str, float]) -> UpdateStats:
+    def _optimizer_step(self, batch: TrainBatch, number: int, sums: Mapping[str, Tensor]) -> UpdateStats:
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.training.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self._learning_rate(batch, number)
-        finite = math.isfinite(grad_norm)
-        if finite:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if self._device.type == "cuda":  # launched before the host knows the norm: the kernel skips infinite gradients
+            cast(Any, self._optimizer).found_inf = (~torch.isfinite(norm)).float()
             self._optimizer.step()
-            self.updates += 1
+        grad_norm = float(norm)
+        finite = math.isfinite(grad_norm)
+        if finite and self._device.type != "cuda":
+            self._optimizer.step()
+        self.updates += finite
         self._optimizer.zero_grad(set_to_none=True)
         if not finite:
             self._dump(batch, number)
@@ -270,7 +279,8 @@ class FsdpTrainer:
                 f"are in {self._config.run.folder / bad_batches.FOLDER}); lower training.lr, or raise "
                 "training.max_bad_updates to skip more"
             )
-        return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, sums)
+        logged = {name: float(value) for name, value in sums.items()}
+        return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, logged)
 
     @torch.no_grad()
     def _dump(self, batch: TrainBatch, number: int) -> None:

@@ -56,11 +56,13 @@ class LogprobModel(nn.Module):
         hidden_SD = hidden.flatten(0, 1)[select_S]
         head = self.network.get_output_embeddings()
         chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        if len(hidden_SD) <= chunk and hidden_SD.device.type == "cpu":
+        on_gpu = hidden_SD.device.type == "cuda"
+        if len(hidden_SD) <= chunk and not on_gpu:
             return self._score(hidden_SD, targets_S, temperature_S, kept_ids_K, kept_counts_S)
         if kept_ids_K is None and head.bias is None:
             scaling = Scaling(self.traits.scale, self.traits.cap)
-            return token_logprobs(hidden_SD, head.weight, targets_S, temperature_S, scaling, chunk)
+            fused_chunk = 4 * chunk if on_gpu else chunk  # one copy in half precision instead of four in float32
+            return token_logprobs(hidden_SD, head.weight, targets_S, temperature_S, scaling, fused_chunk)
         columns = [tensor.split(chunk) for tensor in (hidden_SD, targets_S, temperature_S)]
         columns += _split_kept(kept_ids_K, kept_counts_S, chunk, len(columns[0]))
         parts = [checkpoint(self._score, *row, use_reentrant=False) for row in zip(*columns, strict=True)]

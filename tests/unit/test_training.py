@@ -216,7 +216,7 @@ def gradients_of(trainer: FsdpTrainer, samples, batch: TrainBatch) -> tuple[dict
         for name, parameter in trainer._policy.network.named_parameters():
             found[name] = parameter.grad.full_tensor().clone()
         trainer._optimizer.zero_grad(set_to_none=True)
-        return UpdateStats(sums=sums)
+        return UpdateStats(sums={name: float(value) for name, value in sums.items()})
 
     trainer._optimizer_step = look
     stats = update(trainer, samples, batch)
