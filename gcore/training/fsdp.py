@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from gcore.config.tree import Config
 from gcore.observe.trace import Tracer
 from gcore.protocols import Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
-from gcore.training import bad_batches, lora, losses, objective, state
+from gcore.training import bad_batches, lora, losses, objective, state, varlen
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import Packed, to_tensors
 from gcore.training.schedule import decay_groups, learning_rate
@@ -38,6 +38,7 @@ from gcore.types import Key, KlSums, MicroBatch, MiniBatch, Sample, TrainBatch, 
 from gcore.weights.publisher import WeightPublisher
 
 T = TypeVar("T")
+LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: fewer hooks on the host
 
 
 class FsdpTrainer:
@@ -57,6 +58,8 @@ class FsdpTrainer:
         self._config, self._device, self._tracer = config, device, tracer
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._make_network, self._dtype = make_network, dtype
+        asked = config.training.compile
+        self._compiles = device.type == "cuda" if asked == "auto" else asked
         self._publisher = publisher or WeightPublisher(self._rank)
         self._copies, self._sharded = self._world // shard, shard
         self._samples: dict[Key, Sample] = {}
@@ -81,15 +84,24 @@ class FsdpTrainer:
 
     def _shard(self, network: Any) -> LogprobModel:
         policy = LogprobModel(network).train()
+        self._varlen = varlen.usable(network, self._device, self._dtype)
+        if self._varlen:
+            varlen.install(network)
         if self._config.training.activation_checkpointing:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         mixed = MixedPrecisionPolicy()
         if self._dtype != torch.float32:
             mixed = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         mesh = self._mesh if self._copies > 1 else self._mesh["shards"]
+        layers = network.get_decoder().layers
+        if self._compiles:
+            for layer in layers:
+                layer.compile()
         if self._sharded > 1 or self._device.type == "cuda":  # else nothing is gathered, and one reduction is enough
-            for layer in network.get_decoder().layers:
-                fully_shard(layer, mesh=mesh, mp_policy=mixed)
+            size = 1 if self._sharded > 1 else LAYERS_PER_GROUP
+            for first in range(0, len(layers), size):
+                group = list(layers[first : first + size])
+                fully_shard(group, mesh=mesh, mp_policy=mixed, reshard_after_forward=self._sharded > 1)
         outer = dataclasses.replace(mixed, cast_forward_inputs=False)  # temperatures stay exact
         fully_shard(policy, mesh=mesh, mp_policy=outer)
         return policy
@@ -98,7 +110,8 @@ class FsdpTrainer:
         training = self._config.training
         parameters = lora.trainable_parameters(self._policy.network).values()
         groups = decay_groups(parameters, training.weight_decay, training.weight_decay_norms)
-        return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, eps=training.eps)
+        fused = self._device.type == "cuda"
+        return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, eps=training.eps, fused=fused)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
@@ -181,7 +194,7 @@ class FsdpTrainer:
 
     def _logprobs(self, policy: LogprobModel, micros: Sequence[MicroBatch], store: dict[Key, Tensor]) -> None:
         for micro in micros:
-            packed = to_tensors(micro, self._samples, self._device)
+            packed = to_tensors(micro, self._samples, self._device, self._varlen)
             logprobs_S, _ = self._forward(policy, packed)
             for i, key in enumerate(packed.keys):
                 store[key] = logprobs_S[packed.sample_S == i]
@@ -210,14 +223,14 @@ class FsdpTrainer:
     def _mini_batch(self, batch: TrainBatch, number: int) -> UpdateStats:
         mini, sums = batch.mini_batches[number], dict[str, Any]()
         for count, micro in enumerate(mini.micro_batches, start=1):
-            packed = to_tensors(micro, self._samples, self._device)
+            packed = to_tensors(micro, self._samples, self._device, self._varlen)
             cast(FSDPModule, self._policy).set_requires_gradient_sync(count == len(mini.micro_batches))
             logprobs_S, entropy_S = self._forward(self._policy, packed)
             loss, parts = self._loss(batch, mini, packed, logprobs_S, entropy_S)
             (loss * self._world).backward()
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()
-        return self._optimizer_step(batch, number, {name: float(value) for name, value in sums.items()})
+        return self._optimizer_step(batch, number, sums)
 
     def _loss(
         self, batch: TrainBatch, mini: MiniBatch, packed: Packed, logprobs_S: Tensor, entropy_S: Tensor
@@ -242,16 +255,20 @@ class FsdpTrainer:
             return torch.zeros(1, device=self._device)
         return torch.cat([store[key] for key in packed.keys])
 
-    def _optimizer_step(self, batch: TrainBatch, number: int, sums: Mapping[str, float]) -> UpdateStats:
+    def _optimizer_step(self, batch: TrainBatch, number: int, sums: Mapping[str, Tensor]) -> UpdateStats:
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.training.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self._learning_rate(batch, number)
-        finite = math.isfinite(grad_norm)
-        if finite:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if self._device.type == "cuda":  # launched before the host knows the norm: the kernel skips infinite gradients
+            cast(Any, self._optimizer).found_inf = (~torch.isfinite(norm)).float()
             self._optimizer.step()
-            self.updates += 1
+        grad_norm = float(norm)
+        finite = math.isfinite(grad_norm)
+        if finite and self._device.type != "cuda":
+            self._optimizer.step()
+        self.updates += finite
         self._optimizer.zero_grad(set_to_none=True)
         if not finite:
             self._dump(batch, number)
@@ -262,7 +279,8 @@ class FsdpTrainer:
                 f"are in {self._config.run.folder / bad_batches.FOLDER}); lower training.lr, or raise "
                 "training.max_bad_updates to skip more"
             )
-        return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, sums)
+        logged = {name: float(value) for name, value in sums.items()}
+        return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, logged)
 
     @torch.no_grad()
     def _dump(self, batch: TrainBatch, number: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gcore.decoders import as_argument, traits_of
+from gcore.training.fused_head import Scaling, token_logprobs
 
 MASKED_LOGIT = -1e9  # its probability and gradient are 0; with -infinity, 0 * infinity would give NaN
 LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is recomputed in the backward pass, in chunks
@@ -33,19 +34,36 @@ class LogprobModel(nn.Module):
         temperature_S: Tensor,
         candidate_ids_K: Tensor | None = None,
         candidate_counts_S: Tensor | None = None,
+        starts: Tensor | None = None,
+        longest: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """`candidate_*`: the tokens that could be sampled per step, as in content.tokens.SamplingMask; None: all."""
-        hidden = self.network.get_decoder()(
-            input_ids=tokens_RW,
-            position_ids=None if mask is None else positions_RW,
-            attention_mask=None if mask is None else self._masks(mask),
-            use_cache=False,
-        ).last_hidden_state
+        """`candidate_*`: the tokens that could be sampled per step, as in content.tokens.SamplingMask; None: all.
+        `starts`, `longest`: of the samples, where all are in one row and the attention needs no mask (varlen.py)."""
+        if starts is not None:
+            hidden = self.network.get_decoder()(
+                input_ids=tokens_RW,
+                position_ids=positions_RW,
+                use_cache=False,
+                cu_seq_lens_q=starts,
+                max_length_q=longest,
+            ).last_hidden_state
+        else:
+            hidden = self.network.get_decoder()(
+                input_ids=tokens_RW,
+                position_ids=None if mask is None else positions_RW,
+                attention_mask=None if mask is None else self._masks(mask),
+                use_cache=False,
+            ).last_hidden_state
         hidden_SD = hidden.flatten(0, 1)[select_S]
         head = self.network.get_output_embeddings()
         chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        if len(hidden_SD) <= chunk:
+        on_gpu = hidden_SD.device.type == "cuda"
+        if len(hidden_SD) <= chunk and not on_gpu:
             return self._score(hidden_SD, targets_S, temperature_S, candidate_ids_K, candidate_counts_S)
+        if candidate_ids_K is None and head.bias is None:
+            scaling = Scaling(self.traits.scale, self.traits.cap)
+            fused_chunk = 4 * chunk if on_gpu else chunk  # one copy in half precision instead of four in float32
+            return token_logprobs(hidden_SD, head.weight, targets_S, temperature_S, scaling, fused_chunk)
         columns = [tensor.split(chunk) for tensor in (hidden_SD, targets_S, temperature_S)]
         columns += _split_candidates(candidate_ids_K, candidate_counts_S, chunk, len(columns[0]))
         parts = [checkpoint(self._score, *row, use_reentrant=False) for row in zip(*columns, strict=True)]

@@ -348,7 +348,7 @@ def test_logits_and_gradients_are_those_of_peft():
     def look(batch: Any, number: int, sums: Any) -> UpdateStats:
         parameters = trainer._policy.network.named_parameters()
         gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
-        return UpdateStats(sums=sums)
+        return UpdateStats(sums={name: float(value) for name, value in sums.items()})
 
     trainer._optimizer_step = look
     update(trainer, samples, batch_of(samples, objective="imitation"))
