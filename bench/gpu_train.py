@@ -67,9 +67,8 @@ def main() -> None:
     join(Rendezvous(0, 1, None), "nccl" if device.type == "cuda" else "gloo", device=device)
     rate = matrix_rate(device)
     print(f"{args.model}, {args.sequences} sequences, torch {torch.__version__}, matrix rate {rate / 1e12:.0f} TFLOP/s")
-    print(
-        f"{'training path':<26}{'lengths':>8}{'tokens/s':>10}{'of matrix rate':>16}{'peak GiB':>10}{'first s':>9}{'update s':>10}"
-    )
+    widths = {"lengths": 8, "tokens/s": 10, "of matrix rate": 16, "peak GiB": 10, "first s": 9, "update s": 10}
+    print(f"{'training path':<26}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
     for name, lengths in itertools.product(args.only, args.lengths):
         row = measure(args, name, lengths, device, rate)
         print(f"{name:<26}{lengths:>8}{row}", flush=True)
