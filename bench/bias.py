@@ -1,4 +1,4 @@
-"""Does dynamic or asynchronous sampling prefer short answers? Trained lengths against those of all answers there are.
+"""Does dynamic or asynchronous sampling prefer short responses? Compares trained lengths with the lengths drawn.
 
     python bench/bias.py --json bias.json
     python bench/bias.py --controllers 4 --modes "first come, abort" --filters spread --oversampling 1.5
@@ -6,20 +6,20 @@
 Response lengths are log-normal and do not depend on the prompt, so an unbiased sampler trains on the same distribution
 that the engines draw from. Every combination of sampling mode, filter, number of controllers and engine seeds is run:
 - `fixed`: no filter, no staleness: a step is the next prompts (sampling.filter=none);
-- `deterministic`: the first good groups in prompt order (sampling.deterministic=true);
+- `deterministic`: the first accepted groups in prompt order (sampling.deterministic=true);
 - `first come, abort`: groups in order of arrival, the rest is aborted (deterministic=false, surplus=abort): BIASED;
-- `keep`: the rest continues in the next step (surplus=keep); engines pause while the trainer works;
-- `staleness K`: generation continues while the trainer works (max_staleness=K).
-`filter: spread` accepts a prompt with probability `--accept`, by a hash of its number and so regardless of lengths.
-`seeds: no` is an engine whose noise is fresh when a request is started again, as on GPUs (generation.seeds=false).
+- `keep`: the rest continues in the next step (surplus=keep); engines pause during training;
+- `staleness K`: generation continues during training (max_staleness=K).
+`filter: spread` accepts a prompt with probability `--accept`, by a hash of its number, independent of lengths.
+`seeds: no` is an engine that uses new noise when a request is started again, as on GPUs (generation.seeds=false).
 
 Columns, over all steps after `--skip` and all `--seeds`:
 - `length`: mean trained length / population mean (1 is unbiased); `longest 5 %`: share of trained responses that are
   longer than 95 % of the population / 5 % (1 is unbiased);
 - `step s`: seconds per training step, rollout and update, and the same relative to `first come, abort`;
-- `redone`: groups that were finished or begun and then started again, per trained group.
+- `redone`: groups that were started again after they had begun or finished, per trained group.
 
-Collector, ledger, pools and engine queues are the code of a run, in virtual time.
+Collector, ledger, pools and engine queues are the production code, in virtual time.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 BIASED = ("first come, abort",)
 NORMAL = statistics.NormalDist()
-EXCHANGE_INTERVAL_S = (0.1, 0.5)  # ten times that of a run: steps are shorter here, and exchanges are most of the work
+EXCHANGE_INTERVAL_S = (0.1, 0.5)  # ten times that of a run: exchanges are most of the bench's CPU time
 
 
 def combinations(args: argparse.Namespace) -> list[tuple[str, str, int, bool]]:
-    """Mode, filter, controllers, engine seeds. Without filter and staleness every mode is `fixed`."""
+    """Mode, filter, controllers, engine seeds. Without filter and staleness, every mode equals `fixed`."""
     dynamic = ("deterministic", "first come, abort")
     return [
         (mode, keep, controllers, seeded)
@@ -120,7 +120,7 @@ class Team:
         loop = asyncio.get_running_loop()
         began = loop.time()
         found = await asyncio.gather(*(collector.step(number) for collector in self.collectors))
-        if not self.sampling.max_staleness:  # the devices are the trainer's
+        if not self.sampling.max_staleness:  # the trainer uses the devices
             await asyncio.gather(*(pool.pause() for pool in self.pools))
         await asyncio.sleep(self.args.train_s)
         for engine in self.engines:
@@ -170,7 +170,7 @@ def median(args: argparse.Namespace) -> float:
 
 
 def population_mean(args: argparse.Namespace) -> float:
-    """Mean of all responses there could be, cut at --most-tokens."""
+    """Mean length of the distribution, cut at --most-tokens."""
     cut = math.log(args.most_tokens / median(args)) / args.sigma
     return float(args.tokens * NORMAL.cdf(cut - args.sigma) + args.most_tokens * (1 - NORMAL.cdf(cut)))
 
@@ -229,22 +229,22 @@ def main() -> None:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", help="write the numbers there")
+    parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40, help="counted, of each seed")
-    parser.add_argument("--skip", type=int, default=6, help="steps before them")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps per seed")
+    parser.add_argument("--skip", type=int, default=6, help="steps before the measured ones")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--filters", nargs="+", default=["none", "spread"])
     parser.add_argument("--controllers", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--oversampling", type=lambda word: word if word == "auto" else float(word), default="auto")
     parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths")
-    parser.add_argument("--tokens", type=float, default=256, help="mean of a response, before it is cut")
+    parser.add_argument("--tokens", type=float, default=256, help="mean length of a response, before the cut")
     parser.add_argument("--most-tokens", type=int, default=4096)
-    parser.add_argument("--groups", type=int, default=64, help="groups of a step, over all controllers")
+    parser.add_argument("--groups", type=int, default=64, help="groups per step, over all controllers")
     parser.add_argument("--siblings", type=int, default=4)
-    parser.add_argument("--accept", type=float, default=0.5, help="share of prompts that `spread` accepts")
+    parser.add_argument("--accept", type=float, default=0.5, help="fraction of prompts that `spread` accepts")
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--slots", type=int, default=128, help="requests an engine decodes at once")
+    parser.add_argument("--slots", type=int, default=128, help="requests that an engine decodes at once")
     parser.add_argument("--base-s", type=float, default=0.010)
     parser.add_argument("--per-sequence-s", type=float, default=0.0001)
     parser.add_argument("--train-s", type=float, default=5.0)

@@ -1,14 +1,14 @@
-"""Tokens a second of the embedded engine against transformers' `generate` and its continuous batching.
+"""Tokens per second of the embedded engine against transformers' `generate` and its continuous batching.
 
     python bench/embedded.py --json embedded.json
     python bench/embedded.py --device cuda --hidden-size 1024 --intermediate-size 3072 --layers 28 --heads 16 \
         --kv-heads 8 --vocab 8000 --prompts 32 --tokens 256 --longest 512
 
-The same model (0.9M parameters unless told otherwise), prompts and numbers of new tokens for all, sampled at
-temperature 1, no early end. Two workloads: *fixed*, all responses equally long, and *ragged*, log-normal lengths; here
-`generate`, with one length a batch, runs to the longest, and only the tokens asked for count. Each contender lives
-in processes of its own, is warmed up on the very workload, and takes its turn in every round (A B C, A B C, ...); the
-table shows the median and the best round. What is timed is prompts in, tokens out; loading and set-up are not.
+All contenders have the same model (default: 0.9M parameters), prompts and numbers of new tokens, sampled at temperature
+1, without stop tokens. Two workloads: *fixed*, all responses equally long, and *ragged*, log-normal lengths. In the
+latter, `generate`, with one length per batch, runs to the longest, and only the requested tokens count. Each contender
+has its own processes, is warmed up on the same workload, and runs once per round (A B C, A B C, ...). The table shows
+the median and the best round. The time is from prompts to tokens, without loading and set-up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Contender:
     kind: str  # a key of KINDS
     processes: int = 1
     threads: int = 1
-    passive: bool = False  # OMP_WAIT_POLICY=passive: idle threads sleep at once; kinder where cores are shared
+    passive: bool = False  # OMP_WAIT_POLICY=passive: idle threads sleep immediately; better on shared cores
     logprobs: bool = False
     seeds: str = "no"
 
@@ -65,7 +65,7 @@ class Setting:
     longest: int  # prompt and response
 
 
-# ---- contenders: each makes a function from jobs to (tokens generated, token lists by job) ---------------------------
+# ---- contenders: each returns a function from jobs to token lists ----------------------------------------------------
 
 
 def embedded(setting: Setting, network: Any, threads: int, stack: ExitStack) -> Callable[[list[Job]], list[list[int]]]:
@@ -88,7 +88,7 @@ def embedded(setting: Setting, network: Any, threads: int, stack: ExitStack) -> 
     return run
 
 
-def plain(setting: Setting, network: Any, threads: int, stack: ExitStack) -> Callable[[list[Job]], list[list[int]]]:
+def generate(setting: Setting, network: Any, threads: int, stack: ExitStack) -> Callable[[list[Job]], list[list[int]]]:
     import torch
     from transformers import GenerationConfig
 
@@ -146,7 +146,7 @@ def continuous(
         while len(found) < len(jobs):
             result = manager.get_result(timeout=60)
             if result is None:
-                raise RuntimeError("continuous batching stopped answering")
+                raise RuntimeError("continuous batching returned no result within 60 s")
             if result.is_finished():
                 assert result.error is None, result.error
                 assert len(result.logprobs) == len(result.generated_tokens)
@@ -156,14 +156,14 @@ def continuous(
     return run
 
 
-KINDS = {"embedded": embedded, "generate": plain, "continuous batching": continuous}
+KINDS = {"embedded": embedded, "generate": generate, "continuous batching": continuous}
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
 def worker(pipe: Any, contender: Contender, setting: Setting) -> None:
-    """Answers every list of jobs with the token lists, until None comes."""
+    """Answers every list of jobs with the token lists, until it receives None."""
     import torch
 
     from gcore.config.tree import BuildModel, Model
@@ -176,7 +176,7 @@ def worker(pipe: Any, contender: Contender, setting: Setting) -> None:
     model = Model(build=BuildModel(**setting.build))
     device = pick_device(setting.device)
     network = load_model(model, load_tokenizer(model), 0, pick_dtype("auto", device), device)
-    network.generation_config.eos_token_id = None  # nobody ends early
+    network.generation_config.eos_token_id = None  # no response ends early
     with ExitStack() as stack:
         run = KINDS[contender.kind](setting, network, contender.threads, stack)
         pipe.send(sum(p.numel() for p in network.parameters()))
@@ -189,7 +189,7 @@ def worker(pipe: Any, contender: Contender, setting: Setting) -> None:
 
 
 class Team:
-    """The processes of one contender. Groups of siblings are dealt out evenly, as a run's controllers do."""
+    """The processes of one contender. Groups of siblings are divided evenly, as in a run."""
 
     def __init__(self, contender: Contender, setting: Setting) -> None:
         context = multiprocessing.get_context("spawn")
@@ -208,10 +208,10 @@ class Team:
             os.environ.pop("OMP_WAIT_POLICY")
             if policy is not None:
                 os.environ["OMP_WAIT_POLICY"] = policy
-        self.parameters = max([self._answer(pipe) for _, pipe in self.members])  # all equal; waits for every one
+        self.parameters = max([self._answer(pipe) for _, pipe in self.members])  # all equal; waits for all processes
 
     def run(self, groups: list[list[Job]]) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of every job in order."""
+        """Seconds, and the tokens of each job in order."""
         shares: list[list[int]] = [[] for _ in self.members]
         loads = [0] * len(self.members)
         for number in sorted(range(len(groups)), key=lambda g: -sum(j.tokens for j in groups[g])):
@@ -336,7 +336,7 @@ def measure(name: str, groups: list[list[Job]], teams: list[Team], rounds: int) 
     rows = []
     for team in teams:
         contender = team.contender
-        _, alone = team.run(groups[:1])  # the same requests in other company: do they get the same tokens?
+        _, alone = team.run(groups[:1])  # the same requests in another batch: do they get the same tokens?
         times = seconds[contender.name]
         rows.append(
             {
@@ -356,7 +356,7 @@ def measure(name: str, groups: list[list[Job]], teams: list[Team], rounds: int) 
 
 def show(results: list[dict[str, Any]], parameters: int, args: argparse.Namespace) -> None:
     print(f"{parameters / 1e6:.2f}M parameters, {args.prompts} prompts x {args.siblings}, {args.device}")
-    print("same alone: share of requests that get the same tokens again when decoded in other company")
+    print("same alone: fraction of requests that get the same tokens when decoded in another batch")
     head = f"{'workload':9}{'contender':44}{'median tok/s':>13}{'best tok/s':>12}"
     head += f"{'logprobs':>10}{'seeds':>7}{'same alone':>12}"
     print(head + "\n" + "-" * len(head))
@@ -369,7 +369,7 @@ def show(results: list[dict[str, Any]], parameters: int, args: argparse.Namespac
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", help="write the numbers there")
+    parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--cores", type=int, help="processes or threads of the many-core contenders; default: all")
@@ -377,8 +377,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--prompt-length", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=64, help="of each response of the fixed workload")
-    parser.add_argument("--longest", type=int, default=128, help="response of the ragged workload")
+    parser.add_argument("--tokens", type=int, default=64, help="length of each response of the fixed workload")
+    parser.add_argument("--longest", type=int, default=128, help="maximum length of a response of the ragged workload")
     parser.add_argument("--vocab", type=int, help="tokens of the vocabulary; default: 16, digits and signs")
     for name, value in SHAPE.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="of the built model")

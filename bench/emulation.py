@@ -252,10 +252,10 @@ async def emulate(config: Config) -> dict[str, Any]:
 
     from gcore.controller import supervise
     from gcore.controller.build import build_runtime
-    from gcore.controller.plan import make_plan, see_machine
+    from gcore.controller.plan import detect_machine, make_plan
     from gcore.observe.metrics import read_rows
 
-    plan = make_plan(config, see_machine())
+    plan = make_plan(config, detect_machine())
     supervise.open_folder(config)
     started = time.monotonic()
     runtime: Any = build_runtime(config, plan)

@@ -1,10 +1,10 @@
-"""Engines on one GPU: what G-Core's pool over vLLM costs, and how long weights, sleep and wake take.
+"""Engines on one GPU: overhead of G-Core's pool over vLLM, and seconds of weight updates, sleep and wake.
 
     python bench/gpu_engines.py [--sizes 0.5B 1.5B 7B] [--engine sglang] [--json FILE]
 
-Every measurement is of the real roles under Ray: an engine in its process, weights held by another process on the same
-GPU and handed over by weights/transfer.py. Models have random weights (Qwen2 shapes, bfloat16). `short`: 16 times as
-many requests as are decoded at once, with answers of 4 to 20 tokens.
+All measurements use the real roles under Ray: an engine in its process, and weights in another process on the same GPU,
+sent by weights/transfer.py. Models have random weights (Qwen2 shapes, bfloat16). `short`: 16 times the number of
+concurrent requests, with responses of 4 to 20 tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPT, TOKENS = 64, 512
 
 
 def write_model(folder: Path, size: str) -> Path:
-    """config.json alone; the weights are made where they are needed."""
+    """Writes only config.json; the weights are created by the processes that use them."""
     from transformers import Qwen2Config
 
     hidden, intermediate, layers, heads, kv_heads = SHAPES[size]
@@ -50,8 +50,8 @@ def write_model(folder: Path, size: str) -> Path:
     return folder
 
 
-class Holder:
-    """A trainer rank without training: publishes weights from the GPU, and computes logprobs to compare with."""
+class WeightHolder:
+    """A trainer rank without training: publishes weights from the GPU, and computes reference logprobs."""
 
     def __init__(self, folder: str, _: Any) -> None:
         import torch
@@ -114,15 +114,15 @@ def prompts(count: int) -> list[list[int]]:
     return [np.random.default_rng(i).integers(10, 500, PROMPT).tolist() for i in range(count)]
 
 
-def short_answers(count: int) -> list[int]:
-    """Tokens that each may have."""
+def short_lengths(count: int) -> list[int]:
+    """Maximum numbers of tokens of the workload `short`."""
     import numpy as np
 
     return np.random.default_rng(0).integers(4, 21, 16 * count).tolist()
 
 
-async def through_the_pool(engine: Any, lengths: list[int]) -> float:
-    """Tokens a second of requests for so many tokens each, as a controller sends them."""
+async def pool_rate(engine: Any, lengths: list[int]) -> float:
+    """Tokens per second of requests with these lengths, sent as a controller sends them."""
     import numpy as np
 
     from gcore.content.tokens import Tokens
@@ -130,17 +130,17 @@ async def through_the_pool(engine: Any, lengths: list[int]) -> float:
     from gcore.types import Request, SamplingParams
 
     pool, tokens = EnginePool([engine]), prompts(len(lengths))
-    asked = [
+    requests = [
         Request(Tokens(np.array(p, np.int32)), SamplingParams(n), i)
         for i, (p, n) in enumerate(zip(tokens, lengths, strict=True))
     ]
     started = time.perf_counter()
-    found = await asyncio.gather(*(pool.generate(asked[i : i + 8]) for i in range(0, len(asked), 8)))
+    found = await asyncio.gather(*(pool.generate(requests[i : i + 8]) for i in range(0, len(requests), 8)))
     return sum(len(c.content.tokens_S) for group in found for c in group) / (time.perf_counter() - started)
 
 
-def bare(folder: str, count: int, tokens: int, fraction: float) -> list[float]:
-    """The same with vLLM alone, in a process of its own."""
+def vllm_only(folder: str, count: int, tokens: int, fraction: float) -> list[float]:
+    """The same workloads with vLLM only, in a separate process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -155,12 +155,12 @@ def bare(folder: str, count: int, tokens: int, fraction: float) -> list[float]:
             SamplingParams(max_tokens=n, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True)
             for n in lengths
         ]
-        asked = [{"prompt_token_ids": p, "cache_salt": f"{salt}"} for p in prompts(len(lengths))]
+        requests = [{"prompt_token_ids": p, "cache_salt": f"{salt}"} for p in prompts(len(lengths))]
         started = time.perf_counter()
-        found = llm.generate(asked, params, use_tqdm=False)
+        found = llm.generate(requests, params, use_tqdm=False)
         return sum(len(o.outputs[0].token_ids) for o in found) / (time.perf_counter() - started)
 
-    loads = [tokens] * count, short_answers(count)
+    loads = [tokens] * count, short_lengths(count)
     return [max(rate(lengths, turn) for turn in range(3)) for lengths in loads]
 
 
@@ -178,7 +178,7 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
         handles = await runtime.start_group("engine", make_engine, [(name, str(folder), count, fraction)])
         engines = [EngineClient(handle) for handle in handles]
         row: dict[str, float] = {"start_s": time.perf_counter() - started}
-        holders = await runtime.start_group("holder", Holder, [(str(folder),)])
+        holders = await runtime.start_group("holder", WeightHolder, [(str(folder),)])
         transfer = WeightTransfer([TrainerClient(holder) for holder in holders])
         row["weights_gb"] = await holders[0].call("size_gb")
         times = []
@@ -187,23 +187,23 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
             await transfer.send({0: engines[0]}, version)
             times.append(time.perf_counter() - started)
         row["update_s"] = min(times[1:])
-        for load, lengths in (("pool", [tokens] * count), ("pool_short", short_answers(count))):
+        for load, lengths in (("pool", [tokens] * count), ("pool_short", short_lengths(count))):
             rates = []
             for _ in range(3):
                 version += 1
-                await transfer.send({0: engines[0]}, version)  # or it would have the prompts cached
-                rates.append(await through_the_pool(engines[0], lengths))
+                await transfer.send({0: engines[0]}, version)  # clears the prefix cache
+                rates.append(await pool_rate(engines[0], lengths))
             row[f"{load}_tok_s"] = max(rates)
         import numpy as np
 
         pool = EnginePool(engines)
-        asked = [Request(Tokens(np.array(p, np.int32)), SamplingParams(64), i) for i, p in enumerate(prompts(8))]
+        requests = [Request(Tokens(np.array(p, np.int32)), SamplingParams(64), i) for i, p in enumerate(prompts(8))]
         differences = []
-        for request, completion in zip(asked, await pool.generate(asked), strict=True):
-            theirs = await holders[0].call(
+        for request, completion in zip(requests, await pool.generate(requests), strict=True):
+            reference = await holders[0].call(
                 "logprobs", request.content.tokens_T.tolist(), completion.content.tokens_S.tolist()
             )
-            differences.append(np.abs(np.array(theirs) - completion.logprobs_S).mean())
+            differences.append(np.abs(np.array(reference) - completion.logprobs_S).mean())
         row["logprob_diff"] = float(np.mean(differences))
         for level in (1, 2):
             slept, woken = [], []
@@ -220,11 +220,11 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
             best = min(woken)
             names = (f"wake{level}_and_update_s", f"  wake{level}_weights_s", f"  wake{level}_cache_s")
             row |= dict(zip(names, best, strict=True))
-        after = await pool.generate(asked)
-        theirs = await holders[0].call(
-            "logprobs", asked[0].content.tokens_P.tolist(), after[0].content.tokens_S.tolist()
+        after = await pool.generate(requests)
+        reference = await holders[0].call(
+            "logprobs", requests[0].content.tokens_P.tolist(), after[0].content.tokens_S.tolist()
         )
-        row["logprob_diff_after_sleep"] = float(np.abs(np.array(theirs) - after[0].logprobs_S).mean())
+        row["logprob_diff_after_sleep"] = float(np.abs(np.array(reference) - after[0].logprobs_S).mean())
         return row
     finally:
         runtime.stop()
@@ -238,11 +238,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--fraction", type=float, default=0.45)
     parser.add_argument("--bare", help=argparse.SUPPRESS)
-    parser.add_argument("--bare-size", nargs="*", default=["1.5B"], help="sizes to compare with bare vLLM")
+    parser.add_argument("--bare-size", nargs="*", default=["1.5B"], help="sizes to compare with vLLM alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.bare:
-        print("RATES", *bare(args.bare, args.count, args.tokens, args.fraction))
+        print("RATES", *vllm_only(args.bare, args.count, args.tokens, args.fraction))
         return
     import torch
 
@@ -251,7 +251,9 @@ def main() -> None:
     for size in args.sizes:
         folder = write_model(Path(tempfile.mkdtemp()), size)
         if args.engine == "sglang":
-            from random_model import main as with_weights  # it must find some; they are replaced before it is measured
+            from random_model import (
+                main as with_weights,
+            )  # SGLang needs weights to load; they are replaced before the measurement
 
             with_weights(size, folder)
         rows[size] = asyncio.run(measure(args.engine, folder, args.count, args.tokens, args.fraction, gpu))

@@ -136,10 +136,10 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
     """Start the roles, measure their speeds, then the whole run with the same roles."""
     from gcore.controller import supervise
     from gcore.controller.build import build_runtime
-    from gcore.controller.plan import make_plan, see_machine
+    from gcore.controller.plan import detect_machine, make_plan
     from gcore.observe.metrics import read_rows
 
-    plan = make_plan(config, see_machine())
+    plan = make_plan(config, detect_machine())
     supervise.open_folder(config)
     began = time.perf_counter()
     runtime: Any = build_runtime(config, plan)

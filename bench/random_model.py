@@ -1,4 +1,4 @@
-"""A folder with a random model of a given shape and a tokenizer of characters, to measure steps without downloads.
+"""Writes a model with random weights of a given shape and a character tokenizer, to measure steps without downloads.
 
 python bench/random_model.py 1.5B FOLDER
 """

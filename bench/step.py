@@ -1,27 +1,27 @@
-"""Seconds of a whole GRPO step: G-Core against TRL's GRPOTrainer, on CPU.
+"""Seconds per GRPO step: G-Core against TRL's GRPOTrainer, on CPU.
 
     python bench/step.py --json step.json
 
 Both train the same model (the quickstart's, or `--model 0.9M`) on the same kind of prompts, 8 prompts x 8 responses of
 up to 64 tokens, in float32, with the same reward function, AdamW, learning rate and clipping. A step is generation,
-reward, advantages, one optimizer step, and (G-Core, whose engines are other processes) bringing the new weights to the
-engines. It is timed from the end of one step to the end of the next, so that bookkeeping between steps counts too; the
-first steps are left out. Runs alternate (A B C, A B C, ...), each in a process of its own.
+reward, advantages, one optimizer step, and (G-Core, whose engines are other processes) the transfer of the new weights
+to the engines. It is timed from the end of one step to the end of the next, including the work between steps. The first
+steps are not counted. Runs alternate (A B C, A B C, ...), each in its own process.
 
-What is not the same:
+Differences:
 - TRL runs in one process with all cores and no RPC. G-Core runs as users run it: driver, controllers, engines and
-  trainer in processes of their own under Ray.
-- G-Core's engine also returns the logprob of every sampled token, and draws each sample from noise of its own; its
-  trainer reports trainer/engine logprob differences. TRL with `generate` has neither.
-- G-Core writes a row of metrics a step (JSON lines; TensorBoard is off here). TRL logs nothing here.
-- `--ends model`: responses end when the model says so, as they do in training: a random model over 16 tokens says so
-  after 16 on average, and the longest of 64 comes close to the limit. `--ends never`: all run to the limit. TRL: its
-  end-of-sequence token is then one that the model cannot produce. G-Core: the workflow below passes no stop tokens.
-  Tokens really generated are counted and shown.
-- G-Core is run in two ways: `gcore ray`, as it comes; `gcore local`, all in one process.
-- TRL is run in three ways: `trl`, one process with all cores as it comes; `trl passive`, the same with
-  OMP_WAIT_POLICY=passive (threads that spin while they wait are faster on an idle machine and much slower on a shared
-  one; G-Core's processes set it themselves); `trl ranks`, data-parallel with a process of one thread a core.
+  trainer in separate processes under Ray.
+- G-Core's engine also returns the logprob of every sampled token and uses separate noise per sample; its trainer
+  reports trainer/engine logprob differences. TRL with `generate` does neither.
+- G-Core writes one row of metrics per step (JSON lines; TensorBoard is off here). TRL logs nothing here.
+- `--ends model`: responses end by the end-of-sequence token, as in training: a random model over 16 tokens samples it
+  after 16 tokens on average, and the longest of 64 responses is close to the limit. `--ends never`: all run to the
+  limit. TRL: its end-of-sequence token is then one that the model cannot produce. G-Core: the workflow below passes no
+  stop tokens. The number of generated tokens is shown.
+- Variants of G-Core: `gcore ray`, the default; `gcore local`, all in one process.
+- Variants of TRL: `trl`, one process with all cores, the default; `trl passive`, the same with OMP_WAIT_POLICY=passive
+  (threads that spin while they wait are faster on an idle machine and much slower on a shared one; G-Core's processes
+  set it themselves); `trl ranks`, data-parallel with one process of one thread per core.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ def build_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def full_length(ctx: Any, prompt: Any) -> list[Any]:
-    """The default workflow, except that nothing stops a response but its length."""
+    """The default workflow, except that responses end only at the length limit."""
     scored: list[Any] = await ctx.reward(await ctx.generate(prompt, stop_tokens=()))
     return scored
 
 
 def even_digits(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
-    """Share of even digits: a reward with spread in every group."""
+    """Fraction of even digits: a reward that differs within every group."""
     return [sum(c in "02468" for c in text) / max(len(text), 1) for text in completions]
 
 
 # ---- one run, in this process: seconds of each stage and tokens generated, by step -----------------------------------
 
 
-def run_gcore(way: str, args: argparse.Namespace) -> dict[str, Any]:
+def run_gcore(runtime: str, args: argparse.Namespace) -> dict[str, Any]:
     from gcore.config.load import validate
     from gcore.controller.supervise import run
     from gcore.observe.metrics import read_rows
@@ -82,7 +82,7 @@ def run_gcore(way: str, args: argparse.Namespace) -> dict[str, Any]:
             "run": {"name": "step", "dir": folder, "steps": args.steps},
             "model": {"build": build_of(args)},
             "data": {"train": {"task": "arithmetic", "args": SUMS}, "max_prompt_length": PROMPT_LENGTH},
-            "runtime": "local" if way == "local" else "ray",
+            "runtime": "local" if runtime == "local" else "ray",
             "controllers": args.controllers,
             **({"workflow": f"{here}:full_length"} if args.ends == "never" else {}),
             "generation": {"max_response_length": args.tokens},
@@ -292,7 +292,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(summary: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
-    ends = "all of" if args.ends == "never" else "ending by themselves, at most"
+    ends = "all of" if args.ends == "never" else "ending by eos, at most"
     print(f"{args.model} model, {args.prompts} prompts x {args.siblings} {ends} {args.tokens} tokens, {cores()} cores")
     stages = ("generation", "rewarding", "preparation", "training", "weights")
     head = f"{'':13}{'tokens':>7}{'median s':>9}{'best run':>9}{'best step':>10}  "
@@ -312,9 +312,9 @@ def show(summary: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", help="write the numbers there")
+    parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=15, help=f"of each run; the first {SKIP} are left out")
+    parser.add_argument("--steps", type=int, default=15, help=f"steps per run; the first {SKIP} are not counted")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)

@@ -1,26 +1,26 @@
-"""Rollout phase with a generative judge: samples streaming from policy to judge against stage by stage.
+"""Rollout phase with a generative judge: samples stream from policy to judge, against stage by stage.
 
     python bench/streaming.py --json streaming.json
 
-The same work in three ways, on `--devices` emulated devices:
+The same work in three variants, on `--devices` emulated devices:
 - `streaming`: half of the devices (or `--policy-devices`) serve the policy, the others the judge; a group is judged as
-  soon as it is there. This is what G-Core does.
-- `staged, split`: the same parts, but judging starts when the last group of the step is generated.
-- `staged, all`: all devices serve the policy; when the last group is there they swap (`--swap-s`), and all serve the
-  judge.
+  soon as it is generated. G-Core does this.
+- `staged, split`: the same split, but judging starts when the last group of the step is generated.
+- `staged, all`: all devices serve the policy; when the last group is generated they swap (`--swap-s`), and all serve
+  the judge.
 
-Engines are emulated (gcore/simulate/engine.py): a decoding step takes `--base-s` plus `--per-sequence-s` for each
-request running, at most `--slots` run at once, the rest waits. Lengths are log-normal of the same mean whatever their
-spread (sigma), for policy and judge each. Everything else is the code of a run: two controllers with Collector,
-SampleContext, WeightedRewarder, JudgeSource (pointwise) and EnginePool. The stages are a barrier in the
-workflow. The swap back to the policy, at the end of `staged, all`, is not counted.
+Engines are emulated (gcore/simulate/engine.py): a decoding step takes `--base-s` plus `--per-sequence-s` per running
+request, at most `--slots` run at once, the others queue. Lengths of policy and judge are log-normal, with the same mean
+for every spread (sigma). Everything else is production code: two controllers with Collector, SampleContext,
+WeightedRewarder, JudgeSource (pointwise) and EnginePool. A barrier in the workflow separates the stages. The swap back
+to the policy, at the end of `staged, all`, is not counted.
 
-Time is virtual: it jumps over what would be slept, so the seconds are those of the emulated devices, the same on every
-machine. The controllers' own CPU time is left out (bench/workflow.py measures it), unless `--work-counts`. All three
-ways must give the same rewards for the same samples, else the bench stops.
+Time is virtual and skips sleeps, so the seconds are those of the emulated devices, the same on every machine. The
+controllers' CPU time is not included (bench/workflow.py measures it), except with `--work-counts`. All three variants
+must give the same rewards for the same samples, else the bench fails.
 
-`x streaming`: the median over seeds of the ratio, seed by seed. `policy s` and `judge s`: seconds in which the role had
-a request; `both s`: in which both had; `devices busy`: share of the devices' time in which they had anything to decode.
+`x streaming`: the median over seeds of the ratio per seed. `policy s` and `judge s`: seconds in which the role had a
+request; `both s`: in which both had; `devices busy`: share of the devices' time in which they decoded.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 from gcore.simulate import VirtualLoop  # noqa: E402
 from gcore.simulate.engine import EmulatedEngine, log_normal  # noqa: E402
 
-WAYS = ("streaming", "staged, split", "staged, all")
+VARIANTS = ("streaming", "staged, split", "staged, all")
 CONTROLLERS = 2
-DIGITS = range(4, 14)  # of the tokenizer: a verdict can always be read
+DIGITS = range(4, 14)  # of the tokenizer: a verdict can always be parsed
 
 
-class Busy:
-    """When a role had anything to do: intervals in which at least one request was with it."""
+class BusyIntervals:
+    """Intervals in which a role had at least one request."""
 
     def __init__(self) -> None:
         self.inside, self.since = 0, 0.0
@@ -69,7 +69,7 @@ class Busy:
 
 
 class Watched(LocalHandle):
-    def __init__(self, name: str, role: Any, busy: Busy) -> None:
+    def __init__(self, name: str, role: Any, busy: BusyIntervals) -> None:
         super().__init__(name, role)
         self.busy = busy
 
@@ -84,25 +84,25 @@ def overlap(one: list[tuple[float, float]], other: list[tuple[float, float]]) ->
 
 def make_engines(
     role: str, num: int, mean: float, sigma: float, args: argparse.Namespace
-) -> tuple[list[Watched], Busy]:
-    busy, median = Busy(), mean / math.exp(sigma**2 / 2)
+) -> tuple[list[Watched], BusyIntervals]:
+    busy, median = BusyIntervals(), mean / math.exp(sigma**2 / 2)
     speed = ReplicaSpeed(args.base_s, args.per_sequence_s, args.prefill_s_per_token, args.slots, 0.0, 0.0, 0.0)
     engines = [EmulatedEngine(speed, lengths=log_normal(median, sigma), tokens=DIGITS) for _ in range(num)]
     return [Watched(f"{role}-{i}", engine, busy) for i, engine in enumerate(engines)], busy
 
 
-def make_workflow(way: str, args: argparse.Namespace) -> Any:
-    """The default workflow, for stages with a barrier over all prompts of the step in it."""
+def make_workflow(variant: str, args: argparse.Namespace) -> Any:
+    """The default workflow; for stages, with a barrier over all prompts of the step."""
     from gcore.controller.workflow import generate_and_reward
 
-    if way == "streaming":
+    if variant == "streaming":
         return generate_and_reward
-    everyone = asyncio.Barrier(args.prompts)
+    barrier = asyncio.Barrier(args.prompts)
 
     async def staged(ctx: Any, prompt: Any) -> Any:
         group = await ctx.generate(prompt)
-        await everyone.wait()
-        if way == "staged, all":
+        await barrier.wait()
+        if variant == "staged, all":
             await asyncio.sleep(args.swap_s)
         return await ctx.reward(group)
 
@@ -122,8 +122,10 @@ def config_of(seed: int, args: argparse.Namespace) -> Any:
     return make_config(seed, args.siblings, args.most_tokens, sampling=sampling, rewards={"judges": [judge]})
 
 
-async def rollout(way: str, sigma: float, judge_tokens: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One step of two controllers: seconds of the rollout phase, and what the devices did meanwhile."""
+async def rollout(
+    variant: str, sigma: float, judge_tokens: float, seed: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One step of two controllers: seconds of the rollout phase, and busy times of the devices."""
     from gcore.clients import EngineClient
     from gcore.controller.build import Roles, build_rewarder
     from gcore.controller.collect import no_filter
@@ -131,11 +133,11 @@ async def rollout(way: str, sigma: float, judge_tokens: float, seed: int, args: 
     from gcore.protocols import Rendezvous
 
     config, part = config_of(seed, args), args.policy_devices or args.devices // 2
-    parts = (args.devices, args.devices) if way == "staged, all" else (part, args.devices - part)
+    parts = (args.devices, args.devices) if variant == "staged, all" else (part, args.devices - part)
     policies, policy_busy = make_engines("engine", parts[0], args.policy_tokens, sigma, args)
     judges, judge_busy = make_engines("judge", parts[1], judge_tokens, sigma, args)
-    tokenizer, hub, workflow = load_tokenizer(config.model), Hub(CONTROLLERS), make_workflow(way, args)
-    plan: Any = SimpleNamespace(reward_workers=0, controllers=CONTROLLERS)
+    tokenizer, hub, workflow = load_tokenizer(config.model), Hub(CONTROLLERS), make_workflow(variant, args)
+    plan: Any = SimpleNamespace(reward_workers=0, controllers=CONTROLLERS, grid=None)
     collectors = []
     for rank in range(CONTROLLERS):
         rewarder = build_rewarder(
@@ -152,7 +154,7 @@ async def rollout(way: str, sigma: float, judge_tokens: float, seed: int, args: 
     scored = [s for collected in found for group in collected.groups for s in group]
     assert len(scored) == args.prompts * args.siblings, f"{len(scored)} samples"
     return {
-        "way": way,
+        "variant": variant,
         "sigma": sigma,
         "judge_tokens": judge_tokens,
         "seed": seed,
@@ -177,32 +179,32 @@ def main() -> None:
         for seed in range(args.seeds):
             print(f"judge {judge:g} tokens, sigma {sigma}, seed {seed}", file=sys.stderr, flush=True)
             found = []
-            for way in WAYS:
+            for variant in VARIANTS:
                 with asyncio.Runner(loop_factory=lambda: VirtualLoop(args.work_counts)) as runner:
-                    found.append(runner.run(rollout(way, sigma, judge, seed, args)))
+                    found.append(runner.run(rollout(variant, sigma, judge, seed, args)))
             rewards = [run.pop("rewards") for run in found]
-            assert all(r == rewards[0] for r in rewards), "the ways disagree about the rewards"
+            assert all(r == rewards[0] for r in rewards), "the variants disagree about the rewards"
             runs += found
-    results = [summary(way, judge, sigma, runs) for judge, sigma in cases for way in WAYS]
+    results = [summary(variant, judge, sigma, runs) for judge, sigma in cases for variant in VARIANTS]
     show(results, args)
     if args.json:
         record = {"settings": vars(args), "results": results, "runs": runs}
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def summary(way: str, judge: float, sigma: float, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the seeds; the gain is the median of the ratios seed by seed."""
+def summary(variant: str, judge: float, sigma: float, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the seeds; the gain is the median of the ratios per seed."""
     case = [run for run in runs if (run["judge_tokens"], run["sigma"]) == (judge, sigma)]
-    mine = [run for run in case if run["way"] == way]
-    streaming = {run["seed"]: run["seconds"] for run in case if run["way"] == "streaming"}
+    own = [run for run in case if run["variant"] == variant]
+    streaming = {run["seed"]: run["seconds"] for run in case if run["variant"] == "streaming"}
     numbers = ("seconds", "overlap_s", "policy_s", "judge_s", "devices_busy", "tokens")
     return {
-        "way": way,
+        "variant": variant,
         "judge_tokens": judge,
         "sigma": sigma,
-        **{name: statistics.median(run[name] for run in mine) for name in numbers},
-        "worst_s": max(run["seconds"] for run in mine),
-        "over_streaming": statistics.median(run["seconds"] / streaming[run["seed"]] for run in mine),
+        **{name: statistics.median(run[name] for run in own) for name in numbers},
+        "worst_s": max(run["seconds"] for run in own),
+        "over_streaming": statistics.median(run["seconds"] / streaming[run["seed"]] for run in own),
     }
 
 
@@ -217,7 +219,7 @@ def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
     print(head + "\n" + "-" * len(head))
     for row in results:
         print(
-            f"{row['judge_tokens']:6g}{row['sigma']:7.1f}  {row['way']:14}{row['seconds']:13.1f}"
+            f"{row['judge_tokens']:6g}{row['sigma']:7.1f}  {row['variant']:14}{row['seconds']:13.1f}"
             f"{row['over_streaming']:13.2f}{row['worst_s']:13.1f}{row['policy_s']:13.1f}{row['judge_s']:13.1f}"
             f"{row['overlap_s']:13.1f}{row['devices_busy']:13.0%}"
         )
@@ -225,22 +227,24 @@ def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", help="write the numbers there")
+    parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sigma", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="spreads of the lengths")
-    parser.add_argument("--policy-tokens", type=float, default=512, help="mean of a response")
-    parser.add_argument("--judge-tokens", type=float, nargs="+", default=[512, 256], help="means of a verdict")
+    parser.add_argument("--policy-tokens", type=float, default=512, help="mean length of a response")
+    parser.add_argument("--judge-tokens", type=float, nargs="+", default=[512, 256], help="mean lengths of a verdict")
     parser.add_argument("--most-tokens", type=int, default=4096)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--policy-devices", type=int, help="of the split; default: half of them")
-    parser.add_argument("--slots", type=int, default=64, help="requests a device decodes at once")
+    parser.add_argument("--policy-devices", type=int, help="devices of the policy in the split; default: half")
+    parser.add_argument("--slots", type=int, default=64, help="requests that a device decodes at once")
     parser.add_argument("--base-s", type=float, default=0.010)
     parser.add_argument("--per-sequence-s", type=float, default=0.0001)
     parser.add_argument("--prefill-s-per-token", type=float, default=0.00005)
-    parser.add_argument("--swap-s", type=float, default=1.0, help="policy asleep, judge awake")
-    parser.add_argument("--work-counts", action="store_true", help="add the controllers' own time to the virtual one")
+    parser.add_argument(
+        "--swap-s", type=float, default=1.0, help="seconds to put the policy to sleep and wake the judge"
+    )
+    parser.add_argument("--work-counts", action="store_true", help="add the controllers' CPU time to the virtual time")
     return parser.parse_args()
 
 

@@ -1,28 +1,29 @@
-"""Dynamic sampling with heavy-tailed lengths: how long a step takes once enough good groups exist, and what it wastes.
+"""Dynamic sampling with heavy-tailed lengths: duration of a step after enough groups exist, and wasted tokens.
 
     python bench/tail.py --json tail.json
 
-Four controllers share emulated engines and need `--groups` good groups a step; a prompt is good with probability
-`--accept`, by a hash of its number. The same work in four ways:
-- `free, abort`: one global target, groups taken as they come (sampling.deterministic=false), the rest is aborted and
+Four controllers share emulated engines and need `--groups` good groups per step; a prompt is good with probability
+`--accept`, by a hash of its number. The same work in four variants:
+- `free, abort`: one global target, groups in order of arrival (sampling.deterministic=false); the rest is aborted and
   its prompts are drawn again (sampling.surplus=abort).
-- `free, keep`: the same, the rest goes on and is first in line for the next step (sampling.surplus=keep).
-- `strict`: sampling.deterministic=true. The first good groups in the order of the prompts, whatever the timing.
-- `quotas`: what G-Core does not do: each controller must find its own quarter, and the step ends with the slowest.
+- `free, keep`: the same, but the rest continues and is first in the queue of the next step (sampling.surplus=keep).
+- `strict`: sampling.deterministic=true. The first good groups in the order of the prompts, independent of timing.
+- `quotas`: not done by G-Core: each controller must find its own quarter, and the step ends with the slowest.
 
 Reported over all steps (after `--skip` of each run) and seeds, in emulated seconds:
 - `step`: from start to end of the rollout phase;
-- `wait`: from the moment in which so many good groups were finished, anywhere, to the end of the phase (`quotas`:
-  nearly none by its nature, for whoever has its quarter stops);
+- `wait`: from the moment when `--groups` good groups were finished, over all controllers, to the end of the phase
+  (`quotas`: nearly 0, because a controller stops when it has its quarter);
 - `idle`: from the end of a controller's own part to the end of the phase, mean over controllers;
-- `request`: what one finished request took, from being sent to its answer; the median, for comparison;
-- of all tokens generated: those trained on, those of groups that the filter dropped, and those `thrown away` otherwise:
-  aborted, or finished but beyond what the step took, or too old (what is kept for a next step counts as trained on);
-- `length`: mean length of the responses trained on, over that of all responses (1 is unbiased). Engines have no seeds,
-  as on GPUs: a response that was aborted and is made again has another length. See also bench/bias.py.
+- `request`: median seconds of one finished request, for comparison;
+- shares of all generated tokens: `trained`; `dropped`, of groups that the filter dropped; and `thrown away`: aborted,
+  finished but not used by the step, or too old (groups kept for a next step count as trained);
+- `length`: mean length of the trained responses / mean of all responses (1 is unbiased). Engines have no seeds, as on
+  GPUs: a response that was aborted and started again has another length. See also bench/bias.py.
 
-Engines: a decoding step takes `--base-s` plus `--per-sequence-s` for each request running, at most `--slots` at once.
-Controllers, filter, board, ticks, pools and aborts are the code of a run, in virtual time as in bench/streaming.py.
+Engines: a decoding step takes `--base-s` plus `--per-sequence-s` per running request, at most `--slots` at once.
+Controllers, filter, step ledger, progress exchanges, pools and aborts are production code, in virtual time as in
+bench/streaming.py.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from gcore.simulate import VirtualLoop  # noqa: E402
 from gcore.simulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
 
 CONTROLLERS = 4
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "free, abort": {"deterministic": False, "surplus": "abort"},
     "free, keep": {"deterministic": False, "surplus": "keep"},
     "strict": {"deterministic": True},
@@ -58,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Timed(LocalHandle):
-    """Times every request by itself; the siblings of a call share its ticket, so an abort ends them all."""
+    """Times each request separately. The siblings of a call share its ticket, so an abort ends all of them."""
 
     def __init__(self, name: str, role: Any, times: list[float]) -> None:
         super().__init__(name, role)
@@ -78,8 +79,8 @@ class Timed(LocalHandle):
         return completion
 
 
-class Judgement:
-    """The filter, and what it saw: when good groups were finished, and how many tokens each group has."""
+class RecordingFilter:
+    """The filter. It records when good groups finished, and the number of tokens per group."""
 
     def __init__(self, seed: int, accept: float) -> None:
         self.seed, self.accept = seed, accept
@@ -103,24 +104,24 @@ def tokens_of(groups: Sequence[list[Any]]) -> int:
 
 
 class Team:
-    """The controllers of a run: one group with a global target, or (`quotas`) each for itself."""
+    """The controllers of a run: one group with a global target, or (`quotas`) independent controllers."""
 
-    def __init__(self, way: str, sigma: float, seed: int, args: argparse.Namespace) -> None:
+    def __init__(self, variant: str, sigma: float, seed: int, args: argparse.Namespace) -> None:
         from gcore.controller.workflow import generate_and_reward
         from gcore.prompts.tokenizer import load_tokenizer
         from gcore.protocols import Rendezvous
         from gcore.rewarding.rewarder import WeightedRewarder
         from gcore.rewarding.threads import FunctionSource
 
-        self.args, self.alone, self.times = args, way == "quotas", list[float]()
-        self.strict, self.keeps = way == "strict", way == "free, keep"
+        self.args, self.alone, self.times = args, variant == "quotas", list[float]()
+        self.strict, self.keeps = variant == "strict", variant == "free, keep"
         self.target = args.groups // CONTROLLERS if self.alone else args.groups
         median = args.tokens / math.exp(sigma**2 / 2)
         speed = ReplicaSpeed(args.base_s, args.per_sequence_s, 0.0, args.slots, sleep_s=0.0, wake_s=0.0, weights_s=0.0)
-        lengths = unseeded(log_normal(median, sigma))  # as on GPUs: what is made again has fresh noise
+        lengths = unseeded(log_normal(median, sigma))  # as on GPUs: a repeated request has new noise
         self.engines = [EmulatedEngine(speed, lengths=lengths, tokens=range(4, 14)) for _ in range(args.engines)]
         handles = [Timed(f"engine-{i}", engine, self.times) for i, engine in enumerate(self.engines)]
-        sampling = {"prompts_per_step": self.target, "filter": "spread", **WAYS[way]}
+        sampling = {"prompts_per_step": self.target, "filter": "spread", **VARIANTS[variant]}
         hub = Hub(CONTROLLERS)
         self.collectors, self.filters = [], []
         self.version = 0  # of the engines' weights
@@ -132,10 +133,10 @@ class Team:
             )
             tokenizer = load_tokenizer(config.model)
             rewarder = WeightedRewarder([FunctionSource(config.rewards.functions[0], 1, HERE)])
-            keep, source = Judgement(own, args.accept), make_source(config, tokenizer)
+            keep, source = RecordingFilter(own, args.accept), make_source(config, tokenizer)
             roles = config, handles, rewarder, group, generate_and_reward, keep, source, tokenizer
             collector = make_collector(*roles, version=lambda: self.version)
-            collector.rate = args.accept  # as after some steps
+            collector.rate = args.accept  # the value after some steps
             self.collectors.append(collector)
             self.filters.append(keep)
 
@@ -151,7 +152,7 @@ class Team:
             return collected
 
         tasks = [asyncio.ensure_future(one(collector)) for collector in self.collectors]
-        await asyncio.sleep(0)  # all have begun: what was carried over and is too old has been withdrawn
+        await asyncio.sleep(0)  # all have started, and have withdrawn groups that are too old
         missing = self.args.groups - sum(len(collector.ready) for collector in self.collectors)
         groups = [group for task in tasks for group in (await task).groups]
         assert len(groups) == self.args.groups, f"step {number}: {len(groups)} groups"
@@ -169,7 +170,7 @@ class Team:
         }
 
     def _dropped(self) -> int:
-        """Strict: tokens of the groups that were decided in this step; what came later never was."""
+        """Strict: tokens of the dropped groups among those decided in this step."""
         return sum(
             keep.tokens[prompt]
             for collector, keep in zip(self.collectors, self.filters, strict=True)
@@ -178,7 +179,7 @@ class Team:
         )
 
     async def close(self) -> dict[str, float]:
-        """Let what is kept for the next step come to its end; then what was generated, dropped and is still of use."""
+        """Waits for groups kept for the next step. Returns tokens generated, dropped and still usable."""
         while self.keeps and any(collector.prompts.num_running for collector in self.collectors):
             await asyncio.sleep(1.0)
         for collector in self.collectors:
@@ -190,8 +191,8 @@ class Team:
         }
 
 
-async def run(way: str, sigma: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    team = Team(way, sigma, seed, args)
+async def run(variant: str, sigma: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    team = Team(variant, sigma, seed, args)
     steps = [await team.step(number) for number in range(1, args.skip + args.steps + 1)]
     totals = await team.close()
     tokens = {
@@ -201,11 +202,18 @@ async def run(way: str, sigma: float, seed: int, args: argparse.Namespace) -> di
         "per_sample": sum(step["trained"] for step in steps) / (len(steps) * args.groups * args.siblings),
     }
     request_s = statistics.median(team.times)
-    return {"way": way, "sigma": sigma, "seed": seed, "steps": steps[args.skip :], **tokens, "request_s": request_s}
+    return {
+        "variant": variant,
+        "sigma": sigma,
+        "seed": seed,
+        "steps": steps[args.skip :],
+        **tokens,
+        "request_s": request_s,
+    }
 
 
 def population_mean(sigma: float, args: argparse.Namespace) -> float:
-    """Mean length of all responses there could be, cut at --most-tokens."""
+    """Mean length of the distribution, cut at --most-tokens."""
     normal, median = statistics.NormalDist(), args.tokens / math.exp(sigma**2 / 2)
     if not sigma:
         return min(args.tokens, args.most_tokens)
@@ -221,38 +229,38 @@ def main() -> None:
     runs = []
     for sigma in args.sigma:
         for seed in range(args.seeds):
-            for way in WAYS:
-                print(f"sigma {sigma}, seed {seed}: {way}", file=sys.stderr, flush=True)
+            for variant in VARIANTS:
+                print(f"sigma {sigma}, seed {seed}: {variant}", file=sys.stderr, flush=True)
                 with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-                    runs.append(runner.run(run(way, sigma, seed, args)))
-    results = [summary(way, sigma, runs, args) for sigma in args.sigma for way in WAYS]
+                    runs.append(runner.run(run(variant, sigma, seed, args)))
+    results = [summary(variant, sigma, runs, args) for sigma in args.sigma for variant in VARIANTS]
     show(results, args)
     if args.json:
         record = {"settings": vars(args), "results": results, "runs": runs}
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def summary(way: str, sigma: float, runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    mine = [run for run in runs if (run["way"], run["sigma"]) == (way, sigma)]
-    steps = [step for run in mine for step in run["steps"]]
-    total = {name: sum(run[name] for run in mine) for name in ("generated", "trained", "dropped")}
+def summary(variant: str, sigma: float, runs: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    own = [run for run in runs if (run["variant"], run["sigma"]) == (variant, sigma)]
+    steps = [step for run in own for step in run["steps"]]
+    total = {name: sum(run[name] for run in own) for name in ("generated", "trained", "dropped")}
     times = ("step_s", "wait_s", "idle_s")
     return {
-        "way": way,
+        "variant": variant,
         "sigma": sigma,
         **{f"{name}_median": statistics.median(step[name] for step in steps) for name in times},
         **{f"{name}_worst": max(step[name] for step in steps) for name in times},
-        "request_s": statistics.median(run["request_s"] for run in mine),
+        "request_s": statistics.median(run["request_s"] for run in own),
         "trained": total["trained"] / total["generated"],
         "dropped": total["dropped"] / total["generated"],
         "thrown_away": 1 - (total["trained"] + total["dropped"]) / total["generated"],
-        "length": statistics.mean(run["per_sample"] for run in mine) / population_mean(sigma, args),
+        "length": statistics.mean(run["per_sample"] for run in own) / population_mean(sigma, args),
     }
 
 
 def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
     print(
-        f"{args.groups} good groups x {args.siblings} a step, {args.accept:.0%} of the prompts are good, "
+        f"{args.groups} good groups x {args.siblings} per step, {args.accept:.0%} of the prompts are good, "
         f"{args.tokens:g} tokens on average; {CONTROLLERS} controllers, {args.engines} engines, {args.slots} slots, a "
         f"step {args.base_s * 1e3:g} + {args.per_sequence_s * 1e3:g} n ms; {args.steps} steps x {args.seeds} seeds; "
         "emulated seconds"
@@ -263,7 +271,7 @@ def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
     print(head + "\n" + "-" * len(head))
     for row in results:
         print(
-            f"{row['sigma']:5.1f}  {row['way']:11}{row['step_s_median']:12.1f}{row['step_s_worst']:12.1f}"
+            f"{row['sigma']:5.1f}  {row['variant']:11}{row['step_s_median']:12.1f}{row['step_s_worst']:12.1f}"
             f"{row['wait_s_median']:12.2f}{row['wait_s_worst']:12.2f}{row['idle_s_median']:12.2f}"
             f"{row['idle_s_worst']:12.2f}{row['request_s']:12.2f}{row['trained']:12.0%}{row['dropped']:12.0%}"
             f"{row['thrown_away']:12.0%}{row['length']:12.2f}"
@@ -272,18 +280,18 @@ def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", help="write the numbers there")
+    parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10, help="counted, of each seed")
-    parser.add_argument("--skip", type=int, default=3, help="steps before them")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps per seed")
+    parser.add_argument("--skip", type=int, default=3, help="steps before the measured ones")
     parser.add_argument("--sigma", type=float, nargs="+", default=[1.0, 1.5], help="spreads of the lengths")
-    parser.add_argument("--tokens", type=float, default=256, help="mean of a response, before it is cut")
+    parser.add_argument("--tokens", type=float, default=256, help="mean length of a response, before the cut")
     parser.add_argument("--most-tokens", type=int, default=4096)
-    parser.add_argument("--groups", type=int, default=64, help="good groups of a step, over all controllers")
+    parser.add_argument("--groups", type=int, default=64, help="good groups per step, over all controllers")
     parser.add_argument("--siblings", type=int, default=4)
-    parser.add_argument("--accept", type=float, default=0.5, help="share of good prompts")
+    parser.add_argument("--accept", type=float, default=0.5, help="fraction of good prompts")
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--slots", type=int, default=128, help="requests an engine decodes at once")
+    parser.add_argument("--slots", type=int, default=128, help="requests that an engine decodes at once")
     parser.add_argument("--base-s", type=float, default=0.010)
     parser.add_argument("--per-sequence-s", type=float, default=0.0001)
     return parser.parse_args()

@@ -1,23 +1,23 @@
-"""What a controller pays for a sample: CPU and memory of thousands of concurrent sample programs in one process.
+"""Cost of a sample in a controller: CPU and memory of thousands of concurrent sample programs in one process.
 
     python bench/workflow.py --json workflow.json
     python bench/workflow.py --only "fixed, rule in the loop" --rounds 1 --profile
 
 One controller, one core (the process is pinned to it), one training step of `--programs` prompts with `--siblings`
-responses each, all of them under way at once. The engine is emulated: it sleeps. Everything else is the code of a run:
-prompts of the arithmetic task through chat template and tokenizer, SampleContext, EnginePool, a rewarder with a rule,
+responses each, all in progress at once. The engine is emulated: it sleeps. Everything else is production code: prompts
+of the arithmetic task through chat template and tokenizer, SampleContext, EnginePool, a rewarder with a rule,
 Collector, StepLedger and the local runtime.
 
-Counted is the CPU time of the whole process (all its threads) from the start of `Collector.step` to its return: prompts
-rendered and tokenised, requests made and routed, tokens decoded to text, rewards, blending, filter, ticks, the event
-loop itself, and the emulated engine. Then the engine's share is measured by itself: the same requests, made beforehand,
-from as many tasks that do nothing else. `controller` is the difference. Not counted: what another runtime than the
-local one adds for RPC; reward workers (`rule in workers`) are other processes, only the controller's side counts.
+The CPU time is that of the whole process (all its threads) from the start of `Collector.step` to its return: prompts
+rendered and tokenised, requests created and routed, tokens decoded to text, rewards, weighted sums, filter, progress
+exchanges, the event loop, and the emulated engine. Then the engine's part is measured separately: the same requests,
+created before, from the same number of tasks that do nothing else. `controller` is the difference. Not included: RPC of
+other runtimes. Of reward workers (`rule in workers`), which are other processes, only the controller's side counts.
 
-Memory is the growth of the process's resident set from before the step to its peak, the emulated engine's included.
-Rows: `fixed`, every prompt counts; `strict` and `free`, dynamic sampling (with and without `sampling.deterministic`) in
-which about half of the groups are dropped, with as many started as that share asks for; `seldom gc`: with
-gc.freeze() and gc.set_threshold(50_000, 20, 100) before the step.
+Memory is the growth of the process's resident set from before the step to its peak, including the emulated engine.
+Rows: `fixed`, every prompt counts; `strict` and `free`, dynamic sampling (with and without `sampling.deterministic`)
+that drops about half of the groups and starts accordingly more; `seldom gc`: with gc.freeze() and
+gc.set_threshold(50_000, 20, 100) before the step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 ALPHABET = "0123456789+="
 HERE = str(Path(__file__).resolve())
 DYNAMIC = {"filter": "spread", "max_oversampling": 2.0}
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "fixed, rule in the loop": {"rule": "in_the_loop"},
     "the same, seldom gc": {"rule": "in_the_loop", "gc": (50_000, 20, 100)},
     "fixed, rule in a thread": {"rule": "in_a_thread"},
@@ -102,7 +102,7 @@ def make_collector(
     tokenizer: Any,
     version: Callable[[], int] = lambda: 0,
 ) -> Any:
-    """As controller/opening.py makes it. `engines`: handles."""
+    """The same construction as in controller/opening.py. `engines`: handles."""
     from gcore.clients import EngineClient
     from gcore.content.text import TextModality
     from gcore.controller.collect import Collector
@@ -116,7 +116,7 @@ def make_collector(
     return Collector(workflow, shared, group, config.sampling, keep, lambda _: None, source, version)
 
 
-# ---- one row, in a process of its own --------------------------------------------------------------------------------
+# ---- one row, in a separate process ----------------------------------------------------------------------------------
 
 
 def make_engine(args: argparse.Namespace) -> Any:
@@ -132,15 +132,15 @@ def make_engine(args: argparse.Namespace) -> Any:
     )
 
 
-def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(variant: str, args: argparse.Namespace) -> dict[str, Any]:
     from gcore.controller.build import quiet
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     quiet()
-    asyncio.run(rollout(way, args, 64))  # imports, compiled templates
+    asyncio.run(rollout(variant, args, 64))  # imports, compiled templates
     profile, threshold = cProfile.Profile() if args.profile else None, gc.get_threshold()
-    row = asyncio.run(rollout(way, args, args.programs, profile))
+    row = asyncio.run(rollout(variant, args, args.programs, profile))
     gc.set_threshold(*threshold)
     alone = asyncio.run(engine_alone(args))
     requests = row["programs"] * args.siblings
@@ -155,11 +155,11 @@ def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
     if profile is not None:
         pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(35)
         pstats.Stats(profile, stream=sys.stdout).sort_stats("cumulative").print_stats("gcore|tokeniz|asyncio", 45)
-    return {"way": way, **row}
+    return {"variant": variant, **row}
 
 
 async def rollout(
-    way: str, args: argparse.Namespace, programs: int, profile: cProfile.Profile | None = None
+    variant: str, args: argparse.Namespace, programs: int, profile: cProfile.Profile | None = None
 ) -> dict[str, Any]:
     """One step of one controller."""
     import psutil
@@ -172,7 +172,7 @@ async def rollout(
     from gcore.rewarding.threads import FunctionSource
     from gcore.runtime.local import Hub, LocalGroup, LocalHandle
 
-    spec, inside = WAYS[way], Inside()
+    spec, running = VARIANTS[variant], ConcurrencyCounter()
     sampling = {"prompts_per_step": programs, **spec.get("sampling", {})}
     functions = [{"name": "rule", "path": f"{HERE}:{spec['rule']}"}]
     config = make_config(0, args.siblings, args.most_tokens, sampling=sampling, rewards={"functions": functions})
@@ -186,14 +186,14 @@ async def rollout(
     rewarder = WeightedRewarder(sources)
 
     async def workflow(ctx: Any, prompt: Any) -> Any:
-        with inside:
+        with running:
             return await generate_and_reward(ctx, prompt)
 
     engines = [LocalHandle("engine-0", make_engine(args))]
     group, keep = LocalGroup(Rendezvous(0, 1, None, Hub(1))), load_filter(config.sampling.filter)
     source = make_source(config, tokenizer)
     collector = make_collector(config, engines, rewarder, group, workflow, keep, source, tokenizer)
-    collector.rate = 1.0 if config.sampling.fixed else 0.5  # as it is after some steps
+    collector.rate = 1.0 if config.sampling.fixed else 0.5  # the value after some steps
     gc.collect()
     if "gc" in spec:
         gc.freeze()
@@ -223,15 +223,15 @@ async def rollout(
     return {
         "cpu_s": cpu,
         "wall_s": wall,
-        "programs": inside.entered,
-        "most_at_once": inside.most,
+        "programs": running.entered,
+        "most_at_once": running.most,
         "rss_growth_mb": (peak - before) / 2**20,
         "tokens": sum(len(s.rollout.content.tokens_S) for g in collected.groups for s in g) / programs / args.siblings,
     }
 
 
-class Inside:
-    """How many are inside, at most, and how many ever were."""
+class ConcurrencyCounter:
+    """Counts entries into the context, and the maximum number at once."""
 
     def __init__(self) -> None:
         self.now = self.most = self.entered = 0
@@ -245,7 +245,7 @@ class Inside:
 
 
 async def engine_alone(args: argparse.Namespace) -> dict[str, float]:
-    """The same requests to a fresh engine, made beforehand and from bare tasks."""
+    """The same requests to a new engine, created before the measurement, from tasks without a workflow."""
     from gcore.content.tokens import Tokens
     from gcore.generation.noise import noise_key
     from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
@@ -271,19 +271,19 @@ async def engine_alone(args: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     args = parse()
-    ways = [way for way in WAYS if args.only is None or args.only in way]
+    variants = [variant for variant in VARIANTS if args.only is None or args.only in variant]
     rounds: list[dict[str, Any]] = []
     for number in range(args.rounds):
-        for way in ways:
-            print(f"round {number + 1}/{args.rounds}: {way}", file=sys.stderr, flush=True)
+        for variant in variants:
+            print(f"round {number + 1}/{args.rounds}: {variant}", file=sys.stderr, flush=True)
             context = multiprocessing.get_context("spawn")
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as fresh:
-                rounds.append(fresh.submit(measure, way, args).result())
+                rounds.append(fresh.submit(measure, variant, args).result())
     results = []
-    for way in ways:
-        mine = [row for row in rounds if row["way"] == way]
-        numbers = [name for name in mine[0] if name != "way"]
-        results.append({"way": way, **{name: statistics.median(row[name] for row in mine) for name in numbers}})
+    for variant in variants:
+        own = [row for row in rounds if row["variant"] == variant]
+        numbers = [name for name in own[0] if name != "variant"]
+        results.append({"variant": variant, **{name: statistics.median(row[name] for row in own) for name in numbers}})
     show(results, args)
     if args.json:
         record = {"settings": vars(args), "results": results, "rounds": rounds}
@@ -292,7 +292,7 @@ def main() -> None:
 
 def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
     print(
-        f"{args.programs:,} groups wanted, {args.siblings} siblings, {results[0]['tokens']:.0f} tokens a response; "
+        f"{args.programs:,} groups required, {args.siblings} siblings, {results[0]['tokens']:.0f} tokens per response; "
         f"one controller on one core; median of {args.rounds} rounds; CPU in microseconds"
     )
     columns = (
@@ -308,10 +308,10 @@ def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
         "/sibling",
     )
     head = f"{'':26}" + "".join(f"{name:>11}" for name in columns)
-    print(f"{'':26}{'':22}{'CPU a program':>33}{'':33}{'memory a program':>22}\n{head}\n" + "-" * len(head))
+    print(f"{'':26}{'':22}{'CPU per program':>33}{'':33}{'memory per program':>22}\n{head}\n" + "-" * len(head))
     for row in results:
         print(
-            f"{row['way']:26}{row['programs']:11,.0f}{row['most_at_once']:11,.0f}{row['cpu_us_per_program']:11,.0f}"
+            f"{row['variant']:26}{row['programs']:11,.0f}{row['most_at_once']:11,.0f}{row['cpu_us_per_program']:11,.0f}"
             f"{row['engine_cpu_us_per_program']:11,.0f}{row['controller_cpu_us_per_program']:11,.0f}"
             f"{row['controller_cpu_us_per_sibling']:11,.0f}{row['wall_s']:11.1f}{row['device_wall_s']:11.1f}"
             f"{row['rss_kb_per_program']:11.1f}{row['rss_kb_per_sibling']:11.1f}"
@@ -320,16 +320,16 @@ def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", help="write the numbers there")
+    parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", help="rows whose name contains this")
-    parser.add_argument("--programs", type=int, default=10_000, help="prompts of the step")
+    parser.add_argument("--programs", type=int, default=10_000, help="prompts per step")
     parser.add_argument("--siblings", type=int, default=4)
-    parser.add_argument("--tokens", type=float, default=64, help="median of a response")
-    parser.add_argument("--sigma", type=float, default=0.5, help="of the log-normal lengths")
+    parser.add_argument("--tokens", type=float, default=64, help="median length of a response")
+    parser.add_argument("--sigma", type=float, default=0.5, help="sigma of the log-normal lengths")
     parser.add_argument("--most-tokens", type=int, default=256)
-    parser.add_argument("--step-s", type=float, default=0.02, help="seconds of a decoding step")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes (and slow it down)")
+    parser.add_argument("--step-s", type=float, default=0.02, help="seconds per decoding step")
+    parser.add_argument("--profile", action="store_true", help="print a profile (slows the bench down)")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""Best of n, chosen by a judge: a rule would not do where only another model can tell good from better.
+"""Best of n, selected by a judge, for tasks that a rule cannot score.
 
-Each sample that is trained on is the one a judge likes best among CANDIDATES. The rewards of the recipe then score the
-winners; the judge named here may or may not be one of the weights that count.
+Each trained sample is the one with the judge's best verdict among CANDIDATES. The rewards of the recipe then score the
+selected samples. The weight of the judge in the recipe may also be 0.
 
 gcore train recipes/panel.yaml workflow=examples/best_of_n.py:workflow
 """
@@ -16,11 +16,13 @@ WINNERS, CANDIDATES = 4, 4
 
 
 async def workflow(ctx: Context, prompt: Prompt) -> list[Scored]:
-    drawn = await ctx.generate(prompt, n=WINNERS * CANDIDATES)
-    verdicts = await ctx.score(JUDGE, drawn)
-    heats = [list(zip(drawn[i : i + CANDIDATES], verdicts[i : i + CANDIDATES], strict=True)) for i in starts(drawn)]
-    return await ctx.reward([max(heat, key=lambda pair: pair[1] or 0.0)[0] for heat in heats])
+    sampled = await ctx.generate(prompt, n=WINNERS * CANDIDATES)
+    verdicts = await ctx.score(JUDGE, sampled)
+    rounds = [
+        list(zip(sampled[i : i + CANDIDATES], verdicts[i : i + CANDIDATES], strict=True)) for i in starts(sampled)
+    ]
+    return await ctx.reward([max(pairs, key=lambda pair: pair[1] or 0.0)[0] for pairs in rounds])
 
 
-def starts(drawn: list[Rollout]) -> range:
-    return range(0, len(drawn), CANDIDATES)
+def starts(sampled: list[Rollout]) -> range:
+    return range(0, len(sampled), CANDIDATES)

@@ -1,7 +1,7 @@
-"""A calculator over several turns: the policy writes [46+85], the tool answers 131, the policy goes on.
+"""A calculator over several turns: the policy writes [46+85], the tool answers 131, the policy continues.
 
-What the tool says is masked from the loss; the policy's own tokens are never tokenised again. The alphabet of a built
-model must have the brackets and the semicolon:
+The tool's answer is masked from the loss; the policy's own tokens are never tokenised again. The alphabet of a model
+built from scratch must contain the brackets and the semicolon:
 
 gcore train recipes/quickstart.yaml workflow=examples/calculator.py:workflow model.build.alphabet='0123456789+=[];' \
     generation.max_response_length=16 model.build.max_length=40
@@ -35,5 +35,5 @@ async def with_tool(ctx: Context, rollout: Rollout) -> Rollout:
 
 
 def final_answer(completions: list[str], answer: list[str], **_: object) -> list[float]:
-    """1 if what stands after the tool's last answer (or all of it, without one) is right."""
+    """1 if the text after the tool's last answer (or the whole text, without one) is right."""
     return [float(c.rpartition(";")[2].strip() == a) for c, a in zip(completions, answer, strict=True)]

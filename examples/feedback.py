@@ -1,7 +1,7 @@
-"""A second attempt after feedback: a judge reads the first answer, says something, and the policy answers again.
+"""A second attempt after feedback: a judge comments on the first answer, and the policy answers again.
 
-The judge's words are masked from the loss; both answers are trained on. Rewards that read the last number of the text,
-as gcore.rewarding.rules:last_number, score the second attempt.
+The judge's text is masked from the loss; both answers are trained on. Rewards that read the last number of the text,
+such as gcore.rewarding.rules:last_number, score the second attempt.
 
 gcore train recipes/panel.yaml workflow=examples/feedback.py:workflow
 """
@@ -18,11 +18,11 @@ JUDGE = "checker"
 
 async def workflow(ctx: Context, prompt: Prompt) -> list[Scored]:
     first = await ctx.generate(prompt)
-    second = await asyncio.gather(*(again(ctx, rollout) for rollout in first))
+    second = await asyncio.gather(*(retry(ctx, rollout) for rollout in first))
     return await ctx.reward(second)
 
 
-async def again(ctx: Context, first: Rollout) -> Rollout:
+async def retry(ctx: Context, first: Rollout) -> Rollout:
     question = f"{first.prompt.columns['prompt']}{first.text}"
-    remark = await ctx.ask(JUDGE, [{"role": "user", "content": question}], draw=first.sibling)
-    return await ctx.proceed(first, [{"role": "user", "content": remark}])
+    feedback = await ctx.ask(JUDGE, [{"role": "user", "content": question}], draw=first.sibling)
+    return await ctx.proceed(first, [{"role": "user", "content": feedback}])

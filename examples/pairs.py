@@ -2,8 +2,8 @@
 
     python examples/pairs.py runs/pairs && gcore train-rm recipes/reward_model.yaml
 
-{"prompt": "46+85=", "chosen": "131", "rejected": "121"}. The problems are those of recipes/quickstart.yaml, and the
-ones held out there are held out here: a policy trained with this reward is evaluated on sums that neither has seen.
+{"prompt": "46+85=", "chosen": "131", "rejected": "121"}. The problems and the held-out problems are those of
+recipes/quickstart.yaml: a policy trained with this reward is evaluated on sums that neither model was trained on.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gcore.prompts.tasks import make_task
 SUMS = {"min": 11, "max": 99, "zeros": False, "min_answer": 110}
 
 
-def slips(a: int, b: int) -> list[str]:
-    """What a pupil might write instead of a + b: 46+85 -> 121 (no carry), 130, 132, 141, 13, 11, 31, 831, ..."""
+def wrong_answers(a: int, b: int) -> list[str]:
+    """Plausible wrong answers to a + b: 46+85 -> 121 (no carry), 130, 132, 141, 13, 11, 31, 831, ..."""
     right = str(a + b)
-    found = {str(a // 10 * 10 + b // 10 * 10 + (a + b) % 10)}  # the carry forgotten
+    found = {str(a // 10 * 10 + b // 10 * 10 + (a + b) % 10)}  # no carry
     found |= {str(a + b + wrong) for wrong in (-10, -1, 1, 10)}  # off by one, or by ten
     for i in range(len(right)):
         found.add(right[:i] + right[i + 1 :])  # a digit missing
@@ -30,11 +30,13 @@ def slips(a: int, b: int) -> list[str]:
 
 
 def write(file: Path, split: str, most: int | None = None) -> int:
-    """Pairs of every problem with its slips, at most `most` of them drawn at random. Returns how many."""
+    """Writes pairs of every problem with its wrong answers, at most `most` of them, at random. Returns their number."""
     pairs = []
     for row in make_task("arithmetic", {**SUMS, "split": split}):
         a, b = map(int, row["prompt"].rstrip("=").split("+"))
-        pairs += [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": slip} for slip in slips(a, b)]
+        pairs += [
+            {"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong} for wrong in wrong_answers(a, b)
+        ]
     random.Random(0).shuffle(pairs)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs[:most]))

@@ -1,15 +1,15 @@
-"""Trains a panel that judges additions, for recipes/panel.yaml, in a few minutes on a laptop:
+"""Trains a panel of three models that judge additions, for recipes/panel.yaml, in a few minutes on a laptop:
 
     python examples/panel.py runs/panel && gcore train recipes/panel.yaml
 
-    scorer    reads 46+85=121 and gives a number                  (gcore train-rm)
-    checker   reads 46+85=121? and says 11y13n: wrong             (gcore sft, gcore export)
-    referee   reads 46+85=131|121? and says 11yy13yna: the first
+    scorer    reads 46+85=121 and returns a number                  (gcore train-rm)
+    checker   reads 46+85=121? and writes 11y13n: wrong             (gcore sft, gcore export)
+    referee   reads 46+85=131|121? and writes 11yy13yna: the first is right
 
-The judges think before they speak. They add as one does on paper: the units (6+5 is 11), and a tick whether an answer
-ends like that; the tens with the carry (4+8+1 is 13), and a tick whether an answer is right as a whole. The last letter
-is the verdict. All three learn on the problems of recipes/quickstart.yaml. What is held out there is held out here, and
-how often they are right about it is printed.
+The judges write their reasoning before the verdict: the sum of the units (6+5 is 11), y or n per answer for its last
+digit, the sum of the tens with the carry (4+8+1 is 13), and y or n per answer for the whole answer. The last letter is
+the verdict. All three are trained on the problems of recipes/quickstart.yaml, with the same held-out problems. Their
+accuracy on held-out cases is printed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 import yaml
-from pairs import SUMS, slips
+from pairs import SUMS, wrong_answers
 
 from gcore.prompts.tasks import make_task
 
-ALPHABET, MAX_ANSWER = "0123456789+=", 5  # what the policy can say, and how much of it
+ALPHABET, MAX_ANSWER = "0123456789+=", 5  # characters and maximum length of the policy's answers
 SCORER = Path(__file__).parents[1] / "recipes" / "reward_model.yaml"
 Row = dict[str, str]
 MakeRows = Callable[[int, int, np.random.Generator], list[Row]]
@@ -38,7 +38,7 @@ MakeRows = Callable[[int, int, np.random.Generator], list[Row]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a panel is trained on, and for how long."""
+    """Data and length of the panel's training."""
 
     sums: Mapping[str, Any] = field(default_factory=lambda: SUMS)  # arguments of the task arithmetic
     held_out: int = 2000  # cases
@@ -50,28 +50,28 @@ class Settings:
 
 def checker_rows(a: int, b: int, random: np.random.Generator) -> list[Row]:
     """{"prompt": "46+85=121?", "answer": "11y13n"}"""
-    said = [some_answer(a, b, random) for _ in range(12)]
-    return [{"prompt": f"{a}+{b}={one}?", "answer": think(a, b, one)} for one in said]
+    answers = [sample_answer(a, b, random) for _ in range(12)]
+    return [{"prompt": f"{a}+{b}={answer}?", "answer": reasoning(a, b, answer)} for answer in answers]
 
 
 def referee_rows(a: int, b: int, random: np.random.Generator) -> list[Row]:
     """{"prompt": "46+85=131|121?", "answer": "11yy13yna"}; the last letter is t, a tie, if both are right or wrong."""
     rows = []
     for _ in range(12):
-        first, second, right = some_answer(a, b, random), some_answer(a, b, random), str(a + b)
+        first, second, right = sample_answer(a, b, random), sample_answer(a, b, random), str(a + b)
         verdict = "t" if (first == right) == (second == right) else "a" if first == right else "b"
-        rows.append({"prompt": f"{a}+{b}={first}|{second}?", "answer": think(a, b, first, second) + verdict})
+        rows.append({"prompt": f"{a}+{b}={first}|{second}?", "answer": reasoning(a, b, first, second) + verdict})
     return rows
 
 
 def scorer_rows(a: int, b: int, random: np.random.Generator) -> list[Row]:
     """{"prompt": "46+85=", "chosen": "131", "rejected": "121"}"""
-    wrong = [*slips(a, b), *(babble(a, b, random) for _ in range(4))]
+    wrong = [*wrong_answers(a, b), *(random_text(a, b, random) for _ in range(4))]
     return [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": one} for one in wrong]
 
 
-def think(a: int, b: int, *answers: str) -> str:
-    """think(46, 85, "131", "121") == "11yy13yn" """
+def reasoning(a: int, b: int, *answers: str) -> str:
+    """reasoning(46, 85, "131", "121") == "11yy13yn" """
     units, right = a % 10 + b % 10, str(a + b)
     tens = a // 10 + b // 10 + units // 10
     ends = ["y" if answer[-1:] == right[-1] else "n" for answer in answers]
@@ -79,31 +79,32 @@ def think(a: int, b: int, *answers: str) -> str:
     return "".join([f"{units:02}", *ends, f"{tens:02}", *whole])
 
 
-def some_answer(a: int, b: int, random: np.random.Generator) -> str:
-    """Right every other time. The wrong ones are of five kinds: no carry, off by one, a slip, a digit more, babble."""
+def sample_answer(a: int, b: int, random: np.random.Generator) -> str:
+    """Right with probability 1/2. Wrong answers are of five kinds: no carry, off by one, one of `wrong_answers`, an
+    extra digit, random text."""
     if random.random() < 0.5:
         return str(a + b)
     no_carry, off_by_one = a // 10 * 10 + b // 10 * 10 + (a + b) % 10, a + b + random.choice([-1, 1])
-    slip, digit_more = random.choice(slips(a, b)), f"{a + b}{random.integers(10)}"
-    return str(random.choice([str(no_carry), str(off_by_one), slip, digit_more, babble(a, b, random)]))
+    plausible, extra_digit = random.choice(wrong_answers(a, b)), f"{a + b}{random.integers(10)}"
+    return str(random.choice([str(no_carry), str(off_by_one), plausible, extra_digit, random_text(a, b, random)]))
 
 
-def babble(a: int, b: int, random: np.random.Generator) -> str:
-    """Anything the policy can say, also nothing, but the sum."""
-    said = "".join(random.choice(list(ALPHABET), size=random.integers(MAX_ANSWER + 1)))
-    return said if said != str(a + b) else ""
+def random_text(a: int, b: int, random: np.random.Generator) -> str:
+    """Any text that the policy can write, also an empty one, except the sum."""
+    text = "".join(random.choice(list(ALPHABET), size=random.integers(MAX_ANSWER + 1)))
+    return text if text != str(a + b) else ""
 
 
-JUDGES: dict[str, tuple[MakeRows, str]] = {  # what each learns on, and the letters it knows besides the policy's
+JUDGES: dict[str, tuple[MakeRows, str]] = {  # training rows, and characters in addition to the policy's
     "referee": (referee_rows, "|?ynabt"),
     "checker": (checker_rows, "?yn"),
 }
 
 
 def prepare(folder: Path, settings: Settings) -> dict[str, float]:
-    """Three models in `folder`, trained two at a time, and how often each is right on held-out cases."""
+    """Trains three models in `folder`, two at a time. Returns their accuracies on held-out cases."""
     if folder.exists() and any(folder.iterdir()):
-        raise SystemExit(f"{folder} is not empty; remove it, or name another folder")
+        raise SystemExit(f"{folder} is not empty; expected an empty or new folder")
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
         jobs = {name: pool.submit(train_judge, folder, name, settings) for name in JUDGES}
@@ -132,7 +133,7 @@ def train_judge(folder: Path, name: str, settings: Settings) -> float:
     gcore("sft", str(recipe))
     gcore("export", str(folder / f"{name}-sft"), str(folder / name))
     right = last(folder / f"{name}-sft", "eval/accuracy")
-    say(f"{name}: every letter right in {right:.1%} of held-out cases", start)
+    report(f"{name}: every letter right in {right:.1%} of held-out cases", start)
     return right
 
 
@@ -149,12 +150,12 @@ def train_scorer(folder: Path, settings: Settings) -> float:
         ),
     )
     right = last(folder / "scorer", "eval/accuracy")
-    say(f"scorer: the right answer scores higher in {right:.1%} of held-out pairs", start)
+    report(f"scorer: the right answer scores higher in {right:.1%} of held-out pairs", start)
     return right
 
 
 def write_data(folder: Path, name: str, make_rows: MakeRows, settings: Settings) -> tuple[Path, Path]:
-    """Rows to learn from, and rows about problems that are held out."""
+    """Writes training rows, and rows of held-out problems."""
     paths = folder / f"{name}.train.jsonl", folder / f"{name}.eval.jsonl"
     for path, split, most in zip(paths, ("train", "eval"), (None, settings.held_out), strict=True):
         random = np.random.default_rng([settings.seed, split == "eval"])
@@ -182,7 +183,7 @@ def last(run: Path, name: str) -> float:
     return float([row[name] for row in found if name in row][-1])
 
 
-def say(text: str, start: float) -> None:
+def report(text: str, start: float) -> None:
     print(f"{text} ({time.monotonic() - start:.0f} s)", flush=True)
 
 
@@ -190,4 +191,4 @@ if __name__ == "__main__":
     target, begin = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/panel"), time.monotonic()
     print(f"training a checker, a referee and a scorer in {target}, two at a time: a few minutes", flush=True)
     prepare(target, Settings())
-    say("ready for: gcore train recipes/panel.yaml", begin)
+    report("ready for: gcore train recipes/panel.yaml", begin)

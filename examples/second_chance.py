@@ -1,4 +1,4 @@
-"""A workflow and a reward of one's own: problems that nobody of the group solved are tried again, a bit hotter.
+"""A custom workflow and reward: problems that no sample of the group solved are tried again at a higher temperature.
 
 gcore train recipes/quickstart.yaml workflow=examples/second_chance.py:workflow
 """
@@ -17,7 +17,7 @@ async def workflow(ctx: Context, prompt: Prompt) -> list[Scored]:
 
 
 def close(prompts: list[str], completions: list[str], answer: list[str], **_: object) -> list[float]:
-    """A reward in TRL's signature: 1 for the right number, less the farther away, 0 for what is no number."""
+    """A reward with TRL's signature: 1 for the right number, less for more distant ones, 0 if it is not a number."""
     return [_closeness(c, a) for c, a in zip(completions, answer, strict=True)]
 
 

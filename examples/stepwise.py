@@ -1,7 +1,7 @@
-"""Stepwise generation: a scalar reward model looks on and picks the branch that goes on.
+"""Stepwise generation: a scalar reward model selects the branch that continues.
 
-After every CHUNK tokens a sample forks into BRANCHES continuations; the reward model scores the beginnings and the best
-one lives. All samples of all prompts do so at once, each at its own pace.
+After every CHUNK tokens a sample forks into BRANCHES continuations. The reward model scores them, and the best one
+continues. All samples of all prompts run concurrently, without a barrier.
 
 gcore train recipes/panel.yaml workflow=examples/stepwise.py:workflow
 """
@@ -24,10 +24,10 @@ async def workflow(ctx: Context, prompt: Prompt) -> list[Scored]:
 
 
 async def grow(ctx: Context, rollout: Rollout) -> Rollout:
-    while rollout.finish == "length":  # of the chunk; an answer that is complete ends with "stop"
+    while rollout.finish == "length":  # the chunk is full; a complete answer ends with "stop"
         branches = await ctx.branch(rollout, BRANCHES, max_tokens=CHUNK)
         if len(branches[0].content.tokens_S) == len(rollout.content.tokens_S):
-            break  # of the whole response
+            break  # the response has its maximum length
         scores = await ctx.score(SCORER, branches)
         rollout = max(zip(branches, scores, strict=True), key=lambda pair: pair[1] or 0.0)[0]
     return rollout

@@ -1,6 +1,7 @@
 """The command line: `gcore train | eval | sft | train-rm | plan | simulate | export | report | doctor`.
 
-Exit code 2: your turn.
+Each command is one function that imports what it needs, so `gcore --help` is fast. Exit codes: 0 success, 1 failure,
+2 user error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from gcore.types import UserError
 OVERRIDES = "key=value pairs that replace keys of the recipe, for example training.lr=1e-5 controllers=4"
 
 PLAN_OPTIONS: tuple[tuple[str, int | float | None, str], ...] = (
-    ("prompts", 256, "prompts a step trains on"),
-    ("samples", 16, "responses to each"),
-    ("prompt-length", 512, "tokens of a prompt"),
-    ("response-length", 2048, "tokens of a response, on average"),
-    ("max-response-length", None, "where responses are cut; default: four times the mean"),
+    ("prompts", 256, "prompts per step"),
+    ("samples", 16, "responses per prompt"),
+    ("prompt-length", 512, "tokens per prompt"),
+    ("response-length", 2048, "tokens per response, on average"),
+    ("max-response-length", None, "maximum tokens per response; default: four times the mean"),
     ("sigma", 0.8, "spread of response lengths (log-normal)"),
-    ("acceptance", 1.0, "share of groups that dynamic sampling keeps"),
-    ("verdict-length", 512, "tokens of a judge's verdict, on average"),
-    ("repeats", 1, "verdicts a response and judge"),
-    ("logprob-passes", 0, "of the trainer: one for old logprobs (several mini-batches), one for a reference"),
-    ("max-tokens-per-gpu", 16384, "tokens of a micro-batch in training"),
-    ("policy-tp", None, "tensor parallel of the policy, 1, 2, 4 or 8; default: chosen"),
-    ("judge-tp", None, "tensor parallel of the judges; default: chosen"),
+    ("acceptance", 1.0, "fraction of groups that dynamic sampling keeps"),
+    ("verdict-length", 512, "tokens per verdict of a judge, on average"),
+    ("repeats", 1, "verdicts per response and judge"),
+    ("logprob-passes", 0, "extra passes of the trainer: 1 for old logprobs (several mini-batches), 1 for a reference"),
+    ("max-tokens-per-gpu", 16384, "tokens per micro-batch in training"),
+    ("policy-tp", None, "tensor parallel size of the policy, 1, 2, 4 or 8; default: chosen by the planner"),
+    ("judge-tp", None, "tensor parallel size of the judges; default: chosen by the planner"),
 )
 
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gcore: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("gcore: interrupted; every process has been ended", file=sys.stderr)
+        print("gcore: interrupted; all processes are stopped", file=sys.stderr)
         return 130
     except Exception as error:
         from gcore.controller.supervise import exit_code, explain
@@ -52,16 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         explain(error)
         sys.stderr.flush()
-        os._exit(exit_code(error))  # the processes are ended; libraries that lost theirs would only wait at exit
+        os._exit(exit_code(error))  # all processes are stopped; libraries would wait for theirs at a normal exit
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may also stand behind options, which argparse alone does not allow."""
+    """Also accepts overrides after options, which argparse alone does not."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    strangers = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
-    if strangers:
-        parser.error(f"unrecognized arguments: {' '.join(strangers)}")
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         args.overrides += rest
     return args
@@ -79,13 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function)
         return command
 
-    train = add("train", _train, "Train as a recipe says.")
+    train = add("train", _train, "Train a policy with a recipe.")
     train.add_argument("recipe", help="YAML file, see recipes/")
     train.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    train.add_argument("--dry-run", action="store_true", help="check all, show sizes, a prompt and rewards, and exit")
-    sft = add(
-        "sft", _sft, "Only the supervised warm start of a recipe; ends with a checkpoint that `gcore export` takes."
-    )
+    train.add_argument("--dry-run", action="store_true", help="only check: show sizes, a prompt and rewards, and exit")
+    sft = add("sft", _sft, "Only the supervised warm start of a recipe; ends with a checkpoint for `gcore export`.")
     sft.add_argument("recipe")
     sft.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     reward_model = add("train-rm", _train_rm, "Train a scalar reward model on pairs of answers, for `rewards.models`.")
@@ -97,32 +96,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     export = add(
-        "export", _export, "Write a run's policy as a Hugging Face folder, and check that it reloads to equal logits."
+        "export", _export, "Write the policy of a run as a Hugging Face folder, and check its logits after reloading."
     )
     export.add_argument("source", help="runs/NAME (its last checkpoint) or runs/NAME/step_N")
-    export.add_argument("folder", help="where to write")
+    export.add_argument("folder", help="folder to write")
     report = add(
         "report",
         _report,
-        "One HTML page about a run, a simulation or several: who had the devices, and what came of it.",
+        "Write one HTML page about one or more runs or simulations: use of the devices over time, and results.",
     )
     report.add_argument(
         "sources", nargs="+", metavar="RUN|SIMULATION.json", help="runs/NAME, or a file of `gcore simulate`"
     )
-    report.add_argument("-o", "--output", metavar="FILE.html", help="where to write; else beside the run or simulation")
-    plan = add("plan", _plan, "Before renting GPUs: does it fit, how long is a step, which placement wins.")
+    report.add_argument("-o", "--output", metavar="FILE.html", help="default: next to the run or simulation")
+    plan = add(
+        "plan", _plan, "Before renting GPUs: does the model fit, how long is a step, which placement is fastest."
+    )
     plan.add_argument("--model", required=True, help="the policy: a size (32B, 30B-A3B), a model folder or a hub id")
-    plan.add_argument("--judge", action="append", default=[], help="a generative judge, likewise; may be given again")
-    plan.add_argument("--gpus", type=int, required=True, help="how many")
-    plan.add_argument("--gpu", default="h100", help="which: h100, h200, h20, a100, b200; default %(default)s")
+    plan.add_argument("--judge", action="append", default=[], help="a generative judge, in the same form; repeatable")
+    plan.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    plan.add_argument("--gpu", default="h100", help="h100, h200, h20, a100 or b200; default %(default)s")
     for name, default, text in PLAN_OPTIONS:
         shown = text if default is None else f"{text}; default %(default)s"
         plan.add_argument(f"--{name}", type=float if isinstance(default, float) else int, default=default, help=shown)
-    plan.add_argument("--swap-s", type=float, help="seconds to put one engine in another's place; default: estimated")
-    plan.add_argument("--price", type=float, help="dollars an hour and GPU; default: a round assumption")
+    plan.add_argument("--swap-s", type=float, help="seconds to replace one engine by another; default: estimated")
+    plan.add_argument("--price", type=float, help="dollars per GPU and hour; default: an assumed price")
     plan.add_argument("--mode", action="append", help="colocated, static, dynamic or disaggregated; default: all")
-    plan.add_argument("--json", metavar="FILE", help="write the whole answer there as well")
-    simulate = add("simulate", _simulate, "A training run on a cluster, event by event, under several placements.")
+    plan.add_argument("--json", metavar="FILE", help="also write the result to this file")
+    simulate = add(
+        "simulate", _simulate, "Simulate a training run on a cluster, event by event, with several placement rules."
+    )
     simulate.add_argument("scenario", help="YAML file, see scenarios/")
     simulate.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the scenario, slots=128 steps=50")
     simulate.add_argument(
@@ -130,11 +133,11 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar="NAME",
         help="dynamic, colocated, colocated-early, static:N (blocks of the policy), best-static, proportional, "
-        "paper or oracle; may be given again; default: dynamic, colocated, best-static",
+        "paper or oracle; can be repeated; default: dynamic, colocated, best-static",
     )
-    simulate.add_argument("--oracle", action="store_true", help="and the best way of many, step by step; slow")
-    simulate.add_argument("--json", metavar="FILE", help="write the first policy's run there, for `gcore report FILE`")
-    add("doctor", _doctor, "What is installed, which backends are usable, and how to get the rest.")
+    simulate.add_argument("--oracle", action="store_true", help="also the best candidate of many, step by step; slow")
+    simulate.add_argument("--json", metavar="FILE", help="write the first run to this file, for `gcore report FILE`")
+    add("doctor", _doctor, "Report what is installed, which backends can be used, and how to install the others.")
     return parser
 
 
@@ -198,7 +201,7 @@ def _eval(args: argparse.Namespace) -> int:
     else:
         config = load_config(target, args.overrides)
     if config.data.eval is None:
-        raise UserError(f"{target}: nothing to evaluate on (key: data.eval)")
+        raise UserError(f"{target}: no prompts to evaluate on (key: data.eval)")
     for name, value in run(config, "eval").items():
         print(f"{name:18} {value:.4f}")
     return 0
@@ -209,8 +212,8 @@ def _export(args: argparse.Namespace) -> int:
 
     difference = export(Path(args.source), Path(args.folder))
     if (adapters := adapter_folder(Path(args.folder))).is_dir():
-        print(f"wrote {adapters}: the adapters alone, for PEFT")
-    print(f"wrote {args.folder}; reloaded, logits differ by at most {difference:.1e}")
+        print(f"wrote {adapters}: only the adapters, for PEFT")
+    print(f"wrote {args.folder}; after reloading, logits differ by at most {difference:.1e}")
     return 0
 
 
@@ -230,14 +233,14 @@ def _plan(args: argparse.Namespace) -> int:
     from gcore.simulate.plan_table import show
     from gcore.simulate.planner import plan
 
-    asked = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in PLAN_OPTIONS}
-    limits = {name: asked.pop(name) for name in ("policy_tp", "judge_tp", "max_tokens_per_gpu")}
+    options = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in PLAN_OPTIONS}
+    limits = {name: options.pop(name) for name in ("policy_tp", "judge_tp", "max_tokens_per_gpu")}
     answer = plan(
         shape_of(args.model),
         [shape_of(judge, "--judge") for judge in args.judge],
         args.gpus,
         gpu_of(args.gpu),
-        Workload(**{name: value for name, value in asked.items() if value is not None}),
+        Workload(**{name: value for name, value in options.items() if value is not None}),
         Constraints(**limits, modes=modes_of(args.mode), swap_s=args.swap_s, price=args.price),
     )
     show(answer)
@@ -271,10 +274,10 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from gcore.controller.plan import see_machine
+    from gcore.controller.plan import detect_machine
     from gcore.observe.doctor import doctor
 
-    return doctor(see_machine().gpus)
+    return doctor(detect_machine().gpus)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Typed calls of roles in other processes: one thin class per role over its Handle.
+"""Typed clients for roles in other processes: one thin class per role, over its Handle.
 
     runtime.start_group ──> Handle ──> EngineClient, TrainerClient, ... ──> pools, dispatcher, supervisor
 
 The methods are those of protocols.Engine, Trainer and Scorer and of controller/loop.py, so the type checker sees every
-call that crosses a process boundary. Only this file names methods by strings. A client travels to other processes
-where its Handle does.
+call between processes. Only this file names methods by strings. A client can be sent to another process if its Handle
+can.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gcore.types import Completion, Ints, Key, KlSums, Request, Sample, TrainBat
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A role and the Handle that its calls go through."""
+    """A replica of a role, called through its Handle."""
 
     handle: Handle
 
@@ -41,7 +41,7 @@ class Client:
 
 
 class EngineClient(Client):
-    """protocols.Engine behind RPC: of the policy, or of a judge."""
+    """protocols.Engine behind RPC: an engine of the policy or of a judge."""
 
     __slots__ = ()
 
@@ -143,7 +143,7 @@ class ControllerClient(Client):
         await self.handle.call("mark_dead", name)
 
     async def restore(self, name: str) -> bool:
-        """Controller 0 alone. False: the replica died again."""
+        """Only on controller 0. False: the replica died again."""
         restored: bool = await self.handle.call("restore", name)
         return restored
 

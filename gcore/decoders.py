@@ -1,9 +1,9 @@
-"""What a decoder's configuration asks of those who call its layers: a mask for each kind of layer, and scaled logits.
+"""Properties of a decoder that its callers must handle: one attention mask per kind of layer, and scaled logits.
 
-The trainer packs samples into rows and computes logits only where they are needed; the embedded engine decodes with a
-cache of its own. Both build attention masks and must build those that transformers would. `traits_of` reads the
-configuration and refuses what has not been compared with transformers: tests/contract/test_families.py does that for
-every family named here.
+The trainer packs samples into rows and computes logits only where they are needed; the embedded engine has its own KV
+cache. Both build attention masks themselves, which must equal those of transformers. `traits_of` reads the properties
+from the model's configuration and raises for configurations that were not compared with transformers:
+tests/contract/test_families.py compares every family named here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from gcore.types import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ONE_WINDOW = {"mistral", "mixtral", "ministral3", "phi3", "qwen3_moe", "starcoder2"}  # sliding_window, in every layer
-BY_LAYER = {  # layer_types says which layers have the window
+ONE_WINDOW = {"mistral", "mixtral", "ministral3", "phi3", "qwen3_moe", "starcoder2"}  # the window is in every layer
+BY_LAYER = {  # `layer_types` lists which layers have the window
     *("qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "vaultgemma", "gpt_oss", "ministral", "olmo3"),
     *("cohere2", "exaone4", "smollm3"),
 }
 SCALED = {"gemma2", "gemma3_text", "vaultgemma", "cohere", "cohere2", "granite", "granitemoe"}  # capped or multiplied
 VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | {"llama"}
-EAGER = {"gpt_oss"}  # attention sinks: the library's sdpa leaves them out
-LATER = ("keep_window_size", "index_topk")  # limits that show in long sequences only
+EAGER = {"gpt_oss"}  # attention sinks: sdpa in transformers leaves them out
+LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention
 SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
@@ -36,12 +36,12 @@ class Traits:
 
     kinds: tuple[str, ...]  # of each layer
     window: int | None  # a token in a sliding layer sees itself and the window - 1 tokens before it
-    additive: bool  # the attention adds the mask to its scores; otherwise a mask says True where a key is seen
+    additive: bool  # the mask is added to the attention scores; otherwise it is True where a key is visible
     scale: float  # of the logits
-    cap: float | None  # after that, logits become cap * tanh(logits / cap)
+    cap: float | None  # then, logits become cap * tanh(logits / cap)
 
     def masks(self, seen: Tensor, query_at: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """A mask for each kind of layer. `seen` [..., Q, K] is that of full attention. Keys are at 0, 1, ... K - 1 and
+        """One mask per kind of layer. `seen` [..., Q, K] is that of full attention. Keys are at 0, 1, ... K - 1 and
         queries at `query_at`, of shape [..., Q, 1]."""
         found = {FULL: seen} if FULL in self.kinds else {}
         if SLIDING in self.kinds:
@@ -53,32 +53,32 @@ class Traits:
         return found
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """What the output layer computed -> the logits of the model."""
+        """Output of the last linear layer -> logits of the model."""
         if self.scale != 1:
             logits = logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 def as_argument(masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-    """`attention_mask` of the library's decoders: one tensor where all layers are of one kind."""
+    """`attention_mask` for the decoders of transformers: one tensor if all layers are of one kind."""
     return next(iter(masks.values())) if len(masks) == 1 else dict(masks)
 
 
 def implementation(config: Any) -> str:
-    """The library's attention that computes this model completely."""
+    """The attention implementation of transformers that supports all features of this model."""
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return "eager" if config.model_type in EAGER or softcap is not None else "sdpa"
 
 
 def traits_of(config: Any) -> Traits:
-    """Refuses what the embedded engine and the trainer would compute differently from transformers."""
+    """Raises UserError for models that the engine and the trainer would compute differently from transformers."""
     if config.get_text_config() is not config:
-        raise _refusal(config, "holds more than a decoder of text")
+        raise _unsupported(config, "has more than a text decoder")
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise _refusal(config, f"has quantised weights ({getattr(method, 'value', method)})")
+        raise _unsupported(config, f"has quantised weights ({getattr(method, 'value', method)})")
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
-        raise _refusal(config, "attends to later tokens")
+        raise _unsupported(config, "attends to later tokens")
     kinds, window = _layers(config)
     scale, cap = _scaling(config)
     return Traits(kinds, window, implementation(config) == "eager", scale, cap)
@@ -96,12 +96,12 @@ def _layers(config: Any) -> tuple[tuple[str, ...], int | None]:
             kinds = ["chunked_attention"] * num_layers
     else:
         kinds = list(declared)[:num_layers]
-    if limits := [f"{name}={getattr(config, name)}" for name in LATER if getattr(config, name, None)]:
-        raise _refusal(config, f"limits attention ({', '.join(limits)})")
+    if limits := [f"{name}={getattr(config, name)}" for name in LONG_SEQUENCE_LIMITS if getattr(config, name, None)]:
+        raise _unsupported(config, f"limits attention ({', '.join(limits)})")
     if unknown := sorted(set(kinds) - {FULL, SLIDING}):
-        raise _refusal(config, f"has layers of kind {', '.join(unknown)}")
+        raise _unsupported(config, f"has layers of kind {', '.join(unknown)}")
     if SLIDING in kinds and (family not in ONE_WINDOW | BY_LAYER or window is None):
-        raise _refusal(config, f"has layers of kind {SLIDING} (sliding_window={window})")
+        raise _unsupported(config, f"has layers of kind {SLIDING} (sliding_window={window})")
     return tuple(kinds), window if SLIDING in kinds else None
 
 
@@ -109,11 +109,11 @@ def _scaling(config: Any) -> tuple[float, float | None]:
     values = {name: getattr(config, name, None) for name in SCALES}
     found = {name: float(value) for name, value in values.items() if value not in (None, 1)}
     if found and config.model_type not in SCALED:
-        raise _refusal(config, f"scales its logits ({', '.join(f'{n}={v}' for n, v in found.items())})")
+        raise _unsupported(config, f"scales its logits ({', '.join(f'{n}={v}' for n, v in found.items())})")
     return found.get("logit_scale", 1.0) / found.get("logits_scaling", 1.0), found.get("final_logit_softcapping")
 
 
-def _refusal(config: Any, what: str) -> UserError:
+def _unsupported(config: Any, what: str) -> UserError:
     return UserError(
         f"a model of type {config.model_type} {what}; the embedded engine and the trainer do not support that "
         "(key: model.path; docs/engines.md lists the families)"
@@ -121,8 +121,8 @@ def _refusal(config: Any, what: str) -> UserError:
 
 
 def check_length(config: Any, max_length: int | None) -> None:
-    """Frequencies of some rotary embeddings change when a batch holds a long sequence, so that a token's keys would
-    depend on what came later and on what else is in the batch."""
+    """Some rotary embeddings change their frequencies if a batch has a long sequence. Then a token's keys would depend
+    on later tokens and on the rest of the batch. Raises UserError if sequences can be that long."""
     found = getattr(config, "rope_parameters", None) or {}
     for rope in (found, *found.values()):
         kind = rope.get("rope_type", "") if isinstance(rope, dict) else ""
@@ -136,17 +136,17 @@ def check_length(config: Any, max_length: int | None) -> None:
             raise UserError(
                 f"a model of type {config.model_type} with {kind} positions: sequences of up to {max_length} tokens, "
                 f"expected at most {limit}, beyond which its rotary frequencies change (keys: data.max_prompt_length, "
-                "generation.max_response_length; for a judge, its own)"
+                "generation.max_response_length; for a judge, its own keys)"
             )
 
 
 @torch.no_grad()
 def check_network(network: Any) -> None:
-    """A network of a family that no test compares is compared here: two short sequences, packed as in training, against
-    each alone."""
+    """Compare a network of a family that no test covers: the logprobs of two short sequences, packed as in training,
+    must equal those of each alone."""
     traits = traits_of(network.config)
     if getattr(network, "_is_stateful", False):
-        raise _refusal(network.config, "keeps a recurrent state")
+        raise _unsupported(network.config, "keeps a recurrent state")
     if network.config.model_type in VERIFIED:
         return
     device, lengths = network.device, (5, 7)
@@ -168,9 +168,13 @@ def check_network(network: Any) -> None:
         )
         packed = traits.scaled(network.get_output_embeddings()(hidden[0]).float()).log_softmax(-1)
     except Exception as error:
-        raise _refusal(network.config, f"does not run packed: {type(error).__name__}: {str(error)[:100]!r}") from error
+        raise _unsupported(
+            network.config, f"does not run packed: {type(error).__name__}: {str(error)[:100]!r}"
+        ) from error
     finally:
         network.eval()
     difference = float((packed - alone).abs().mean())
     if not difference < (1e-4 if network.dtype == torch.float32 else 0.05):
-        raise _refusal(network.config, f"gives packed samples other logprobs, by {difference:.2g} in the mean")
+        raise _unsupported(
+            network.config, f"gives packed samples different logprobs (mean difference {difference:.2g})"
+        )

@@ -1,10 +1,10 @@
-"""Ids of the Hugging Face hub -> folders on this machine. The local cache comes first, then the network.
+"""Ids of the Hugging Face hub -> folders on this machine. The local cache is used first, then the network.
 
     id, revision ──pin_model (driver)──> id, commit ──model_folder (every process)──> folder in this machine's cache
 
-A configuration keeps the id and the commit, not the folder, because every machine has a cache of its own. Processes
-that start together on one machine download once: huggingface_hub locks each file. Imports neither torch nor
-transformers.
+A configuration stores the id and the commit, not the folder, because every machine has its own cache. Processes that
+start together on one machine download once, because huggingface_hub locks each file. This file imports neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AnyModel = TypeVar("AnyModel", bound=Model)
 
 @dataclass(frozen=True, slots=True)
 class Repo:
-    """Repo("Qwen/Qwen3-0.6B", revision="main", key="model.path"); `key`: where the id stands, for the messages"""
+    """Repo("Qwen/Qwen3-0.6B", revision="main", key="model.path"); `key`: config key of the id, for error messages"""
 
     id: str
     revision: str | None
@@ -48,7 +48,7 @@ class Repo:
 
 
 def is_id(path: str) -> bool:
-    """Can this be an id? A folder of that name comes first."""
+    """True if this can be an id. An existing folder of that name takes precedence."""
     return ID.fullmatch(path) is not None and not Path(path).exists()
 
 
@@ -64,7 +64,7 @@ def pin_model(model: AnyModel, key: str = "model") -> AnyModel:
 
 
 def model_folder(model: Model, key: str = "model", *, weights: bool = False) -> Path:
-    """The folder of model.path on this machine, with its weights where asked for. UserError: there is none."""
+    """The folder of model.path on this machine, with its weights if `weights`. Raises UserError if there is none."""
     repo = Repo(str(model.path), model.revision, f"{key}.path")
     return _folder(repo, weights=weights, code=model.trust_remote_code)
 
@@ -78,7 +78,7 @@ def tokenizer_folder(model: Model, key: str = "model") -> tuple[Path, str]:
 
 
 def config_file(path: str, key: str) -> Path:
-    """config.json alone, of the model with this id."""
+    """Only config.json of the model with this id."""
     from huggingface_hub import hf_hub_download
 
     repo = Repo(path, None, key)
@@ -86,7 +86,7 @@ def config_file(path: str, key: str) -> Path:
         return cached / "config.json"
     try:
         return Path(hf_hub_download(path, "config.json"))
-    except Exception as error:  # see explain
+    except Exception as error:  # any error: `explain` makes a one-line message
         raise explain(error, repo) from error
 
 
@@ -98,8 +98,8 @@ def _paths(model: Model) -> Iterator[tuple[str, str, str | None]]:
 
 
 def _folder(repo: Repo, *, weights: bool, code: bool, pinning: bool = False) -> Path:
-    """An id counts as one only with a commit, unless it is being pinned: the driver found a folder where there is none,
-    and a process in another working directory must not take a model of that name from the hub."""
+    """`repo.id` is a hub id only with a commit, or while it is being pinned. Otherwise, if the driver used a relative
+    folder, a process in another working directory would download a model of that name from the hub."""
     if not is_id(repo.id) or not (pinning or repo.is_pinned):
         folder = Path(repo.id)
         if not folder.is_dir():
@@ -118,7 +118,7 @@ def _folder(repo: Repo, *, weights: bool, code: bool, pinning: bool = False) -> 
         return _download(repo, weights, code)
     except UserError:
         raise
-    except Exception as error:  # see explain
+    except Exception as error:  # any error: `explain` makes a one-line message
         if cached is not None and usable:
             return cached
         raise explain(error, repo) from error
@@ -144,7 +144,7 @@ def has_vocabulary(folder: Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    """All of them: other tools may have cached some of the files."""
+    """True if all weights are there: other tools may have cached only some of the files."""
     for name in WEIGHTS:
         index = folder / f"{name}.index.json"
         if index.is_file():
@@ -159,7 +159,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _has_template(folder: Path) -> bool:
-    """Without a chat template a snapshot may be a base model's, or lack a file: the hub is asked."""
+    """If False, the snapshot is of a base model or lacks a file: the caller checks the hub."""
     if (folder / "chat_template.jinja").is_file():
         return True
     file = folder / "tokenizer_config.json"
@@ -175,7 +175,7 @@ def _download(repo: Repo, weights: bool, code: bool) -> Path:
     info = HfApi().model_info(repo.id, revision=repo.revision, timeout=TIMEOUT_S)
     names = wanted([file.rfilename for file in info.siblings or ()], weights, code)
     if weights and not any(name.endswith((".safetensors", ".bin")) for name in names):
-        raise UserError(f"{repo.key}={repo.id}: has no weights in safetensors; expected such a model")
+        raise UserError(f"{repo.key}={repo.id}: has no weights; expected a model with safetensors")
     if not names:
         raise UserError(f"{repo.key}={repo.id}: has neither config.json nor a tokenizer; expected a language model")
     return Path(snapshot_download(repo.id, revision=repo.revision, allow_patterns=names))
@@ -192,7 +192,7 @@ def wanted(names: Iterable[str], weights: bool, code: bool) -> list[str]:
 
 
 def explain(error: Exception, repo: Repo) -> UserError:
-    """One line for whatever huggingface_hub or datasets raised."""
+    """A one-line message for any exception of huggingface_hub or datasets."""
     from huggingface_hub import constants, errors
 
     chain: list[BaseException] = [error]
@@ -206,18 +206,18 @@ def explain(error: Exception, repo: Repo) -> UserError:
     def has(kind: type[Exception]) -> bool:
         return any(isinstance(link, kind) for link in chain)
 
-    said, what = f"{repo.key}={repo.id}: no such file or folder here", repo.kind
+    prefix, what = f"{repo.key}={repo.id}: no such file or folder here", repo.kind
     if has(errors.GatedRepoError):
         page = f"{constants.ENDPOINT}/{'datasets/' if what == 'dataset' else ''}{repo.id}"
         return UserError(f"{repo.key}={repo.id}: gated on the hub; accept its terms at {page} and set HF_TOKEN")
     if has(errors.RevisionNotFoundError):
         return UserError(f"{repo.revision_key}={repo.revision}: {repo.id} has no such branch, tag or commit")
     if has(errors.RepositoryNotFoundError):
-        return UserError(f"{said}, and no such {what} on the hub (set HF_TOKEN if it is private)")
-    said += f", not in the local cache ({constants.HF_HUB_CACHE if what == 'model' else constants.HF_HOME})"
+        return UserError(f"{prefix}, and no such {what} on the hub (set HF_TOKEN if it is private)")
+    prefix += f", not in the local cache ({constants.HF_HUB_CACHE if what == 'model' else constants.HF_HOME})"
     if has(errors.OfflineModeIsEnabled):
-        return UserError(f"{said}, and HF_HUB_OFFLINE forbids to ask the hub")
+        return UserError(f"{prefix}, and HF_HUB_OFFLINE forbids access to the hub")
     what, first = type(last).__name__, " ".join(str(last).split())[:200]
     if any(has(kind) for kind in (ConnectionError, TimeoutError)) or any("httpx" in type(c).__module__ for c in chain):
-        return UserError(f"{said}, and {constants.ENDPOINT} does not answer: {what}: {first}")
+        return UserError(f"{prefix}, and {constants.ENDPOINT} does not respond: {what}: {first}")
     return UserError(f"{repo.key}={repo.id}: cannot be loaded from the hub: {what}: {first}")

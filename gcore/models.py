@@ -1,7 +1,7 @@
 """Transformers models, loaded from a folder or built small from the configuration: the policy, and scalar scorers.
 
-Engines and trainer ranks both start here, so that they hold the same network under the same parameter names. So do the
-training and the serving of scorers, which share how a batch is laid out.
+Engines and trainer ranks both load models here, so that they have the same network with the same parameter names.
+Training and serving of scorers share this file too: they lay out a batch in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # an adapter's factors: the layer's name and this, as in PEFT
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # suffixes after the layer's name, as in PEFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Adapters:
         return self.alpha / self.rank
 
     def shapes(self, whole: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Of the factors, where `whole` are those of the network's weights."""
+        """Shapes of the factors. `whole`: shapes of the network's weights."""
         found: dict[str, tuple[int, ...]] = {}
         for layer in self.layers:
             width_out, width_in = whole[f"{layer}.weight"]
@@ -50,19 +50,19 @@ class Adapters:
         return found
 
     def merge(self, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The matrix that does what base and adapter do together. In float32."""
+        """base + scale * b a, in float32."""
         return torch.addmm(base.float(), b.float(), a.float(), alpha=self.scale)
 
 
 def adapters_of(network: Any, lora: Lora) -> Adapters:
-    """Where model.lora puts adapters in this network."""
+    """The adapters that model.lora puts in this network."""
     decoder = network.get_decoder()
     body = next(name for name, module in network.named_modules() if module is decoder)
     linear = [name for name, module in decoder.layers.named_modules() if isinstance(module, torch.nn.Linear)]
-    there = sorted({name.rpartition(".")[2] for name in linear})
-    if strange := [t for t in lora.targets if not any(f".{name}".endswith(f".{t}") for name in linear)]:
-        raise UserError(f"model.lora.targets: no linear layer is called {', '.join(strange)}; expected some of {there}")
-    wanted = tuple(f".{target}" for target in lora.targets or there)
+    available = sorted({name.rpartition(".")[2] for name in linear})
+    if unknown := [t for t in lora.targets if not any(f".{name}".endswith(f".{t}") for name in linear)]:
+        raise UserError(f"model.lora.targets: no linear layer named {', '.join(unknown)}; expected some of {available}")
+    wanted = tuple(f".{target}" for target in lora.targets or available)
     layers = tuple(f"{body}.layers.{name}" for name in linear if f".{name}".endswith(wanted))
     if not layers:
         raise UserError(f"model.lora: a model of type {network.config.model_type} has no linear layers to adapt")
@@ -70,7 +70,7 @@ def adapters_of(network: Any, lora: Lora) -> Adapters:
 
 
 def adapters_in(folder: Path, model: PolicyModel) -> Adapters | None:
-    """The same of the network in a folder, which is not loaded."""
+    """Same as `adapters_of`, for the network in a folder, without loading its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if model.lora is None:
@@ -82,8 +82,8 @@ def adapters_in(folder: Path, model: PolicyModel) -> Adapters | None:
 
 
 def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
-    """Before anything starts and without weights: the network is of a kind that can be trained here, and has the layers
-    that model.lora names. Raises UserError."""
+    """Check before the start, without weights, that the network is of a supported kind and has the layers that
+    model.lora names. Raises UserError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
@@ -105,7 +105,7 @@ def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
 
 
 def pick_device(name: str, index: int = 0) -> torch.device:
-    """`auto` is a GPU if there is one. Several roles on one machine take GPU number `index` modulo what is visible."""
+    """`auto`: a GPU if there is one. Several roles on one machine use GPU `index` modulo the number of visible GPUs."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -132,7 +132,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with its starting weights, in eval mode. The same seed builds the same weights in every process.
 
-    `max_length` of the sequences it will see, where that is known: some models compute longer ones differently.
+    `max_length`: of the sequences, if known. Some models compute longer ones differently.
     """
     network = _load(model, max_length) if model.build is None else _build(model.build, tokenizer, seed, scorer=False)
     _without_dropout(network)
@@ -142,15 +142,15 @@ def load_model(
 
 
 def _place(network: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Parameters in this precision. Buffers keep theirs: rotary frequencies in bfloat16 would be 0.4 % off, which is
-    more than a radian at position 4,095."""
+    """Convert the parameters to `dtype`, but not the buffers: rotary frequencies in bfloat16 have an error of 0.4 %,
+    which is more than one radian at position 4,095."""
     for parameter in network.parameters():
         parameter.data = parameter.data.to(device=device, dtype=dtype)
     network.to(device)  # type: ignore[arg-type]
 
 
 def save_built(model: Model, tokenizer: Any, seed: int) -> Path:
-    """A built model as a folder, for engines that load from one; removed when this process ends."""
+    """Save a built model to a folder, for engines that load from one. It is removed when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="gcore-model-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     load_model(model, tokenizer, seed, torch.float32, torch.device("cpu")).save_pretrained(folder)
@@ -160,20 +160,20 @@ def save_built(model: Model, tokenizer: Any, seed: int) -> Path:
 def load_scorer(
     model: Model, seed: int, dtype: torch.dtype, device: torch.device, *, tokenizer: Any = None, new_head: bool = False
 ) -> PreTrainedModel:
-    """A sequence-classification model with one label, in eval mode. One that serves has learned its scores elsewhere.
+    """A sequence-classification model with one label, in eval mode. A model for serving must be trained already.
 
-    `new_head` is for training: a causal language model gets a seeded head then, and `model.build` is allowed. The
-    tokenizer says which token is padding, in training always, else where config.json does not.
+    `new_head` is for training: a causal language model gets a seeded head, and `model.build` is allowed. The padding
+    token comes from the tokenizer in training, and if config.json has none.
     """
     if model.build is not None and not (new_head and tokenizer is not None):
-        raise UserError("model.build: a scorer made here has learned nothing; expected model.path (gcore train-rm)")
+        raise UserError("model.build: a scorer with random weights is useless; expected model.path (gcore train-rm)")
     network = _load_scorer(model, seed, new_head) if model.build is None else _build(model.build, tokenizer, seed, True)
     text_config = network.config.get_text_config()
     if tokenizer is not None and (new_head or text_config.pad_token_id is None):
         text_config.pad_token_id = tokenizer.pad_token_id
     if text_config.pad_token_id is None:
         raise UserError(
-            f"model.path={model.path}: its config.json has no pad_token_id and its tokenizer no token that could pad, "
+            f"model.path={model.path}: its config.json has no pad_token_id and its tokenizer has no padding token, "
             "so texts cannot be batched (set pad_token_id in config.json)"
         )
     network.config.use_cache = False  # nothing is generated
@@ -183,7 +183,7 @@ def load_scorer(
 
 
 def score_texts(network: PreTrainedModel, texts: Sequence[Ints], width: int) -> torch.Tensor:
-    """One score a text, in float32. Shorter ones are padded at the right: causal attention never looks there."""
+    """One score per text, in float32. Short texts are padded at the right, where causal attention does not reach."""
     tokens = np.full((len(texts), width), network.config.get_text_config().pad_token_id, np.int64)
     mask = np.zeros((len(texts), width), np.int64)
     for row, text in enumerate(texts):
@@ -194,12 +194,12 @@ def score_texts(network: PreTrainedModel, texts: Sequence[Ints], width: int) -> 
 
 
 def longest_text(scorer: PreTrainedModel) -> int:
-    """In tokens. One position is left over: serving pads every text."""
+    """Maximum length in tokens. One position is reserved: serving pads every text."""
     return (getattr(scorer.config.get_text_config(), "max_position_embeddings", None) or 2**31) - 1
 
 
 def _load(model: Model, max_length: int | None) -> PreTrainedModel:
-    """What is not supported is refused before any weights are read."""
+    """Raises UserError for an unsupported model before any weights are read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
@@ -221,38 +221,38 @@ def _load(model: Model, max_length: int | None) -> PreTrainedModel:
 
 def _unloadable(model: Model, error: Exception) -> UserError:
     first = str(error).strip().splitlines()[0]
-    return UserError(f"model.path={model.path}: cannot load a causal language model from there: {first}")
+    return UserError(f"model.path={model.path}: cannot load a causal language model: {first}")
 
 
 def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
-    """Weights that the folder lacks are made up by the library: right for a new head, and wrong for anything else."""
+    """Transformers initializes missing weights at random: right for a new head, an error for all other weights."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    where, one = f"model.path={model.path}", "expected a sequence-classification model with one label"
+    prefix, expected = f"model.path={model.path}", "expected a sequence-classification model with one label"
     folder = str(model_folder(model, weights=True))
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     try:
         config = AutoConfig.from_pretrained(folder, **options)
         if any("SequenceClassification" in name for name in config.architectures or ()):
             if config.num_labels != 1:
-                raise UserError(f"{where}: has {config.num_labels} labels; {one}")
+                raise UserError(f"{prefix}: has {config.num_labels} labels; {expected}")
         elif not new_head:
-            raise UserError(f"{where}: is {config.architectures}; {one} (gcore train-rm makes one)")
-        how = {"attn_implementation": "eager"} if implementation(config) == "eager" else {}
+            raise UserError(f"{prefix}: is {config.architectures}; {expected} (gcore train-rm makes one)")
+        attention = {"attn_implementation": "eager"} if implementation(config) == "eager" else {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network, info = AutoModelForSequenceClassification.from_pretrained(
-                folder, dtype=torch.float32, num_labels=1, output_loading_info=True, **how, **options
+                folder, dtype=torch.float32, num_labels=1, output_loading_info=True, **attention, **options
             )
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
         first = " ".join(str(error).split())[:300]
-        raise UserError(f"{where}: cannot load a scorer from there: {first}") from error
+        raise UserError(f"{prefix}: cannot load a scorer: {first}") from error
     body = f"{network.base_model_prefix}."
     missing = sorted(name for name in info["missing_keys"] if not new_head or name.startswith(body))
     if missing:
-        raise UserError(f"{where}: lacks the weights {missing[0]} ({len(missing)} in all)")
+        raise UserError(f"{prefix}: has no weights for {missing[0]} ({len(missing)} missing in all)")
     scorer: PreTrainedModel = network
     return scorer
 
@@ -291,10 +291,10 @@ def _build(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) -> PreTra
 
 
 def _without_dropout(network: PreTrainedModel) -> None:
-    """Logprobs before and during an update must be those of the same policy; dropout would add noise to both."""
+    """Logprobs before and during an update must come from the same policy; dropout would add noise to both."""
     for module in network.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "jitter_noise"):  # the latter: a router's, in mixtures of experts
+        for name in ("attention_dropout", "jitter_noise"):  # jitter_noise: of the router in mixtures of experts
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)

@@ -1,7 +1,10 @@
-"""The seams between processes. Everything that crosses one is async; every role runs on an event loop of its own.
+"""The interfaces between processes, and the small values that they exchange.
 
-driver ──start──> Runtime ──> controllers ──call──> Engine, Trainer        (Handle: a role behind RPC)
-                                  └──all_gather──> controllers             (Group: metadata only)
+driver ──start──> Runtime ──> controllers ──call──> Engine, Scorer, Trainer    (Handle: a role behind RPC)
+                                  └──all_gather──> controllers                 (Group: metadata only)
+
+A *role* is a kind of process: engine, judge, scorer, trainer, controller. A *replica* is one process of a role. Every
+call between processes is async, and every role has its own event loop. clients.py has a typed client per role.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from gcore.types import Completion, Ints, Key, KlSums, Message, Prompt, Request, Rollout, Sample, Scored, TrainBatch
 
-Weights = Mapping[str, Any]  # name -> array, or packed (weights/bucket.py); names of Hugging Face, of PEFT for adapters
+Weights = Mapping[str, Any]  # name (Hugging Face; PEFT for adapters) -> array, or packed: see weights/bucket.py
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -21,7 +24,7 @@ class WeightPlan:
     """How a trainer publishes its weights. WeightPlan(num_buckets=15, every_rank=False)"""
 
     num_buckets: int  # more than one, so that no process holds a second copy of all weights
-    every_rank: bool  # each rank has them, for the engines on its GPU; else rank 0 alone
+    every_rank: bool  # each rank publishes, to the engines on its GPU; else only rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,9 @@ class EngineStats:
 
     running: float  # requests in the batch
     waiting: float  # requests in the engine's queue
-    busy_s: float  # seconds with something to do, since the start
+    busy_s: float  # seconds with at least one request, since the start
     generated_tokens: float  # since the start
-    running_tokens: float = 0.0  # generated so far by the requests in the batch
+    running_tokens: float = 0.0  # generated so far for the requests in the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,13 @@ class MemoryChange:
 
 @dataclass(frozen=True, slots=True)
 class RoleReport:
-    """One controller's part in a role of engines, for placement. RoleReport(requests=12, waiting=4, calls=2)"""
+    """Requests of one controller to one role of engines, for placement. RoleReport(requests=12, waiting=4, calls=2)"""
 
-    requests: int = 0  # at replicas
-    waiting: int = 0  # at no replica yet
+    requests: int = 0  # sent to a replica
+    waiting: int = 0  # in the queue, sent to no replica yet
     calls: int = 0  # groups of siblings, or single questions to a judge
     ended: tuple[int, ...] = ()  # lengths of the requests that ended since the last report
-    longest: tuple[int, ...] = ()  # the longest of each call
+    longest: tuple[int, ...] = ()  # longest request of each call
     replicas: Mapping[int, EngineStats] = field(default_factory=dict)  # of the replicas that this controller polls
 
 
@@ -77,7 +80,7 @@ class ScorerStats:
 class TrainerInfo:
     """TrainerInfo(num_parameters=494032768, hidden_size=896)"""
 
-    num_parameters: int  # those that are trained, over all ranks
+    num_parameters: int  # trained ones, over all ranks
     hidden_size: int
 
 
@@ -85,11 +88,11 @@ class TrainerInfo:
 class UpdateStats:
     """Sums over the mini-batches of an update. UpdateStats(updates=2, grad_norm=0.8, lr=2e-6, sums={"loss": 0.1})"""
 
-    updates: int = 0  # optimizer steps, with those that were skipped
-    skipped: int = 0  # because gradients were NaN or infinite
-    grad_norm: float = 0.0  # the same on every rank, as all fields above and `lr`
+    updates: int = 0  # optimizer steps, including skipped ones
+    skipped: int = 0  # gradients were NaN or infinite
+    grad_norm: float = 0.0  # the same on every rank, like `updates`, `skipped` and `lr`
     lr: float = 0.0
-    sums: Mapping[str, float] = field(default_factory=dict)  # of this rank's samples, to add over ranks: "loss", ...
+    sums: Mapping[str, float] = field(default_factory=dict)  # over this rank's samples: "loss", ...; add over ranks
 
     def __add__(self, other: UpdateStats) -> UpdateStats:
         added = {name: self.sums.get(name, 0.0) + value for name, value in other.sums.items()}
@@ -104,7 +107,7 @@ class UpdateStats:
 
 @dataclass(frozen=True, slots=True)
 class ControllerStatus:
-    """What a controller is doing, with what it has to say since the last status.
+    """What a controller is doing, and its rows and notes since the last status.
 
     ControllerStatus("controller-1", "generation", "31/64 samples", step=12)
     """
@@ -113,37 +116,39 @@ class ControllerStatus:
     stage: str
     detail: str
     step: int
-    rows: Sequence[dict[str, Any]] = ()  # of metrics
-    notes: Sequence[str] = ()  # for the user
+    rows: Sequence[dict[str, Any]] = ()  # metrics
+    notes: Sequence[str] = ()  # messages for the user
 
 
 class Engine(Protocol):
-    """Generates. Implementations: generation/embedded.py. Contract: tests/contract/test_engine.py."""
+    """Generates completions. Implementations: generation/embedded.py, vllm.py, sglang.py, simulate/engine.py. Contract:
+    tests/contract/test_engine.py."""
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
-        """Completions in the order of the requests. A request's tokens depend on nothing but itself and the weights."""
+        """Completions in the order of the requests. Each one depends only on its request and the weights."""
         ...
 
     async def abort(self, ticket: str) -> None:
-        """End the requests that came with this ticket: their slots are free, their `generate` answers at once with
-        what there is, finish="abort". A ticket that is not (or no longer) known is nothing to abort."""
+        """Abort the requests of this ticket. Their `generate` returns at once with the steps so far and
+        finish="abort". An unknown ticket is ignored."""
         ...
 
     async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
-        """Replace the weights between two decoding steps; later tokens are stamped with `version`.
+        """Replace the weights between two decoding steps; later tokens have this `version`.
 
-        They may come in buckets, (index, count), in order: nothing is decoded between the first and the last. Returns
-        the version that is served now. What weights/bucket.py packed is unpacked, and its checksum verified.
+        `bucket`: (index, count). Buckets come in order; the engine decodes nothing between the first and the last.
+        Buckets that weights/bucket.py packed are unpacked and their checksums verified. Returns the version that the
+        engine serves now.
         """
         ...
 
     async def sleep(self, level: int) -> MemoryChange:
-        """Free memory; refused while requests are in progress. Level 1 keeps the weights in host memory, level 2 drops
-        them: load them again after `wake`. Requests queue while the engine sleeps."""
+        """Free GPU memory; refused while requests are in progress. Level 1 keeps the weights in host memory. Level 2
+        drops them: load them again after `wake`. Requests queue while the engine sleeps."""
         ...
 
     async def wake(self, *tags: str) -> MemoryChange:
-        """Allocate the memory again: all of it, or by tags: "weights", "kv_cache"."""
+        """Allocate the memory again: all, or only some of the tags "weights" and "kv_cache"."""
         ...
 
     async def stats(self) -> EngineStats: ...
@@ -153,7 +158,7 @@ class Scorer(Protocol):
     """A scalar reward model. Implementation: rewarding/scalar.py."""
 
     async def score(self, texts_tokens: Sequence[Ints]) -> list[float]:
-        """One number per text, in their order."""
+        """One number per text, in the same order."""
         ...
 
     async def stats(self) -> ScorerStats: ...
@@ -163,56 +168,56 @@ class ReplicaPool(Protocol):
     """A controller's view of the replicas of one role. Implementation: generation/replica_pool.py."""
 
     def mark_dead(self, name: str) -> None:
-        """Send nothing to the replica until `mark_alive`. A name that is not in the pool is ignored, here and there."""
+        """Send nothing to the replica until `mark_alive`. Both ignore names that are not in the pool."""
         ...
 
     def mark_alive(self, name: str) -> None: ...
 
     async def check(self, timeout_s: float) -> dict[str, bool]:
-        """Poll every replica. Returns the names of those that changed, and whether they answer now."""
+        """Poll every replica. Returns the replicas whose state changed, and whether each one answers now."""
         ...
 
 
 class Rewarder(Protocol):
-    """Scores the siblings of one prompt together."""
+    """Scores the siblings of one prompt together. Implementation: rewarding/rewarder.py."""
 
     pools: Sequence[ReplicaPool]  # of the judges and reward models that it calls
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
-        """Raises RewardError when a reward cannot be had."""
+        """The weighted sum of all rewards of the recipe. Raises RewardError when a reward could not be computed."""
         ...
 
     async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
-        """One of the rewards alone, unweighted."""
+        """One reward of the recipe, unweighted."""
         ...
 
     async def ask(self, judge: str, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
-        """What a generative judge answers. `key` names the sampling noise."""
+        """The answer of a generative judge. `key` determines the sampling noise."""
         ...
 
     def take_counts(self) -> dict[str, int]:
-        """What happened since the last call: retries, timeouts, verdicts that could not be read, ..."""
+        """Events since the last call: retries, timeouts, verdicts that could not be parsed, ..."""
         ...
 
     def close(self) -> None: ...
 
 
 class Trainer(Protocol):
-    """One rank. All ranks are called for each method (they meet in collectives), except `push`."""
+    """One rank. Except for `push`, each method is called on all ranks, because the ranks meet in collectives."""
 
     async def info(self) -> TrainerInfo: ...
 
     async def begin(self) -> None:
-        """Reinforcement learning starts from the policy as it is now: reference of the KL, fresh optimizer."""
+        """Start reinforcement learning from the current weights: they are the KL reference; the optimizer is reset."""
         ...
 
     async def push(self, source: int, samples: Sequence[Sample]) -> None:
-        """Take the samples that controller `source` holds for this rank."""
+        """Store the samples that controller `source` has for this rank."""
         ...
 
     async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
-        """Logprobs of the policy before the update and of the reference model, where the algorithm asks for them.
-        Returns the KL of each of this rank's samples where it is part of the reward, else nothing."""
+        """Compute logprobs of the policy before the update and of the reference model, if the algorithm needs them.
+        Returns the KL of each sample of this rank if the KL is part of the reward, else an empty mapping."""
         ...
 
     async def update(self, batch: TrainBatch) -> UpdateStats:
@@ -220,37 +225,37 @@ class Trainer(Protocol):
         ...
 
     async def weight_plan(self) -> WeightPlan:
-        """The number of buckets, and which ranks have the weights. It is the same during the whole run."""
+        """The number of buckets, and which ranks publish. It does not change during the run."""
         ...
 
     async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
-        """Bucket `index` of the full weights, packed, if engines read from this rank; else empty."""
+        """Bucket `index` of the full weights, packed, if this rank publishes; else empty."""
         ...
 
     async def save(self, folder: str) -> None: ...
 
     async def load(self, folder: str, begun: bool = True) -> None:
-        """What `save` wrote. `begun` is False where it was written during the warm start: `begin` is still to come."""
+        """Read what `save` wrote. `begun`: False for checkpoints of the warm start, which ends with `begin`."""
         ...
 
 
 class Group(Protocol):
-    """The controllers among themselves. One primitive; sums, maxima and barriers are made from it."""
+    """Communication among the controllers. One primitive; sums, maxima and barriers are made from it."""
 
     rank: int
     size: int
 
     async def all_gather(self, name: str, value: Any) -> list[Any]:
-        """Everyone's value, by rank. `name` is what a time-out reports, with the ranks that are missing."""
+        """The values of all members, by rank. A timeout reports `name` and the missing ranks."""
         ...
 
     def subgroup(self) -> Group:
-        """A second, independent line among the same members; all must ask for their lines in the same order."""
+        """An independent group of the same members. All members must create their subgroups in the same order."""
         ...
 
 
 class Ref(Protocol[T_co]):
-    """A value that lives where it was made. Given to a Handle, the callee receives the value itself."""
+    """A value that stays in the process that made it. Passed to a Handle, the callee receives the value itself."""
 
     def __await__(self) -> Generator[Any, None, T_co]: ...
 
@@ -261,7 +266,7 @@ class Handle(Protocol):
     name: str  # "engine-0"
 
     def submit(self, method: str, *args: Any) -> Ref[Any]:
-        """Start a call; the answer stays with the callee until it is awaited or passed to another call."""
+        """Start a call. The result stays in the callee's process until it is awaited or passed to another call."""
         ...
 
     async def call(self, method: str, *args: Any) -> Any: ...
@@ -269,37 +274,37 @@ class Handle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """How the members of a group find each other: rank, size, and where. Given to a role's factory as last argument."""
+    """How the members of a group find each other. The runtime passes it to a role's factory as last argument."""
 
     rank: int
     size: int
     address: str | None  # host:port of rank 0; None when all members share one process
-    hub: Any = None  # their meeting point in that case
+    hub: Any = None  # object that they share in that case
 
 
 class Runtime(Protocol):
-    """Starts roles and watches them. Implementations: runtime/local.py, runtime/ray.py."""
+    """Starts and monitors roles. Implementations: runtime/local.py, runtime/ray.py."""
 
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
     ) -> Sequence[Handle]:
-        """Build `factory(*args[i], rendezvous)` as `KIND-i`, each in a process of its own."""
+        """Build `factory(*args[i], rendezvous)` as `KIND-i`, each in its own process."""
         ...
 
     def processes(self) -> dict[str, int]:
-        """Role -> process id, for messages and debuggers; also of roles that are still being built."""
+        """Role -> process id, for messages and debuggers. Includes roles that are still being built."""
         ...
 
     def ready(self) -> set[str]:
-        """Roles that are built, where they have processes of their own."""
+        """Roles that are built, if roles have their own processes."""
         ...
 
     async def watch(self) -> None:
-        """Returns never; raises RoleDied as soon as a started role is gone."""
+        """Never returns; raises RoleDied as soon as a started role dies."""
         ...
 
     async def revive(self, name: str) -> None:
-        """Start a role that died again, from what it was built of. Handles to it stay good."""
+        """Start a dead role again, with the same factory and arguments. Handles to it stay valid."""
         ...
 
     def stop(self) -> None:
@@ -308,35 +313,35 @@ class Runtime(Protocol):
 
 
 class Context(Protocol):
-    """What a workflow may do for its sample. See controller/workflow.py."""
+    """The methods that a workflow can call for its prompt. Implementation: controller/workflow.py."""
 
     async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]:
-        """`n` more responses to the prompt, siblings of those before."""
+        """`n` more responses to the prompt, siblings of the earlier ones."""
         ...
 
-    async def proceed(self, rollout: Rollout, said: str | Sequence[Message] = "", **params: Any) -> Rollout:
-        """Append what a tool or a judge said (masked from the loss) and let the policy go on from there."""
+    async def proceed(self, rollout: Rollout, feedback: str | Sequence[Message] = "", **params: Any) -> Rollout:
+        """Append the feedback of a tool or a judge (masked from the loss), then let the policy continue."""
         ...
 
     async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
-        """`n` different continuations of the same beginning, each a new sibling."""
+        """`n` different continuations of the same rollout, each a new sibling."""
         ...
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
-        """All rewards of the recipe, blended."""
+        """The weighted sum of all rewards of the recipe."""
         ...
 
     async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
-        """One reward of the recipe alone."""
+        """One reward of the recipe, unweighted."""
         ...
 
     async def ask(self, judge: str, messages: Sequence[Message], **params: Any) -> str:
-        """What a judge of the recipe says to a conversation of one's own."""
+        """The answer of a judge of the recipe to these messages."""
         ...
 
 
 class RoleError(RuntimeError):
-    """A role raised. Carries its name and the first traceback; `user_error` says the user can mend it."""
+    """A role raised an exception. `traceback`: the first one. `user_error`: the user can fix it."""
 
     def __init__(self, role: str, message: str, traceback: str, user_error: bool = False):
         super().__init__(role, message, traceback, user_error)
@@ -347,7 +352,7 @@ class RoleError(RuntimeError):
 
 
 class RoleDied(RuntimeError):
-    """A process is gone: killed, crashed or out of memory."""
+    """A process died: killed, crashed or out of memory."""
 
     def __init__(self, role: str, detail: str):
         super().__init__(role, detail)

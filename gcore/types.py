@@ -1,10 +1,13 @@
-"""What flows through G-Core: one frozen type per stage.
+"""The values that flow through G-Core: one frozen type per stage.
 
     Prompt ──generation──> Rollout ──rewarding──> Scored ──preparation──> Sample ──pack──> TrainBatch
 
-Names end in the shape they have: `_S` runs over *steps* (a token, or one denoising step), the unit of decision;
-`_P` runs over prompt tokens; `_T` over the whole sequence (`_P` followed by `_S`). What the steps consist of (tokens,
-images, ...) is their `content`: see content/base.py.
+An engine receives a Request and returns a Completion; one or more completions make a Rollout. The rollouts of one
+prompt are a *group*. They are numbered, and are *siblings* of each other.
+
+The suffix of an array name is its axis: `_S` are the *steps* (one token or one denoising step: the unit of decision),
+`_P` the tokens of the prompt, `_T` the whole sequence (`_P` followed by `_S`). What a step consists of (tokens,
+images, ...) is in `content`: see content/base.py.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ Bools = npt.NDArray[np.bool_]
 Pixels = npt.NDArray[np.uint8]  # an image: height x width x 3, red, green, blue
 Message = dict[str, Any]
 Finish = Literal["stop", "length", "abort"]
-Key = tuple[int, int]  # of a sample: prompt id, sibling
-FAMILIAR_PARAMS = {
+Key = tuple[int, int]  # identifies a sample: prompt id, sibling
+PARAM_SYNONYMS = {  # names in other libraries -> names here
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "stop_token_ids": "stop_tokens",
@@ -35,7 +38,7 @@ FAMILIAR_PARAMS = {
 
 
 class UserError(ValueError):
-    """Something the user can change. Shown as one line: what, got, expected, and the key to change."""
+    """An error that the user can fix. Printed as one line: what, got, expected, and the key to change."""
 
 
 class RewardError(RuntimeError):
@@ -50,11 +53,11 @@ class WorkflowError(RuntimeError):
 class Prompt:
     """Prompt(id=70, row=6, messages=({"role": "user", "content": "27+58="},), content=Tokens(...), columns={...})"""
 
-    id: int  # position in the run's global order: unique over epochs, and the key of the sampling noise
+    id: int  # number in the global prompt order of the run: unique across epochs; also the key of the sampling noise
     row: int  # row of the dataset
     messages: tuple[Message, ...]
     text: str  # after the chat template
-    content: Content  # what the policy's engine reads: for language models Tokens
+    content: Content  # input of the policy's engine: for language models Tokens
     columns: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns, for rewards
 
 
@@ -67,18 +70,18 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     stop_tokens: tuple[int, ...] = ()
-    keep_mask: bool = False  # answer with the tokens that top-k and top-p left, and logprobs among them alone
+    keep_mask: bool = False  # also return the tokens that top-k and top-p allow, with logprobs normalized over them
 
     def after(self, num_steps: int) -> SamplingParams:
-        """For the rest of a request of which `num_steps` steps are done."""
+        """The parameters for the rest of a request of which `num_steps` steps are done."""
         return replace(self, max_tokens=self.max_tokens - num_steps)
 
     def override(self, given: Mapping[str, Any], what: str) -> SamplingParams:
-        """With these fields instead. `what` was called with them, by a user's workflow."""
+        """With the fields of `given` replaced. `what`: the method that a workflow called with them, for the message."""
         names = [field.name for field in fields(self)]
         for name in given:
             if name not in names:
-                near = FAMILIAR_PARAMS.get(name) or next(iter(difflib.get_close_matches(name, names, 1)), None)
+                near = PARAM_SYNONYMS.get(name) or next(iter(difflib.get_close_matches(name, names, 1)), None)
                 hint = f"; did you mean {near}?" if near else f"; expected some of {names}"
                 raise UserError(f"{what} has no parameter {name!r}{hint} (key: workflow)")
         return replace(self, **given)
@@ -86,34 +89,35 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an engine is asked: continue this content. Request(Tokens([1, 6, 11]), params=..., noise_key=2**63 + 5)"""
+    """Input of an engine: content to continue. Request(Tokens([1, 6, 11]), params=..., noise_key=2**63 + 5)"""
 
     content: Content
     params: SamplingParams
     noise_key: int  # 64 bits from (seed, prompt id, sibling): see generation/noise.py
-    priority: int = 0  # lower goes first in queues; equal priorities go by arrival. Changes no result
+    priority: int = 0  # queues serve lower numbers first, equal ones in order of arrival. Results do not depend on it
 
     @property
     def position(self) -> int:
-        """Steps that the sample took before this request: noise goes by position, so it never repeats."""
+        """Number of steps of the sample before this request. Noise depends on the position, so it never repeats."""
         return self.content.num_steps
 
     def after(self, piece: Completion) -> Request:
-        """What is left to ask for once `piece` is there: the same sample, from the end of the piece."""
+        """The rest of this request after `piece` was generated: the same sample, continued at the end of the piece."""
         content, params = self.content.extended(piece.content), self.params.after(piece.content.num_steps)
         return replace(self, content=content, params=params)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine answers. Completion(Tokens.steps([12, 9]), logprobs_S=[-.1, -.7], versions_S=[3, 3], "stop")"""
+    """Output of an engine. Completion(Tokens.steps([12, 9]), logprobs_S=[-.1, -.7], versions_S=[3, 3], "stop")"""
 
-    content: Content  # the new steps alone
+    content: Content  # only the new steps
     logprobs_S: Floats  # as the trainer computes them: temperature applied, before top-k and top-p (or with their mask)
-    versions_S: Ints  # of the policy's weights at each step: they may change while a sample is being generated
+    versions_S: Ints  # version of the policy's weights at each step: they may change while a sample is generated
     finish: Finish
 
     def joined(self, later: Completion) -> Completion:
+        """This completion followed by the steps of `later`."""
         return Completion(
             self.content.extended(later.content),
             np.concatenate([self.logprobs_S, later.logprobs_S]),
@@ -128,13 +132,13 @@ class Rollout:
 
     prompt: Prompt
     sibling: int
-    content: Content  # the prompt's, with all steps
+    content: Content  # of the prompt, with all steps
     logprobs_S: Floats
     mask_S: Bools  # True where the policy decided; False for steps of tools or feedback
-    output: Any  # what rewards judge and people read: for language models the text of the response
+    output: Any  # what rewards score and people read: for language models the text of the response
     versions_S: Ints
     finish: Finish
-    temperature: float = 1.0  # it was sampled at; the trainer computes logprobs at the same
+    temperature: float = 1.0  # of the sampling; the trainer computes logprobs at the same temperature
 
     @property
     def text(self) -> str:
@@ -148,7 +152,7 @@ class Rollout:
 
     @property
     def version(self) -> int:
-        """The oldest policy version among its steps."""
+        """The oldest policy version among the steps."""
         return int(self.versions_S.min())
 
 
@@ -159,12 +163,12 @@ class Scored:
     rollout: Rollout
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what judges said of it, for people to read
+    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # answers of judges, for people to read
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a trainer rank trains on. Sample(prompt_id=70, sibling=3, content=Tokens(...), advantages_S=[.9, .9])"""
+    """Input of a trainer rank. Sample(prompt_id=70, sibling=3, content=Tokens(...), advantages_S=[.9, .9])"""
 
     prompt_id: int
     sibling: int
@@ -173,7 +177,7 @@ class Sample:
     rollout_logprobs_S: Floats
     advantages_S: Floats
     temperature: float = 1.0
-    reward: float | None = None  # what the rewards of the recipe gave; None for demonstrations
+    reward: float | None = None  # by the rewards of the recipe; None for demonstrations
 
     @property
     def key(self) -> Key:
@@ -186,13 +190,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleMeta:
-    """The part of a sample that crosses collectives. SampleMeta(prompt_id=70, sibling=3, length=9, actions=3)"""
+    """The metadata of a sample, which collectives exchange. SampleMeta(prompt_id=70, sibling=3, length=9, actions=3)"""
 
     prompt_id: int
     sibling: int
-    length: int  # size of its content
+    length: int  # size of the content
     actions: int  # steps that count in the loss
-    digest: bytes = b""  # of its steps, for samples_digest
+    digest: bytes = b""  # of the steps, for samples_digest
 
     @property
     def key(self) -> tuple[int, int]:
@@ -201,7 +205,7 @@ class SampleMeta:
 
 @dataclass(frozen=True, slots=True)
 class KlSums:
-    """KL of one sample to the reference, summed over its actions. KL to come: that of a step and all after it.
+    """KL of one sample to the reference model, summed over its actions. KL to come: of a step and all later steps.
 
     KLs of 0.1 and 0.3: KlSums(total=0.4, to_come=0.4 + 0.3, to_come_squares=0.16 + 0.09)
     """
@@ -213,7 +217,7 @@ class KlSums:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of packed samples: rows[i] lists the keys that stand one after another in row i, `width` tokens wide."""
+    """Rows of packed samples. rows[i] lists the samples of row i in order, by key. A row is `width` tokens wide."""
 
     rows: tuple[tuple[tuple[int, int], ...], ...]
     width: int
@@ -221,7 +225,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One optimizer step of one rank. The denominators are global: the same on every rank, whatever the split."""
+    """One optimizer step of one rank. The denominators are global: the same on every rank, for any number of ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
     num_actions: int  # loss steps in the whole mini-batch, over all ranks
@@ -230,13 +234,13 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """All that one trainer rank does in one training step, by key; the arrays were pushed to it before."""
+    """The work of one trainer rank in one training step. Samples are named by key; the rank received them before."""
 
     step: int
     mini_batches: tuple[MiniBatch, ...]
     objective: Literal["policy", "imitation"] = "policy"
-    advantages: Mapping[Key, float] | None = None  # instead of the samples' own, where the KL is part of the reward
-    kl_scale: float = 0.0  # and then each step's advantage is less by this many times the KL to come
+    advantages: Mapping[Key, float] | None = None  # replaces the samples' own where the KL is part of the reward
+    kl_scale: float = 0.0  # then each step's advantage is reduced by kl_scale x (KL to come)
 
     @property
     def keys(self) -> list[Key]:

@@ -1,6 +1,9 @@
-"""Groups that wait for a later training step, on disk: arrays as safetensors, everything else as JSON.
+"""Saves and loads the groups that were ready but not yet trained on when a checkpoint was made.
 
-Every controller writes its own file and reads the files of all, so the number of controllers may change in between.
+    controller RANK ──save──> pending-RANK.safetensors (arrays), pending-RANK.json (all other fields) ──load──> all
+
+Every controller writes its own files and reads the files of all controllers, so a run can be resumed with another
+number of controllers.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from safetensors.numpy import load_file, save_file
 
 from gcore.types import Prompt, Rollout, Scored
 
-COLUMNS = ("logprobs_S", "mask_S", "versions_S")  # of every step; the content has arrays of its own
+COLUMNS = ("logprobs_S", "mask_S", "versions_S")  # one value per step; the content adds its own arrays
 
 
 def save_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scored]]) -> None:
-    """pending-RANK.safetensors has each array of all samples, one after another; pending-RANK.json says whose."""
+    """Each array in the file is the concatenation over all samples; the JSON file has the lengths of the parts."""
     samples = [s for group in groups for s in group]
     if not samples:
         return
@@ -48,6 +51,7 @@ def save_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Score
 
 
 def load_pending_groups(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[list[Scored]]:
+    """The groups of all controllers. `prompt_at`: prompt number -> prompt."""
     groups: dict[int, list[Scored]] = {}
     for file in sorted(folder.glob("pending-*.json")):
         arrays, starts = load_file(file.with_suffix(".safetensors")), Counter[str]()

@@ -1,9 +1,9 @@
-"""Checkpoints on disk: `step_N/` exists completely or not at all. So does `warm_N/`, made during the warm start.
+"""The folders of checkpoints: `step_N/`, and `warm_N/` during the warm start. Each is complete or does not exist.
 
     begin -> step_N.partial/ ... files ... -> state.json -> manifest.json (sizes, checksums) -> rename to step_N/
 
-The manifest is written last and the folder renamed after it, so a name `step_N` is a promise. A crash leaves a
-`.partial` folder that nobody reads and the next save removes.
+The manifest is written last, and then the folder is renamed, so a folder named `step_N` is always complete. A crash
+leaves a `.partial` folder, which is never read and which the next save removes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, Literal
 from gcore.types import UserError
 
 MANIFEST, STATE = "manifest.json", "state.json"
-FORMAT = 2  # of the files of a checkpoint
+FORMAT = 2  # version of the checkpoint format
 Kind = Literal["warm", "step"]
 KINDS: tuple[Kind, ...] = ("warm", "step")  # in the order in which a run makes them
 
 
 def begin(folder: Path, step: int, need_bytes: int, kind: Kind = "step") -> Path:
-    """An empty folder to write into. Refuses when the disk cannot hold it. `warm`: a step of the warm start."""
+    """An empty folder to write into. UserError if the disk is too full. `kind`: "warm" during the warm start."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in (path for name in KINDS for path in folder.glob(f"{name}_*.partial")):
         shutil.rmtree(stale, ignore_errors=True)
@@ -41,7 +41,8 @@ def begin(folder: Path, step: int, need_bytes: int, kind: Kind = "step") -> Path
 
 
 def commit(partial: Path, state: dict[str, Any], keep: int) -> Path:
-    """Seal the folder and drop the oldest beyond `keep`: never this one, even beside later steps of a former course."""
+    """Make the folder a complete checkpoint. Only the newest `keep` remain; this one always does, even if checkpoints
+    of later steps are left from an earlier run."""
     (partial / STATE).write_text(json.dumps(state, indent=1))
     for file in partial.iterdir():
         _to_disk(file)
@@ -61,7 +62,7 @@ def commit(partial: Path, state: dict[str, Any], keep: int) -> Path:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Out of the way of `resume=auto`, but not lost: step_N becomes step_N.old."""
+    """Rename step_N to step_N.old, so that `resume=auto` ignores it."""
     old = checkpoint.with_name(checkpoint.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     checkpoint.rename(old)
@@ -74,13 +75,13 @@ def complete(folder: Path) -> list[Path]:
 
 
 def position(checkpoint: Path) -> tuple[int, int]:
-    """Where a checkpoint stands in its run: warm_100 < step_0 < step_50."""
+    """Sort key in the order of a run: warm_100 < step_0 < step_50."""
     kind, _, number = checkpoint.name.partition("_")
     return [str(name) for name in KINDS].index(kind), int(number)
 
 
 def find(resume: str, folder: Path) -> Path | None:
-    """The checkpoint that `run.resume` means, verified; None to start anew."""
+    """The checkpoint that `run.resume` selects, verified; None: start from the beginning."""
     if resume == "never":
         return None
     if resume == "auto":
@@ -95,7 +96,7 @@ def find(resume: str, folder: Path) -> Path | None:
 
 
 def verify(checkpoint: Path) -> Path:
-    """Every file has the size and checksum it was sealed with."""
+    """Check that every file has the size and checksum of the manifest. UserError if not."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         files = manifest["files"]

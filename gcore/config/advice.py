@@ -1,6 +1,6 @@
-"""Settings that are valid and yet contradict each other, or the preset that the recipe names. Pure: config -> lines.
+"""Warnings for valid settings that contradict each other or the recipe's preset. Pure function: config -> lines.
 
-Shown when a run starts and by `--dry-run`. What cannot work at all is refused by the validators instead.
+Shown when a run starts and by `--dry-run`. The validators reject settings that cannot work.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ def _departures(config: Config) -> Iterator[str]:
         for name, value in values.items():
             got = getattr(getattr(config, section), name)
             if got != value:
-                yield f"{section}.{name}={got} where algorithm.preset={preset} has {value}; the recipe's value is used"
+                yield f"{section}.{name}={got} differs from algorithm.preset={preset} ({value}); {got} is used"
 
 
 def _loss(algorithm: Algorithm) -> Iterator[str]:
     loss, clip = algorithm.policy_loss, max(algorithm.clip_ratio_low, algorithm.clip_ratio_high)
     if loss == "gspo" and algorithm.loss_aggregation != "sequence_mean":
         yield (
-            f"algorithm.policy_loss=gspo has one ratio per sample, and loss_aggregation={algorithm.loss_aggregation} "
+            f"algorithm.policy_loss=gspo has one ratio per sample, but loss_aggregation={algorithm.loss_aggregation} "
             "weighs samples by their length; GSPO uses sequence_mean"
         )
     if loss == "gspo" and clip > LARGE_CLIP:
         yield (
             f"algorithm.policy_loss=gspo with clip_ratio_low={algorithm.clip_ratio_low}, clip_ratio_high="
-            f"{algorithm.clip_ratio_high}: the ratio of a whole sample hardly moves that far, so the clip has no "
-            "effect; GSPO uses 3e-4 and 4e-4"
+            f"{algorithm.clip_ratio_high}: the ratio of a whole sample rarely reaches these bounds, so clipping has "
+            "almost no effect; GSPO uses 3e-4 and 4e-4"
         )
     if loss == "ppo" and clip < SMALL_CLIP:
         yield (
             f"algorithm.policy_loss=ppo with clip_ratio_low={algorithm.clip_ratio_low}, clip_ratio_high="
-            f"{algorithm.clip_ratio_high} clips nearly every token; these are ranges of policy_loss=gspo"
+            f"{algorithm.clip_ratio_high} clips nearly every token; such small ranges are for policy_loss=gspo"
         )
     if loss in ("gspo", "cispo") and algorithm.mini_batches == 1:
         yield (
-            f"algorithm.policy_loss={loss} with mini_batches=1: with one update per step all ratios are 1, and the "
-            "gradient is that of policy_loss=ppo"
+            f"algorithm.policy_loss={loss} with mini_batches=1: with one update per step all ratios are 1, so the "
+            "gradient is the same as with policy_loss=ppo"
         )
     if loss == "cispo" and algorithm.clip_ratio_dual is not None:
         yield "algorithm.clip_ratio_dual has no effect with policy_loss=cispo"
@@ -70,7 +70,7 @@ def _kl(algorithm: Algorithm) -> Iterator[str]:
         return
     if algorithm.kl_in == "loss" and estimator == "k1":
         yield (
-            "algorithm.kl_estimator=k1 with kl_in=loss: its gradient is 0 on average, so it does not hold the policy "
+            "algorithm.kl_estimator=k1 with kl_in=loss: its gradient is 0 on average, so it does not keep the policy "
             "near the reference; use k2, k1+ or k3+, or kl_in=reward"
         )
     if algorithm.kl_in == "reward" and estimator.endswith("+"):
@@ -80,8 +80,8 @@ def _kl(algorithm: Algorithm) -> Iterator[str]:
         )
     if algorithm.kl_in == "reward" and algorithm.adv_estimator == "grpo":
         yield (
-            "algorithm.kl_in=reward with adv_estimator=grpo: where all rewards of a group are equal, the KL alone is "
-            "divided by its own spread, whatever kl_coef is; use kl_in=loss, or another adv_estimator"
+            "algorithm.kl_in=reward with adv_estimator=grpo: if all rewards of a group are equal, the KL is divided by "
+            "its own standard deviation, so kl_coef has no effect; use kl_in=loss, or another adv_estimator"
         )
 
 
@@ -90,17 +90,17 @@ def _samples(config: Config) -> Iterator[str]:
     if config.sampling.prefers_short:
         yield (
             "sampling.deterministic=false with surplus=abort prefers short responses: those that finish first are "
-            "trained on, the others are thrown away; use surplus=keep (docs/sampling.md), and watch rollout/length_bias"
+            "trained on, the others are discarded; use surplus=keep (docs/sampling.md), and watch rollout/length_bias"
         )
     if algorithm.importance == "none" and config.sampling.staleness:
         yield (
             f"algorithm.importance=none with samples up to {config.sampling.staleness} version(s) old "
-            "(sampling.max_staleness, sampling.surplus): they train as if the current policy had made them"
+            "(sampling.max_staleness, sampling.surplus): they train as if the current policy had sampled them"
         )
     if algorithm.mask_truncated and algorithm.overlong_buffer:
         yield (
-            "algorithm.mask_truncated=true with overlong_buffer > 0: samples of full length are punished in their "
-            "group, and do not train; DAPO uses one of the two"
+            "algorithm.mask_truncated=true with overlong_buffer > 0: samples of full length get a penalty in their "
+            "group, but do not train; DAPO uses only one of the two"
         )
     is_truncated = (generation.top_p < 1 or generation.top_k > 0) and generation.temperature > 0
     if is_truncated and not generation.keep_sampling_mask:

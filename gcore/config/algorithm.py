@@ -1,7 +1,7 @@
-"""Section `algorithm`: advantages, loss, importance weights, KL, and the presets that set them as a paper does.
+"""Section `algorithm`: advantages, loss, importance weights, KL, and presets with the values of papers.
 
-A preset fills in the keys that the recipe does not set; what the recipe sets wins. It is applied before validation, so
-`config.yaml` of a run shows the values that result. `advice.py` tells where a recipe departs from its preset.
+A preset sets the keys that the recipe does not set. It is applied before validation, so `config.yaml` of a run shows
+the resulting values. `advice.py` warns where a recipe differs from its preset.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
 class Algorithm(Section):
     preset: Preset | None = None
-    """Sets the keys of this section that the recipe leaves out to the values of a paper, see docs/algorithms.md.
+    """Sets the keys of this section that the recipe does not set to the values of a paper, see docs/algorithms.md.
     `dapo` also sets `sampling.filter: spread`."""
     adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
-    """How rewards become advantages. `grpo`: (reward - mean of the group) / its standard deviation; `dr_grpo`: reward -
-    mean of the group; `rloo`: reward - mean of the other siblings; `reinforce_pp`: reward, whitened over the batch;
-    `reinforce_pp_baseline`: reward - mean of the group, whitened over the batch."""
+    """How advantages are computed from rewards. `grpo`: (reward - mean of the group) / its standard deviation;
+    `dr_grpo`: reward - mean of the group; `rloo`: reward - mean of the other siblings; `reinforce_pp`: reward, whitened
+    over the batch; `reinforce_pp_baseline`: reward - mean of the group, whitened over the batch."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """The surrogate: see training/losses.py."""
+    """The surrogate loss, see training/losses.py."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     """`token_mean`: every token of the global batch weighs the same (DAPO); `sequence_mean`: every sample weighs the
     same (the GRPO paper); `fixed_length`: sum of tokens over samples x max_response_length (Dr.GRPO)."""
@@ -35,49 +35,49 @@ class Algorithm(Section):
     clip_ratio_high: NonNegative = 0.2
     """Upper clipping range of the probability ratio (0.28 in DAPO's clip-higher)."""
     clip_ratio_dual: float | None = Field(default=None, gt=1)
-    """Dual clip: bound on the ratio for negative advantages; off by default."""
+    """Dual clip: upper bound of the ratio for negative advantages; default: off."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL penalty to the starting policy; above 0 a reference model is kept."""
+    """Weight of the KL penalty to the initial policy; above 0, a reference model is loaded."""
     kl_estimator: KlEstimator = "k3"
     """Estimate of the KL per token, with d = log p_policy - log p_reference. `k1`: d; `k2`: d^2 / 2; `k3`: exp(-d) + d
-    - 1, at most 10. `k1+` and `k3+` have the value of k1 and k3, and in the loss the gradient of k2, which is that of
-    the KL."""
+    - 1, at most 10. `k1+` and `k3+` have the value of k1 and k3, and in the loss the gradient of k2, which is the
+    gradient of the KL."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: the KL is a term of the loss, weighted by the importance weights; `reward`: it is subtracted from the
-    reward before advantages are computed, with the policy before the update; takes one more forward pass."""
+    reward before advantages are computed, with the policy before the update; needs one more forward pass."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     importance: Literal["token", "sequence", "geometric", "none"] = "token"
-    """Importance weights p_trainer / p_engine of what was sampled: they correct for stale samples and for engines that
-    compute differently. `token`: the ratio of each token; `sequence`: the product of the ratios of a sample, unbiased
-    and of high variance; `geometric`: their geometric mean, which is no importance weight but does not depend on the
-    length; `none`: no weights."""
+    """Importance weights p_trainer / p_engine of the sampled tokens: they correct for stale samples and for numerical
+    differences of engines. `token`: the ratio of each token; `sequence`: the product of the ratios of a sample,
+    unbiased but of high variance; `geometric`: their geometric mean, which is biased but does not depend on the length;
+    `none`: no weights."""
     importance_mode: Literal["truncate", "mask"] = "truncate"
-    """What happens to weights outside [`importance_floor`, `importance_cap`]. `truncate`: the nearest bound (TIS);
-    `mask`: 0, these tokens or samples are left out (IcePop by token, MIS by sequence)."""
+    """Treatment of weights outside [`importance_floor`, `importance_cap`]. `truncate`: set to the nearest bound (TIS);
+    `mask`: set to 0, so that these tokens or samples do not train (IcePop by token, MIS by sequence)."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
     """Upper bound of the weights."""
     importance_floor: NonNegative = 0.0
     """Lower bound of the weights; 0: none. IcePop: `importance_mode: mask`, 0.5 and `importance_cap: 5`."""
     overlong_buffer: Count = 0
-    """Soft overlong punishment (DAPO): the reward falls linearly over the last `overlong_buffer` tokens before
+    """Soft overlong penalty (DAPO): the reward falls linearly over the last `overlong_buffer` tokens before
     `generation.max_response_length`; 0: off. Applied after `sampling.filter`."""
     overlong_penalty: NonNegative = 1.0
-    """What a response of full length loses that way."""
+    """Penalty of a response of full length, see `overlong_buffer`."""
     mask_truncated: bool = False
-    """Overlong filtering: samples that were cut at the length limit do not count in the loss. Their rewards count in
+    """Overlong filtering: samples cut at the length limit do not count in the loss. Their rewards still count in
     their group's mean and standard deviation."""
     mini_batches: PositiveInt = 1
-    """Optimizer steps a training step; must not exceed `sampling.prompts_per_step`."""
+    """Optimizer steps per training step; must not exceed `sampling.prompts_per_step`."""
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Logprobs of the policy before the update, in a pass of their own."""
+        """Needs a separate pass for the logprobs of the policy before the update."""
         return self.mini_batches > 1 or self.kl_in_reward
 
     @property
     def needs_logprobs(self) -> bool:
-        """Old or reference logprobs; with one mini-batch and no KL, the update's own forward pass is all there is."""
+        """Needs old or reference logprobs. With one mini-batch and no KL, the update's forward pass is enough."""
         return self.needs_old_logprobs or self.kl_coef > 0
 
     @property
@@ -121,7 +121,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_GROUPS,
         "policy_loss": "cispo",
         "loss_aggregation": "token_mean",
-        **{"clip_ratio_low": 1.0, "clip_ratio_high": 4.0},  # the ratio has no lower bound, and is at most 5
+        **{"clip_ratio_low": 1.0, "clip_ratio_high": 4.0},  # the ratio has no lower bound and is at most 5
     },
     "reinforce_pp": {
         **_PPO,
@@ -146,7 +146,7 @@ OVERLONG_SHARE = 5  # DAPO: a buffer of 4,096 for responses of 20,480 tokens
 
 
 def preset_values(preset: str, max_response_length: int) -> dict[str, dict[str, Any]]:
-    """What a preset stands for, by section: {"algorithm": {...}, "sampling": {...}}."""
+    """The keys that a preset sets, by section: {"algorithm": {...}, "sampling": {...}}."""
     algorithm = dict(PRESETS[preset])
     if preset != "dapo":
         return {"algorithm": algorithm}
@@ -155,9 +155,9 @@ def preset_values(preset: str, max_response_length: int) -> dict[str, dict[str, 
 
 
 def with_preset(tree: Mapping[str, Any], max_response_length: int) -> dict[str, Any]:
-    """A configuration as it was read, with the keys that its preset adds. `max_response_length`: where none is set.
+    """The parsed configuration plus the keys of its preset. `max_response_length`: used if the key is not set.
 
-    What is not of the right type stays as it is, for the validation to find.
+    Values of a wrong type are unchanged, so that the validation reports them.
     """
     found = dict(tree)
     algorithm, generation = (found.get(name) for name in ("algorithm", "generation"))

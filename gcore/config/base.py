@@ -1,4 +1,4 @@
-"""What the sections of the configuration are made of, and the one that several of them hold: a model."""
+"""Base types of the configuration, and sections that several other sections contain, such as a model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NonNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-def _plain_name(name: str) -> str:
-    """The name of a folder in `run.dir`: it must not lead out of it, nor mean `run.dir` itself."""
+def _folder_name(name: str) -> str:
+    """The name of a folder in `run.dir`. It must not be a path outside of `run.dir`, or `run.dir` itself."""
     if not name.strip() or name in (".", "..") or not name.isprintable() or set(name) & set("/\\"):
-        raise ValueError(f"got {name!r}; expected the plain name of a folder, without / or \\ (its place is run.dir)")
+        raise ValueError(f"got {name!r}; expected a folder name without / or \\ (its parent folder is run.dir)")
     return name
 
 
-FolderName = Annotated[str, AfterValidator(_plain_name)]
+FolderName = Annotated[str, AfterValidator(_folder_name)]
 
 
 class Section(BaseModel):
@@ -33,7 +33,7 @@ class BuildModel(Section):
     architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
     """Model family, as in transformers."""
     hidden_size: PositiveInt = 128
-    """Width."""
+    """Width of the hidden states."""
     intermediate_size: PositiveInt = 512
     """Width of the feed-forward layers."""
     layers: PositiveInt = 4
@@ -43,7 +43,7 @@ class BuildModel(Section):
     kv_heads: PositiveInt = 4
     """Key/value heads; must divide `heads`."""
     max_length: PositiveInt = 256
-    """Longest sequence (prompt and response)."""
+    """Maximum length of a sequence (prompt and response) in tokens."""
     alphabet: str = "0123456789+-*/=()?,.: abcdefghijklmnopqrstuvwxyz"
     """Characters of the built-in one-token-per-character tokenizer."""
 
@@ -58,96 +58,98 @@ class BuildModel(Section):
 
 
 class Stored(Section):
-    """A dataset that is stored somewhere: in a file, in a folder, or on the hub."""
+    """A dataset in a file, in a folder, or on the hub."""
 
     path: str | None = None
-    """A file (.jsonl, .json, .csv, .tsv or .parquet), the folder of a Hugging Face dataset, or the id of one on the
-    hub, such as `openai/gsm8k` (needs the extra `datasets`)."""
+    """A file (.jsonl, .json, .csv, .tsv or .parquet), the folder of a Hugging Face dataset, or a hub id such as
+    `openai/gsm8k` (needs the extra `datasets`)."""
     subset: str | None = None
-    """Datasets of the hub and their folders: name of the subset (also called configuration), such as `main`."""
+    """Hub ids and dataset folders: name of the subset (also called configuration), such as `main`."""
     split: str | None = None
-    """Datasets of the hub and their folders: name of the split, such as `test`. Default: `train` for the training set;
-    a held-out set must name its split."""
+    """Hub ids and dataset folders: name of the split, such as `test`. Default: `train` for the training set. A held-out
+    set must name its split."""
     revision: str | None = None
-    """Hub ids: branch, tag or commit. Default: `main`. The run's `config.yaml` has the commit."""
+    """Hub ids: branch, tag or commit. Default: `main`. The run's `config.yaml` records the commit."""
 
 
 class Model(Section):
     path: str | None = None
-    """Folder of a Hugging Face model (config.json, safetensors, tokenizer), or the id of one on the hub, such as
-    `Qwen/Qwen3-0.6B`: taken from the local cache, or downloaded. A folder of that name comes first."""
+    """Folder of a Hugging Face model (config.json, safetensors, tokenizer), or a hub id such as `Qwen/Qwen3-0.6B`, read
+    from the local cache or downloaded. A local folder of that name takes precedence."""
     revision: str | None = None
-    """Hub ids: branch, tag or commit. Default: `main`. The run's `config.yaml` has the commit."""
+    """Hub ids: branch, tag or commit. Default: `main`. The run's `config.yaml` records the commit."""
     build: BuildModel | None = None
-    """Build a small model from scratch instead, with its own tokenizer: no download."""
+    """Build a small model from scratch instead of `path`, with its own tokenizer; no download."""
     tokenizer: str | None = None
-    """Folder or hub id of the tokenizer, when it is not in `model.path`."""
+    """Folder or hub id of the tokenizer, if it is not in `model.path`."""
     tokenizer_revision: str | None = None
     """Hub ids: branch, tag or commit of `tokenizer`."""
     chat_template: str | None = None
-    """Jinja chat template: the text itself or the path of a file. Default: the tokenizer's own. A policy without any
-    takes prompts that are strings, and reads them as they are."""
+    """Jinja chat template: the text itself or the path of a file. Default: the tokenizer's own. A policy without a
+    template accepts only prompts that are strings, and reads them unchanged."""
     trust_remote_code: bool = False
-    """Allow Python code shipped inside the model folder to run."""
+    """Allow Python code in the model folder to run."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:
         if (self.path is None) == (self.build is None):
             raise ValueError(
-                "set exactly one of model.path (a Hugging Face folder or hub id) and model.build (a small model made "
-                "here)"
+                "set exactly one of model.path (a Hugging Face folder or hub id) and model.build (a small model built "
+                "from scratch)"
             )
         if self.revision is not None and self.path is None:
-            raise ValueError("model.revision: of model.path, which is not set")
+            raise ValueError("model.revision: got a revision without model.path; expected both or neither")
         if self.tokenizer_revision is not None and self.tokenizer is None:
-            raise ValueError("model.tokenizer_revision: of model.tokenizer, which is not set")
+            raise ValueError(
+                "model.tokenizer_revision: got a revision without model.tokenizer; expected both or neither"
+            )
         return self
 
 
 class Lora(Section):
     rank: PositiveInt = 16
-    """Width of the two factors that are trained beside each target matrix."""
+    """Rank of the two factors that are trained for each target matrix."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """Their product counts `alpha / rank` times."""
+    """The product of the two factors is scaled by `alpha / rank`."""
     targets: list[str] = []
-    """Linear layers of the decoder by the end of their names, such as `[q_proj, v_proj]`. Default: all of attention
-    and MLP."""
+    """Linear layers of the decoder, by the last part of their names, such as `[q_proj, v_proj]`. Default: all of
+    attention and MLP."""
 
 
 class PolicyModel(Model):
     lora: Lora | None = None
-    """Train low-rank adapters and leave the weights as they are; only the adapters travel to the engines and into
-    checkpoints, see docs/engines.md. `{}` takes the defaults. Default: train all weights."""
+    """Train low-rank adapters and freeze the weights; only the adapters are sent to the engines and saved in
+    checkpoints, see docs/engines.md. `{}` uses the defaults. Default: train all weights."""
 
 
 class EmulatedDevice(Section):
     base_s: Annotated[float, Field(gt=0)] = 0.02
-    """Seconds of a decoding step before its first sequence."""
+    """Fixed seconds per decoding step."""
     per_sequence_s: NonNegative = 0.0
-    """What each running sequence adds to a step."""
+    """Additional seconds per decoding step and running sequence."""
     prefill_s_per_token: NonNegative = 0.0
-    """Seconds of a prompt token; prompts are read one after another, and nothing is decoded meanwhile."""
+    """Seconds per prompt token. Prompts are processed one after another; decoding stops during that time."""
     sleep_s: NonNegative = 0.0
-    """Giving the memory back."""
+    """Seconds to free the device memory."""
     wake_s: NonNegative = 0.0
-    """Taking it again."""
+    """Seconds to allocate the device memory again."""
     weights_s: NonNegative = 0.0
-    """New weights from the trainer."""
+    """Seconds to load new weights from the trainer."""
     mean_tokens: Annotated[float, Field(ge=1)] = 256.0
-    """Mean length of a response, before it is cut; log-normal."""
+    """Mean length of a response before the length limit; lengths are log-normal."""
     sigma: NonNegative = 0.8
     """Spread of the lengths: standard deviation of the logarithm."""
     shared: Fraction = 0.0
-    """How much of that variance is the prompt's: its responses have it in common."""
+    """Fraction of the variance of lengths that all responses of a prompt share."""
     speed: Annotated[float, Field(gt=0)] = 1.0
-    """Emulated seconds that pass in a second; everything emulated in a run has the same."""
+    """Emulated seconds per real second; must be equal for everything emulated in a run."""
 
 
 class EmulatedTraining(Section):
     seconds_per_token: NonNegative = 1e-5
-    """Seconds of one rank for a token that it trains on, prompts included."""
+    """Seconds of one rank per token that it trains on, prompts included."""
     speed: Annotated[float, Field(gt=0)] = 1.0
-    """Emulated seconds that pass in a second; everything emulated in a run has the same."""
+    """Emulated seconds per real second; must be equal for everything emulated in a run."""
 
 
 class Serving(Section):
@@ -155,62 +157,62 @@ class Serving(Section):
 
     engine: Literal["embedded", "vllm", "sglang", "emulated"] = "embedded"
     """`embedded`: transformers models in G-Core's own batched engine; `vllm`, `sglang`: vLLM or SGLang, which must be
-    installed, see docs/engines.md; `emulated`: random tokens from a device whose time is slept, see
+    installed, see docs/engines.md; `emulated`: random tokens from an emulated device that only sleeps, see
     docs/placement.md."""
     emulated: EmulatedDevice | None = None
-    """`emulated`: how fast that device is, and how much it says."""
+    """`emulated`: speed of the device and lengths of the responses."""
     max_concurrent: PositiveInt = 256
-    """Sequences a replica decodes at once; more wait in its queue."""
+    """Maximum number of sequences that a replica decodes at once; further requests queue."""
     min_step_s: NonNegative = 0.0
-    """Embedded: shortest decoding step in seconds; emulates a slower device."""
+    """Embedded: minimum seconds per decoding step; emulates a slower device."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it runs; `auto`: as `training.device`."""
+    """Device of the model; `auto`: as `training.device`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of its weights; `auto`: float32 on CPU, bfloat16 on GPU."""
+    """Precision of the weights; `auto`: float32 on CPU, bfloat16 on GPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.4
     """vLLM, SGLang: share of the GPU's memory for weights and KV cache."""
     tensor_parallel: PositiveInt = 1
-    """vLLM, SGLang: GPUs of one replica."""
+    """vLLM, SGLang: GPUs per replica."""
     eager: bool = False
-    """vLLM, SGLang: neither compile nor capture CUDA graphs: starts sooner, decodes slower."""
+    """vLLM, SGLang: do not compile or capture CUDA graphs; starts faster, decodes slower."""
     seeds: bool | Auto = "auto"
-    """vLLM, SGLang: give every request a seed of its own, so that samples repeat; costs speed on GPUs. `auto`: on
+    """vLLM, SGLang: a separate seed per request, so that samples are reproducible; slower on GPUs. `auto`: only on
     CPU."""
 
     @model_validator(mode="after")
     def _device(self) -> Self:
         if (self.engine == "emulated") != (self.emulated is not None):
             raise ValueError(
-                f"engine={self.engine}, section `emulated` is {'there' if self.emulated else 'missing'}: "
-                "engine=emulated needs it, and no other engine has it"
+                f"engine={self.engine}, section `emulated` is {'set' if self.emulated else 'not set'}; "
+                "expected it with engine=emulated, and only there"
             )
         return self
 
 
 def check_lora(lora: Lora | None, backend: str, sleep: int | Auto) -> None:
-    """Adapters fit the rest, or ValueError."""
+    """Raises ValueError if `model.lora` contradicts other keys."""
     if lora is not None and backend == "emulated":
-        raise ValueError("model.lora: training.backend=emulated trains nothing; take one of the two away")
+        raise ValueError("model.lora: training.backend=emulated does not train; remove one of the two")
     if lora is not None and sleep == 2:
         raise ValueError(
-            "generation.sleep=2 drops the engines' weights, and with model.lora the trainer sends adapters alone; "
+            "generation.sleep=2 drops the engines' weights, but with model.lora the trainer sends only adapters; "
             "expected 0, 1 or auto"
         )
 
 
 def check_emulated(backend: str, training: EmulatedTraining | None, policy: Serving, judges: Sequence[Serving]) -> None:
-    """What is emulated fits together, or ValueError."""
+    """Raises ValueError if emulated sections contradict each other."""
     if (backend == "emulated") != (training is not None):
         raise ValueError(
-            f"training.backend={backend}, section `training.emulated` is {'there' if training else 'missing'}: "
-            "backend=emulated needs it, and no other backend has it"
+            f"training.backend={backend}, section `training.emulated` is {'set' if training else 'not set'}; "
+            "expected it with backend=emulated, and only there"
         )
     if training is not None and policy.engine != "emulated":
         raise ValueError(
-            f"training.backend=emulated has no weights to give, got generation.engine={policy.engine}; expected "
+            f"training.backend=emulated has no weights for engines, got generation.engine={policy.engine}; expected "
             "generation.engine=emulated"
         )
     sections = (training, policy.emulated, *(judge.emulated for judge in judges))
     speeds = sorted({section.speed for section in sections if section is not None})
     if len(speeds) > 1:
-        raise ValueError(f"everything emulated in a run shares one clock, got emulated.speed {speeds}; expected one")
+        raise ValueError(f"emulated.speed: got {speeds}; expected the same value in all emulated sections of a run")

@@ -1,4 +1,4 @@
-"""YAML file + `key=value` overrides -> a typed tree. All problems are told at once, each with the nearest valid key."""
+"""YAML file + `key=value` overrides -> a typed tree. All problems are reported at once, with the nearest valid key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from gcore.config.tree import Config
 from gcore.types import UserError
 
-FAMILIAR = {  # what other trainers call it
+FOREIGN_NAMES = {  # names in other trainers
     "learning_rate": "training.lr",
     "num_generations": "sampling.samples_per_prompt",
     "group_size": "sampling.samples_per_prompt",
@@ -43,7 +43,7 @@ Tree = TypeVar("Tree", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-6` as a string and `no` as false; everyone means a number, and a judge's word."""
+    """Reads `1e-6` as a number and `no` as a string, such as a judge's word. YAML 1.1 has a string and false."""
 
 
 _BOOL = "tag:yaml.org,2002:bool"
@@ -61,10 +61,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
 @overload
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[Tree]) -> Tree: ...
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[BaseModel] = Config) -> BaseModel:
-    """Read, override, validate. Raises UserError with one line a problem. `into`: the tree of another command."""
+    """Reads, overrides, validates. Raises UserError with one line per problem. `into`: the tree of another command."""
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"{file}: no such recipe (expected a YAML file; see recipes/)")
+        raise UserError(f"{file}: no such recipe; expected a YAML file (see recipes/)")
     try:
         tree = parse_yaml(file.read_text())
     except yaml.YAMLError as error:
@@ -72,34 +72,34 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[B
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not a text file: {error}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{file}: expected keys and values at the top, got {type(tree).__name__}")
+        raise UserError(f"{file}: got {type(tree).__name__}; expected keys and values at the top level")
     for override in overrides:
         _apply(tree, override)
     return validate(tree, str(file), into)
 
 
 def parse_yaml(text: str) -> Any:
-    """One document. Raises yaml.YAMLError, also for a key that is given twice, of which PyYAML keeps the last."""
+    """Parses one document. Raises yaml.YAMLError also for a repeated key, of which PyYAML would keep the last."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
-        if twice := list(_given_twice(node, "", set())):
-            raise yaml.YAMLError("; ".join(twice))
+        if repeated := list(_repeated_keys(node, "", set())):
+            raise yaml.YAMLError("; ".join(repeated))
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
-def _given_twice(node: yaml.Node, path: str, seen: set[int]) -> Iterator[str]:
-    """Read from the composed nodes, before `<<` merges them: a key may stand beside a merged one of its name."""
+def _repeated_keys(node: yaml.Node, path: str, seen: set[int]) -> Iterator[str]:
+    """Reads the nodes before `<<` merges them: a key may override a merged key of the same name."""
     if id(node) in seen:  # an alias
         return
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _given_twice(item, f"{path}{index}.", seen)
+            yield from _repeated_keys(item, f"{path}{index}.", seen)
     if not isinstance(node, yaml.MappingNode):
         return
     lines: dict[tuple[str, str], int] = {}
@@ -107,9 +107,9 @@ def _given_twice(node: yaml.Node, path: str, seen: set[int]) -> Iterator[str]:
         if isinstance(key, yaml.ScalarNode):
             name, line = (key.tag, key.value), key.start_mark.line + 1
             if name in lines and key.value != "<<":
-                yield f"{path}{key.value} is given twice, in lines {lines[name]} and {line}"
+                yield f"{path}{key.value} is set twice, in lines {lines[name]} and {line}"
             lines.setdefault(name, line)
-            yield from _given_twice(value, f"{path}{key.value}.", seen)
+            yield from _repeated_keys(value, f"{path}{key.value}.", seen)
 
 
 def validate(tree: dict[str, Any], source: str, into: type[Tree]) -> Tree:
@@ -128,16 +128,16 @@ def dump_config(config: BaseModel) -> str:
 
 
 def _redact(value: Any, own: Set[str], secret: bool = False) -> Any:
-    """Whatever stands below a key that sounds like a secret. Our own keys (`tokenizer`) are none, nor is a number of
-    `max_completion_tokens`."""
+    """Redacts all values below a key whose name suggests a secret, except our own keys (`tokenizer`) and numbers of
+    tokens (`max_completion_tokens`)."""
     if isinstance(value, dict):
-        return {k: _redact(v, own, secret or _sounds_secret(str(k), v, own)) for k, v in value.items()}
+        return {k: _redact(v, own, secret or _is_secret(str(k), v, own)) for k, v in value.items()}
     if isinstance(value, list):
         return [_redact(v, own, secret) for v in value]
     return "<redacted>" if secret and value is not None else value
 
 
-def _sounds_secret(key: str, value: Any, own: Set[str]) -> bool:
+def _is_secret(key: str, value: Any, own: Set[str]) -> bool:
     if key in own or (key.endswith("tokens") and isinstance(value, int | float)):
         return False
     return any(word in key.lower() for word in SECRET_WORDS)
@@ -146,7 +146,7 @@ def _sounds_secret(key: str, value: Any, own: Set[str]) -> bool:
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     if not sign or not key:
-        raise UserError(f"override {override!r}: expected key=value, for example training.lr=1e-5")
+        raise UserError(f"override {override!r}: expected key=value, such as training.lr=1e-5")
     try:
         value = parse_yaml(text) if text else None
     except yaml.YAMLError:
@@ -176,7 +176,7 @@ def _list_item(node: list[Any], name: str, override: str) -> Any:
 
 
 def _explain_all(error: ValidationError, keys: list[str]) -> list[str]:
-    """One line a key: a value that fits no branch of a union fails once for each."""
+    """One line per key. A value that fits no branch of a union has one error per branch."""
     lines: dict[str, list[str]] = {}
     for number, entry in enumerate(error.errors()):
         where = ".".join(str(part) for part in entry["loc"] if not _is_union_tag(part))
@@ -190,7 +190,7 @@ def _explain(where: str, error: Any, keys: list[str]) -> str:
             nearest = _nearest_key(where, keys)
             return f"{where}: unknown key" + (f"; did you mean {nearest}?" if nearest else "")
         case "missing":
-            return f"{where}: missing; this key must be set"
+            return f"{where}: not set; expected a value (this key is required)"
         case "value_error":
             message = str(error["ctx"]["error"])
             return f"{where}: {message}" if where else message
@@ -203,11 +203,12 @@ def _is_union_tag(part: Any) -> bool:
 
 
 def _nearest_key(where: str, keys: list[str]) -> str | None:
-    """A name known from elsewhere; else a similar name in the same section, the same name elsewhere, a similar path."""
+    """The first of: a name of another trainer, a similar name in the same section, the same name in another section,
+    a similar path."""
     section, _, name = where.rpartition(".")
-    if FAMILIAR.get(name) in keys:
-        return FAMILIAR[name]
-    inside = ".".join(part for part in section.split(".") if not part.isdigit())  # `functions.0.name`: of any item
+    if FOREIGN_NAMES.get(name) in keys:
+        return FOREIGN_NAMES[name]
+    inside = ".".join(part for part in section.split(".") if not part.isdigit())  # functions.0.name: any item
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == inside]
     if close := difflib.get_close_matches(name, siblings, 1, cutoff=0.6):
         return f"{section}.{close[0]}" if section else close[0]
@@ -228,7 +229,7 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]
 
 
 def items_of(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a list holds, such as those of `list[RewardFunction]`."""
+    """The sections inside a list, such as `list[RewardFunction]`."""
     return sections_of(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is list else []
 
 

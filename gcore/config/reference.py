@@ -16,8 +16,9 @@ from gcore.config.tree import Config
 
 HEAD = """# Configuration
 
-One tree, one YAML file; `key=value` on the command line replaces a key (`gcore train recipe.yaml training.lr=1e-5`).
-Unknown or ill-typed keys are refused before anything starts, all at once, each with the nearest valid key.
+A run is configured by one YAML file; `key=value` on the command line overrides a key (`gcore train recipe.yaml
+training.lr=1e-5`). Unknown keys and values of a wrong type are errors. They are reported before the run starts, all at
+once, each with the nearest valid key.
 This page is generated from `gcore/config/tree.py` by `make docs`.
 """
 

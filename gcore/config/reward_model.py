@@ -1,4 +1,4 @@
-"""The configuration tree of `gcore train-rm`, which makes scalar reward models. As config/tree.py, without torch."""
+"""The configuration tree of `gcore train-rm`, which trains scalar reward models. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gcore.config.base import Auto, Count, FolderName, Fraction, Model, NonNegat
 
 class ModelRun(Section):
     name: FolderName = "reward_model"
-    """Name of the model, without path separators; it is written to `DIR/NAME`, a Hugging Face folder that
-    `rewards.models` takes."""
+    """Name of the model, without path separators. The model is written to `DIR/NAME`, a Hugging Face folder for
+    `rewards.models`."""
     dir: str = "runs"
-    """Folder that holds it."""
+    """Parent folder of the model."""
     seed: int = 0
-    """Seed of the order of the pairs, of the head, and of a built model's weights."""
+    """Seed of the order of the pairs, of the head, and of the weights of a model built from scratch."""
 
     @property
     def folder(self) -> Path:
@@ -26,11 +26,11 @@ class ModelRun(Section):
 
 class Pairs(Stored):
     path: str
-    """A file (.jsonl, .json, .csv, .tsv or .parquet), the folder of a Hugging Face dataset, or the id of one on the hub
-    (needs the extra `datasets`)."""
+    """A file (.jsonl, .json, .csv, .tsv or .parquet), the folder of a Hugging Face dataset, or a hub id (needs the
+    extra `datasets`)."""
     prompt_column: str = "auto"
-    """Column with the prompt: a string or messages. `auto`: `prompt`, `question` or `input` where there is one; without
-    it the other two columns hold whole conversations."""
+    """Column with the prompt: a string or messages. `auto`: `prompt`, `question` or `input` if one of them exists;
+    otherwise the other two columns hold whole conversations."""
     chosen_column: str = "chosen"
     """Column with the better answer: a string, messages, or the whole conversation as messages."""
     rejected_column: str = "rejected"
@@ -45,35 +45,36 @@ class PairData(Section):
     eval: Pairs | None = None
     """Held-out pairs: logged as `eval/accuracy` and `eval/margin`."""
     max_length: PositiveInt = 1024
-    """Longest conversation in tokens, after the chat template. Pairs with a longer one are dropped and reported."""
+    """Maximum length of a conversation in tokens, after the chat template. Pairs with a longer one are dropped and
+    reported."""
 
 
 class PairTraining(Section):
     steps: PositiveInt = 1000
     """Optimizer steps."""
     batch_size: PositiveInt = 64
-    """Pairs a step."""
+    """Pairs per step."""
     lr: NonNegative = 1e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """What the learning rate does after the warm-up."""
+    """Learning rate schedule after the warm-up."""
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
     weight_decay: NonNegative = 0.0
-    """AdamW; of matrices alone, see `weight_decay_norms`."""
+    """AdamW; applies only to matrices, see `weight_decay_norms`."""
     weight_decay_norms: bool = False
-    """Decay norms and biases (parameters of fewer than two dimensions) as well."""
+    """Apply weight decay also to norms and biases (parameters of fewer than two dimensions)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW."""
+    """Betas of AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this global norm."""
     max_tokens_per_batch: PositiveInt = 16384
-    """Token budget of a forward pass; a step takes as many as it needs."""
+    """Maximum number of tokens per forward pass; a step has as many passes as it needs."""
     max_bad_updates: PositiveInt = 3
-    """Steps with a NaN or infinite loss are skipped and counted; this many in a row end the training."""
+    """Steps with a NaN or infinite loss are skipped and counted; this number of them in a row ends the training."""
     eval_every: Count | Auto = "auto"
-    """Steps between two evaluations on the held-out pairs; there is one at the end too. 0: only at the end. `auto`: ten
-    evaluations in all."""
+    """Steps between evaluations on the held-out pairs; there is also one at the end. 0: only at the end. `auto`: ten
+    evaluations in total."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -87,8 +88,8 @@ class RewardModelConfig(Section):
     run: ModelRun = ModelRun()
     """Name, folder and seed."""
     model: Model
-    """What to start from: a causal language model (it gets a head), a scalar reward model, or `build`."""
+    """The initial model: a causal language model (a head is added), a scalar reward model, or `build`."""
     data: PairData
-    """Pairs of answers, of which the first was preferred."""
+    """Pairs of answers: one preferred, one rejected."""
     training: PairTraining = PairTraining()
     """The optimizer."""

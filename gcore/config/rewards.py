@@ -1,4 +1,4 @@
-"""The part of the configuration that says how responses are scored: rules, scalar models, judges, servers."""
+"""Section `rewards`: how responses are scored, by rules, scalar models, judges and servers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pydantic import Field, model_validator
 
 from gcore.config.base import Auto, Count, Fraction, Model, NonNegative, PositiveInt, Seconds, Section, Serving
 
-TAKEN = ("mean", "mean_drawn", "std", "zero_spread_frac", "errors", "retries", "timeouts", "unscored")  # as reward/NAME
+# names of other metrics reward/NAME
+RESERVED_NAMES = ("mean", "mean_drawn", "std", "zero_spread_frac", "errors", "retries", "timeouts", "unscored")
 
-# keys of a judge that say how its model is served here, and how a server is asked
+# keys only for judges with `model`, and only for judges with `url`
 OF_MODELS = (
     *("engine", "emulated", "device", "dtype", "gpu_memory_utilization", "tensor_parallel", "eager"),
     *("replicas", "max_prompt_length"),
@@ -22,102 +23,105 @@ class RewardFunction(Section):
     name: str
     """Name in the logs: `reward/NAME`."""
     path: str
-    """`package.module:NAME` or `file.py:NAME`: a function of TRL's, verl's or OpenRLHF's signature, a class whose
-    instances are called so, or a factory that returns such a function."""
+    """`package.module:NAME` or `file.py:NAME`: a function with TRL's, verl's or OpenRLHF's signature, a class whose
+    instances are callable with one of them, or a factory that returns such a function."""
     weight: float = 1.0
     """Weight in the sum."""
     args: dict[str, Any] = {}
-    """Extra keyword arguments of every call; for a class or factory, the arguments that make the reward."""
+    """Extra keyword arguments of every call; for a class or factory, the arguments of its one call."""
     timeout_s: Seconds | None = None
-    """A call that takes longer is killed and counts as failed; default: `rewards.timeout_s`."""
+    """A call that takes longer is killed and fails; default: `rewards.timeout_s`."""
 
 
 class ScalarReward(Section):
     name: str
     """Name in the logs: `reward/NAME`."""
     model: Model
-    """A sequence-classification model with one label (Bradley-Terry), with a tokenizer and chat template of its own:
-    `gcore train-rm` makes one."""
+    """A sequence-classification model with one label (Bradley-Terry), with its own tokenizer and chat template.
+    `gcore train-rm` trains one."""
     weight: float = 1.0
     """Weight in the sum."""
     replicas: PositiveInt = 1
-    """Processes that serve it."""
+    """Processes that serve the model."""
     max_length: PositiveInt | Auto = "auto"
-    """Longest conversation in its tokens; a longer one fails, it is not cut. `auto`: the model's context window."""
+    """Maximum length of a conversation in the model's tokens; a longer one fails and is not cut. `auto`: the model's
+    context window."""
     max_tokens_per_batch: PositiveInt = 16384
-    """Most tokens that are scored in one batch."""
+    """Maximum number of tokens per batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it runs; `auto`: as `training.device`."""
+    """Device of the model; `auto`: as `training.device`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of its weights; `auto`: float32 on CPU, bfloat16 on GPU."""
+    """Precision of the weights; `auto`: float32 on CPU, bfloat16 on GPU."""
 
 
 class Judge(Serving):
     name: str
     """Name in the logs: `reward/NAME`."""
     model: Model | None = None
-    """Another language model, with a tokenizer and chat template of its own; or `url`."""
+    """The judge's language model, with its own tokenizer and chat template; alternative: `url`."""
     url: str | None = None
-    """An OpenAI-compatible server (vLLM, SGLang, a vendor) instead of `model`: what stands before `/chat/completions`,
-    such as `http://HOST:8000/v1`. No replicas, no tokenizer."""
+    """An OpenAI-compatible server (vLLM, SGLang, a vendor) instead of `model`: the part of its URL before
+    `/chat/completions`, such as `http://HOST:8000/v1`. Such a judge has no replicas and no tokenizer."""
     served_model: str | None = None
-    """`url`: the model's name there; servers of one model often need none."""
+    """`url`: the model's name on the server; servers of a single model often do not need it."""
     token_env: str | None = None
     """`url`: environment variable that holds a bearer token."""
     timeout_s: Seconds = 120.0
-    """`url`: of one try."""
+    """`url`: timeout of one attempt."""
     retries: Count = 5
-    """`url`: further tries when the server is slow, busy (429), broken (5xx), away or talks nonsense, with growing,
-    jittered pauses; other 4xx fail at once."""
+    """`url`: retries after a timeout, status 429 or 5xx, a connection error or an invalid answer, with growing,
+    jittered delays; other 4xx fail immediately."""
     extra: dict[str, Any] = {}
-    """`url`: further parameters of a request, for the server; null takes away one of `max_tokens`, `temperature`,
-    `top_p`."""
+    """`url`: further parameters of each request; null removes one of `max_tokens`, `temperature`, `top_p`."""
     max_concurrent: PositiveInt = 256
-    """Sequences a replica decodes at once; more wait in its queue. `url`: requests of one controller at a time."""
+    """Maximum number of sequences that a replica decodes at once; further requests queue. `url`: maximum number of
+    concurrent requests per controller."""
     seeds: bool | Auto = "auto"
-    """Give every request a seed of its own, so that verdicts repeat. vLLM: costs speed on GPUs; `auto`: on CPU. `url`:
-    sent along, unless this is false."""
+    """A separate seed per request, so that verdicts are reproducible. vLLM: slower on GPUs; `auto`: only on CPU. `url`:
+    seeds are sent unless this is false."""
     template: str
     """Jinja text of the user message, or the path of a file: `{{ prompt }}`, `{{ response }}` (pairwise: `response_a`,
-    `response_b`), and the columns of the dataset, as `{{ answer }}`."""
+    `response_b`), and the columns of the dataset, such as `{{ answer }}`."""
     system_prompt: str | None = None
-    """System message before it."""
+    """System message before the user message."""
     weight: float = 1.0
     """Weight in the sum."""
     mode: Literal["pointwise", "pairwise"] = "pointwise"
-    """`pointwise`: each response by itself; `pairwise`: against siblings, in both orders; the reward is the mean."""
+    """`pointwise`: each response is judged separately; `pairwise`: against siblings, in both orders; the reward is the
+    mean."""
     opponents: PositiveInt = 1
-    """Pairwise: how many siblings each response is compared with."""
+    """Pairwise: number of siblings that each response is compared with."""
     verdict: str = r"(-?\d+(?:\.\d+)?)"
-    """How to read a verdict: a regular expression whose first group counts (the last match in the text), or a function
+    """How to parse a verdict: a regular expression, of which the first group of the last match is used, or a function
     `package.module:f` or `file.py:f` from the text to a number or None."""
     values: dict[str, float] = {}
-    """What the matched words are worth, such as `{yes: 1, no: 0}`; without it the match is read as a number.
-    Pairwise: the worth to the first response; the second gets 1 minus it."""
+    """Reward per matched word, such as `{yes: 1, no: 0}`; without it the match is parsed as a number. Pairwise: the
+    reward of the first response; the second gets 1 minus it."""
     repeats: PositiveInt = 1
-    """Verdicts asked for each response and averaged."""
+    """Verdicts per response; the reward is their mean."""
     attempts: PositiveInt = 3
-    """Tries at a verdict that can be read; then the group is dropped and counted."""
+    """Attempts per verdict until it can be parsed; then the group is dropped and counted."""
     temperature: NonNegative = 1.0
     """Sampling temperature of the verdicts."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 is off."""
     max_prompt_length: PositiveInt = 2048
-    """Longest prompt of the judge in its tokens; a longer one fails, it is not cut. `url`: the server's to say."""
+    """Maximum length of the judge's prompt in its tokens; a longer one fails and is not cut. `url`: the server's limit
+    applies."""
     max_response_length: PositiveInt = 256
-    """Most tokens of a verdict."""
+    """Maximum number of tokens per verdict."""
     replicas: PositiveInt = 1
     """Engine processes of this judge."""
 
     @model_validator(mode="after")
-    def _one_voice(self) -> Judge:
-        """A key that would do nothing is a mistake, unless it has its default: a resolved recipe names all of them."""
+    def _one_backend(self) -> Judge:
+        """A key without effect is an error, unless it has its default value: a saved config contains all keys."""
         if (self.model is None) == (self.url is None):
             raise ValueError("set exactly one of model (served by this run) and url (an OpenAI-compatible server)")
-        idle, other = (OF_MODELS, "model") if self.url is not None else (OF_URLS, "url")
+        unused, other = (OF_MODELS, "model") if self.url is not None else (OF_URLS, "url")
         fields = type(self).model_fields
-        if useless := [name for name in idle if getattr(self, name) != fields[name].default]:
-            raise ValueError(f"{', '.join(useless)}: of judges with {other}; this one has none")
+        if given := [name for name in unused if getattr(self, name) != fields[name].default]:
+            raise ValueError(f"{', '.join(given)}: only for judges with {other}; this judge has no {other}")
         return self
 
 
@@ -129,16 +133,16 @@ class HttpReward(Section):
     weight: float = 1.0
     """Weight in the sum."""
     timeout_s: Seconds = 30.0
-    """Of one try."""
+    """Timeout of one attempt."""
     attempts: PositiveInt = 4
-    """Tries when the server is slow, busy (429) or broken (5xx), with growing, jittered pauses; other 4xx fail at
-    once."""
+    """Attempts in total. A timeout, status 429 or 5xx is retried with growing, jittered delays; other 4xx fail
+    immediately."""
     max_concurrent: PositiveInt = 32
-    """Requests of one controller at a time."""
+    """Maximum number of concurrent requests per controller."""
     token_env: str | None = None
     """Environment variable that holds a bearer token."""
     columns: list[str] = []
-    """Columns of the dataset to send along; default: `answer` where there is one."""
+    """Columns of the dataset to send; default: `answer` if it exists."""
 
 
 class Rewards(Section):
@@ -153,20 +157,22 @@ class Rewards(Section):
     accuracy: str | None = None
     """Name of the reward whose value counts as accuracy in evaluations; default: the first."""
     attempts: PositiveInt = 2
-    """Tries of a function or model before the failure drops the group (counted in `reward/errors`, never a 0)."""
+    """Attempts of a function or model. If all fail, the group is dropped and counted in `reward/errors`; a failure is
+    never a reward of 0."""
     timeout_s: Seconds = 30.0
-    """A call of a function that takes longer is killed, with its worker, and tried again."""
+    """A function call that takes longer is killed, with its worker, and retried."""
     workers: Count | Auto = "auto"
-    """Worker processes of each controller for functions; 0 calls them in threads of the controller, for debuggers:
-    nothing can be killed then. `auto`: cores shared by the controllers, at most 4; 0 with `runtime=local`."""
+    """Worker processes for functions per controller. 0: functions are called in threads of the controller, for
+    debuggers; a call that hangs cannot be killed then. `auto`: CPU cores divided by controllers, at most 4; 0 with
+    `runtime=local`."""
     recycle_after: PositiveInt = 10_000
-    """Calls after which a worker is replaced by a fresh one: what a function leaks is given back."""
+    """Calls after which a worker process is replaced, which frees leaked memory."""
     unscored: Literal["drop_group", "drop_sample"] = "drop_group"
-    """What happens when every source returns None for some siblings of a prompt (TRL: "does not apply to this sample").
-    `drop_group`: the group counts as failed; `drop_sample`: those siblings are left out and counted in
-    `reward/unscored`, and the group fails when fewer than two remain."""
+    """If all sources return None for some siblings of a prompt (TRL: "does not apply to this sample"): `drop_group`:
+    the group fails; `drop_sample`: these siblings are dropped and counted in `reward/unscored`, and the group fails if
+    fewer than two remain."""
     max_error_frac: Fraction = 0.5
-    """Stop the run when more than this share of a step's drawn prompts failed: a reward could not be computed, or the
+    """Stop the run if more than this fraction of a step's prompts failed: a reward could not be computed, or the
     workflow raised."""
 
     @property
@@ -176,7 +182,7 @@ class Rewards(Section):
 
     @property
     def engine_judges(self) -> list[Judge]:
-        """Those that run here, on engines; the others are behind a URL."""
+        """Judges that run on engines of this run; the others are behind a URL."""
         return [judge for judge in self.judges if judge.model is not None]
 
     @property
@@ -187,11 +193,15 @@ class Rewards(Section):
     def _names(self) -> Rewards:
         names = self.names
         if not names:
-            raise ValueError("expected at least one of rewards.functions, models, judges or http")
+            raise ValueError("got no reward; expected at least one of rewards.functions, models, judges or http")
         if len(set(names)) < len(names):
-            raise ValueError(f"names must be different, got {names}")
-        if taken := sorted({name for name in names if name in TAKEN or not name.replace("-", "_").isidentifier()}):
-            raise ValueError(f"names are words, and not those of other metrics reward/NAME; got {taken}")
+            raise ValueError(f"got the names {names}; expected each name once")
+        if invalid := sorted(
+            {name for name in names if name in RESERVED_NAMES or not name.replace("-", "_").isidentifier()}
+        ):
+            raise ValueError(
+                f"got the names {invalid}; expected identifiers that are not names of other metrics reward/NAME"
+            )
         if self.accuracy is not None and self.accuracy not in names:
-            raise ValueError(f"rewards.accuracy={self.accuracy!r} names none of {names}")
+            raise ValueError(f"rewards.accuracy: got {self.accuracy!r}; expected one of {names}")
         return self

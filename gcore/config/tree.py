@@ -1,7 +1,7 @@
-"""The one configuration tree. Every key a user can set is a field here, with its meaning under it.
+"""The configuration tree of `gcore train`. Every key is a field with a docstring.
 
-Imports neither torch nor ray, so that `gcore train --dry-run`, editors and tests read it at once. Unknown keys are
-refused. Each fact is configured once: what follows from other keys is a property, or resolved by `controller/plan.py`.
+Imports neither torch nor ray, so that `gcore train --dry-run`, editors and tests load it fast. Unknown keys are errors.
+Each fact is configured once: derived values are properties, or are resolved by `controller/plan.py`.
 The reference in docs/configuration.md is generated from this file (`python -m gcore.config.reference`).
 """
 
@@ -47,12 +47,12 @@ class Run(Section):
     dir: str = "runs"
     """Folder that holds the runs."""
     seed: int = 0
-    """Seed of everything random: data order, sampling noise, weights of a built model."""
+    """Seed of all randomness: data order, sampling noise, weights of a model built from scratch."""
     steps: Count = 100
     """Training steps."""
     resume: str = "never"
-    """`never`: start anew (an existing run of that name is kept under another name); `auto`: go on from the last
-    complete checkpoint if there is one; or the path of a checkpoint `.../step_N` or `.../warm_N`."""
+    """`never`: start a new run (an existing run of that name is renamed); `auto`: continue from the last complete
+    checkpoint if there is one; or the path of a checkpoint `.../step_N` or `.../warm_N`."""
 
     @property
     def folder(self) -> Path:
@@ -61,7 +61,7 @@ class Run(Section):
 
 class Dataset(Stored):
     task: str | None = None
-    """A generated task instead: `arithmetic`, or `reasoning_gym/NAME` (needs the extra `reasoning-gym`)."""
+    """A generated task instead of `path`: `arithmetic`, or `reasoning_gym/NAME` (needs the extra `reasoning-gym`)."""
     args: dict[str, Any] = {}
     """Arguments of the task."""
     size: PositiveInt | None = None
@@ -76,8 +76,8 @@ class Dataset(Stored):
     def _one_source(self) -> Dataset:
         if (self.path is None) == (self.task is None):
             raise ValueError("set exactly one of path (a file, folder or hub id) and task (a generated task)")
-        if self.task is not None and (idle := [k for k in Stored.model_fields if getattr(self, k) is not None]):
-            raise ValueError(f"{', '.join(idle)}: of datasets with a path; this one has a task")
+        if self.task is not None and (unused := [k for k in Stored.model_fields if getattr(self, k) is not None]):
+            raise ValueError(f"{', '.join(unused)}: only for datasets with a path; this one has a task")
         return self
 
 
@@ -85,40 +85,39 @@ class Data(Section):
     train: Dataset
     """Prompts to train on."""
     eval: Dataset | None = None
-    """Held-out prompts: answered greedily, scored by `rewards`, logged as `eval/accuracy`."""
+    """Held-out prompts: responses are sampled greedily, scored by `rewards` and logged as `eval/accuracy`."""
     system_prompt: str | None = None
-    """Put before every prompt that is a plain string; needs a chat template."""
+    """System message before every prompt that is a string; needs a chat template."""
     max_prompt_length: PositiveInt = 512
-    """Longest prompt in tokens, after the chat template. Longer ones are dropped and reported at load."""
+    """Maximum length of a prompt in tokens, after the chat template. Longer ones are dropped and reported at load."""
     shuffle: bool = True
-    """Draw the rows of each epoch in a seeded random order."""
+    """Use a seeded random order of the rows in each epoch."""
 
 
 class Generation(Serving):
     max_response_length: PositiveInt = 256
-    """Most tokens a response may have."""
+    """Maximum number of tokens per response."""
     temperature: NonNegative = 1.0
     """Sampling temperature of the rollouts."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1 is off. With top-p or top-k the policy that samples is not the one that is trained: logprobs
-    and importance weights are those of the full distribution, in which the tokens that were left out still count, see
-    `keep_sampling_mask`."""
+    """Nucleus sampling; 1 is off. With top-p or top-k, sampling uses a truncated distribution, but logprobs and
+    importance weights are those of the full distribution, see `keep_sampling_mask`."""
     top_k: Count = 0
-    """Sample among the k likeliest tokens; 0 is off. For importance weights see `top_p`."""
+    """Sample among the k most likely tokens; 0 is off. For importance weights see `top_p`."""
     keep_sampling_mask: bool = False
-    """Correct for top-p and top-k: the engine also returns the tokens that they left at each step, and all logprobs
-    (engine, trainer, reference) are those among these tokens alone. `embedded` only: the other engines do not return
-    them."""
+    """Correct for top-p and top-k: the engine also returns the set of tokens that it sampled from at each step, and all
+    logprobs (engine, trainer, reference) are normalised over this set. Only `embedded`: other engines do not return
+    the set."""
     sleep: Literal["auto", 0, 1, 2] = "auto"
-    """vLLM: what engines give back while the trainer works. 0: nothing; 1: all, weights go to host memory; 2: all.
-    `auto`: 2 on GPUs (1 with `model.lora`), 0 on CPU and where generation goes on meanwhile."""
+    """vLLM: GPU memory that engines free during training. 0: none; 1: all, weights move to host memory; 2: all, weights
+    are dropped. `auto`: 2 on GPUs (1 with `model.lora`), 0 on CPU and if generation continues during training."""
 
     @model_validator(mode="after")
     def _mask(self) -> Generation:
         if self.keep_sampling_mask and self.engine != "embedded":
             raise ValueError(
-                f"keep_sampling_mask=true needs engine=embedded: engine={self.engine} does not return the tokens that "
-                "top_p and top_k left; set generation.keep_sampling_mask=false, or top_p=1 and top_k=0"
+                f"keep_sampling_mask=true needs engine=embedded: engine={self.engine} does not return the set of "
+                "tokens that top_p and top_k keep; set generation.keep_sampling_mask=false, or top_p=1 and top_k=0"
             )
         return self
 
@@ -127,16 +126,16 @@ class WarmStart(Section):
     steps: Count = 100
     """Supervised steps before reinforcement learning."""
     batch_size: PositiveInt = 64
-    """Demonstrations a step, over all controllers."""
+    """Demonstrations per step, over all controllers."""
     lr: NonNegative = 1e-3
-    """Peak learning rate: up over the first tenth of the steps, then linearly down to 0."""
+    """Peak learning rate: linear warm-up over the first tenth of the steps, then linear decay to 0."""
 
 
 class Training(Section):
     backend: Literal["fsdp", "emulated"] = "fsdp"
-    """`fsdp`: PyTorch FSDP2; `emulated`: learns nothing, and sleeps as long as it would take."""
+    """`fsdp`: PyTorch FSDP2; `emulated`: does not train, only sleeps for the time of an update."""
     emulated: EmulatedTraining | None = None
-    """`emulated`: how fast it is."""
+    """`emulated`: speed of the trainer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -144,29 +143,31 @@ class Training(Section):
     lr: NonNegative = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up. `linear` and `cosine` end with `run.steps`, also when some steps
-    have fewer updates than `algorithm.mini_batches`, or none."""
+    """Learning rate schedule after the warm-up. `linear` and `cosine` end with `run.steps`, also if some steps have
+    fewer updates than `algorithm.mini_batches`, or none."""
     warmup_steps: Count = 0
-    """Optimizer steps of linear warm-up; those that were skipped do not count."""
+    """Optimizer steps of linear warm-up; skipped steps do not count."""
     min_lr_ratio: Fraction = 0.0
-    """Where linear and cosine end, as a share of `lr`."""
+    """Final learning rate of `linear` and `cosine`, as a fraction of `lr`."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW."""
+    """Betas of AdamW."""
     eps: NonNegative = 1e-8
-    """AdamW."""
+    """Epsilon of AdamW."""
     weight_decay: NonNegative = 0.0
-    """AdamW; of matrices alone, see `weight_decay_norms`."""
+    """AdamW; applies only to matrices, see `weight_decay_norms`."""
     weight_decay_norms: bool = False
-    """Decay norms and biases (parameters of fewer than two dimensions) as well."""
+    """Apply weight decay also to norms and biases (parameters of fewer than two dimensions)."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this global norm."""
     max_tokens_per_gpu: PositiveInt = 16384
-    """Token budget of a micro-batch on one rank; a training step takes as many micro-batches as it needs."""
+    """Maximum number of tokens per micro-batch and rank; a training step has as many micro-batches as it needs."""
+    compile: bool | Auto = "auto"
+    """Compile each decoder layer: faster steps, after about ten seconds in the first one. `auto`: on GPUs."""
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more work."""
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
     max_bad_updates: PositiveInt = 3
-    """Updates with NaN or infinite gradients are skipped and counted, and their samples written to
-    `runs/NAME/bad_batches/` (the first 8 of each rank); this many in a row end the run."""
+    """Updates with NaN or infinite gradients are skipped and counted, and their samples are written to
+    `runs/NAME/bad_batches/` (the first 8 of each rank); this number of them in a row ends the run."""
     warm_start: WarmStart | None = None
     """Supervised training on the dataset's answers before reinforcement learning."""
 
@@ -175,61 +176,62 @@ class PolicyPlacement(Section):
     replicas: PositiveInt | Auto = "auto"
     """Engine processes; `auto`: one per GPU, or one per CPU core (at most 4)."""
     threads: PositiveInt | Auto = "auto"
-    """CPU threads of each; `auto`: 1, with which results do not depend on what else is being decoded."""
+    """CPU threads per process; `auto`: 1, with which results do not depend on the other sequences of a batch."""
 
 
 class TrainerPlacement(Section):
     ranks: PositiveInt | Auto = "auto"
     """Data-parallel trainer processes; `auto`: one per GPU, or one per CPU core (at most 4)."""
     shard: PositiveInt | Auto = "auto"
-    """Ranks that share one copy of weights and optimizer state; groups of this size hold copies (HSDP). Must divide
-    `ranks`. `auto`: all ranks on GPUs, 1 on CPU."""
+    """Ranks that share one copy of weights and optimizer state; each group of this size has its own copy (HSDP). Must
+    divide `ranks`. `auto`: all ranks on GPUs, 1 on CPU."""
     threads: PositiveInt | Auto = "auto"
-    """CPU threads of each; `auto`: cores divided by ranks."""
+    """CPU threads per process; `auto`: cores divided by ranks."""
 
 
 class Placement(Section):
     mode: Literal["shared", "static", "dynamic", "colocated", "disaggregated", "auto"] = "shared"
-    """Who has which devices while samples are made. `shared`: every role has its own replicas, awake all the time,
-    and GPU i has the i-th of each. `disaggregated`: the same, and every replica and trainer rank has GPUs of its own.
-    The others divide `slots` among the policy and the judges, one role to a slot at a time. `static`: as `split` says;
-    `dynamic`: slots change hands while the run goes on, see docs/placement.md; `colocated`: all slots generate, then
-    all judge. `auto`: what the planner finds fastest on these GPUs; `shared` on a CPU and without judges."""
+    """Which role uses which devices during rollouts. `shared`: every role has its own replicas, always awake, and GPU i
+    has the i-th replica of each role. `disaggregated`: the same, but every replica and trainer rank has its own GPUs.
+    The other modes divide `slots` among the policy and the judges; a slot has one role at a time. `static`: by
+    `split`; `dynamic`: slots move between roles during the run, see docs/placement.md; `colocated`: all slots generate,
+    then all judge. `auto`: the fastest mode on these GPUs by the planner's estimate; `shared` on CPU and without
+    judges."""
     slots: PositiveInt | Auto = "auto"
-    """Devices to divide; `auto`: the GPUs, or the CPU cores. A replica takes `tensor_parallel` of them, and every role
-    has a replica for every place, asleep where another role has the slot; `replicas` does not apply."""
+    """Devices to divide; `auto`: the GPUs, or the CPU cores. A replica uses `tensor_parallel` slots. Every role has a
+    replica for every position, which sleeps while another role has the slot; `replicas` does not apply."""
     split: dict[str, PositiveInt] = {}
-    """Slots of each role by its name, `policy` and the judges': `{policy: 3, judge: 1}`. `static` keeps them; default:
-    evenly."""
+    """Slots per role, by the names `policy` and the judges': `{policy: 3, judge: 1}`. `static` keeps this split,
+    `dynamic` starts with it. Default: an even split."""
     poll_interval_s: Seconds = 0.25
-    """Seconds between two looks at who has how much to do; at least a hundredth of the last rollout."""
+    """Seconds between polls of the roles' remaining work; at least a hundredth of the last rollout."""
     move_timeout_s: Seconds = 120.0
-    """A move that takes longer is taken back."""
+    """A move that takes longer is undone."""
     weights: Literal["auto", "host", "broadcast"] = "auto"
     """How the trainer's weights reach engines in other processes. `host`: through shared memory of the machine;
-    `broadcast`: from GPU to GPU by NCCL (by gloo on a CPU). `auto`: as handles on the GPU they share, `broadcast`
-    where `disaggregated` gives them GPUs of their own, `host` on a CPU."""
+    `broadcast`: from GPU to GPU by NCCL (by gloo on a CPU). `auto`: CUDA IPC handles on a shared GPU, `broadcast`
+    with `disaggregated`, `host` on CPU."""
     policy: PolicyPlacement = PolicyPlacement()
     """The policy's engines."""
     trainer: TrainerPlacement = TrainerPlacement()
     """The trainer."""
     object_store_mb: PositiveInt | Auto = "auto"
-    """Shared memory for what travels between processes; `auto`: 256 plus twice the model."""
+    """Shared memory for data sent between processes, in MB; `auto`: 256 plus twice the model."""
 
 
 class Checkpoint(Section):
     every: Count = 50
-    """Steps between two checkpoints; there is one at the end too. 0: only at the end. The warm start is saved likewise
+    """Steps between checkpoints; there is also one at the end. 0: only at the end. The same applies to the warm start
     (`warm_N`)."""
     keep: PositiveInt = 2
-    """Complete checkpoints to keep."""
+    """Number of complete checkpoints to keep."""
 
 
 class Observe(Section):
     eval_every: Count = 0
-    """Steps between two evaluations. 0: only before and after training."""
+    """Steps between evaluations. 0: only before and after training."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """What the terminal shows; `auto`: a live view on a terminal, else a line a step."""
+    """Terminal output; `live`: a live panel; `plain`: one line per step; `auto`: `live` on a terminal, else `plain`."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     wandb: bool = False
@@ -240,12 +242,13 @@ class Observe(Section):
     """Write `trace.json` for Perfetto."""
     samples_per_step: Count = 2
     """Groups per step whose prompt, answers, rewards and verdicts are logged in `samples/` and shown by `samples.html`;
-    as many held-out prompts per evaluation. 0: none. A long run logs every n-th step, about 2,000 groups in all."""
+    the same number of held-out prompts per evaluation. 0: none. A long run logs every n-th step, about 2,000 groups in
+    total."""
     logs: bool = True
-    """Under Ray, what each process prints goes to `logs/ROLE.log` of the run directory, at most 20 MB per file: beyond,
-    the middle is cut. false: it stays in Ray's log folder."""
+    """With Ray, the output of each process goes to `logs/ROLE.log` in the run directory, at most 20 MB per file; above
+    this, the middle is removed. false: the output stays in Ray's log folder."""
     min_free_disk_mb: Count = 200
-    """Refuse to start with less free space in the run directory."""
+    """Minimum free disk space in the run directory to start a run."""
 
 
 class Config(Section):
@@ -258,10 +261,10 @@ class Config(Section):
     controllers: PositiveInt | Auto = "auto"
     """Equal controller processes that share the samples; `auto`: one per trainer rank. Results do not depend on it."""
     runtime: Literal["ray", "local"] = "ray"
-    """`ray`: every role in a process of its own, on one machine or many (RAY_ADDRESS joins a cluster);
-    `local`: everything in one process, for debuggers."""
+    """`ray`: one process per replica or rank, on one machine or several (RAY_ADDRESS joins a cluster); `local`:
+    everything in one process, for debuggers."""
     workflow: str = "gcore.controller.workflow:generate_and_reward"
-    """The life of a sample, `package.module:function`: see docs/extending.md."""
+    """The function that produces a group of samples, `package.module:function`, see docs/extending.md."""
     algorithm: Algorithm = Algorithm()
     """Advantages and loss."""
     generation: Generation = Generation()
@@ -269,13 +272,13 @@ class Config(Section):
     rewards: Rewards
     """How responses are scored."""
     sampling: Sampling = Sampling()
-    """How many prompts and samples a step has."""
+    """Numbers of prompts and samples per step, filters and staleness."""
     training: Training = Training()
     """The trainer and its optimizer."""
     placement: Placement = Placement()
-    """How many processes of each role."""
+    """Processes and devices per role."""
     checkpoint: Checkpoint = Checkpoint()
-    """Saving."""
+    """Saving of checkpoints."""
     observe: Observe = Observe()
     """Evaluation, progress and logs."""
 
@@ -295,13 +298,13 @@ class Config(Section):
             )
         if self.algorithm.adv_estimator != "reinforce_pp" and self.sampling.samples_per_prompt < 2:
             raise ValueError(
-                f"algorithm.adv_estimator={self.algorithm.adv_estimator} compares siblings: "
+                f"algorithm.adv_estimator={self.algorithm.adv_estimator} compares siblings; "
                 f"sampling.samples_per_prompt must be at least 2, got {self.sampling.samples_per_prompt}"
             )
         if self.algorithm.overlong_buffer > self.generation.max_response_length:
             raise ValueError(
                 f"algorithm.overlong_buffer={self.algorithm.overlong_buffer} exceeds "
-                f"generation.max_response_length={self.generation.max_response_length}: expected at most that many"
+                f"generation.max_response_length={self.generation.max_response_length}: expected at most that number"
             )
         if self.runtime == "local" and self.placement.trainer.ranks not in (1, "auto"):
             raise ValueError(
@@ -330,14 +333,15 @@ class Config(Section):
         mode, roles = self.placement.mode, ["policy", *(judge.name for judge in self.rewards.engine_judges)]
         if len(roles) < 2:
             raise ValueError(
-                f"placement.mode={mode} divides slots between the policy and judges; rewards.judges has none"
+                f"placement.mode={mode} divides slots between the policy and judges, but rewards.judges has no judge "
+                "with a model; expected at least one"
             )
         if self.sampling.max_staleness:
             raise ValueError(
                 f"placement.mode={mode} needs sampling.max_staleness=0, got {self.sampling.max_staleness}: between "
-                "steps the devices are the trainer's"
+                "steps the trainer uses the devices"
             )
-        if strange := sorted(set(self.placement.split) - set(roles)):
-            raise ValueError(f"placement.split names {strange}; expected {roles}")
+        if unknown := sorted(set(self.placement.split) - set(roles)):
+            raise ValueError(f"placement.split: got {unknown}; expected names among {roles}")
         if self.placement.split and set(self.placement.split) != set(roles):
-            raise ValueError(f"placement.split={self.placement.split} must name all of {roles}")
+            raise ValueError(f"placement.split: got {self.placement.split}; expected all of {roles}")

@@ -1,1 +1,1 @@
-"""Content of samples, one module per modality. See base.py for the interface that the other stages use."""
+"""The content of samples (tokens, images, ...), one module per modality. base.py is the interface for other stages."""

@@ -1,14 +1,15 @@
-"""The interface of content: what an engine continues and a trainer rank trains on, in a form of their own.
+"""The interface of content: the data of a sample that an engine continues and a trainer rank trains on.
 
     Prompt.content ──Request──> engine ──Completion.content (new steps)──> Rollout ──> Sample.content ──> trainer
 
-Stages that are neither an engine nor a trainer see the columns of the steps (`logprobs_S`, `mask_S`, `versions_S`), a
-size, a digest and an output. They hold content and pass it on, and never look inside. Each modality implements this
-interface as one frozen type in one module:
+Only engines and trainers read content. Other stages pass it on unread; they use the arrays over steps (`logprobs_S`,
+`mask_S`, `versions_S`), a size, a digest and an output. Each modality implements `Content` as one frozen type in one
+module, and `Modality` for the code that makes it:
 
-    tokens.py   the tokens of a language model, and its images        (text.py: tokenizer and chat template)
+    tokens.py   the tokens of a language model, and its images
+    text.py     tokenizer and chat template
 
-Large parts of content can be a reference (media.py) that the engine or the trainer rank reads.
+Large parts of content can be references (media.py), which the engine or the trainer rank resolves.
 """
 
 from __future__ import annotations
@@ -23,35 +24,35 @@ if TYPE_CHECKING:
 
 
 class Content(Protocol):
-    """A context (the prompt), and the steps taken since. Immutable."""
+    """A context (the prompt) and the steps after it. Immutable."""
 
     @property
     def num_steps(self) -> int: ...
 
     @property
     def size(self) -> int:
-        """Length of what a trainer rank computes, context and steps: the unit of costs and of row widths."""
+        """Length of context and steps as a trainer rank computes them: the unit of costs and row widths."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are sent when the content is sent; a reference counts as nothing."""
+        """Bytes to send. A reference counts as 0."""
         ...
 
     def extended(self, *pieces: Self) -> Self:
-        """With the steps of these pieces after its own. The contexts of the pieces are ignored."""
+        """This content with the steps of the pieces appended. The contexts of the pieces are ignored."""
         ...
 
     def end(self, params: SamplingParams) -> Finish | None:
-        """Whether these steps, sampled with `params`, end a turn; None: more steps could follow."""
+        """Why a turn with these steps, sampled with `params`, is finished; None: it is not finished."""
         ...
 
     def digest(self) -> bytes:
-        """Hash of the steps: equal for equal samples."""
+        """Hash of the steps: equal steps, equal hash."""
         ...
 
     def step_arrays(self) -> dict[str, np.ndarray]:
-        """The steps as named one-dimensional arrays, for a file. `with_steps` is the inverse."""
+        """The steps as named one-dimensional arrays, to save in a file. `with_steps` is the inverse."""
         ...
 
     def with_steps(self, arrays: Mapping[str, np.ndarray]) -> Self:
@@ -59,27 +60,28 @@ class Content(Protocol):
         ...
 
     def reward_columns(self) -> dict[str, Any]:
-        """What a reward function may ask for by name, besides the output."""
+        """Columns that a reward function can have as arguments, in addition to the output."""
         ...
 
 
 class Modality(Protocol):
-    """Makes content of what a workflow says, and an output of content. One per kind of policy."""
+    """Converts between what a workflow sees and content. One implementation per kind of policy."""
 
     def params(self, given: Mapping[str, Any], *, greedy: bool) -> SamplingParams:
-        """Of the first turn of a sample: the recipe's, with the fields that the workflow gives."""
+        """Parameters of the first turn of a sample: those of the recipe, with the fields in `given` replaced."""
         ...
 
     def next_params(
         self, given: Mapping[str, Any], *, greedy: bool, temperature: float, num_steps: int
     ) -> SamplingParams | None:
-        """Of a later turn, after `num_steps` steps sampled at `temperature`. None: no room for another step."""
+        """Parameters of a later turn, after `num_steps` steps sampled at `temperature`. None: the length limit is
+        reached."""
         ...
 
-    def between_turns(self, content: Content, said: Any) -> Content:
-        """The steps that stand between the policy's last step and its next turn."""
+    def between_turns(self, content: Content, feedback: Any) -> Content:
+        """The steps of the feedback, between the policy's last step and its next turn."""
         ...
 
     def output(self, content: Content) -> Any:
-        """What rewards judge, and people read: for language models the text of all steps."""
+        """What rewards score and people read: for language models the text of all steps."""
         ...

@@ -1,8 +1,8 @@
-"""Arrays that are too large to pass through controllers, by reference: pixels, latents, states of an environment.
+"""References to arrays that are too large to pass through controllers: pixels, latents, states of an environment.
 
-    where the array is made: store(array, folder) ──ArrayRef──> controllers ──ArrayRef──> training rank: ref.read()
+    producer: store(array, folder) ──ArrayRef──> controllers ──ArrayRef──> engine or trainer rank: ref.read()
 
-The folder must be visible to writer and readers. Files are named by their content: storing an array twice writes once.
+Producer and readers must share the folder. A file is named by the hash of its array, so an array is written only once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ArrayRef:
     dtype: str
 
     def read(self) -> np.ndarray:
-        """The array, mapped from its file: pages are read when they are used."""
+        """The array, memory-mapped: pages are read from the file on first use."""
         array: np.ndarray = np.load(self.path, mmap_mode="r")
         if array.shape != self.shape or str(array.dtype) != self.dtype:
             raise ValueError(f"{self.path} has {array.dtype} {array.shape}; expected {self.dtype} {self.shape}")
@@ -33,6 +33,7 @@ class ArrayRef:
 
 
 def store(array: np.ndarray, folder: Path) -> ArrayRef:
+    """Write the array to a file in `folder`. Readers never see an incomplete file."""
     array = np.ascontiguousarray(array)
     name = hashlib.blake2b(f"{array.dtype}{array.shape}".encode() + array.tobytes(), digest_size=16).hexdigest()
     path = folder / f"{name}.npy"

@@ -1,6 +1,7 @@
-"""Text to tokens and back, for the policy: sampling parameters, the tokens between two turns, the text of a response.
+"""The text modality of the policy: sampling parameters, the tokens between two turns, the text of a response.
 
-What an engine produced is never tokenised again: a turn that a tool or a judge adds is tokenised alone.
+Tokens that an engine generated are never tokenised again. Only the turn that a tool or a judge adds is tokenised, so
+the policy trains on exactly the tokens that it sampled.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gcore.content.base import Content
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.types import Message, SamplingParams, UserError
 
-MARK = "\u00a7"  # found again in the rendered template; any text without special tokens does
+MARK = "\u00a7"  # position marker in the rendered template; any text without special tokens would do
 PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": MARK})
 
 
@@ -40,7 +41,7 @@ class TextModality:
     def next_params(
         self, given: Mapping[str, Any], *, greedy: bool, temperature: float, num_steps: int
     ) -> SamplingParams | None:
-        """A sample continues at its temperature. Greedy samples have temperature 0 in requests and 1 in training."""
+        """A sample keeps its temperature. Greedy samples have temperature 0 in requests and 1 in training."""
         room = self._max_tokens - num_steps
         if room < 1:
             return None
@@ -48,18 +49,18 @@ class TextModality:
         params = self._override({"temperature": same, **given}, room, greedy)
         if (params.temperature or 1.0) != temperature:
             raise UserError(
-                f"a sample goes on at its temperature of {temperature}; got {params.temperature}: "
-                "its logprobs are computed at one temperature (key: workflow)"
+                f"temperature={params.temperature} in a later turn; expected {temperature} as in the first turn: the "
+                "logprobs of a sample are computed at one temperature (key: workflow)"
             )
         return params
 
-    def between_turns(self, content: Content, said: str | Sequence[Message]) -> Tokens:
-        """A string is used as it is; messages are rendered with the chat template, after the end of the turn before."""
-        text = said if isinstance(said, str) else self._end_of_turn() + self._rendered_turns(said)
+    def between_turns(self, content: Content, feedback: str | Sequence[Message]) -> Tokens:
+        """A string is used as it is. Messages are rendered with the chat template, after the end of the last turn."""
+        text = feedback if isinstance(feedback, str) else self._end_of_turn() + self._rendered_turns(feedback)
         tokens = self._encode(text)
-        policy = tokens_of(content).tokens_S
-        if not isinstance(said, str) and len(tokens) and tokens[0] == policy[-1]:
-            tokens = tokens[1:]  # the policy wrote the end of its turn itself
+        generated = tokens_of(content).tokens_S
+        if not isinstance(feedback, str) and len(tokens) and tokens[0] == generated[-1]:
+            tokens = tokens[1:]  # the policy generated the end-of-turn token itself
         return Tokens.steps(tokens)
 
     def output(self, content: Content) -> str:
@@ -85,7 +86,7 @@ class TextModality:
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def _end_of_turn(self) -> str:
-        """What the chat template writes after the content of an assistant's message."""
+        """The text that the chat template puts after the content of an assistant's message."""
         rendered = self._render(PROBE)
         return rendered[rendered.rindex(MARK) + 1 :]
 
@@ -93,15 +94,15 @@ class TextModality:
         before, after = self._render(PROBE), self._render((*PROBE, *messages), add_generation_prompt=True)
         if not after.startswith(before):
             raise UserError(
-                "the chat template rewrites earlier turns when messages are added, so tokens would change; "
-                "give ctx.proceed a string instead of messages (or change model.chat_template)"
+                "ctx.proceed: the chat template changes earlier turns when messages are added, so their tokens would "
+                "change; pass a string instead of messages (or change model.chat_template)"
             )
         return after[len(before) :]
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         if not self._tokenizer.chat_template:
             raise UserError(
-                "ctx.proceed: the tokenizer has no chat template for messages; give it a string (or set "
+                "ctx.proceed: the tokenizer has no chat template for messages; pass a string (or set "
                 "model.chat_template)"
             )
         text: str = self._tokenizer.apply_chat_template(

@@ -1,7 +1,6 @@
-"""Content of language models: the tokens of a prompt, the tokens that followed, and the images in between.
+"""The content of language models: the tokens of a prompt, the tokens of the steps after it, and images in the prompt.
 
-Everything that joins, cuts, continues, packs, hashes or saves tokens is here; rows of a micro-batch are made in
-training/micro.py.
+This module joins, splits, hashes and saves tokens. The rows of a micro-batch are made in training/micro.py.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ NO_TOKENS: Ints = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """The tokens that top-k and top-p left to choose from, step by step; a step with a count of 0 had all tokens.
+    """The tokens that top-k and top-p allowed at each step. A count of 0: all tokens were allowed.
 
-    Two steps, {4, 9} and all: SamplingMask(ids_K=[4, 9], counts_S=[2, 0])
+    Two steps, {4, 9} and all tokens: SamplingMask(ids_K=[4, 9], counts_S=[2, 0])
     """
 
     ids_K: Ints
@@ -35,7 +34,7 @@ class SamplingMask:
 
     @staticmethod
     def joined(*parts: tuple[SamplingMask | None, int]) -> SamplingMask | None:
-        """Of consecutive parts, each with its number of steps; None if no part has a mask."""
+        """The mask of consecutive parts, each given as (mask, number of steps); None if no part has a mask."""
         if not any(mask for mask, _ in parts):
             return None
         ids = [mask.ids_K if mask else NO_TOKENS for mask, _ in parts]
@@ -49,8 +48,8 @@ class Tokens:
 
     tokens_P: Ints  # the prompt
     tokens_S: Ints = field(default_factory=lambda: NO_TOKENS)  # the steps
-    sampling_mask: SamplingMask | None = None  # logprobs are computed among these tokens alone
-    images: tuple[Pixels | ArrayRef, ...] = ()  # one for each placeholder token in tokens_P, in order
+    sampling_mask: SamplingMask | None = None  # logprobs are normalized over these tokens
+    images: tuple[Pixels | ArrayRef, ...] = ()  # one per placeholder token in tokens_P, in order
 
     @staticmethod
     def steps(tokens_S: Ints, sampling_mask: SamplingMask | None = None) -> Tokens:
@@ -65,7 +64,7 @@ class Tokens:
 
     @property
     def tokens_T(self) -> Ints:
-        """The whole sequence. Made at each call: engines and trainers call it once per request or sample."""
+        """The whole sequence. It is concatenated at every call: call it once per request or sample."""
         return np.concatenate([self.tokens_P, self.tokens_S]) if len(self.tokens_S) else self.tokens_P
 
     @property

@@ -1,4 +1,9 @@
-"""One prompt through the workflow: what it returns is checked; what a user's workflow raises is a counted failure."""
+"""Runs the workflow for one prompt and checks the group that it returns. Used by controller/collect.py.
+
+prompt ──workflow──> list[Scored], checked
+              └────> WorkflowError or RewardError: the group is dropped and counted
+              └────> UserError, or an error in G-Core itself: the run ends
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,13 @@ from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
 
 
 async def run_workflow(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> list[Scored]:
+    """The group of the prompt. An exception in a user's workflow becomes a WorkflowError with its line."""
     try:
         group = await workflow(SampleContext(shared), prompt)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            raise  # by us
+            raise  # the collector cancelled the task
         raise UserError(f"workflow cancelled itself at prompt {prompt.id}; expected a list of Scored") from None
     except (UserError, RewardError, RoleError, RoleDied):
         raise
@@ -28,13 +34,13 @@ async def run_workflow(workflow: Workflow, shared: SharedContext, prompt: Prompt
         line = _line_of(workflow, error)
         if line is None:
             raise
-        said = f"{line}: {type(error).__name__}: {error}" if str(error) else f"{line}: {type(error).__name__}"
-        raise WorkflowError(f"{said} (workflow, prompt {prompt.id})") from error
+        what = f"{line}: {type(error).__name__}: {error}" if str(error) else f"{line}: {type(error).__name__}"
+        raise WorkflowError(f"{what} (workflow, prompt {prompt.id})") from error
     return _checked(group, prompt, shared.least_siblings)
 
 
 def _line_of(workflow: Workflow, error: Exception) -> str | None:
-    """Where a user's workflow raised, as `flow.py:12 in workflow`; None: the workflow is one of ours."""
+    """Where a user's workflow raised, as `flow.py:12 in workflow`; None: the workflow is part of G-Core."""
     code = getattr(inspect.unwrap(workflow), "__code__", None)
     if code is None or Path(code.co_filename).is_relative_to(Path(gcore.__file__).parent):
         return None
@@ -43,6 +49,7 @@ def _line_of(workflow: Workflow, error: Exception) -> str | None:
 
 
 def reason_of(error: Exception) -> str:
+    """Under which name the dropped group is counted."""
     return WORKFLOW_ERROR if isinstance(error, WorkflowError) else REWARD_ERROR
 
 
@@ -50,10 +57,10 @@ def _checked(group: list[Scored], prompt: Prompt, least: int) -> list[Scored]:
     if not isinstance(group, list) or not group or not all(isinstance(s, Scored) for s in group):
         raise UserError(
             f"workflow returned {type(group).__name__} for prompt {prompt.id}; expected a non-empty list of Scored, "
-            "as `await ctx.reward(group)` gives (key: workflow)"
+            "as `await ctx.reward(group)` returns (key: workflow)"
         )
     if any(len(s.rollout.versions_S) == 0 for s in group):
-        raise UserError(f"workflow returned a sample without a token for prompt {prompt.id} (key: workflow)")
+        raise UserError(f"workflow returned a sample without steps for prompt {prompt.id} (key: workflow)")
     keys = {(s.rollout.prompt.id, s.rollout.sibling) for s in group}
     if len(keys) < len(group) or any(prompt_id != prompt.id for prompt_id, _ in keys):
         raise UserError(

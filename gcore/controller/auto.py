@@ -1,6 +1,9 @@
-"""placement.mode: auto: the planner is asked before anything starts, and its answer is a configuration like any other.
+"""`placement.mode: auto`: replaces `auto` by a placement mode before any process starts.
 
-config, GPUs of this machine ──> gcore/simulate/planner.py ──> config with a mode, and why
+config, GPUs of this machine ──> gcore/simulate/planner.py ──> config with a mode, and the reason
+
+The planner is used only where there is a choice: a GPU that it has data for, and a judge on an engine. Otherwise simple
+rules decide. The rest of the run sees a configuration with an explicit mode.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from gcore.simulate.shapes import Shape, shape_of
 from gcore.types import UserError
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
-DIVIDED: tuple[Mode, ...] = ("dynamic", "static", "colocated")
+SLOT_MODES: tuple[Mode, ...] = ("dynamic", "static", "colocated")
 
 
-def settle(config: Config, machine: Machine, gpu_names: Sequence[str] | None = None) -> tuple[Config, str]:
-    """The configuration with a placement mode, and a sentence about it; both as they were where none is asked for."""
+def choose_mode(config: Config, machine: Machine, gpu_names: Sequence[str] | None = None) -> tuple[Config, str]:
+    """The configuration with a placement mode, and a line for the user about the choice. Unchanged, with an empty line,
+    if the mode is not `auto`."""
     if config.placement.mode != "auto":
         return config, ""
     gpus = machine.gpus if config.training.device != "cpu" and config.runtime == "ray" else 0
@@ -33,40 +37,40 @@ def settle(config: Config, machine: Machine, gpu_names: Sequence[str] | None = N
     if not gpus or not judges or config.generation.engine == "emulated":
         reason = "engines are emulated" if judges else "no judge runs on an engine"
         why = reason if gpus else "there is no GPU to divide"
-        return _with(config, "shared"), f"placement.mode=auto: shared ({why})"
+        return _with_mode(config, "shared"), f"placement.mode=auto: shared ({why})"
     if config.sampling.staleness:
         mode = "disaggregated" if gpus > len(judges) + len(config.rewards.models) + 1 else "shared"
-        return _with(config, mode), f"placement.mode=auto: {mode} (asynchronous rollout on {gpus} GPU(s))"
+        return _with_mode(config, mode), f"placement.mode=auto: {mode} (asynchronous rollout on {gpus} GPU(s))"
     slots = gpus if config.placement.slots == "auto" else config.placement.slots
-    names = _gpus_here() if gpu_names is None else gpu_names
-    gpu = _known(names)
+    names = _gpu_names() if gpu_names is None else gpu_names
+    gpu = _planner_gpu(names)
     if gpu is None:
         mode = "dynamic" if slots > len(judges) else "colocated"
-        seen = f"no data of {names[0]!r}" if names else "the GPUs have no name"
-        return _with(config, mode), f"placement.mode=auto: {mode} (the planner has {seen})"
+        why = f"the planner has no data for {names[0]!r}" if names else "the name of the GPUs is unknown"
+        return _with_mode(config, mode), f"placement.mode=auto: {mode} ({why})"
     return _planned(config, slots, gpu)
 
 
 def _planned(config: Config, slots: int, gpu: Gpu) -> tuple[Config, str]:
-    answer = _ask(config, slots, gpu)
+    answer = _run_planner(config, slots, gpu)
     best = answer.best
     if best is None:
         raise UserError(
-            f"placement.mode=auto: the planner finds no way on {slots} x {gpu.title}: {'; '.join(answer.problems)}"
-            + (f"; what would help: {', '.join(answer.changes)}" if answer.changes else "")
-            + " (name a placement.mode to try all the same)"
+            f"placement.mode=auto: no placement fits on {slots} x {gpu.title}: {'; '.join(answer.problems)}"
+            + (f"; possible changes: {', '.join(answer.changes)}" if answer.changes else "")
+            + " (set placement.mode to try it anyway)"
         )
     steps = ", ".join(f"{found.mode} {found.step_s:.1f} s" for found in answer.estimates)
-    said = f"placement.mode=auto: {best.mode} (planned steps on {slots} x {gpu.title}: {steps})"
+    report = f"placement.mode=auto: {best.mode} (planned steps on {slots} x {gpu.title}: {steps})"
     split: dict[str, int] = {}
     if best.mode == "static" and len(config.rewards.engine_judges) == 1:
         judge = config.rewards.engine_judges[0].name
         split = {"policy": best.split["policy"], judge: slots - best.split["policy"]}
-    return _with(config, best.mode, split=split), said
+    return _with_mode(config, best.mode, split=split), report
 
 
-def _ask(config: Config, slots: int, gpu: Gpu) -> PlanResult:
-    """Responses and verdicts are taken to be half as long as they may be: nobody has seen one yet."""
+def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
+    """Assumes that responses and verdicts have half of their maximum length: nothing was generated yet."""
     sampling, generation, judges = config.sampling, config.generation, config.rewards.engine_judges
     widest = max(judges, key=lambda judge: judge.tensor_parallel)
     workload = Workload(
@@ -82,7 +86,7 @@ def _ask(config: Config, slots: int, gpu: Gpu) -> PlanResult:
     constraints = Constraints(
         policy_tp=generation.tensor_parallel,
         judge_tp=widest.tensor_parallel,
-        modes=DIVIDED,
+        modes=SLOT_MODES,
         max_tokens_per_gpu=config.training.max_tokens_per_gpu,
     )
     shapes = [_shape(judge.model, f"rewards.judges.{judge.name}.model") for judge in judges if judge.model]
@@ -107,33 +111,33 @@ def _shape(model: Model, key: str) -> Shape:
     )
 
 
-def _with(config: Config, mode: str, **more: Any) -> Config:
-    """Checked as a whole: what a mode excludes is refused here as it is in a recipe."""
+def _with_mode(config: Config, mode: str, **more: Any) -> Config:
+    """The configuration with this mode, validated as a recipe is: some keys exclude some modes."""
     tree = config.model_dump(exclude_unset=True)
     try:
         return Config.model_validate({**tree, "placement": {**tree["placement"], "mode": mode, **more}})
     except ValueError as error:
-        raise UserError(f"placement.mode=auto came to {mode}: {error}") from error
+        raise UserError(f"placement.mode=auto chose {mode}: {error}") from error
 
 
-def _known(names: Sequence[str]) -> Gpu | None:
-    """The planner's data for these GPUs; None where it has none, or they differ."""
+def _planner_gpu(names: Sequence[str]) -> Gpu | None:
+    """The planner's data for these GPUs; None if it has none, or if the GPUs differ."""
     if len(set(names)) != 1:
         return None
     words = names[0].lower().replace("-", " ").split()
     return next((gpu for name, gpu in GPUS.items() if name in words), None)
 
 
-def _gpus_here() -> list[str]:
-    """Names of the GPUs, from the driver; torch is not imported for that."""
+def _gpu_names() -> list[str]:
+    """Names of the GPUs of this machine, from the NVIDIA driver. Does not import torch."""
     files = sorted(NVIDIA.glob("*/information")) if NVIDIA.is_dir() else []
     lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
     if lines:
         return [line.partition(":")[2].strip() for line in lines]
     try:
-        asked = subprocess.run(
+        query = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [line.strip() for line in asked.stdout.splitlines() if line.strip()]
+    return [line.strip() for line in query.stdout.splitlines() if line.strip()]

@@ -1,6 +1,9 @@
-"""The only place where configuration becomes objects. Backends are imported inside, so none is needed but the chosen.
+"""Builds the objects of every role from the configuration: the only module that chooses implementations.
 
-Each `build_*` runs in the process of its role, called by the runtime with the group's rendezvous as last argument.
+    config, plan ──> build_runtime (driver), build_engine, build_judge, build_scorer, build_trainer, build_controller
+
+The runtime calls each `build_*` of a role in the process of that role, with the group's rendezvous as last argument.
+Backends are imported inside the functions, so only those in use must be installed.
 """
 
 from __future__ import annotations
@@ -54,19 +57,19 @@ def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
     generation = config.generation
     longest = config.data.max_prompt_length + generation.max_response_length
     name = f"engine-{rendezvous.rank}"
-    return _serve(config, plan, name, rendezvous, config.model, generation, longest)
+    return _engine(config, plan, name, rendezvous, config.model, generation, longest)
 
 
 def build_judge(config: Config, plan: Plan, judge_name: str, rendezvous: Rendezvous) -> Engine:
-    """A replica of the judge of this name: an engine that never takes new weights."""
+    """A replica of the judge `judge_name`: an engine whose weights never change."""
     judge = next(judge for judge in config.rewards.judges if judge.name == judge_name)
     assert judge.model is not None
     longest = judge.max_prompt_length + judge.max_response_length
     name = f"judge-{judge.name}-{rendezvous.rank}"
-    return _serve(config, plan, name, rendezvous, judge.model, judge, longest)
+    return _engine(config, plan, name, rendezvous, judge.model, judge, longest)
 
 
-def _serve(
+def _engine(
     config: Config,
     plan: Plan,
     name: str,
@@ -87,7 +90,8 @@ def _serve(
     device = pick_device(_device(config, serving.device), rendezvous.rank)
     dtype, tracer = pick_dtype(serving.dtype, device), Tracer(trace_folder(config), name)
     if serving.engine in ("vllm", "sglang"):
-        return _library(config, plan, model, serving, max_length, str(dtype).removeprefix("torch."), device, tracer)
+        dtype_name = str(dtype).removeprefix("torch.")
+        return _library_engine(config, plan, model, serving, max_length, dtype_name, device, tracer)
     from gcore.generation.embedded import EmbeddedEngine
 
     network = load_model(model, load_tokenizer(model), config.run.seed, dtype, device, max_length=max_length)
@@ -103,7 +107,7 @@ def _serve(
     )
 
 
-def _library(
+def _library_engine(
     config: Config,
     plan: Plan,
     model: Model,
@@ -113,6 +117,7 @@ def _library(
     device: torch.device,
     tracer: Tracer,
 ) -> Engine:
+    """An engine of vLLM or SGLang. They read the model from a folder."""
     from gcore.hub import model_folder
     from gcore.models import adapters_in, save_built
     from gcore.prompts.tokenizer import load_tokenizer
@@ -131,7 +136,7 @@ def _library(
     }
     if model.path is not None:
         folder = model_folder(model, weights=True)
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the library and its processes have all that they need
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the files are complete: no process needs the network
     else:
         folder = save_built(model, load_tokenizer(model), config.run.seed)
     if model is config.model:
@@ -140,7 +145,7 @@ def _library(
         from gcore.generation.sglang import SglangEngine
         from gcore.generation.sglang_core import SglangOptions
 
-        ends = config.runtime == "ray"  # there, a process that dies is noticed and brought back
+        ends = config.runtime == "ray"  # which restarts a process that dies
         return SglangEngine(folder, SglangOptions(**options, device=device.type, dies_with_scheduler=ends), tracer)
     from gcore.generation.vllm import VllmEngine
     from gcore.generation.vllm_core import VllmOptions
@@ -149,7 +154,7 @@ def _library(
 
 
 def sleep_level(config: Config) -> int:
-    """How deep the policy's engines sleep while the trainer works."""
+    """Sleep level of the policy's engines while the trainer works; 0: they do not sleep."""
     level = config.generation.sleep
     if config.generation.engine not in ("vllm", "sglang", "emulated") or config.sampling.max_staleness:
         return 0
@@ -157,10 +162,10 @@ def sleep_level(config: Config) -> int:
         return 0
     if level != "auto":
         return level
-    from gcore.controller.plan import see_machine
+    from gcore.controller.plan import detect_machine
 
-    on_gpu = see_machine().gpus > 0 and _device(config, config.generation.device) != "cpu"
-    return (1 if config.model.lora else 2) if on_gpu else 0  # adapters add to weights that are there
+    on_gpu = detect_machine().gpus > 0 and _device(config, config.generation.device) != "cpu"
+    return (1 if config.model.lora else 2) if on_gpu else 0  # adapters need the base weights, which level 1 keeps
 
 
 def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous) -> ScalarModel:
@@ -238,13 +243,13 @@ def _publisher(config: Config, device: torch.device, rendezvous: Rendezvous) -> 
     return WeightPublisher(rendezvous.rank, method, pick_dtype(config.generation.dtype, engine_device), sender)
 
 
-def _device(config: Config, asked: str) -> str:
-    return asked if asked != "auto" else config.training.device
+def _device(config: Config, device: str) -> str:
+    return device if device != "auto" else config.training.device
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Clients of the replicas that serve the controllers."""
+    """Clients of the replicas that the controllers call."""
 
     engines: Sequence[EngineClient] = ()
     trainers: Sequence[TrainerClient] = ()
@@ -255,7 +260,7 @@ class Roles:
 def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rendezvous) -> Controller:
     quiet()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)  # thousands of live samples make every collection long, and none is garbage
+    gc.set_threshold(50_000, 20, 100)  # thousands of live samples make collections slow, and free nothing
     from gcore.controller.loop import Controller
     from gcore.controller.setup import make_setup
 
@@ -273,7 +278,7 @@ def build_group(rendezvous: Rendezvous) -> Group:
 
 
 def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> WeightedRewarder:
-    """All rewards of the recipe. Before the run, with no roles yet, it serves to check them."""
+    """All rewards of the recipe. Without roles, before the run, it can only check them."""
     from gcore.controller.workflow import least_siblings
     from gcore.generation.pool import EnginePool, ScorerPool
     from gcore.rewarding.http import HttpSource
@@ -321,7 +326,7 @@ def _scalar_source(config: Config, index: int, pool: ScorerPool) -> Source:
 
 
 def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source:
-    """`pool`: its replicas, of which a judge behind a URL has none."""
+    """`pool`: the replicas of the judge; None for a judge behind a URL."""
     from gcore.generation.noise import noise_key
     from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
     from gcore.rewarding.judge import JudgeSource
@@ -336,9 +341,9 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
         return JudgeSource(spec, RemoteBackend(spec, noise, place), place)
 
     async def ask(question: Content, params: SamplingParams, key: tuple[object, ...]) -> Completion:
-        _, prompt, *_ = key  # a prompt's number, or a word where a workflow asks: see JudgeSource
-        priority, near = (prompt, key[:2]) if isinstance(prompt, int) else (0, None)
-        return (await pool.generate([Request(question, params, noise(key))], priority, near))[0]
+        _, prompt, *_ = key  # the prompt's number, or "ask" if a workflow calls ctx.ask: see JudgeSource
+        priority, replica_key = (prompt, key[:2]) if isinstance(prompt, int) else (0, None)
+        return (await pool.generate([Request(question, params, noise(key))], priority, replica_key))[0]
 
     tokenizer = load_tokenizer(spec.model, f"{place}.model", chat=True)
     backend = EngineBackend(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place)
@@ -356,7 +361,7 @@ def load_workflow(path: str) -> Workflow:
 
 
 def load_filter(path: str) -> Filter:
-    """sampling.filter: one of ours by name, or a user's, whose answer may be a bare bool."""
+    """sampling.filter: a built-in one by name, or a user's function, which may return only a bool."""
     from gcore.controller.collect import no_filter, spread
     from gcore.rewarding.functions import load_function
 
@@ -381,12 +386,12 @@ def trace_folder(config: Config) -> Path | None:
 
 
 def log_folder(config: Config) -> Path | None:
-    """Where processes print to; with runtime=local there is one, and it has the terminal."""
+    """Where processes write their output. With runtime=local the only process writes to the terminal."""
     return config.run.folder / "logs" if config.observe.logs and config.runtime == "ray" else None
 
 
 def quiet() -> None:
-    """Libraries talk a lot at import; a run's terminal belongs to its user."""
+    """Switch off the messages that libraries print at import: the terminal shows only the run."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)

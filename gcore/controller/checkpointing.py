@@ -1,7 +1,10 @@
 """Checkpoints of a run: the state of all controllers and trainer ranks, saved together and restored together.
 
-controllers: place among the prompts, pending groups ──┐
+controllers: place in the prompt order, ready groups ──┐
 trainer ranks: weights, optimizer ─────────────────────┴──> step_N.partial/ ──commit (controller 0)──> step_N/
+
+All controllers call `save` and `restore`; only controller 0 makes and commits the folder. The format of the folder is
+in checkpoint/store.py.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from gcore.controller.setup import Setup
 from gcore.prompts.source import PromptSource
 from gcore.types import UserError
 
-MARGIN_BYTES = 16 << 20  # for all files but the trainer's state
+MARGIN_BYTES = 16 << 20  # for all files except the trainer's state
 
 
 @dataclass(frozen=True, slots=True)
 class RunPosition:
-    """How far a run is. `warmed`: steps of the warm start that are done; None: the warm start is over."""
+    """Progress of a run. `warmed`: completed steps of the warm start; None: the warm start is over."""
 
     step: int
     warmed: int | None
@@ -47,7 +50,8 @@ class Checkpointer:
         self._config, self._group, self._status = setup.config, setup.group, setup.status
         self._folder = setup.config.run.folder
         self._source, self._collector, self._dispatcher = source, collector, setup.dispatcher
-        copies = 4 if setup.config.algorithm.kl_coef > 0 else 3  # weights, two moments; reference model
+        # weights and two moments of the optimizer; with a KL term also the reference model
+        copies = 4 if setup.config.algorithm.kl_coef > 0 else 3
         self._state_bytes = num_parameters * 4 * copies
 
     # ---- saving ---------------------------------------------------------------------------------------------------
@@ -64,8 +68,9 @@ class Checkpointer:
                 need_bytes = self._state_bytes + MARGIN_BYTES
                 partial = store.begin(self._folder, position.number, need_bytes, position.kind)
             await self._group.all_gather("checkpoint folder", None)
-            place, groups = self._collector.place(), list(self._collector.ready.values())  # of one and the same moment
-            places = await self._group.all_gather("places among the prompts", place)
+            # No await between these two: they must be of the same moment.
+            place, groups = self._collector.place(), list(self._collector.ready.values())
+            places = await self._group.all_gather("places in the prompt order", place)
             await asyncio.to_thread(save_pending_groups, partial, self._group.rank, groups)
             await self._dispatcher.save(partial)
             if self._group.rank == 0:
@@ -77,27 +82,30 @@ class Checkpointer:
                     **({} if position.warmed is None else {"warm_start": position.warmed}),
                 }
                 await asyncio.to_thread(store.commit, partial, state, self._config.checkpoint.keep)
-            await self._group.all_gather("checkpoint sealed", None)
+            await self._group.all_gather("checkpoint committed", None)
 
     # ---- restoring ------------------------------------------------------------------------------------------------
 
     async def find(self) -> Path | None:
-        """The checkpoint to resume from. Controller 0 looks for it and verifies it; all controllers get its path."""
+        """The checkpoint to resume from, or None. Controller 0 finds and verifies it; all controllers return it."""
         found = None
         if self._group.rank == 0:
             found = await asyncio.to_thread(store.find, self._config.run.resume, self._folder)
         return (await self._group.all_gather("checkpoint to resume from", found))[0]
 
     async def restore(self, checkpoint: Path) -> RunPosition:
-        """Trainer ranks and the collector take the state of the checkpoint. The engines still need the weights."""
+        """Load the checkpoint into the trainer ranks and the collector. The engines still need the weights."""
         state = store.read_state(checkpoint)
         seed, num_prompts = self._config.run.seed, len(self._source)
         if state["seed"] != seed:
-            raise UserError(f"{checkpoint} was made with run.seed={state['seed']}, not {seed}; samples would repeat")
+            raise UserError(
+                f"{checkpoint} was made with run.seed={state['seed']}, got run.seed={seed}; expected the same seed, "
+                "else samples would repeat"
+            )
         if state["prompts"] != num_prompts:
             raise UserError(
                 f"{checkpoint} was made with {state['prompts']} prompts, data.train now has {num_prompts}: the "
-                "order would be another (keys: data.train, data.max_prompt_length)"
+                "prompt order would change (keys: data.train, data.max_prompt_length)"
             )
         position = RunPosition(state["step"], state.get("warm_start"))
         self._status.finished(position.step)
@@ -109,7 +117,7 @@ class Checkpointer:
         return position
 
     def set_aside_later(self, position: RunPosition) -> None:
-        """Controller 0: checkpoints after `position` are no part of the resumed run, which makes its own."""
+        """On controller 0: rename checkpoints after `position`. The resumed run makes these steps again."""
         reached = store.KINDS.index(position.kind), position.number
         for checkpoint in store.complete(self._folder):
             if store.position(checkpoint) > reached:

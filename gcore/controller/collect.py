@@ -1,12 +1,15 @@
-"""The rollout phase of one controller: run the workflows of many prompts at once; agree on the end with the others.
+"""The rollout phase of one controller: makes the groups of a training step.
 
-    prompt_ledger.py   which prompts this controller has, and the state of each one: draw, keep, drop, take, ...
-    step_ledger.py     what all controllers know of the step, and which prompts it trains on
-    here               the tasks that run the workflows, and the exchanges among controllers
+    draw a prompt ──run its workflow──> group ──filter──> kept, or dropped and replaced by another prompt
+    all controllers: exchange progress until enough groups are kept ──> the same chosen prompts on every controller
 
-No prompt waits for another: a group that is dropped is replaced at once. Controllers exchange prompt numbers 20 to 100
-times per second, off the event loop, and stop together when the *global* target is met. With `sampling.max_staleness`
-above 0 the workflows of the next steps continue while the trainer works.
+    prompt_ledger.py   the prompts of this controller and the state of each one: draw, keep, drop, take, ...
+    step_ledger.py     the progress of all controllers in this step, and which prompts the step trains on
+    this module        the tasks that run the workflows, and the exchange of progress
+
+Workflows of many prompts run at the same time and do not wait for each other. Controllers exchange prompt numbers 20 to
+100 times per second and stop together when the *global* target is met. With `sampling.max_staleness` above 0 the
+workflows of the next steps continue while the trainer works.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
 
 __all__ = ["Collected", "Collector", "Filter", "answer_all", "merge_places", "no_filter", "spread"]
 
-EXCHANGE_INTERVAL_S = (0.01, 0.05)  # least and most time between two exchanges
+EXCHANGE_INTERVAL_S = (0.01, 0.05)  # shortest and longest time between two exchanges
 Filter = Callable[[list[Scored]], tuple[bool, str]]
 
 
@@ -40,13 +43,13 @@ class Collected:
     groups: list[list[Scored]] = field(default_factory=list)
     drawn: int = 0  # prompts drawn for the first time
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    pending: int = 0  # drawn, and neither trained on nor dropped so far
-    rewards: list[float] = field(default_factory=list)  # of all samples decided on, also of dropped groups
-    cause: str | None = None  # of the first failure on this controller: no reward, or the workflow raised
-    stage_s: dict[str, float] = field(default_factory=dict)  # in which at least one prompt was in each stage
-    tokens_passed: int = 0  # of the groups that passed the filter, trained on or not
+    pending: int = 0  # prompts drawn, and neither trained on nor dropped yet
+    rewards: list[float] = field(default_factory=list)  # of all finished samples, including dropped groups
+    cause: str | None = None  # message of the first RewardError or WorkflowError on this controller
+    stage_s: dict[str, float] = field(default_factory=dict)  # seconds with at least one prompt in each stage
+    tokens_passed: int = 0  # in groups that passed the filter, trained on or not
     samples_passed: int = 0
-    failed_globally: int = 0  # groups that failed, over all controllers
+    failed_globally: int = 0  # failed groups, over all controllers
     decided_globally: int = 0  # groups kept, dropped or failed, over all controllers
 
 
@@ -55,14 +58,14 @@ def no_filter(group: list[Scored]) -> tuple[bool, str]:
 
 
 def spread(group: list[Scored]) -> tuple[bool, str]:
-    """Equal rewards have no gradient; equality is exact."""
+    """Drop groups whose rewards are all exactly equal: they have no gradient."""
     return any(s.reward != group[0].reward for s in group), NO_SPREAD
 
 
 async def answer_all(
     workflow: Workflow, shared: SharedContext, prompts: Sequence[Prompt], report: Callable[[str], None]
 ) -> Collected:
-    """Every prompt once, as evaluations do."""
+    """Run every prompt exactly once, without filter and replacement: for evaluations."""
     collected, results = Collected(drawn=len(prompts)), dict[int, list[Scored]]()
 
     async def one(prompt: Prompt) -> None:
@@ -85,7 +88,7 @@ async def answer_all(
 
 
 class Collector:
-    """Lives as long as the run. `version`: of the policy that the engines serve now."""
+    """One per controller, for the whole run. `version`: the policy version that the engines serve now."""
 
     def __init__(
         self,
@@ -101,23 +104,23 @@ class Collector:
         self._workflow, self._shared, self._sampling = workflow, shared, sampling
         self._filter, self._report, self._group = keep, report, group.subgroup()
         self._source, self._version = source, version
-        self.rate = 1.0  # share of groups that passed the filter, as of the last step
+        self.rate = 1.0  # fraction of groups that pass the filter, as of the last step
         self.prompts = PromptLedger(group.rank, group.size)
         self.step_ledger = StepLedger(sampling.prompts_per_step, sampling.strict)
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the running prompts
-        self._target_running = 0  # groups this controller should have under way
+        self._target_running = 0  # groups that this controller should have in progress
         self._changed, self._failed = asyncio.Event(), asyncio.Event()
-        self._failure: BaseException | None = None  # ends the run, unlike a failure that only drops its group
+        self._failure: BaseException | None = None  # ends the run; other failures only drop their group
 
     @property
     def ready(self) -> dict[int, list[Scored]]:
-        """Groups that wait for a later step, by prompt number."""
+        """Groups that are ready for a later step, by prompt number."""
         return self.prompts.ready
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     async def step(self, step: int) -> Collected:
-        """The groups of one training step: this controller's share of them."""
+        """Make the groups of one training step. Returns the groups of this controller."""
         self._begin(step)
         chosen = await self._agree(step)
         collected = self._end(chosen)
@@ -125,7 +128,7 @@ class Collector:
         if len(chosen) < target and not self._sampling.fixed and self._sampling.on_exhausted == "stop":
             raise UserError(
                 f"step {step}: {len(chosen)} of {target} groups from {self._sampling.window} prompts "
-                f"({self._why_dropped()}); raise sampling.max_draws, choose prompts of another difficulty, or set "
+                f"({self._why_dropped()}); increase sampling.max_draws, use prompts of another difficulty, or set "
                 "sampling.on_exhausted=train"
             )
         return collected
@@ -140,7 +143,7 @@ class Collector:
     async def _agree(self, step: int) -> list[int]:
         """Exchange progress until all controllers know which prompts the step trains on."""
         sampling, ledger, last_exchange = self._sampling, self.step_ledger, 0.0
-        # Samples of the next step may be as old as `staleness`. Without staleness, what is under way is aborted.
+        # Samples may be at most `staleness` versions old. Without staleness, groups in progress are aborted at the end.
         due_version = step - 1 - sampling.staleness if sampling.staleness else None
         while True:
             await self._wait_until_exchange(last_exchange)
@@ -160,8 +163,8 @@ class Collector:
             self._set_target_running(sampling.prompts_per_step * (1 + sampling.max_staleness))
 
     async def _wait_until_exchange(self, last_exchange: float) -> None:
-        """Fixed steps have one exchange, when all prompts are finished. Others have one when a group was kept or
-        dropped here, or after the longest interval: an exchange needs every controller."""
+        """Fixed-size steps have one exchange, when all prompts are finished. Other steps have one when this controller
+        kept or dropped a group, or after the longest interval, because an exchange needs every controller."""
         self._raise_failure()
         if self._sampling.fixed:
             while self._tasks:
@@ -171,7 +174,7 @@ class Collector:
             return
         least, most = EXCHANGE_INTERVAL_S
         await asyncio.sleep(max(0.0, last_exchange + least - _now()))
-        enough = len(self.step_ledger.kept) >= self.step_ledger.target  # kept in the steps before
+        enough = len(self.step_ledger.kept) >= self.step_ledger.target  # kept in earlier steps
         if not (enough or self.prompts.has_unreported):
             self._changed.clear()
             try:
@@ -182,9 +185,9 @@ class Collector:
         self._raise_failure()
 
     def _end(self, chosen: list[int]) -> Collected:
-        """Take the chosen groups. What happens to the other prompts: see prompt_ledger.py."""
+        """Take the chosen groups. prompt_ledger.py explains what happens to the other prompts."""
         prompts, ledger, sampling = self.prompts, self.step_ledger, self._sampling
-        dropped, num_passed = ledger.dropped, max(ledger.num_passed, len(chosen))  # some passed in the steps before
+        dropped, num_passed = ledger.dropped, max(ledger.num_passed, len(chosen))  # some passed in earlier steps
         groups = prompts.take(chosen)
         self.rate = self._rate_now()
         if sampling.strict:
@@ -218,18 +221,18 @@ class Collector:
         )
 
     def close(self) -> None:
-        """Cancel the running workflows. The collector is of no use after this."""
+        """Cancel the running workflows. The collector cannot be used after this."""
         self._cancel_tasks()
 
     def progress(self) -> RolloutProgress:
-        """For placement: this controller's share of the rollout."""
+        """Progress of this controller in the rollout, for placement."""
         prompts, share = self.prompts, self.step_ledger.target / self.prompts.size
         return RolloutProgress(share, prompts.num_ready, prompts.num_decided, prompts.num_running, self._rate_now())
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 
     def _set_target_running(self, wanted: int) -> None:
-        """Start this controller's part of the groups that are missing until `wanted` are kept, over all controllers."""
+        """Start this controller's share of the groups that are missing until all controllers have kept `wanted`."""
         prompts = self.prompts
         extra = self._sampling.extra_groups if wanted else 0.0
         missing = self.step_ledger.missing(wanted + extra, self._least_rate(), prompts.rank, prompts.size)
@@ -245,8 +248,8 @@ class Collector:
         if self._sampling.fixed:
             return True
         if self._sampling.strict and self.prompts.head <= self.step_ledger.frontier():
-            return True  # prompts after it are decided: the step cannot end before this one is
-        # A group that passed makes others unnecessary; a dropped group does not.
+            return True  # later prompts are already decided, so the step cannot end without this one
+        # A group that passed the filter reduces the number still needed; a dropped group does not.
         unreported = self.prompts.num_unreported_kept / self._least_rate()
         return self.prompts.num_running + unreported < self._target_running
 
@@ -265,7 +268,7 @@ class Collector:
         except Exception as error:
             keep, reason, failure = False, reason_of(error), error
         if self._tasks.get(number) is not asyncio.current_task():
-            return  # cancelled, but the workflow caught the cancellation
+            return  # the task was cancelled, but the workflow caught the cancellation
         del self._tasks[number]
         counted = isinstance(failure, RewardError | WorkflowError)
         if failure is not None and not counted:
@@ -292,23 +295,24 @@ class Collector:
 
     def _why_dropped(self) -> str:
         counts = Counter(self.step_ledger.dropped.values())
-        return ", ".join(f"{reason} {count}" for reason, count in counts.most_common()) or "none was decided"
+        return ", ".join(f"{reason} {count}" for reason, count in counts.most_common()) or "no group was finished"
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def place(self) -> Place:
-        """Where this controller is among the prompts; `merge_places` makes one state of all controllers' places."""
+        """The place of this controller in the prompt order. `merge_places` makes one state from all places."""
         return self.prompts.place(self.rate)
 
-    def restore(self, state: dict[str, Any], pool: Sequence[list[Scored]]) -> None:
-        """Take this controller's part of a checkpoint made by any number of them."""
-        if self._sampling.strict and (state.get("pending") or state.get("undrawn") or pool):
+    def restore(self, state: dict[str, Any], ready: Sequence[list[Scored]]) -> None:
+        """Take this controller's part of a checkpoint, which any number of controllers can have made. `ready`: the
+        groups of all controllers that were ready for a later step."""
+        if self._sampling.strict and (state.get("pending") or state.get("undrawn") or ready):
             raise UserError(
-                "the checkpoint holds groups kept for later steps; resume with the sampling.surplus and "
-                "sampling.max_staleness it was made with, or sampling.deterministic=false"
+                "the checkpoint has groups kept for later steps; resume with the sampling.surplus and "
+                "sampling.max_staleness it was made with, or with sampling.deterministic=false"
             )
         self.rate = state.get("rate", 1.0)
-        groups = sorted(pool, key=lambda group: group[0].rollout.prompt.id)
+        groups = sorted(ready, key=lambda group: group[0].rollout.prompt.id)
         self.prompts.restore(state, groups)
         self.step_ledger.restore({g[0].rollout.prompt.id: min(s.rollout.version for s in g) for g in groups})
 

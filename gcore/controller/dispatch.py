@@ -1,10 +1,10 @@
-"""From this controller's samples to the trainer ranks, and from the trainer to the engines.
+"""Sends samples to the trainer ranks, calls the ranks, and starts the weight update of the engines.
 
     samples ──layout (all_gather of metadata)──> push to the ranks ──> calls of all ranks (prepare, update, save, ...)
-    new weights ──controller 0──> engines; they sleep while the trainer works, and wake for the weights
+    new weights ──started by controller 0──> engines; they sleep while the trainer works and wake for the update
 
-Every controller computes the same layout from the gathered metadata. Samples go straight from the controller that
-holds them to the rank that trains on them. Rank r is driven by controller r mod N.
+Every controller computes the same layout from the gathered metadata. Each sample goes directly from its controller to
+the rank that trains on it. Controller r mod N calls rank r.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Dispatcher:
-    """`sleep_level`: of the engines while the trainer works, in runs without placement; 0: they stay awake."""
+    """`sleep_level`: of the engines while the trainer works, in placement modes without slots; 0: they stay awake."""
 
     def __init__(
         self,
@@ -48,19 +48,20 @@ class Dispatcher:
         self.version = 0  # of the weights that the engines serve
 
     async def open(self) -> TrainerInfo:
+        """Call once before the first dispatch: the cost model needs the hidden size."""
         info = await self._trainers[0].info()
         self._cost = CostModel(crossover=6.0 * info.hidden_size)
         return info
 
     @property
-    def slept(self) -> dict[str, float]:
-        """Metrics of the last sleep and wake of the engines: seconds and gigabytes."""
+    def sleep_metrics(self) -> dict[str, float]:
+        """Seconds and gigabytes of the last sleep and wake of the engines."""
         return self._switch.metrics
 
     async def dispatch_samples(
         self, step: int, samples: Sequence[Sample], objective: Literal["policy", "imitation"] = "policy"
     ) -> tuple[list[SampleMeta], list[TrainBatch]]:
-        """Agree on the layout, and push each sample to the rank that trains on it. Only metadata is gathered."""
+        """Compute the layout and push each sample to the rank that trains on it. Only metadata is gathered."""
         gathered = await self._group.all_gather(f"samples of step {step}", [meta_of(s) for s in samples])
         metas = [meta for part in gathered for meta in part]
         if not metas:
@@ -95,7 +96,7 @@ class Dispatcher:
         await self._on_ranks("begin", lambda trainer, rank: trainer.begin())
 
     async def prepare(self, batches: Sequence[TrainBatch]) -> list[Mapping[Key, KlSums]]:
-        """`batches` and the answers of this and of `update` go by rank."""
+        """Arguments and results of this method and of `update` are lists by rank."""
         return await self._on_ranks("prepare", lambda trainer, rank: trainer.prepare(batches[rank]))
 
     async def update(self, batches: Sequence[TrainBatch]) -> list[UpdateStats]:
@@ -108,27 +109,27 @@ class Dispatcher:
         await self._on_ranks("load", lambda trainer, rank: trainer.load(str(folder), begun))
 
     async def _on_ranks(self, name: str, call: Callable[[TrainerClient, int], Awaitable[T]]) -> list[T]:
-        """Call every rank, each from the controller that drives it. Returns all answers by rank, on every controller.
+        """Each controller calls its own ranks. Returns the answers of all ranks, by rank, on every controller.
         `name`: of the collective."""
         answers = await asyncio.gather(*(call(self._trainers[r], r) for r in self._mine))
         gathered: list[dict[int, T]] = await self._group.all_gather(name, dict(zip(self._mine, answers, strict=True)))
         by_rank = {rank: answer for part in gathered for rank, answer in part.items()}
         return [by_rank[r] for r in range(len(self._trainers))]
 
-    async def rest(self) -> None:
-        """After the rollout, engines free their memory for the trainer. They wake for the new weights. Requests of
-        unfinished groups are held and continue with the new weights."""
+    async def sleep_engines(self) -> None:
+        """After the rollout, engines free their memory for the trainer until `update_weights`. Requests of unfinished
+        groups queue and continue with the new weights."""
         if not self._sleeps:
             return
         await self._engines.pause()
         await self._group.all_gather("engines idle", None)
         if self._group.rank == 0:
             await self._switch.sleep(self._engines.alive(), skip_dead=True)
-        await self._group.all_gather("engines at rest", None)
+        await self._group.all_gather("engines asleep", None)
 
     async def update_weights(self, version: int, engines: Mapping[int, EngineClient] | None = None) -> None:
-        """Controller 0 starts the transfer; the weights pass through no controller. `engines`: those that serve the
-        next rollout; default: all. Returns on every controller when they serve `version`."""
+        """Controller 0 starts the transfer; weights go directly from trainer ranks to engines. `engines`: those that
+        serve the next rollout; default: all. Returns on every controller when they serve `version`."""
         if self._group.rank == 0:
             async with self._switch.waking(self._engines.alive):
                 alive = self._engines.alive()

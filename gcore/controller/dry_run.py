@@ -1,10 +1,10 @@
-"""`gcore train --dry-run`: everything is checked, nothing is started, and what a run would see is shown.
+"""`gcore train --dry-run`: runs all checks, starts no process of the run, and prints what the run would do.
 
     preflight ──> sizes ──> datasets, one prompt as the model reads it ──> rewards of two answers ──> judges' prompts
 
-The two answers are a made-up one and the reference answer of the row, where it has one. Reward functions and servers
-are called for real, functions in their worker and with their time-out. Models and judges are not: the run would serve
-them, and one behind a URL may cost money.
+The two answers are a made-up one and the reference answer of the row, if it has one. Reward functions and reward
+servers are called; functions run in a worker, with their timeout. Reward models and judges are not called: only a run
+serves them, and a judge behind a URL may cost money.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import numpy as np
 
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
-from gcore.controller.auto import settle
+from gcore.controller.auto import choose_mode
 from gcore.controller.build import Roles, build_rewarder
 from gcore.controller.footprint import memory_line, parts
-from gcore.controller.plan import Plan, make_plan, see_machine
-from gcore.controller.preflight import Checked, Seen, model_megabytes, preflight
+from gcore.controller.plan import Plan, detect_machine, make_plan
+from gcore.controller.preflight import Checked, DatasetCheck, model_megabytes, preflight
 from gcore.controller.sources import check_models, pin
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut
 from gcore.types import Prompt, RewardError, Rollout, UserError
 
-MADE_UP = ("This is a made-up answer: 42.", "42", "7")  # the first that the policy could give
-LABEL = 13  # columns of the names at the left
-HEAD_LINES, TAIL_LINES = 14, 6  # of a long prompt: its end shows where the model goes on
+MADE_UP = ("This is a made-up answer: 42.", "42", "7")  # the first one that the policy could generate is used
+LABEL = 13  # width of the names at the left
+HEAD_LINES, TAIL_LINES = 14, 6  # shown of a long prompt: its end shows where the model continues
 HEAD_CHARS, TAIL_CHARS = 900, 400
-TRACE_LINES = 6  # of a reward that failed
+TRACE_LINES = 6  # shown of the traceback of a reward that failed
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward said of the answers. Score("exact", 1.0, values=[0.0, 1.0], failure="", trace="")"""
+    """Values of one reward for the answers. Score("exact", 1.0, values=[0.0, 1.0], failure="", trace="")"""
 
     name: str
     weight: float
@@ -49,26 +49,26 @@ class Score:
 
 
 def dry_run(config: Config) -> None:
-    """Prints what a run would do. Raises UserError for what is wrong, after printing what is right."""
-    machine = see_machine()
+    """Prints what a run would do. Raises UserError if a check fails; the results before it are already printed."""
+    machine = detect_machine()
     config = pin(config)
     check_models(config)
-    config, why = settle(config, machine)
+    config, why = choose_mode(config, machine)
     plan = make_plan(config, machine, model_megabytes(config))
     checked = preflight(config, plan, machine)
     *lines, files = plan.lines(config)
     _print([*lines, *_labelled("memory", memory_line(parts(config, plan), machine)), files])
     _print([f"{'':{LABEL}}{why}"] if why else [])
     print()
-    for seen in checked.seen:
-        _print(_labelled(seen.key, _dataset(seen, config.data.max_prompt_length)))
-    prompt = next((seen.prompt for seen in checked.seen if seen.prompt is not None), None)
+    for data in checked.datasets:
+        _print(_labelled(data.key, _dataset(data, config.data.max_prompt_length)))
+    prompt = next((data.prompt for data in checked.datasets if data.prompt is not None), None)
     failed: list[Score] = []
     if prompt is not None:
         failed = _show_prompt(config, plan, checked, prompt)
     for warning in checked.warnings:
         print(f"\nwarning: {warning}")
-    sys.stdout.flush()  # before the line about what failed, which goes to stderr
+    sys.stdout.flush()  # before the error, which goes to stderr
     if failed:
         first, *others = failed
         more = f" ({len(others)} more failed)" if others else ""
@@ -76,7 +76,7 @@ def dry_run(config: Config) -> None:
 
 
 def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -> list[Score]:
-    """The prompt, its answers, their rewards. Returns the rewards that failed."""
+    """Prints the prompt, the two answers and their rewards. Returns the rewards that failed."""
     print()
     where = f"row {prompt.row} as the model reads it, {prompt.content.size:,} tokens"
     _print([*_labelled("prompt", where), *_quoted(prompt.text)])
@@ -85,15 +85,15 @@ def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -
     print()
     for label, title, rollout in zip(("answers", ""), titles, group, strict=False):
         _print(_labelled(label, f"{title:<10} {_one_line(rollout.text)}"))
-    # functions are called in a worker, whose calls end in time, also where a run would have them in threads
+    # functions always run in a worker, which enforces the timeout; a local run would call them in threads
     workers = max(1, plan.reward_workers) if config.rewards.functions else 0
-    unlogged = config.observe.model_copy(update={"logs": False})  # the run's folder is not made
+    unlogged = config.observe.model_copy(update={"logs": False})  # do not create the run's folder
     rewarder = build_rewarder(
         config.model_copy(update={"observe": unlogged}), replace(plan, reward_workers=workers), Roles()
     )
     try:
         called = [*(spec.name for spec in config.rewards.functions), *(spec.name for spec in config.rewards.http)]
-        scores = asyncio.run(_ask([rewarder.sources[name] for name in called], group))
+        scores = asyncio.run(_score_all([rewarder.sources[name] for name in called], group))
         print()
         _print(_table(config, scores, titles))
         _print(_verdict(config, scores, len(group)))
@@ -107,19 +107,19 @@ def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -
 
 
 def answers(prompt: Prompt, tokenizer: Any, max_length: int) -> list[Rollout]:
-    """Two siblings as an engine would have sampled them: made up, and the reference answer if that is a text."""
+    """Two rollouts as if an engine had sampled them: a made-up answer, and the reference answer if it is a text."""
     column = prompt.columns.get("answer")
     reference = [str(column)] if isinstance(column, str | int | float) else []
 
     def encoded(text: str) -> Tokens:
         return Tokens.steps(np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32))
 
-    alphabet = getattr(tokenizer, "alphabet", "")  # of a model that is built here
-    own = (*MADE_UP, alphabet[-1:]) if alphabet else MADE_UP
-    said = [text for text in own if not alphabet or set(text) <= set(alphabet)]
-    short_enough = [text for text in said if text not in reference and encoded(text).num_steps <= max_length]
+    alphabet = getattr(tokenizer, "alphabet", "")  # characters of a built model (model.build)
+    candidates = (*MADE_UP, alphabet[-1:]) if alphabet else MADE_UP
+    possible = [text for text in candidates if not alphabet or set(text) <= set(alphabet)]
+    short_enough = [text for text in possible if text not in reference and encoded(text).num_steps <= max_length]
     group = []
-    for sibling, text in enumerate([(short_enough or said)[0], *reference]):
+    for sibling, text in enumerate([(short_enough or possible)[0], *reference]):
         response = encoded(text)
         content, zeros = prompt.content.extended(response), np.zeros(response.num_steps)
         steps: dict[str, Any] = {"logprobs_S": zeros.astype(np.float32), "versions_S": zeros.astype(np.int32)}
@@ -127,8 +127,8 @@ def answers(prompt: Prompt, tokenizer: Any, max_length: int) -> list[Rollout]:
     return group
 
 
-async def _ask(sources: Sequence[Source], group: Sequence[Rollout]) -> list[Score]:
-    """One call each, as a run makes it. All at once."""
+async def _score_all(sources: Sequence[Source], group: Sequence[Rollout]) -> list[Score]:
+    """Call all sources at the same time, once each, as a run does."""
     return list(await asyncio.gather(*(_score(source, group) for source in sources)))
 
 
@@ -142,12 +142,12 @@ async def _score(source: Source, group: Sequence[Rollout]) -> Score:
 
 
 def _reason(error: Exception, name: str, prompt: Prompt) -> str:
-    """Without the place, which is told anyway."""
+    """The message without the reward and the prompt, which are printed elsewhere."""
     return str(error).removeprefix(f"reward {name!r}, prompt {prompt.id}: ")
 
 
 def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rollout]) -> Iterator[Score]:
-    """What each judge would be asked; a Score for one that cannot be."""
+    """Prints the prompt of each judge. Yields a Score for each judge whose prompt cannot be made."""
     for spec in config.rewards.judges:
         source = rewarder.sources[spec.name]
         assert isinstance(source, JudgeSource)
@@ -163,19 +163,19 @@ def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rol
             _print(_labelled("judge", f"{spec.name} FAILED: {reason}"))
             yield Score(spec.name, spec.weight, [], reason)
         else:
-            _print([*_labelled("judge", f"{spec.name} reads of {what}"), *_quoted(text)])
+            _print([*_labelled("judge", f"prompt of {spec.name} for {what}"), *_quoted(text)])
 
 
 # ---- lines ----------------------------------------------------------------------------------------------------
 
 
-def _dataset(seen: Seen, limit: int) -> str:
-    looked = "all" if seen.num_seen == seen.num_rows else f"{seen.num_seen}"
-    said = f"{seen.num_rows:,} rows, {looked} looked at: the longest prompt has {seen.longest:,} tokens"
-    if not seen.too_long:
-        return f"{said}, none is over data.max_prompt_length={limit}"
-    rows = ", ".join(map(str, seen.too_long[:5])) + (", ..." if len(seen.too_long) > 5 else "")
-    return f"{said}; {len(seen.too_long)} are over data.max_prompt_length={limit} and will be dropped (rows {rows})"
+def _dataset(data: DatasetCheck, limit: int) -> str:
+    checked = "all" if data.num_checked == data.num_rows else f"{data.num_checked}"
+    text = f"{data.num_rows:,} rows, {checked} checked: the longest prompt has {data.longest:,} tokens"
+    if not data.too_long:
+        return f"{text}, none is over data.max_prompt_length={limit}"
+    rows = ", ".join(map(str, data.too_long[:5])) + (", ..." if len(data.too_long) > 5 else "")
+    return f"{text}; {len(data.too_long)} are over data.max_prompt_length={limit} and will be dropped (rows {rows})"
 
 
 def _table(config: Config, scores: Sequence[Score], titles: Sequence[str]) -> list[str]:
@@ -199,19 +199,19 @@ def _table(config: Config, scores: Sequence[Score], titles: Sequence[str]) -> li
 
 
 def _verdict(config: Config, scores: Sequence[Score], num: int) -> list[str]:
-    """What came out, in a sentence: a reference answer usually scores higher than a made-up one."""
+    """Compares the two answers: a reference answer should score higher than a made-up one."""
     if any(score.failure for score in scores):
         return [" " * LABEL + f"FAILED {score.name}: {score.failure}" for score in scores if score.failure]
     if not scores or num < 2:
         return []
     made_up, reference = (sum(s.weight * (s.values[i] or 0.0) for s in scores) for i in range(2))
-    called = "" if len(scores) == len(config.rewards.names) else "of the rewards that were called, "
-    said = f"{called}the reference answer gets {_number(reference)} and the made-up one {_number(made_up)}"
+    called = "" if len(scores) == len(config.rewards.names) else "with the rewards that were called, "
+    result = f"{called}the reference answer gets {_number(reference)} and the made-up one {_number(made_up)}"
     if reference > made_up:
-        return [f"{'':{LABEL}}{said}: as it should be"]
+        return [f"{'':{LABEL}}{result}: as expected"]
     return [
-        f"{'':{LABEL}}{said}: a reference answer usually gets more",
-        f"{'':{LABEL}}(is the answer column the right one, in the form that the rewards expect?)",
+        f"{'':{LABEL}}{result}: a reference answer usually gets more",
+        f"{'':{LABEL}}(is the answer column the right one, in the format that the rewards expect?)",
     ]
 
 
@@ -224,13 +224,13 @@ def _labelled(label: str, text: str) -> list[str]:
 
 
 def _quoted(text: str) -> list[str]:
-    """A text between bars; the middle of a long one is left out."""
+    """The text with a bar before each line, shortened."""
     lines = shortened(text).split("\n")
     return [f"{'':<{LABEL}}│ {line}".rstrip() for line in lines]
 
 
 def shortened(text: str) -> str:
-    """Head and tail of a long text, and how much is between them."""
+    """Head and tail of a long text, and the size of the part between them."""
     lines = text.split("\n")
     if len(lines) > HEAD_LINES + TAIL_LINES + 1:
         left_out = len(lines) - HEAD_LINES - TAIL_LINES

@@ -1,4 +1,7 @@
-"""Evaluation: greedy answers to the held-out prompts, each controller its share, as one row of metrics."""
+"""Evaluation: greedy answers to the held-out prompts, scored, as one row of metrics (`eval/...`).
+
+held-out prompts, split over controllers ──workflow (greedy)──> groups ──all_gather of sums──> row ──> Recorder
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from gcore.controller.collect import answer_all
-from gcore.controller.record import Recorder, exact
+from gcore.controller.record import Recorder, exact_sum
 from gcore.controller.setup import Setup
 from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.source import PromptSource
 
 
 class Evaluator:
-    """`held_out`: None if the recipe has no such prompts; then evaluations do nothing."""
+    """`held_out`: None if the recipe has no held-out prompts; then evaluations do nothing."""
 
     def __init__(self, setup: Setup, recorder: Recorder, held_out: PromptSource | None) -> None:
         self._config, self._group, self._status = setup.config, setup.group, setup.status
@@ -27,7 +30,7 @@ class Evaluator:
             await self.evaluate(step)
 
     async def evaluate(self, step: int) -> dict[str, Any]:
-        """The row. `step`: the last one that is done."""
+        """The row of metrics. `step`: the last completed step."""
         if self._held_out is None:
             return {}
         with self._status.timed("eval", step):
@@ -38,7 +41,13 @@ class Evaluator:
             name = self._config.rewards.accuracy_name
             scored = [s for group in collected.groups for s in group]
             judged = [s.parts[name] for s in scored if name in s.parts]
-            sums = (exact(judged), len(judged), exact(s.reward for s in scored), len(scored), collected.dropped.total())
+            sums = (
+                exact_sum(judged),
+                len(judged),
+                exact_sum(s.reward for s in scored),
+                len(scored),
+                collected.dropped.total(),
+            )
             parts = await self._group.all_gather("evaluation", sums)
         accuracy, judged_count, reward, count, failed = (sum(part[i] for part in parts) for i in range(5))
         row = {
@@ -53,5 +62,5 @@ class Evaluator:
 
 
 def _all_of(num_prompts: int) -> Callable[[], RolloutProgress]:
-    """The progress of an evaluation as placement sees it: all prompts are under way until the end."""
+    """The progress of an evaluation, for placement: all prompts are in progress until the end."""
     return lambda: RolloutProgress(float(num_prompts), 0, 0, num_prompts, 1.0)

@@ -1,6 +1,7 @@
-"""A checkpoint as a Hugging Face folder: safetensors, config, tokenizer with chat template. Checked by reloading.
+"""`gcore export`: writes the policy of a checkpoint as a Hugging Face folder, and checks it by reloading.
 
-Adapters (model.lora) are merged into it, and lie as they are in a folder beside it, in PEFT's format.
+runs/NAME/step_N ──> FOLDER: safetensors, config, tokenizer with chat template
+                 └─> FOLDER-adapter: the adapters in PEFT's format (with model.lora, which FOLDER has merged)
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ def locate(path: Path) -> tuple[Path, Path]:
 
 
 def adapter_folder(folder: Path) -> Path:
-    """Where the adapters of the policy in `folder` are: export/model -> export/model-adapter"""
+    """The folder of the adapters: export/model -> export/model-adapter"""
     return folder.with_name(f"{folder.resolve().name}-adapter")
 
 
 def export(source: Path, folder: Path) -> float:
-    """Write the policy to `folder`; returns the largest difference of logits after reloading it."""
+    """Write the policy to `folder`. Returns the largest difference of logits after reloading it."""
     run, checkpoint = locate(source)
     config = load_config(run / "config.yaml")
     for place in (folder, *([adapter_folder(folder)] if config.model.lora else [])):
         if place.exists() and any(place.iterdir()):
-            raise UserError(f"{place}: is not empty; choose a new folder to export to")
+            raise UserError(f"{place}: the folder is not empty; choose another folder to export to")
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,7 +61,7 @@ def export(source: Path, folder: Path) -> float:
     tokenizer.save_pretrained(folder)
     again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     if AutoTokenizer.from_pretrained(folder).get_vocab() != tokenizer.get_vocab():
-        raise RuntimeError(f"{folder}: the tokenizer does not reload as it was")
+        raise RuntimeError(f"{folder}: the reloaded tokenizer has another vocabulary")
     tokens = torch.arange(64).remainder(len(tokenizer))[None]
     with torch.no_grad():
         difference = float((network(tokens).logits - again(tokens).logits).abs().max())

@@ -1,4 +1,4 @@
-"""Prompts that failed are counted, and too many of them end the run."""
+"""Checks how many prompts of a step failed (no reward, or the workflow raised). Too many failures end the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gcore.types import SampleMeta, UserError
 
 
 async def check_failures(services: Services, step: int, metas: Sequence[SampleMeta], collected: Collected) -> None:
-    """`metas`: of all samples of the step. All controllers get the causes, and so raise the same error."""
+    """`metas`: of all samples of the step. The causes are gathered, so all controllers raise the same error."""
     sampling, limit = services.config.sampling, services.config.rewards.max_error_frac
     failed, decided = collected.failed_globally, collected.decided_globally
     if failed:

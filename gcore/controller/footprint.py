@@ -1,9 +1,9 @@
-"""How much memory the processes of a run take at least, and whether this machine has that much. Without torch.
+"""A lower bound of the memory that the processes of a run need, checked against this machine. Does not import torch.
 
     config, plan ──parts──> [Part(what, count, MB each, key)] ──check_sizes──> UserError | warnings
 
-A part is a constant of its kind of process plus the weights that it holds. Activations, KV caches, CUDA contexts and
-what is under way between processes come on top: the sum is a lower bound, and what exceeds the machine is refused.
+A part is a kind of process: a measured constant plus the weights that it holds. Activations, KV caches, CUDA contexts
+and messages are not counted. If even this lower bound exceeds the memory of the machine, the run is refused.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gcore.controller.plan import Machine, Plan
 from gcore.hub import model_folder
 from gcore.types import UserError
 
-# private memory in MB of each kind of process beside its weights, in a run of a 30k-parameter model (torch 2.13, CPU)
+# private memory in MB of each kind of process without weights, in a run of a 30k-parameter model (torch 2.13, CPU)
 ENGINE_MB, TRAINER_MB, CONTROLLER_MB, EMULATED_MB, WORKER_MB = 290, 295, 215, 65, 20
-DRIVER_MB = 450  # with Ray's own processes
-CROWDED = 8  # processes per core from which on a warning is due
+DRIVER_MB = 450  # including the processes of Ray
+MAX_PER_CORE = 8  # processes per core; more give a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Part:
     count: int
     each_mb: float
     key: str
-    idle: bool = False  # no process of its own, or one that takes next to no CPU
+    idle: bool = False  # not a process, or one that uses almost no CPU
 
     @property
     def total_mb(self) -> float:
@@ -41,7 +41,7 @@ class Part:
 
 
 def parts(config: Config, plan: Plan, trains: bool = True) -> list[Part]:
-    """Every kind of process of the run; `trains`: with trainer ranks. In one process (runtime=local) weights count."""
+    """Every kind of process of the run. `trains`: with trainer ranks. With runtime=local only weights count."""
     local = config.runtime == "local"
 
     def part(what: str, count: int, key: str, base_mb: float, weights_mb: float = 0.0, idle: bool = False) -> Part:
@@ -78,27 +78,27 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[Part]:
 
 
 def check_sizes(found: Sequence[Part], machine: Machine) -> list[str]:
-    """Warnings about more processes than this machine runs well; UserError for more than it has memory for."""
+    """UserError if the run needs more memory than the machine has. Returns warnings about free memory and cores."""
     total = sum(part.total_mb for part in found)
     largest = max(found, key=lambda part: part.total_mb)
     if machine.memory_mb and total > machine.memory_mb:
-        fewer = f"lower {largest.key}={largest.count}" if largest.count > 1 else "take a smaller model or more memory"
+        fewer = f"lower {largest.key}={largest.count}" if largest.count > 1 else "use a smaller model or more memory"
         raise UserError(
             f"this run needs at least {size(total)} of memory, and this machine has {size(machine.memory_mb)}: "
             f"{_listed(found)}; {fewer}"
         )
-    said = []
+    warnings = []
     if machine.free_mb and total > machine.free_mb:
-        said.append(f"this run needs at least {size(total)} of memory, and {size(machine.free_mb)} are free now")
+        warnings.append(f"this run needs at least {size(total)} of memory, and {size(machine.free_mb)} are free now")
     busy = [part for part in found if not part.idle]
     count = sum(part.count for part in busy)
-    if count > CROWDED * machine.cores:
+    if count > MAX_PER_CORE * machine.cores:
         most = max(busy, key=lambda part: part.count)
-        said.append(
+        warnings.append(
             f"{count} processes share {machine.cores} core(s) ({_listed(busy)}): they take minutes to start, and more "
-            f"processes than cores make no run faster; lower {most.key}={most.count}"
+            f"processes than cores do not make a run faster; lower {most.key}={most.count}"
         )
-    return said
+    return warnings
 
 
 def memory_line(found: Sequence[Part], machine: Machine) -> str:
@@ -108,7 +108,7 @@ def memory_line(found: Sequence[Part], machine: Machine) -> str:
 
 
 def num_parameters(model: Model) -> int:
-    """By the size of its files, or of the shape to be built; 0 where there are no files yet."""
+    """From the size of its files, or from the shape to build; 0 if the files are not downloaded yet."""
     if model.path is not None:
         folder = model_folder(model)
         files = list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin"))
@@ -129,7 +129,7 @@ def _bytes_per_weight(file: Path) -> int:
 
 
 def _trained_mb(config: Config, plan: Plan) -> float:
-    """Weights, gradients and two moments in float32; a frozen copy is the reference; adapters leave weights alone."""
+    """Weights, gradients and two moments in float32, and the reference model. With adapters only the weights count."""
     if plan.gpus > 0 and config.training.device != "cpu":
         return 0.0
     copies = 1 if config.model.lora else 4 + (1 if config.algorithm.kl_coef > 0 else 0)
@@ -137,7 +137,7 @@ def _trained_mb(config: Config, plan: Plan) -> float:
 
 
 def _listed(found: Sequence[Part]) -> str:
-    """The larger ones first: 64 x engine of 290 MB, 1 x driver of 450 MB"""
+    """Largest first: 64 x engine of 290 MB, 1 x driver of 450 MB"""
     ordered = sorted(found, key=lambda part: -part.total_mb)
     return ", ".join(f"{part.count} x {part.what} of {size(part.each_mb)}" for part in ordered)
 

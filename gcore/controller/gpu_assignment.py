@@ -1,7 +1,9 @@
-"""Which GPUs a role's replicas sit on. Pure.
+"""Assigns GPUs to the replicas of each role. Pure functions.
 
 shared          engine, judge and trainer rank i share GPU i
-disaggregated   policy │ judges │ scorers │ trainer: every replica has GPUs of its own
+disaggregated   policy │ judges │ scorers │ trainer: every replica has its own GPUs
+
+A *bundle* is a set of GPUs that Ray reserves; each replica runs in one bundle.
 """
 
 from __future__ import annotations
@@ -16,34 +18,34 @@ from gcore.types import UserError
 class GpuAssignment:
     """GpuAssignment(bundles=(2, 1, 1), first={"engine": 0, "judge-critic": 1, "trainer": 2}): engine on two GPUs."""
 
-    bundles: tuple[int, ...] = ()  # GPUs of each bundle; a replica sits in one
-    first: Mapping[str, int] = field(default_factory=dict)  # kind -> bundle of its replica 0; empty: all share
-    share: float = 1.0  # of a GPU, where they share
+    bundles: tuple[int, ...] = ()  # number of GPUs of each bundle
+    first: Mapping[str, int] = field(default_factory=dict)  # kind -> bundle of its replica 0; empty: kinds share GPUs
+    share: float = 1.0  # fraction of a GPU per replica, if kinds share GPUs
 
     def of(self, kind: str, rank: int) -> tuple[int, float]:
-        """The bundle of KIND-rank, and how many GPUs of it are its own."""
+        """The bundle of replica KIND-rank, and the number of GPUs that it reserves there."""
         if not self.first:
             return rank % len(self.bundles), self.share
         bundle = self.first[kind] + rank
         return bundle, float(self.bundles[bundle])
 
 
-def together(gpus: int, counts: Mapping[str, int]) -> GpuAssignment:
-    """Replica i of every kind on GPU i, modulo their number; the scheduler must find room for all."""
+def shared_gpus(gpus: int, counts: Mapping[str, int]) -> GpuAssignment:
+    """Replica i of every kind is on GPU i modulo `gpus`. Shares are small enough that Ray can schedule all replicas."""
     kinds = sum(-(-count // gpus) for count in counts.values()) if gpus else 1
     return GpuAssignment((1,) * gpus, share=round(0.95 / kinds, 4))
 
 
-def apart(gpus: int, counts: Mapping[str, int], widths: Mapping[str, int]) -> GpuAssignment:
-    """One kind after the other; `widths` are the GPUs of a replica, 1 where nothing is said."""
+def separate_gpus(gpus: int, counts: Mapping[str, int], widths: Mapping[str, int]) -> GpuAssignment:
+    """One kind after the other. `widths`: GPUs per replica of a kind, default 1."""
     bundles, first = list[int](), dict[str, int]()
     for kind, count in counts.items():
         first[kind] = len(bundles)
         bundles += [widths.get(kind, 1)] * count
     if sum(bundles) > gpus:
-        asked = ", ".join(f"{kind} {count} x {widths.get(kind, 1)}" for kind, count in counts.items())
+        needed = ", ".join(f"{kind} {count} x {widths.get(kind, 1)}" for kind, count in counts.items())
         raise UserError(
-            f"placement.mode=disaggregated gives every replica GPUs of its own: {asked} = {sum(bundles)} GPUs, got "
+            f"placement.mode=disaggregated gives every replica its own GPUs: {needed} = {sum(bundles)} GPUs, got "
             f"{gpus} (keys: placement.trainer.ranks, placement.policy.replicas, rewards.judges.N.replicas)"
         )
     return GpuAssignment(tuple(bundles), first)

@@ -1,13 +1,14 @@
-"""The training loop. N controllers run this same program, each on its share of the samples.
+"""The training loop. N controllers run this same program, each for its share of the prompts.
 
-    for every step:
-        rollout      my prompts: generate, reward, keep or draw another, until all have enough together
-        preparation  advantages; agree on a layout; samples move to the ranks that train on them
-        training     one optimizer step per mini-batch     (global denominators)
-        weights      choose the engines of the next rollout; trainer -> those engines, version + 1
-        record       one row of metrics; evaluation and checkpoint when due
+    for each step:
+        rollout         generate and score groups of samples, until all controllers together have enough
+        prepare         compute advantages; send each sample to the trainer rank that trains on it
+        train           one optimizer step per mini-batch, on all trainer ranks
+        update_weights  choose the engines of the next rollout and send them the new weights: version + 1
+        record          one row of metrics; then evaluation and checkpoint, when due
 
-Controllers meet only where `all_gather` stands (in dispatch.py and below), and only metadata crosses there.
+Controllers synchronize only in `all_gather` (called in the modules that this one uses), and exchange only metadata
+there. Samples go directly from a controller to trainer ranks, weights directly from trainer ranks to engines.
 """
 
 from __future__ import annotations
@@ -26,22 +27,24 @@ from gcore.types import SampleMeta, TrainBatch
 
 
 class Controller:
-    """One of N equal controllers. The driver calls its methods by name; `run` is the whole program."""
+    """One of N equal controllers. The driver calls its methods through clients.ControllerClient."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self.status = setup.status.take
+        # Called when a replica dies, and after its restart: see replicas.py.
         self.mark_dead, self.mark_alive = setup.replicas.mark_dead, setup.replicas.mark_alive
         self.restore = setup.replicas.restore
 
     async def run(self) -> None:
+        """`gcore train`: the whole run."""
         with self._setup.replicas.watched():
             services, step = await open_run(self._setup)  # prompts, checkpoint or warm start, first weights
             while step < services.config.run.steps:
                 step += 1
                 with services.status.timed("step", step):
                     collected = await rollout(services, step)
-                    async with services.weights.trainers_in_use:
+                    async with services.weights.trainers_in_use:  # restarted engines get weights before or after
                         metas, batches = await prepare(services, step, collected)
                         stats = await train(services, step, batches)
                         await update_weights(services, step)
@@ -51,24 +54,27 @@ class Controller:
             await services.close()
 
     async def evaluate(self) -> dict[str, Any]:
-        """`gcore eval`: no trainer, the engines answer the held-out prompts."""
+        """`gcore eval`: the engines answer the held-out prompts. There are no trainers."""
         with self._setup.replicas.watched():
             evaluator = await open_evaluation(self._setup)
             return await evaluator.evaluate(step=0)
 
 
 async def rollout(services: Services, step: int) -> Collected:
-    """This controller's groups of the step. Then the engines free their memory for the trainer."""
+    """Make this controller's groups of the step. Then the engines free their memory for the trainer."""
     collector, placement = services.collector, services.placement
     with services.status.timed("rollout", step):
         async with placement.during(collector.progress, step):
             collected = await collector.step(step)
-        await placement.rest(step)
+        await placement.sleep_engines(step)
         return collected
 
 
 async def prepare(services: Services, step: int, collected: Collected) -> tuple[list[SampleMeta], list[TrainBatch]]:
-    """The metadata of all samples of the step, and the batch of each trainer rank. The samples are at their ranks."""
+    """Compute advantages and send each sample to its trainer rank.
+
+    Returns the metadata of all samples of the step, and the batch of each rank. `step - 1`: the current policy version.
+    """
     config, group, groups = services.config, services.group, collected.groups
     algorithm, longest = config.algorithm, config.generation.max_response_length
     with services.status.timed("preparation", step):
@@ -76,24 +82,25 @@ async def prepare(services: Services, step: int, collected: Collected) -> tuple[
         metas, batches = await services.dispatcher.dispatch_samples(step, samples)
         await check_failures(services, step, metas, collected)
         if algorithm.needs_logprobs and batches:
-            kl = await services.dispatcher.prepare(batches)
+            kl = await services.dispatcher.prepare(batches)  # the ranks compute logprobs before the update
             if algorithm.kl_in_reward:
                 batches = await charge_kl(groups, algorithm, group, longest, kl, batches)
         return metas, batches
 
 
 async def train(services: Services, step: int, batches: list[TrainBatch]) -> list[UpdateStats]:
-    """Statistics of each trainer rank; none where no group of the step was worth training on."""
+    """Update the policy. Returns the statistics of each trainer rank; none if the step has no samples."""
     with services.status.timed("training", step):
         if not batches:
             return []
-        ranks = await services.dispatcher.update(batches)
-        if line := skipped_line(step, ranks, services.config.run.folder):
+        stats = await services.dispatcher.update(batches)
+        if line := skipped_line(step, stats, services.config.run.folder):
             services.status.note(line)
-        return ranks
+        return stats
 
 
 async def update_weights(services: Services, step: int) -> None:
+    """Send the new weights to the engines of the next rollout. Their version is the number of the step."""
     with services.status.timed("weights", step):
-        engines = await services.placement.begin(services.collector.rate)  # that serve the next rollout
+        engines = await services.placement.choose_engines(services.collector.rate)
         await services.dispatcher.update_weights(step, engines)

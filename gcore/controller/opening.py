@@ -1,6 +1,6 @@
-"""Everything before the first step, once per run: from a controller's setup to the services of its loop.
+"""The start of a run, before its first step: makes the services of the training loop from a controller's setup.
 
-prompts measured ──> checkpoint restored, or warm start ──> first weights to the engines ──> first evaluation
+load prompts ──> restore a checkpoint, or warm start and first evaluation ──> engines have weights ──> Services, step
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gcore.types import UserError
 
 
 async def open_run(setup: Setup) -> tuple[Services, int]:
-    """The services, and the last step that is done: 0, or the step of the checkpoint."""
+    """The services, and the last completed step: 0, or the step of the checkpoint."""
     config, dispatcher = setup.config, setup.dispatcher
     source, held_out = await _load_prompts(setup)
     collector = Collector(
@@ -60,7 +60,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
     if position.warmed is not None:
         await warm_start(services, source, position.warmed)
         await dispatcher.begin()
-        await _serve(setup, collector, version=0)
+        await _send_first_weights(setup, collector, version=0)
         await services.evaluator.evaluate(position.step)
     if config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
         await checkpointer.save(RunPosition(position.step, warmed=None))
@@ -68,7 +68,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
 
 
 async def open_evaluation(setup: Setup) -> Evaluator:
-    """`gcore eval`: there is no trainer and no file is written. Controller 0 reads the weights for the engines."""
+    """`gcore eval`: no trainer, no output files. Controller 0 reads the weights and sends them to the engines."""
     _, held_out = await _load_prompts(setup)
     resume = setup.config.run.resume
     if setup.group.rank == 0 and resume not in ("never", "auto"):
@@ -78,11 +78,11 @@ async def open_evaluation(setup: Setup) -> Evaluator:
     return Evaluator(setup, Recorder(setup), held_out)
 
 
-# ---- prompts ---------------------------------------------------------------------------------------------------------
+# ---- prompts --------------------------------------------------------------------------------------------------------
 
 
 async def _load_prompts(setup: Setup) -> tuple[PromptSource, PromptSource | None]:
-    """To train on, and held out."""
+    """The prompts to train on, and the held-out prompts."""
     data = setup.config.data
     setup.status.show("loading data")
     source = await _load(setup, data.train, "train", data.shuffle)
@@ -90,7 +90,7 @@ async def _load_prompts(setup: Setup) -> tuple[PromptSource, PromptSource | None
 
 
 async def _load(setup: Setup, dataset: Dataset, split: Literal["train", "eval"], shuffle: bool) -> PromptSource:
-    """Each controller measures its part of the rows; the kept row numbers are shared."""
+    """Each controller measures a part of the rows. The numbers of rows that fit are gathered."""
     key, limit = f"data.{split}", setup.config.data.max_prompt_length
     rows = load_rows(dataset, key)
     templater = Templater(setup.tokenizer, setup.config.data, split)
@@ -108,22 +108,22 @@ async def _load(setup: Setup, dataset: Dataset, split: Literal["train", "eval"],
     return PromptSource(rows, kept, templater, setup.config.run.seed, shuffle)
 
 
-# ---- where the run goes on -------------------------------------------------------------------------------------------
+# ---- resume ---------------------------------------------------------------------------------------------------------
 
 
 async def _resume(setup: Setup, checkpointer: Checkpointer, collector: Collector) -> RunPosition:
-    """The position of the checkpoint that run.resume means, restored; START without one."""
+    """Restore the checkpoint that run.resume selects and return its position; START if there is none."""
     config, folder = setup.config, setup.config.run.folder
     checkpoint = await checkpointer.find()
     if checkpoint is None:
         if config.run.resume == "auto":
-            again = "; the warm start begins again" if config.training.warm_start else ""
-            setup.status.note(f"{folder}: no complete checkpoint; starting anew{again}")
+            again = ", with the warm start" if config.training.warm_start else ""
+            setup.status.note(f"{folder}: no complete checkpoint; starting from the beginning{again}")
         return START
     setup.status.show(f"resuming from {checkpoint.name}")
     position = await checkpointer.restore(checkpoint)
     if position.warmed is None:
-        await _serve(setup, collector, version=position.step)
+        await _send_first_weights(setup, collector, version=position.step)
     if setup.group.rank == 0:
         rewind(folder, position.step, position.warmed)
         rewind_samples(folder, position.step, position.warmed)
@@ -132,14 +132,14 @@ async def _resume(setup: Setup, checkpointer: Checkpointer, collector: Collector
     return position
 
 
-async def _serve(setup: Setup, collector: Collector, version: int) -> None:
-    """Engines for the first rollout, and their weights: as the loop does it after each step."""
-    engines = await setup.placement.begin(collector.rate)
+async def _send_first_weights(setup: Setup, collector: Collector, version: int) -> None:
+    """Choose the engines of the first rollout and send them weights, as the loop does after each step."""
+    engines = await setup.placement.choose_engines(collector.rate)
     await setup.dispatcher.update_weights(version, engines)
 
 
 def _open_recorder(setup: Setup) -> Recorder:
-    """After a resume has shortened the files that it appends to."""
+    """Call after `_resume`, which truncates the files that the recorder appends to."""
     config, rank, folder = setup.config, setup.group.rank, setup.config.run.folder
     writer = samples = None
     if per_step := config.observe.samples_per_step:

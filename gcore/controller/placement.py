@@ -1,6 +1,11 @@
-"""Placement in a run: the rule of placement.mode over the pools of policy and judges, its metrics and its record.
+"""Which policy engines serve a rollout: the placement modes of a run, with their metrics and their log.
 
-begin ──> who has which slots ──during (moves)──> rest        record: placement.jsonl, drawn by `gcore report`
+    choose_engines ──> during (the rollout; slots may move between policy and judges) ──> sleep_engines ──> next step
+
+Modes `shared` and `disaggregated` (AllEngines): all engines serve every rollout. Modes `static`, `colocated` and
+`dynamic` (SlotPlacement): policy and judges share the slots of a device grid, and a rule decides which role has which
+slots. gcore/placement/ implements the rules and the moves; this module connects them to the run. Controller 0 writes
+placement.jsonl, which `gcore report` draws.
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ from gcore.protocols import Group
 
 
 @dataclass(frozen=True)
-class Kept:
-    """placement.mode: static."""
+class StaticRule:
+    """placement.mode: static. The split never changes."""
 
     split: Split
 
@@ -42,8 +47,8 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class InTurn:
-    """placement.mode: colocated."""
+class ColocatedRule:
+    """placement.mode: colocated. All slots generate, then all slots judge."""
 
     def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
         return Split((POLICY,) * costs.grid.num_blocks)
@@ -53,8 +58,9 @@ class InTurn:
 
 
 @dataclass
-class Moving:
-    """placement.mode: dynamic. All controllers are told the same, so all remember the same."""
+class DynamicRule:
+    """placement.mode: dynamic. Slots move during the rollout. All controllers get the same arguments, so `memory` is
+    the same on all of them."""
 
     rule: GuardedRule = field(default_factory=GuardedRule)
     state: GuardState = field(default_factory=GuardState)
@@ -68,18 +74,18 @@ class Moving:
 
 
 class RolloutPlacement(Protocol):
-    """Which policy engines serve a rollout, as the training loop sees it."""
+    """The interface of the placement modes for the training loop."""
 
-    async def begin(self, rate: float) -> Mapping[int, EngineClient] | None:
-        """Choose the engines of the next rollout; they are awake and need weights. None: all. `rate`: share of groups
-        that pass the filter."""
+    async def choose_engines(self, rate: float) -> Mapping[int, EngineClient] | None:
+        """The engines of the next rollout, by index; they are awake and need weights. None: all engines. `rate`:
+        fraction of groups that pass the filter."""
         ...
 
     def during(self, progress: Progress, step: int) -> AbstractAsyncContextManager[None]:
-        """While samples are made, slots may change hands."""
+        """Context of the rollout: inside it, slots may move between roles."""
         ...
 
-    async def rest(self, step: int) -> None:
+    async def sleep_engines(self, step: int) -> None:
         """After the rollout, engines free their memory for the trainer. They wake for the new weights."""
         ...
 
@@ -89,26 +95,26 @@ class RolloutPlacement(Protocol):
 
 
 @dataclass(frozen=True)
-class Undivided:
-    """placement.mode: shared, disaggregated. There are no slots to divide: all engines serve every rollout."""
+class AllEngines:
+    """placement.mode: shared, disaggregated. All engines serve every rollout."""
 
     dispatcher: Dispatcher
 
-    async def begin(self, rate: float) -> None:
+    async def choose_engines(self, rate: float) -> None:
         return None
 
     def during(self, progress: Progress, step: int) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    async def rest(self, step: int) -> None:
-        await self.dispatcher.rest()
+    async def sleep_engines(self, step: int) -> None:
+        await self.dispatcher.sleep_engines()
 
     def row(self) -> dict[str, float]:
         return {}
 
 
-class Placement:
-    """The modes that divide slots. One on every controller. Controller 0 writes the record."""
+class SlotPlacement:
+    """placement.mode: static, colocated, dynamic. One per controller; controller 0 writes placement.jsonl."""
 
     def __init__(
         self,
@@ -123,10 +129,11 @@ class Placement:
         self._config, self._rank, self._sleeps = config, group.rank, sleep_level > 0
         self._group, self._pools = group, pools
         self._started = time.monotonic()
-        self._ended: tuple[int, float] | None = None  # the last rollout: step, when
+        self._ended: tuple[int, float] | None = None  # step and end time of the last rollout
         split = first_split(config, grid)
-        rules: dict[str, Rule] = {"static": Kept(split), "colocated": InTurn(), "dynamic": Moving()}
-        switches = {role: ReplicaSwitch(pool.replicas, 1) for role, pool in pools.items()}  # judges keep their weights
+        rules: dict[str, Rule] = {"static": StaticRule(split), "colocated": ColocatedRule(), "dynamic": DynamicRule()}
+        # Level 1: judges keep their weights.
+        switches = {role: ReplicaSwitch(pool.replicas, 1) for role, pool in pools.items()}
         switches[POLICY] = ReplicaSwitch(pools[POLICY].replicas, max(1, sleep_level), load)
         serving = {POLICY: config.generation} | {judge.name: judge for judge in config.rewards.engine_judges}
         self._placer = Placer(
@@ -142,9 +149,9 @@ class Placement:
             note=note,
         )
 
-    async def begin(self, rate: float) -> dict[int, EngineClient]:
-        """The split of the next rollout is in place. Returns the policy's engines, which need weights."""
-        if self._ended is not None and self._rank == 0:  # since then the slots were the trainer's
+    async def choose_engines(self, rate: float) -> dict[int, EngineClient]:
+        """Apply the split of the next rollout. Returns the policy's engines, which need weights."""
+        if self._ended is not None and self._rank == 0:  # the trainer used the slots since then
             step, start = self._ended
             piece = {"kind": "timeline", "step": step, "role": "trainer", "start": start, "end": time.monotonic()}
             piece |= self._since_start(piece, "start", "end")
@@ -157,8 +164,8 @@ class Placement:
                 pool.resume()
         return self._placer.owners(POLICY)
 
-    async def rest(self, step: int) -> None:
-        """All engines give their memory to the trainer. Requests of unfinished groups wait for the next rollout."""
+    async def sleep_engines(self, step: int) -> None:
+        """Policy and judges free their memory. Requests of unfinished groups queue until the next rollout."""
         self._ended = step, time.monotonic()
         await asyncio.gather(*(pool.pause() for pool in self._pools.values()))
         await self._group.all_gather("engines idle", None)

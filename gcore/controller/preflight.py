@@ -1,10 +1,10 @@
-"""What can be found wrong before any process starts is found here: each as one line that names the key.
+"""Checks a run before any process starts. A UserError is one line that names the key to change.
 
     light_checks   without torch, transformers and ray: folders, packages, devices, sizes, datasets, users' functions,
                    servers. They take about a second.
-    heavy_checks   with transformers, and torch where only it knows: tokenizers, templates, the layers of the network.
+    heavy_checks   with transformers, and torch if needed: tokenizers, templates, the layers of the network.
 
-Both look at a sample of the rows. `gcore train --dry-run` shows what they found (controller/dry_run.py).
+Both check a sample of the rows. `gcore train --dry-run` prints the results (controller/dry_run.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gcore.config.advice import warnings as advice
 from gcore.config.tree import Config, Dataset
 from gcore.controller.build import Roles, build_rewarder, load_filter, load_workflow, quiet
 from gcore.controller.footprint import check_sizes, num_parameters, parts
-from gcore.controller.plan import Machine, Plan, see_machine
+from gcore.controller.plan import Machine, Plan, detect_machine
 from gcore.hub import model_folder
 from gcore.observe.trackers import check_trackers
 from gcore.prompts.rows import PROMPTS, answer_of, load_rows, prompt_column, prompt_of
@@ -36,14 +36,14 @@ from gcore.rewarding.judge_backend import RemoteBackend
 from gcore.rewarding.threads import FunctionSource
 from gcore.types import Prompt, UserError
 
-SAMPLE = 200  # rows of each dataset that are looked at
+MAX_CHECKED = 200  # rows per dataset
 ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
 Split = Literal["train", "eval"]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A dataset and the numbers of the rows to look at. Opened("train", Dataset(...), [...], (0, 1, 3, ...))"""
+class OpenDataset:
+    """A dataset and the numbers of the rows to check. OpenDataset("train", Dataset(...), [...], (0, 1, 3, ...))"""
 
     split: Split
     spec: Dataset
@@ -56,49 +56,51 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What the sample showed. Seen("data.train", num_rows=7473, num_seen=200, too_long=(3, 9), longest=812, ...)"""
+class DatasetCheck:
+    """Result for the checked rows. DatasetCheck("data.train", num_rows=7473, num_checked=200, too_long=(3, 9), ...)"""
 
     key: str
     num_rows: int
-    num_seen: int
+    num_checked: int
     too_long: tuple[int, ...]  # row numbers
     longest: int  # tokens
-    prompt: Prompt | None  # the first that fits
+    prompt: Prompt | None  # the first one that is not too long
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """All is well, as far as can be seen, but for the warnings."""
+    """Result of all checks, if none failed."""
 
     warnings: list[str]
-    seen: list[Seen]
+    datasets: list[DatasetCheck]
     tokenizer: Any
 
 
 def preflight(config: Config, plan: Plan, machine: Machine | None = None, trains: bool = True) -> Checked:
-    """Raises UserError at the first thing that is wrong. `trains`: trainer ranks are started, too."""
-    warnings, datasets = light_checks(config, plan, machine or see_machine(), trains)
-    tokenizer, seen = heavy_checks(config, plan, datasets)
-    for each in seen:
-        if each.prompt is None:
+    """Raises UserError for the first check that fails. `trains`: the run has trainer ranks."""
+    warnings, datasets = light_checks(config, plan, machine or detect_machine(), trains)
+    tokenizer, checked = heavy_checks(config, plan, datasets)
+    for data in checked:
+        if data.prompt is None:
             warnings.append(
-                f"{each.key}: all {each.num_seen} prompts that were looked at are longer than "
+                f"{data.key}: all {data.num_checked} checked prompts are longer than "
                 f"data.max_prompt_length={config.data.max_prompt_length}"
             )
-    return Checked(warnings, seen, tokenizer)
+    return Checked(warnings, checked, tokenizer)
 
 
-# ---- light: neither torch nor transformers nor ray ------------------------------------------------------------------
+# ---- light: without torch, transformers and ray ---------------------------------------------------------------------
 
 
-def light_checks(config: Config, plan: Plan, machine: Machine, trains: bool = True) -> tuple[list[str], list[Opened]]:
-    """Warnings, and the datasets, opened. What costs least is looked at first."""
+def light_checks(
+    config: Config, plan: Plan, machine: Machine, trains: bool = True
+) -> tuple[list[str], list[OpenDataset]]:
+    """Warnings, and the open datasets. The cheapest checks come first."""
     _disk(config)
     _resume(config.run.resume)
     _packages(config)
     warnings = advice(config) if trains else []
-    if config.runtime == "local" or not os.environ.get("RAY_ADDRESS"):  # a cluster may have what is missing here
+    if config.runtime == "local" or not os.environ.get("RAY_ADDRESS"):  # a cluster may have other machines
         _devices(config)
         warnings += check_sizes(parts(config, plan, trains), machine)
     datasets = [_open("train", config.data.train), *([_open("eval", config.data.eval)] if config.data.eval else [])]
@@ -116,7 +118,7 @@ def _disk(config: Config) -> None:
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
-        raise UserError(f"run.dir={folder}: cannot write there: {error.strerror or error}") from None
+        raise UserError(f"run.dir={folder}: cannot write to it: {error.strerror or error}") from None
     free = shutil.disk_usage(folder).free / 2**20
     if free < config.observe.min_free_disk_mb:
         raise UserError(
@@ -126,7 +128,7 @@ def _disk(config: Config) -> None:
 
 
 def _resume(resume: str) -> None:
-    """The checkpoint is there. That it is as it was saved is for the controller to verify: checksums take a while."""
+    """The checkpoint exists. The controller verifies its checksums later, because that takes long."""
     if resume not in ("never", "auto") and not (Path(resume) / MANIFEST).is_file():
         raise UserError(
             f"run.resume={resume}: no complete checkpoint there (expected `auto`, `never` or a folder step_N)"
@@ -141,12 +143,13 @@ def _packages(config: Config) -> None:
     for key, serving in (("generation", config.generation), *judges):
         if serving.engine in ("vllm", "sglang") and importlib.util.find_spec(serving.engine) is None:
             name = {"vllm": "vLLM", "sglang": "SGLang"}[serving.engine]
-            said = f"{key}.engine={serving.engine}: {name} is not installed (see docs/engines.md)"
-            raise UserError(f"{said}, or use engine=embedded")
+            raise UserError(
+                f"{key}.engine={serving.engine}: {name} is not installed (see docs/engines.md), or use engine=embedded"
+            )
 
 
 def _devices(config: Config) -> None:
-    """A GPU that is asked for by name is there, and PyTorch was built for one."""
+    """If a key says `cuda`, the machine has a GPU and PyTorch was built for CUDA."""
     keys = _on_cuda(config)
     if not keys:
         return
@@ -159,22 +162,22 @@ def _devices(config: Config) -> None:
     except importlib.metadata.PackageNotFoundError:
         return
     if version.endswith("+cpu"):
-        raise UserError(f"{keys[0]}=cuda: PyTorch {version} is built for CPUs alone; use {keys[0]}=cpu (or auto)")
+        raise UserError(f"{keys[0]}=cuda: PyTorch {version} is built only for CPUs; use {keys[0]}=cpu (or auto)")
 
 
 def _on_cuda(config: Config) -> list[str]:
-    """The keys that ask for a GPU by name."""
+    """The keys that are set to `cuda`."""
     rewards = config.rewards
-    asked = {"training.device": config.training.device, "generation.device": config.generation.device}
-    asked |= {f"rewards.judges.{i}.device": judge.device for i, judge in enumerate(rewards.judges)}
-    asked |= {f"rewards.models.{i}.device": scorer.device for i, scorer in enumerate(rewards.models)}
-    return [key for key, device in asked.items() if device == "cuda"]
+    devices = {"training.device": config.training.device, "generation.device": config.generation.device}
+    devices |= {f"rewards.judges.{i}.device": judge.device for i, judge in enumerate(rewards.judges)}
+    devices |= {f"rewards.models.{i}.device": scorer.device for i, scorer in enumerate(rewards.models)}
+    return [key for key, device in devices.items() if device == "cuda"]
 
 
-def _open(split: Split, spec: Dataset) -> Opened:
-    """The rows, of which a sample has prompts."""
+def _open(split: Split, spec: Dataset) -> OpenDataset:
+    """Open the dataset; each row of the sample has a prompt."""
     rows = load_rows(spec, f"data.{split}")
-    data = Opened(split, spec, rows, sample_of(len(rows)))
+    data = OpenDataset(split, spec, rows, sample_of(len(rows)))
     for index in data.sample:
         row = rows[index]
         names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
@@ -187,26 +190,26 @@ def _open(split: Split, spec: Dataset) -> Opened:
     return data
 
 
-def sample_of(num_rows: int, most: int = SAMPLE) -> tuple[int, ...]:
-    """Rows to look at: all, or `most` of them, evenly from the first to the last. sample_of(9, 3) == (0, 4, 8)"""
+def sample_of(num_rows: int, most: int = MAX_CHECKED) -> tuple[int, ...]:
+    """Rows to check: all, or `most` of them, evenly from the first to the last. sample_of(9, 3) == (0, 4, 8)"""
     if num_rows <= most:
         return tuple(range(num_rows))
     return tuple(i * (num_rows - 1) // (most - 1) for i in range(most))
 
 
-def _of_row(error: UserError, data: Opened, index: int) -> UserError:
+def _of_row(error: UserError, data: OpenDataset, index: int) -> UserError:
     return UserError(f"{data.key}: row {index}: {str(error).removeprefix(f'{data.key}: ')}")
 
 
-def _columns(data: Opened) -> set[str]:
-    """What rewards are given of the first row: see Templater.prompt."""
+def _columns(data: OpenDataset) -> set[str]:
+    """The columns of the first row that rewards receive: see Templater.prompt."""
     row, spec = data.rows[0], data.spec
     answer = {"answer"} if answer_of(row, spec) is not None else set()
     return {name for name in row if name != prompt_column(row, spec, data.key)} | {"prompt"} | answer
 
 
 def _sources(config: Config, columns: Sequence[Collection[str]]) -> None:
-    """Rewards that need no tokenizer: the user's functions are imported, servers are asked whether they are there."""
+    """Rewards that need no tokenizer: import the user's functions, and connect to the servers."""
     rewards = config.rewards
     functions = [FunctionSource(spec, 1, f"rewards.functions.{i}") for i, spec in enumerate(rewards.functions)]
     servers: list[HttpSource | JudgeSource] = [
@@ -217,8 +220,8 @@ def _sources(config: Config, columns: Sequence[Collection[str]]) -> None:
             place = f"rewards.judges.{i}"
             servers.append(JudgeSource(judge, RemoteBackend(judge, lambda key: 0, place), place))
     for source in (*functions, *servers):
-        for each in columns:
-            source.check(each)
+        for names in columns:
+            source.check(names)
     if servers:
         asyncio.run(_reach(servers))
 
@@ -231,27 +234,27 @@ async def _reach(servers: Sequence[HttpSource | JudgeSource]) -> None:
             server.close()
 
 
-# ---- heavy: transformers, and torch where only it knows --------------------------------------------------------------
+# ---- heavy: with transformers, and torch if needed ------------------------------------------------------------------
 
 
-def heavy_checks(config: Config, plan: Plan, datasets: Sequence[Opened]) -> tuple[Any, list[Seen]]:
-    """The policy's tokenizer, and what it makes of the sampled rows."""
+def heavy_checks(config: Config, plan: Plan, datasets: Sequence[OpenDataset]) -> tuple[Any, list[DatasetCheck]]:
+    """The policy's tokenizer, and the result for each dataset."""
     quiet()
     tokenizer = load_tokenizer(config.model)
-    seen = [_render(config, data, tokenizer) for data in datasets]
+    checked = [_render(config, data, tokenizer) for data in datasets]
     rewarder = build_rewarder(config, plan, Roles())
     try:
-        for each in seen:
-            if each.prompt is not None:
-                rewarder.check(each.prompt.columns)
+        for data in checked:
+            if data.prompt is not None:
+                rewarder.check(data.prompt.columns)
     finally:
         rewarder.close()
     _network(config, tokenizer)
-    return tokenizer, seen
+    return tokenizer, checked
 
 
 def _network(config: Config, tokenizer: Any) -> None:
-    """What only torch knows. It is not imported for models that are built here, and need no look."""
+    """Checks that need torch. It is not imported for built models without adapters, which need no check."""
     if config.training.emulated is None and (config.model.path is not None or config.model.lora is not None):
         from gcore.models import check_policy
 
@@ -263,8 +266,8 @@ def _network(config: Config, tokenizer: Any) -> None:
         pick_device("cuda")
 
 
-def _render(config: Config, data: Opened, tokenizer: Any) -> Seen:
-    """The sampled rows as the model reads them, and their demonstrations where a warm start will imitate them."""
+def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
+    """Render the sampled rows with the template, and their demonstrations if there is a warm start."""
     templater = Templater(tokenizer, config.data, data.split)
     limit, longest = config.data.max_prompt_length, 0
     too_long: list[int] = []
@@ -286,11 +289,11 @@ def _render(config: Config, data: Opened, tokenizer: Any) -> Seen:
             f"{data.key}: all {len(data.rows)} prompts are longer than data.max_prompt_length={limit} (the longest has "
             f"{longest} tokens)"
         )
-    return Seen(data.key, len(data.rows), len(data.sample), tuple(too_long), longest, first)
+    return DatasetCheck(data.key, len(data.rows), len(data.sample), tuple(too_long), longest, first)
 
 
 def model_megabytes(config: Config) -> int:
-    """Size of the policy, for the object store: of its files, or of the shape to be built in float32."""
+    """Size of the policy, for the object store: of its files, or of the model to build, in float32."""
     if config.model.path is not None:
         files = list(model_folder(config.model).glob("*.safetensors"))
         return int(sum(f.stat().st_size for f in files) / 2**20)

@@ -1,4 +1,4 @@
-"""The prompts of one controller and the state of each one. Pure: no tasks, no clock, no other controllers.
+"""The state of every prompt of one controller. Pure: no tasks, no clock, no communication.
 
     Undrawn ──draw──> Running ──keep──> Ready ──take──> Trained
                        ^ │ │              │
@@ -9,12 +9,12 @@
 
     drawn = trained + dropped + pending,    pending = running + ready + returned
 
-What happens at the end of a step to the prompts that it does not train on depends on the mode:
+At the end of a step, prompts that the step does not train on are treated according to the mode:
 
-    forget_after   deterministic: prompts after the last one of the step become Undrawn again, also those Dropped, so
+    forget_after   deterministic: prompts after the last one of the step become Undrawn again, even if Dropped, so
                    that timing has no influence on later steps.
-    return_rest    surplus=abort: running and ready prompts become Returned, so that every step trains on samples of
-                   the current policy alone.
+    return_rest    surplus=abort: running and ready prompts become Returned, so that every step trains only on samples
+                   of the current policy.
     (neither)      surplus=keep or max_staleness > 0: running prompts stay Running and ready ones stay Ready for the
                    next steps, until `expire` returns those that became too old.
 """
@@ -38,12 +38,14 @@ class Undrawn:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    version: int  # of the policy at the start
+    """Its workflow runs."""
+
+    version: int  # of the policy when the workflow started
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Passed the filter; waits for a step that takes it."""
+    """Its group passed the filter and waits for a training step."""
 
     group: list[Scored]
 
@@ -55,17 +57,19 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Aborted, or too old to be trained on. Drawn before, so the next draw does not count it again."""
+    """Aborted, or too old to train on. It was drawn before, so the next draw does not count it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
+    """Its group did not pass the filter, or failed."""
+
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    pass
+    """A step trains on its group."""
 
 
 PromptState = Undrawn | Running | Ready | Returned | Dropped | Trained
@@ -85,7 +89,7 @@ class Decision:
     """A group that was kept or dropped in this step."""
 
     rewards: list[float]
-    tokens_passed: int = 0  # of a group that passed the filter
+    tokens_passed: int = 0  # 0 if the group did not pass the filter
     samples_passed: int = 0
 
 
@@ -97,26 +101,26 @@ class StepSummary:
     trained: int
     dropped: Counter[str]  # by reason
     pending: int
-    rewards: list[float]  # of all samples decided on, also of dropped groups
+    rewards: list[float]  # of all finished samples, including dropped groups
     tokens_passed: int  # of the groups that passed the filter
     samples_passed: int
     cause: str | None  # of the first failure that was reported in this step
 
 
 class Place(TypedDict):
-    """Where one controller is in the order of prompts; see `merge_places`."""
+    """The place of one controller in the prompt order, for a checkpoint; see `merge_places`."""
 
     base: int  # first prompt of the next step (deterministic mode)
-    head: int
+    head: int  # the next prompt of the share
     pending: list[int]
-    fresh: list[int]  # below the head, never drawn
+    undrawn: list[int]  # below the head, never drawn
     rate: float  # acceptance rate of the last step
     drawn: int  # since the last row of metrics
     dropped: dict[str, int]
 
 
 class PromptLedger:
-    """Prompts `rank`, `rank + size`, `rank + 2 * size`, ... of the global order are this controller's share."""
+    """The share of this controller: prompts `rank`, `rank + size`, `rank + 2 * size`, ... of the global order."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -125,26 +129,26 @@ class PromptLedger:
         self.draws_left = 0  # in this step
         self.reported_running = 0  # running prompts as of the last report
         self._queue: deque[int] = deque()  # prompts to draw before `head`: Returned, or Undrawn in a checkpoint
-        self._states: dict[
-            int, PromptState
-        ] = {}  # pending, or finished in this step; in the order of their transitions
+        # pending prompts, and those finished in this step; in the order of their transitions
+        self._states: dict[int, PromptState] = {}
         self._sizes: Counter[type[PromptState]] = Counter()  # prompts in each state
         self._decided: dict[int, Decision] = {}  # since the last step ended
-        self._causes: dict[int, str] = {}  # of failures that were not yet part of a summary
+        self._causes: dict[int, str] = {}  # messages of failures that are not yet in a summary
         self._unreported = ProgressReport()
         self._drawn = 0  # in this step, for the first time
         self._pending_before = 0  # when this step began
-        self._restored_drawn, self._restored_dropped = 0, Counter[str]()  # before a checkpoint, in no row of metrics
+        # counts from a checkpoint that are not yet in a row of metrics
+        self._restored_drawn, self._restored_dropped = 0, Counter[str]()
 
     # ---- transitions ----------------------------------------------------------------------------------------------
 
     def begin_step(self, window: int, strict: bool) -> None:
-        """The controllers together may draw `window` prompts; strict: the first `window` from `step_start` on."""
+        """All controllers together may draw `window` prompts; strict: the first `window` from `step_start` on."""
         end = self.step_start + window
         self.draws_left = len(range(self.head, end, self.size)) if strict else -(-window // self.size)
 
     def draw(self, version: int) -> int:
-        """Undrawn or Returned -> Running, with the policy of `version`. Returned prompts come first."""
+        """Undrawn or Returned -> Running. `version`: of the policy. Returned prompts come first."""
         if self._queue:
             number = self._queue.popleft()
         else:
@@ -163,7 +167,7 @@ class PromptLedger:
         self._unreported.kept.append((number, ready.version))
 
     def drop(self, number: int, group: list[Scored], reason: str, cause: str | None = None) -> None:
-        """Running -> Dropped. `cause`: what went wrong, where no group was made."""
+        """Running -> Dropped. `cause`: the error message if the workflow failed and there is no group."""
         self._move(number, Dropped(reason))
         self._decided[number] = Decision([s.reward for s in group])
         self._unreported.dropped.append((number, reason))
@@ -183,7 +187,7 @@ class PromptLedger:
         self._unreported = dataclasses.replace(self._unreported, kept=kept, withdrawn=withdrawn)
 
     def take(self, chosen: Iterable[int]) -> list[list[Scored]]:
-        """Ready -> Trained, for those of the `chosen` prompts that are here. Their groups in prompt order."""
+        """Ready -> Trained, for the `chosen` prompts of this controller. Returns their groups in prompt order."""
         chosen = set(chosen)
         taken = {number: ready.group for number, ready in self._ready() if number in chosen}
         for number in taken:
@@ -197,13 +201,13 @@ class PromptLedger:
             self._move(number, Undrawn())
             self._decided.pop(number, None)
         self._drawn -= len(later)
-        # In prompt order: which failure comes first must not depend on timing.
+        # In prompt order, so that the first failure does not depend on timing.
         self._causes = {number: self._causes[number] for number in sorted(self._causes) if number <= last}
         self._unreported, self.reported_running = ProgressReport(), 0
         self._start_at(last + 1)
 
     def return_rest(self) -> None:
-        """Running or Ready -> Returned. The rewards of ready groups do not count: their prompts are decided again."""
+        """Running or Ready -> Returned. The rewards of ready groups are not counted: their prompts run again."""
         for number, _ in self._ready():
             if number in self._decided:
                 self._decided[number] = dataclasses.replace(self._decided[number], rewards=[])
@@ -214,7 +218,7 @@ class PromptLedger:
         self._unreported, self.reported_running = dataclasses.replace(self._unreported, kept=[]), 0
 
     def end_step(self) -> StepSummary:
-        """Count the step's prompts. Those Trained and Dropped leave the ledger."""
+        """Count the prompts of the step. Trained and Dropped prompts are removed from the ledger."""
         self.check()
         unreported = {number for number, _ in self._unreported.dropped}
         decided = self._decided.values()
@@ -294,11 +298,11 @@ class PromptLedger:
         return {number: ready.group for number, ready in self._ready()}
 
     def numbers(self, *states: type[PromptState]) -> list[int]:
-        """The prompts in these states, in the order in which they came to them."""
+        """The prompts in these states, in the order of their transitions."""
         return [number for number, state in self._states.items() if isinstance(state, states)]
 
     def report(self, due_version: int | None) -> ProgressReport:
-        """What happened since the last report. Running prompts of `due_version` or before are due; None: none is."""
+        """Changes since the last report. Running prompts of `due_version` or older are due; None: none is due."""
         due = 0
         if due_version is not None:
             running = (state for state in self._states.values() if isinstance(state, Running))
@@ -310,7 +314,7 @@ class PromptLedger:
         return report
 
     def check(self) -> None:
-        """Every prompt that was drawn is in exactly one place. Used at the end of each step."""
+        """Check that every drawn prompt is counted exactly once. Called at the end of each step."""
         assert self._sizes == Counter(map(type, self._states.values()))
         finished = self._sizes[Trained] + self._sizes[Dropped]
         assert self._pending_before + self._drawn == finished + self.pending, "drawn != trained + dropped + pending"
@@ -323,21 +327,22 @@ class PromptLedger:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def place(self, rate: float) -> Place:
-        """Where this controller is among the prompts, without the groups that are ready."""
+        """The place of this controller in the prompt order. Ready groups are saved separately."""
         return {
             "base": self.step_start,
             "head": self.head,
             "pending": [*(number for number in self._queue if number in self._states), *self.numbers(Running)],
-            "fresh": sorted(number for number in self._queue if number not in self._states),
+            "undrawn": sorted(number for number in self._queue if number not in self._states),
             "rate": rate,
             "drawn": self.drawn,
             "dropped": dict(self.dropped),
         }
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[list[Scored]]) -> None:
-        """Undrawn -> Returned or Ready: this controller's part of a checkpoint made by any number of controllers.
+        """Undrawn -> Returned or Ready: take this controller's part of a checkpoint, which any number of controllers
+        can have made.
 
-        `state` is of `merge_places`; `groups` are all that were ready, in prompt order.
+        `state`: from `merge_places`. `groups`: the ready groups of all controllers, in prompt order.
         """
         mine = slice(self.rank, None, self.size)
         pending = state.get("pending", [])[mine]
@@ -346,22 +351,22 @@ class PromptLedger:
         self._states = {**{number: Returned() for number in pending}, **ready}
         self._sizes = Counter(map(type, self._states.values()))
         self._pending_before = self.pending
-        if self.rank == 0:  # what happened between the last row of metrics and the checkpoint, on all controllers
+        if self.rank == 0:  # counts of all controllers between the last row of metrics and the checkpoint
             self._restored_drawn = state.get("drawn", 0)
             self._restored_dropped = Counter(state.get("dropped", {}))
         self._start_at(state["cursor"])
 
     def _start_at(self, number: int) -> None:
-        """The share goes on with its first prompt from `number` on."""
+        """Continue with the first prompt of the share that is not before `number`."""
         self.step_start = number
         self.head = number + (self.rank - number) % self.size
 
 
 def merge_places(places: Sequence[Place], strict: bool) -> dict[str, Any]:
-    """One state for any number of controllers. Prompts from `cursor` on are undrawn; of those before it, all that
-    neither `pending` nor `undrawn` names are finished or ready.
+    """One state, which any number of controllers can restore.
 
-    `pending` were drawn before; `undrawn` belong to controllers that drew fewer prompts than others.
+    Prompts from `cursor` on are undrawn. Before `cursor`, `pending` prompts were drawn and must run again; `undrawn`
+    prompts belong to controllers that drew fewer prompts than others; all other prompts are finished or ready.
     """
     if strict:
         return {"cursor": places[0]["base"], "rate": places[0]["rate"]}
@@ -371,7 +376,7 @@ def merge_places(places: Sequence[Place], strict: bool) -> dict[str, Any]:
         "cursor": top,
         "rate": places[0]["rate"],
         "pending": sorted(number for place in places for number in place["pending"]),
-        "undrawn": sorted([*behind, *(number for place in places for number in place["fresh"])]),
+        "undrawn": sorted([*behind, *(number for place in places for number in place["undrawn"])]),
         "drawn": sum(place["drawn"] for place in places),
         "dropped": dict(sum((Counter(place["dropped"]) for place in places), Counter[str]())),
     }

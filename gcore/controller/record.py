@@ -1,4 +1,8 @@
-"""Sums from all controllers and ranks -> one row of metrics, and the files of the run that rows and samples go to."""
+"""Makes one row of metrics per step, and writes the rows and a few samples to the files of the run.
+
+each controller: Collected ──local_sums──> sums ──all_gather──> rollout_row ──┐
+each trainer rank: UpdateStats ──actor_row────────────────────────────────────┴──> row ──> metrics.jsonl, trackers
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from gcore.types import SampleMeta, Scored
 
 
 class Recorder:
-    """`writer`: of metrics.jsonl, on controller 0. `samples`: the log of a few groups per step, if it is on."""
+    """`writer`: for metrics.jsonl, only on controller 0. `samples`: the log of a few groups per step, if enabled."""
 
     def __init__(self, setup: Setup, writer: MetricsWriter | None = None, samples: SampleLog | None = None) -> None:
         self._config, self._group, self._status, self._tracer = setup.config, setup.group, setup.status, setup.tracer
@@ -36,11 +40,11 @@ class Recorder:
     async def record_step(
         self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: Sequence[UpdateStats]
     ) -> None:
-        """The step is done. `metas`: of all samples of the step; `ranks`: statistics of each trainer rank."""
+        """Call at the end of a step. `metas`: of all samples of the step; `ranks`: statistics of each trainer rank."""
         stages = {stage: collected.stage_s.get(stage, 0.0) for stage in ("generation", "rewarding")}
         aborted = self._pool.take_aborted()
         if self._config.sampling.strict:
-            aborted = 0, 0  # none of those is before the end of the step in prompt order
+            aborted = 0, 0  # aborted prompts come after the last one of the step: they could not have been trained on
         sums = {
             **local_sums(collected, step - 1, aborted),
             **overlong_sum(collected, self._config),
@@ -56,7 +60,7 @@ class Recorder:
                 "step": step,
                 **rollout_row(gathered, metas),
                 **actor_row(ranks),
-                **self._dispatcher.slept,
+                **self._dispatcher.sleep_metrics,
                 **self._placement.row(),
                 "perf/tokens_per_s": tokens / times["step"],
                 "controller/bytes_in": max(part["tokens"] * 8 for part in gathered),
@@ -85,16 +89,16 @@ class Recorder:
         self._tracer.flush()
 
 
-def exact(values: Iterable[float]) -> Fraction:
-    """A sum without rounding, so that it does not depend on how the values are shared out."""
+def exact_sum(values: Iterable[float]) -> Fraction:
+    """A sum without rounding, so that it does not depend on the number of controllers."""
     return sum(map(Fraction, values), Fraction(0))
 
 
 def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> dict[str, Any]:
-    """What one controller knows of its share; everything in it adds up over controllers (or is a maximum: `max_*`).
+    """Sums over the samples of one controller. Sums add up over controllers; `max_*` are maxima.
 
-    `version` is the policy that was trained, the measure of how old samples are. `aborted`: tokens and number of
-    responses that were thrown away unfinished, and that might have been trained on.
+    `version`: the policy that was trained; the age of a sample is relative to it. `aborted`: tokens and number of
+    responses that were aborted and could have been trained on.
     """
     scored = [s for group in collected.groups for s in group]
     rewards = [s.reward for s in scored]
@@ -106,8 +110,8 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
     return {
         "samples": len(scored),
         "groups": len(collected.groups),
-        "reward": exact(rewards),
-        "reward_squares": exact(r * r for r in rewards),
+        "reward": exact_sum(rewards),
+        "reward_squares": exact_sum(r * r for r in rewards),
         "no_spread": sum(len({s.reward for s in group}) == 1 for group in collected.groups),
         "tokens": sum(lengths),
         "tokens_eligible": collected.tokens_passed + aborted[0],
@@ -115,26 +119,26 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "prompt_tokens": sum(s.rollout.prompt.content.size for s in scored),
         "max_length": max(lengths, default=0),
         "clipped": sum(s.rollout.finish == "length" for s in scored),
-        "reward_drawn": exact(collected.rewards),
+        "reward_drawn": exact_sum(collected.rewards),
         "samples_drawn": len(collected.rewards),
         "drawn": collected.drawn,
         "dropped": dict(collected.dropped),
         "pending": collected.pending,
         "age": sum(int((version - s.rollout.versions_S).sum()) for s in scored),
         "max_age": max((version - s.rollout.version for s in scored), default=0),
-        "parts": {name: (exact(values), len(values)) for name, values in parts.items()},
+        "parts": {name: (exact_sum(values), len(values)) for name, values in parts.items()},
         "stage_s": collected.stage_s,
         "peak_rss_mb": peak_rss_mb(),
     }
 
 
 def overlong_sum(collected: Collected, config: Config) -> dict[str, Fraction]:
-    """What responses lost by their length, where algorithm.overlong_buffer is set."""
+    """Sum of the overlong penalties, if algorithm.overlong_buffer is set."""
     if not config.algorithm.overlong_buffer:
         return {}
     longest = config.generation.max_response_length
     scored = [s for group in collected.groups for s in group]
-    return {"overlong": exact(overlong(s.rollout, config.algorithm, longest) for s in scored)}
+    return {"overlong": exact_sum(overlong(s.rollout, config.algorithm, longest) for s in scored)}
 
 
 def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:
@@ -173,8 +177,8 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
 
 
 def _length_bias(total: Callable[[str], float]) -> dict[str, float]:
-    """Mean trained length over that of all responses that could have been trained on: those that passed the filter, and
-    those that were aborted, as far as they came. 1 is unbiased; single steps vary."""
+    """Mean length of trained responses / mean length of all responses that could have been trained on: those that
+    passed the filter, and aborted ones with their length so far. 1 is unbiased; single steps vary."""
     if not total("tokens") or not total("tokens_eligible"):
         return {}
     eligible = total("tokens_eligible") / total("samples_eligible")
@@ -186,8 +190,8 @@ def _sum_counts(gathered: Sequence[dict[str, Any]], name: str) -> Counter[str]:
 
 
 def actor_row(ranks: Sequence[UpdateStats]) -> dict[str, float]:
-    """The ranks' sums as means over steps; gradient norm and learning rate are the same on every rank."""
-    if not ranks:  # there was nothing to train on
+    """Means over updates or actions of all ranks. Gradient norm and learning rate are the same on every rank."""
+    if not ranks:  # the step had no samples
         return {}
 
     def total(name: str) -> float:
@@ -214,7 +218,7 @@ def actor_row(ranks: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def skipped_line(step: int, ranks: Sequence[UpdateStats], folder: Path) -> str | None:
-    """For the user, where gradients were NaN or infinite."""
+    """Message for the user if updates were skipped because gradients were NaN or infinite."""
     if not ranks or not ranks[0].skipped:
         return None
     return (

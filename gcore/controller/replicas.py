@@ -1,6 +1,8 @@
-"""The replicas that a controller sends requests to; some of them die and are started again, and need current weights.
+"""Handles replicas that die during a run, and checks the health of all replicas of engines, judges and scorers.
 
 died ──mark_dead (all controllers)──> restarted ──restore (controller 0: current weights)──> mark_alive (all) ──> serves
+
+The driver (controller/supervise.py) detects the death, restarts the process and makes these calls.
 """
 
 from __future__ import annotations
@@ -17,14 +19,13 @@ from gcore.protocols import ReplicaPool, RoleDied
 from gcore.weights.transfer import WeightTransfer
 
 CHECK_S = 30.0  # between two health checks
-ANSWER_S = 20.0  # a replica that does not answer for longer gets no new requests until it does
+ANSWER_S = 20.0  # timeout of a health check; a replica that exceeds it gets no new requests until it answers
 
 
 class CurrentWeights:
-    """The weights that the policy's engines serve, for engines that missed an update. Controller 0 sends them.
+    """Sends the weights of the current version to engines that missed an update. Used by controller 0.
 
-    `version`: of these weights. The lock `trainers_in_use` is held during every use of the trainers. An evaluation has
-    no trainers and sends nothing."""
+    Every use of the trainers holds the lock `trainers_in_use`. An evaluation has no trainers and sends nothing."""
 
     def __init__(self, trainers: Sequence[TrainerClient], version: Callable[[], int]) -> None:
         self._trainers, self._version = trainers, version
@@ -32,14 +33,14 @@ class CurrentWeights:
         self.trainers_in_use = asyncio.Lock()
 
     async def load(self, engines: Mapping[int, EngineClient]) -> None:
-        """To engines that wake during a rollout."""
+        """Send to engines that wake during a rollout."""
         async with self.trainers_in_use:
             served = await self._transfer.send(engines, self._version())
         if missing := [engine.name for engine in engines.values() if engine.name not in served]:
-            raise RoleDied(missing[0], "it took no weights")
+            raise RoleDied(missing[0], "it did not load the weights")
 
     async def load_restarted(self, engines: Mapping[int, EngineClient]) -> bool:
-        """To engines that were started again; the caller holds the lock. False: one of them died again."""
+        """Send to restarted engines. The caller holds the lock. False: one of them died again."""
         if not engines or not self._trainers:
             return True
         served = await self._transfer.send(engines, self._version(), restarted=True)
@@ -47,24 +48,24 @@ class CurrentWeights:
 
 
 class Slots(Protocol):
-    """Where roles share devices: the slots of a replica, which may be moving or belong to another role."""
+    """For roles that share devices: the slots of a replica. They can be moving, or belong to another role."""
 
     def mark_dead(self, name: str) -> None: ...
 
     async def wait_for_move(self, name: str) -> None:
-        """Wait for the end of a move of its slots."""
+        """Wait until no move of the replica's slots is in progress."""
         ...
 
     def restarted(self, name: str) -> AbstractAsyncContextManager[bool | None]:
-        """Its slots stay where they are until this ends. True: it owns them and serves; False: it sleeps; None: a move
-        of them has begun, see `wait_for_move`."""
+        """Context in which the slots of the replica do not move. True: it owns them and serves; False: it sleeps;
+        None: a move of the slots is in progress, call `wait_for_move` first."""
         ...
 
     def mark_alive(self, name: str) -> None: ...
 
 
 class Replicas:
-    """`slots`: None where every replica has devices of its own."""
+    """`slots`: None if every replica has its own devices."""
 
     def __init__(
         self,
@@ -85,26 +86,27 @@ class Replicas:
             self._slots.mark_dead(name)
 
     async def restore(self, name: str) -> bool:
-        """Controller 0: send current weights to a policy engine that was started again, between two uses of the
-        trainers. If its slots are moving, wait for the end of the move; a replica that does not own its slots sleeps.
+        """On controller 0: prepare a restarted replica. False: it died again.
 
-        It is admitted here under the same lock: the next update goes to the engines that controller 0 has admitted, and
-        the driver's call of `mark_alive` on all controllers may come later."""
+        A policy engine gets the current weights, between two uses of the trainers. If its slots are moving, wait for
+        the end of the move; a replica that does not own its slots stays asleep. The replica is marked alive under the
+        same lock, because the next weight update goes only to engines that are alive on controller 0, and the driver
+        may call `mark_alive` on all controllers later."""
         trainers_in_use = self._weights.trainers_in_use
         if self._slots is None:
             takes_weights = any(engine.name == name for engine in self._policy.replicas)
             async with trainers_in_use if takes_weights else contextlib.nullcontext():  # judges take no weights
-                return await self._renew(name)
+                return await self._load_and_mark_alive(name)
         while True:
             await self._slots.wait_for_move(name)
             try:
                 async with trainers_in_use, self._slots.restarted(name) as serves:
                     if serves is not None:
-                        return await self._renew(name, serves)
+                        return await self._load_and_mark_alive(name, serves)
             except RoleDied:
                 return False
 
-    async def _renew(self, name: str, serves: bool = True) -> bool:
+    async def _load_and_mark_alive(self, name: str, serves: bool = True) -> bool:
         mine = {i: engine for i, engine in enumerate(self._policy.replicas) if engine.name == name}
         if serves and not await self._weights.load_restarted(mine):
             return False
@@ -119,7 +121,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Health checks run in the background."""
+        """Context in which health checks run in the background."""
         checks = asyncio.create_task(self._watch())
         try:
             yield
@@ -131,5 +133,5 @@ class Replicas:
             await asyncio.sleep(CHECK_S)
             for changed in await asyncio.gather(*(pool.check(ANSWER_S) for pool in self._pools)):
                 for name, answers in changed.items():
-                    silent = f"has not answered for {ANSWER_S:.0f} s; it is sent nothing new until it does"
-                    self._note(f"{name} {'answers again' if answers else silent}")
+                    no_answer = f"has not answered for {ANSWER_S:.0f} s; it gets no new requests until it answers"
+                    self._note(f"{name} {'answers again' if answers else no_answer}")

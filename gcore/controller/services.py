@@ -1,4 +1,4 @@
-"""All that the training loop works with, complete before the first step."""
+"""The objects that the training loop (controller/loop.py) uses. controller/opening.py makes them once per run."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from gcore.protocols import Group, Rewarder
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Of one controller. All controllers join the collectives; only controller 0 writes files of the whole run."""
+    """One per controller. All controllers join the collectives; only controller 0 writes the files of the run."""
 
     config: Config
     group: Group  # the controllers
     collector: Collector  # prompts -> groups of scored samples
     rewarder: Rewarder
     dispatcher: Dispatcher  # samples -> trainer ranks; weights -> engines
-    weights: CurrentWeights  # for engines that miss an update
+    weights: CurrentWeights  # current weights -> engines that missed an update
     placement: RolloutPlacement  # which engines serve the next rollout
-    recorder: Recorder  # rows of metrics, samples to read
+    recorder: Recorder  # rows of metrics, sample log
     evaluator: Evaluator
     checkpointer: Checkpointer
     status: LiveStatus  # for the progress view
 
     async def close(self) -> None:
-        """After the last step."""
+        """Call after the last step."""
         self.status.show("done")
         self.collector.close()
         self.rewarder.close()

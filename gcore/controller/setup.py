@@ -1,7 +1,9 @@
-"""What a controller has before its run starts: its connections to the other roles, and the user's code.
+"""Makes what a controller has before its run starts: the connections to the other roles, and the user's code.
 
 pools ──requests──> engines, judges, scorers       replicas: which of them are alive
 dispatcher ──samples, calls──> trainer ranks       placement: which engines serve the next rollout
+
+controller/opening.py makes the services of the training loop from it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from gcore.content.text import TextModality
 from gcore.controller.build import Roles, build_rewarder, load_filter, load_workflow, sleep_level, trace_folder
 from gcore.controller.collect import Filter
 from gcore.controller.dispatch import Dispatcher
-from gcore.controller.placement import Placement, RolloutPlacement, Undivided
+from gcore.controller.placement import AllEngines, RolloutPlacement, SlotPlacement
 from gcore.controller.plan import Plan
 from gcore.controller.replicas import CurrentWeights, Replicas
 from gcore.controller.status import LiveStatus
@@ -34,8 +36,8 @@ class Setup:
     tokenizer: Any
     modality: Modality
     workflow: Workflow
-    keep: Filter
-    pool: EnginePool
+    keep: Filter  # sampling.filter
+    pool: EnginePool  # of the policy
     rewarder: Rewarder
     dispatcher: Dispatcher
     weights: CurrentWeights
@@ -45,7 +47,7 @@ class Setup:
     tracer: Tracer
 
     def sample_context(self, *, greedy: bool = False) -> SharedContext:
-        """What all samples share; `greedy`: all answers of an evaluation."""
+        """The context that all workflows of this controller share. `greedy`: for evaluations."""
         return SharedContext(self.config, self.pool, self.rewarder, self.modality, greedy=greedy)
 
 
@@ -55,16 +57,16 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
     rewarder = build_rewarder(config, plan, roles, group.rank)
     tracer = Tracer(trace_folder(config), f"controller-{group.rank}")
     status = LiveStatus(group.rank, tracer)
-    most = config.generation.max_concurrent
-    pool = EnginePool.for_controller(roles.engines, group.rank, group.size, most, roam=grid is not None)
+    max_concurrent = config.generation.max_concurrent
+    pool = EnginePool.for_controller(roles.engines, group.rank, group.size, max_concurrent, roam=grid is not None)
     dispatcher = Dispatcher(config, group, pool, roles.trainers, level)
     weights = CurrentWeights(roles.trainers, lambda: dispatcher.version)
-    divided: Placement | None = None
-    if grid is not None and roles.trainers:  # an evaluation has all replicas awake
+    slot_placement: SlotPlacement | None = None
+    if grid is not None and roles.trainers:  # in an evaluation all replicas are awake
         pools = {POLICY: pool} | {
             p.role: p for p in rewarder.pools if isinstance(p, EnginePool) and p.role in grid.widths
         }
-        divided = Placement(config, grid, pools, group, level, weights.load, status.note)
+        slot_placement = SlotPlacement(config, grid, pools, group, level, weights.load, status.note)
     return Setup(
         config=config,
         group=group,
@@ -76,8 +78,8 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
         rewarder=rewarder,
         dispatcher=dispatcher,
         weights=weights,
-        placement=divided or Undivided(dispatcher),
-        replicas=Replicas(pool, rewarder.pools, weights, status.note, divided),
+        placement=slot_placement or AllEngines(dispatcher),
+        replicas=Replicas(pool, rewarder.pools, weights, status.note, slot_placement),
         status=status,
         tracer=tracer,
     )

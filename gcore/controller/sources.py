@@ -1,9 +1,9 @@
-"""The models and datasets that a recipe names, before anything starts and without torch.
+"""Resolves and checks the models and datasets of a recipe before any process starts. Does not import torch.
 
     recipe ──pin──> ids with commits ──check_models──> long enough? ──(other checks)──> fetch: weights to the cache
 
-The driver resolves every hub id once, and the run's config.yaml keeps the commit. Each process then opens id and commit
-in the cache of its own machine (gcore/hub.py), and downloads what that machine lacks.
+The driver resolves every hub id to a commit once and writes it to the run's config.yaml. Each process then opens this
+commit in the cache of its own machine (gcore/hub.py), and downloads missing files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PINNED = (("path", "revision"), ("tokenizer", "tokenizer_revision"))
 
 
 def pin(config: Config) -> Config:
-    """The recipe with a commit for every hub id. A run that is resumed keeps the commits that it has."""
-    config = _as_before(config)
+    """The recipe with a commit for every hub id. A resumed run keeps its commits."""
+    config = _with_commits_of_resumed_run(config)
     rewards = config.rewards
     scorers = [
         spec.model_copy(update={"model": pin_model(spec.model, f"rewards.models.{i}.model")})
@@ -51,7 +51,7 @@ def pin_pairs(config: RewardModelConfig) -> RewardModelConfig:
 
 
 def check_models(config: Config) -> None:
-    """Are they models, and are they long enough for what the recipe asks of them? UserError if not."""
+    """UserError if a path is not a model, or if its context window is too short for the recipe."""
     longest = config.data.max_prompt_length + config.generation.max_response_length
     _check(config.model, "model", "data.max_prompt_length + generation.max_response_length", longest)
     for i, judge in enumerate(config.rewards.judges):
@@ -65,7 +65,7 @@ def check_models(config: Config) -> None:
 
 
 def fetch(config: Config) -> None:
-    """The weights of all models that are on the hub, into the cache of this machine."""
+    """Download the weights of all hub models into the cache of this machine."""
     emulated = config.training.emulated is not None and config.generation.emulated is not None
     for model, key, needed in (
         (config.model, "model", not emulated),
@@ -80,10 +80,10 @@ def fetch(config: Config) -> None:
 
 
 def context_window(config: dict[str, Any]) -> int | None:
-    """Longest sequence by a model's config.json; None where it does not say.
+    """Longest sequence by a model's config.json; None if the file does not have it.
 
-    RoPE scaling of the kinds linear, dynamic and yarn makes it longer by a factor. The other kinds (llama3, longrope)
-    come with positions that are scaled already.
+    RoPE scaling of the kinds linear, dynamic and yarn multiplies it by a factor. For the other kinds (llama3, longrope)
+    the number in config.json is already scaled.
     """
     text = {**config, **(config.get("text_config") or {})}
     window = next((text[name] for name in POSITIONS if isinstance(text.get(name), int)), None)
@@ -102,7 +102,7 @@ def _scaled(rope: Any, window: int) -> Iterator[int]:
         yield int((rope.get("original_max_position_embeddings") or window) * factor)
 
 
-def _check(model: Model, key: str, asked: str, longest: int) -> None:
+def _check(model: Model, key: str, length_keys: str, longest: int) -> None:
     if model.path is None:
         return
     file = model_folder(model, key) / "config.json"
@@ -114,7 +114,9 @@ def _check(model: Model, key: str, asked: str, longest: int) -> None:
         raise UserError(f"{key}.path={model.path}: its config.json is not JSON: {error}") from None
     window = context_window(config) if isinstance(config, dict) else None
     if window is not None and longest > window:
-        raise UserError(f"{asked} = {longest} exceeds the context window of {key}.path={model.path}: {window} tokens")
+        raise UserError(
+            f"{length_keys} = {longest} exceeds the context window of {key}.path={model.path}: {window} tokens"
+        )
 
 
 def _pin_data(data: Any) -> Any:
@@ -122,8 +124,8 @@ def _pin_data(data: Any) -> Any:
     return data.model_copy(update={n: pin_rows(part, f"data.{n}") for n, part in parts.items() if part is not None})
 
 
-def _as_before(config: Config) -> Config:
-    """Revisions of the run that is resumed, for the ids that the recipe gives no revision."""
+def _with_commits_of_resumed_run(config: Config) -> Config:
+    """The recipe with the commits of the resumed run, for ids without a revision in the recipe."""
     resume = config.run.resume
     file = (config.run.folder if resume == "auto" else Path(resume).parent) / "config.yaml"
     if resume == "never" or not file.is_file():

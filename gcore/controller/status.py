@@ -1,4 +1,8 @@
-"""What one controller is doing now, as the progress view shows it, and the seconds that its stages take."""
+"""What one controller is doing now, and the seconds of its stages. The driver polls it for the progress view.
+
+stages: timed, show, report ──> LiveStatus.take ──> driver ──> observe/progress.py
+        └──take_all_seconds──> timing_s/... in the row of metrics
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,11 @@ from gcore.observe.trace import Tracer
 from gcore.observe.values import Row
 from gcore.protocols import ControllerStatus
 
-MAX_ROWS = 51  # kept for a driver that has not asked for a while
+MAX_ROWS = 51  # kept if the driver does not poll
 
 
 class LiveStatus:
-    """Exists from the start of the process. Rows and notes are shown by controller 0 alone."""
+    """Exists from the start of the process. Only controller 0 keeps rows and notes."""
 
     def __init__(self, rank: int, tracer: Tracer) -> None:
         self._rank, self._tracer = rank, tracer
@@ -27,11 +31,11 @@ class LiveStatus:
         self._stage, self._detail = stage, detail
 
     def report(self, detail: str) -> None:
-        """How far the current stage is: "31/64 prompts"."""
+        """Progress in the current stage: "31/64 prompts"."""
         self._detail = detail
 
     def finished(self, step: int) -> None:
-        """The last step that is done."""
+        """Set the last completed step."""
         self._step = step
 
     def note(self, text: str) -> None:
@@ -44,7 +48,7 @@ class LiveStatus:
 
     @contextlib.contextmanager
     def timed(self, name: str, step: int) -> Iterator[None]:
-        """A stage: shown, traced and measured. The whole step is measured too, but its stages are shown."""
+        """Context of a stage, which is shown, traced and measured. A whole "step" is not shown: its stages are."""
         if name != "step":
             self.show(name)
         started = time.perf_counter()
@@ -53,16 +57,16 @@ class LiveStatus:
         self._seconds[name] = time.perf_counter() - started
 
     def take_seconds(self, name: str) -> float:
-        """Of one stage, which then is in no later row of metrics."""
+        """Seconds of one stage. They are removed, so no later row of metrics has them."""
         return self._seconds.pop(name)
 
     def take_all_seconds(self) -> dict[str, float]:
-        """Of all stages since the last call."""
+        """Seconds of all stages since the last call."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     async def take(self) -> ControllerStatus:
-        """The current status; rows and notes since the last call."""
+        """The current status, with rows and notes since the last call."""
         rows, self._rows = self._rows, []
         notes, self._notes = self._notes, []
         return ControllerStatus(f"controller-{self._rank}", self._stage, self._detail, self._step, rows, notes)

@@ -1,4 +1,4 @@
-"""What all controllers know of the rollout phase of a step, and when it ends. Pure.
+"""The progress of all controllers in the rollout phase of a step. Decides when it ends, and with which prompts.
 
     every controller: ProgressReport ──all_gather (one exchange)──> StepLedger.add ──> chosen: None, or the same prompts
 
@@ -21,31 +21,31 @@ class ProgressReport:
     """One controller since the last exchange. ProgressReport(kept=[(130, 2)], dropped=[(134, "no_spread")])"""
 
     kept: list[tuple[int, int]] = field(default_factory=list)  # prompt, oldest policy version in its group
-    dropped: list[tuple[int, str]] = field(default_factory=list)  # prompt, why
-    withdrawn: list[int] = field(default_factory=list)  # kept before, too old by now
-    idle: bool = False  # no group is under way, and no more prompts may be drawn
-    due: int = 0  # groups under way that would be too old for the next step
-    running: int = 0  # groups under way
+    dropped: list[tuple[int, str]] = field(default_factory=list)  # prompt, reason
+    withdrawn: list[int] = field(default_factory=list)  # kept before, but too old now
+    idle: bool = False  # no group is in progress, and no more prompts may be drawn
+    due: int = 0  # groups in progress that would be too old for the next step
+    running: int = 0  # groups in progress
 
 
 class StepLedger:
-    """`strict`: a step takes the first good groups in prompt order. Otherwise a step ends when enough groups are kept,
-    and takes those of the oldest policy, in prompt order. Arrival order would leave the long responses behind until
-    they are too old, and train on the short ones."""
+    """`strict`: a step takes the first groups that pass the filter, in prompt order. Otherwise a step ends when enough
+    groups are kept, and takes those of the oldest policy version first, then in prompt order. Order of arrival would
+    prefer short responses, and long ones would become too old."""
 
     def __init__(self, target: int, strict: bool) -> None:
         self.target, self.strict = target, strict
-        self.kept: dict[int, int] = {}  # prompt -> version; no step has taken them yet
+        self.kept: dict[int, int] = {}  # prompt -> version; not yet taken by a step
         self.dropped: dict[int, str] = {}  # prompt -> reason, reported in this step
         self.num_passed = 0  # groups that passed the filter, reported in this step
         self._base = self._window = 0
         self._idle, self._due = False, 0
-        self._running = 0  # groups under way on all controllers, as of the last exchange
+        self._running = 0  # groups in progress on all controllers, as of the last exchange
         self._exchanges = 0
         self._frontier: int | None = None
 
     def begin(self, base: int, window: int) -> None:
-        """A new step; strict: its prompts are among `window` numbers from `base` on."""
+        """Start a step. Strict: its prompts are among the `window` numbers from `base` on."""
         self._base, self._window = base, window
         self.dropped = {}
         self._idle, self._due = False, 0
@@ -56,6 +56,7 @@ class StepLedger:
         self.kept = kept
 
     def add(self, parts: Sequence[ProgressReport]) -> None:
+        """Add the reports of one exchange, one per controller."""
         for number in (n for part in parts for n in part.withdrawn):
             self.kept.pop(number, None)
         arrived = sorted(entry for part in parts for entry in part.kept)
@@ -69,7 +70,7 @@ class StepLedger:
         self._exchanges += 1
 
     def chosen(self) -> list[int] | None:
-        """The prompts of this step, once that is certain; fewer than the target when nothing more can come."""
+        """The prompts of this step; None: not decided yet. Fewer than the target if no more prompts may be drawn."""
         if self.strict:
             return self._prefix()
         if (len(self.kept) >= self.target and not self._due) or self._idle:
@@ -77,27 +78,29 @@ class StepLedger:
         return None
 
     def take(self, chosen: Sequence[int]) -> None:
-        """The step ends with these prompts. Other groups that were kept wait for the next steps."""
+        """End the step with these prompts. Other kept groups wait for the next steps."""
         for number in chosen:
             del self.kept[number]
 
     def clear(self) -> None:
-        """The step ends, and no controller keeps any other group, finished or under way."""
+        """End the step. No controller keeps other groups, finished or in progress."""
         self.kept.clear()
         self._running = 0
 
     def missing(self, wanted: float, rate: float, rank: int, size: int) -> int:
-        """How many more groups controller `rank` of `size` should start until `wanted` have passed the filter, of which
-        a share of `rate` does; below 0 when too many are under way. The parts of all controllers add up to the gap."""
+        """How many more groups controller `rank` of `size` should start so that `wanted` groups pass the filter, if a
+        fraction `rate` passes; negative if too many are in progress. The numbers of all controllers add up to the gap.
+        """
         if wanted <= len(self.kept):
-            return -self._running  # start none, also not to replace one that is dropped
+            return -self._running  # start no more, not even to replace dropped groups
         gap = math.ceil((wanted - len(self.kept)) / rate - 1e-9) - self._running
         turn = (rank + self._exchanges) % size  # the remainder goes to another controller after each exchange
         return -(-gap * (turn + 1) // size) + (-gap * turn // size)
 
     def frontier(self) -> int:
-        """Strict: no group beyond this prompt can be needed as long as all before it are decided as they stand."""
-        if self._frontier is None:  # read after every group; changes only with an exchange
+        """Strict: all prompts up to this number must be started, because a later one is already decided. If enough
+        groups are kept, the step needs no prompt after it."""
+        if self._frontier is None:  # cached: read after every group, changes only with an exchange
             kept = sorted(self.kept)
             enough = len(kept) >= self.target
             last = max((*kept, *self.dropped), default=self._base - 1)
@@ -105,6 +108,7 @@ class StepLedger:
         return self._frontier
 
     def _prefix(self) -> list[int] | None:
+        """The first kept groups in prompt order; None while an earlier prompt is undecided."""
         found: list[int] = []
         for number in range(self._base, self._base + self._window):
             if number in self.kept:

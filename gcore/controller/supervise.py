@@ -1,8 +1,9 @@
-"""The driver: starts the processes of a run, shows its progress, and ends all of them when one is gone. Holds no data.
+"""The driver: starts the processes of a run, shows its progress, restarts dead replicas, and stops all processes.
 
-    preflight -> engines, trainers -> controllers -> (run | watch | poll status) -> stop -> report
+    preflight -> engines, judges, scorers, trainers -> controllers -> (run | watch | poll status) -> stop -> report
 
-Whatever ends the run first decides: all controllers done, a role that raised, a process that died, Ctrl-C.
+No samples or weights pass through the driver. A run ends when all controllers are done, when a role raises an
+exception, when a process dies that cannot be restarted, or with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Literal, TypeVar
 from gcore.checkpoint import store
 from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config import Config, dump_config
-from gcore.controller.auto import settle
+from gcore.controller.auto import choose_mode
 from gcore.controller.build import (
     Roles,
     build_controller,
@@ -32,10 +33,10 @@ from gcore.controller.build import (
     build_trainer,
     log_folder,
 )
-from gcore.controller.plan import Plan, make_plan, see_machine
+from gcore.controller.plan import Plan, detect_machine, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
 from gcore.controller.sources import check_models, fetch, pin
-from gcore.observe.logs import Peek
+from gcore.observe.logs import OutputPreview
 from gcore.observe.metrics import read_rows
 from gcore.observe.page import write_report
 from gcore.observe.progress import Progress, Status
@@ -43,22 +44,23 @@ from gcore.observe.report import plot_reward
 from gcore.observe.trace import merge_traces
 from gcore.protocols import Handle, RoleDied, RoleError, Runtime
 
-POLL_S = {"live": 0.25}  # how often the progress view asks; other views print a line a step
-LOOK_S = 0.5  # between two looks at what has started
-START_LINES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between two lines about it, where the view is not live
-GRACE_S = 1.5  # after the first failure, how long to wait for a more telling one
+POLL_S = {"live": 0.25}  # seconds between two polls of the controllers, by progress view
+DEFAULT_POLL_S = 0.5  # other views print one line per step
+START_POLL_S = 0.5  # between two polls of the processes during the start
+START_LINES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between two lines about the start, if the view is not live
+GRACE_S = 1.5  # after the first failure, how long to wait for failures that explain it better
 Mode = Literal["train", "eval"]
 C = TypeVar("C")
-REVIVABLE = ("engine-", "judge-", "scorer-")  # roles that hold nothing but weights
-MAX_REVIVALS = 3  # of one replica, in one run
+REVIVABLE = ("engine-", "judge-", "scorer-")  # roles without state except weights
+MAX_REVIVALS = 3  # restarts of one replica per run
 
 
 def run(config: Config, mode: Mode = "train") -> Any:
-    """The whole run, from nothing to files on disk. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
-    machine = see_machine()
+    """The whole run. Returns the row of an evaluation. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
+    machine = detect_machine()
     config = pin(config)
     check_models(config)
-    config, why = settle(config, machine)
+    config, why = choose_mode(config, machine)
     checked = preflight(config, make_plan(config, machine), machine, mode == "train")
     fetch(config)
     plan = make_plan(config, machine, model_megabytes(config))
@@ -73,22 +75,22 @@ def run(config: Config, mode: Mode = "train") -> Any:
         raise KeyboardInterrupt from None
     except RoleError as error:
         if (logs := log_folder(config)) is not None and (log := logs / f"{error.role}.log").is_file():
-            error.add_note(f"what {error.role} printed is in {log}")
+            error.add_note(f"the output of {error.role} is in {log}")
         raise
     finally:
         if mode == "train":
-            for picture in (merge_traces, plot_reward, write_report):
+            for write in (merge_traces, plot_reward, write_report):
                 try:
-                    picture(config.run.folder)
-                except Exception as error:  # never instead of the run's own error
-                    print(f"gcore: no picture from {picture.__name__}: {error}", file=sys.stderr)
+                    write(config.run.folder)
+                except Exception as error:  # must not hide the error of the run
+                    print(f"gcore: {write.__name__} failed: {error}", file=sys.stderr)
 
 
 def open_folder(config: Config) -> Path:
-    """The run's folder. A finished run of the same name is moved aside, never overwritten."""
+    """Create the run's folder. An older run of the same name is renamed, never overwritten."""
     folder = config.run.folder
-    anew = config.run.resume == "never" or (config.run.resume == "auto" and not store.complete(folder))
-    if anew and folder.exists():
+    is_new = config.run.resume == "never" or (config.run.resume == "auto" and not store.complete(folder))
+    if is_new and folder.exists():
         number = 1
         while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
             number += 1
@@ -115,9 +117,9 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()
                 progress.note(text)
             progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
             started = time.monotonic()
-            peek = Peek(log_folder(config))
+            preview = OutputPreview(log_folder(config))
             runtime = build_runtime(config, plan)
-            _end_at_sigterm()  # again: Ray has put an answer of its own there
+            _end_at_sigterm()  # again: Ray has replaced the handler
             controllers = await _reporting_start(
                 _start(runtime, config, plan, mode), runtime, _wanted(plan, mode), progress
             )
@@ -130,21 +132,21 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()
             )
             if pids := runtime.processes():
                 progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
-            return await _supervise(runtime, controllers, progress, mode, peek)
+            return await _supervise(runtime, controllers, progress, mode, preview)
         finally:
             if runtime is not None:
                 runtime.stop()
 
 
 def _end_at_sigterm() -> None:
-    """As Ctrl-C does, but not by way of SIGINT: a run in the background ignores that one."""
+    """SIGTERM ends the run like Ctrl-C. It does not raise SIGINT, which processes in the background ignore."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> list[ControllerClient]:
-    """Everything that serves comes up at once; the controllers, who call it, come last."""
+    """Start all roles that serve requests at the same time, then the controllers, which call them."""
 
     async def group(
         kind: str, client: Callable[[Handle], C], factory: Callable[..., Any], args: tuple[Any, ...], count: int
@@ -176,7 +178,7 @@ async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> li
 
 
 def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
-    """Processes of each kind, by the names that the runtime gives them, in the order in which they start."""
+    """Number of processes per kind, by the names that the runtime uses, in the order in which they start."""
     served = {"engine": plan.engines, "trainer": plan.trainers if mode == "train" else 0}
     judges = {f"judge-{name}": count for name, count in plan.judges.items()}
     scorers = {f"scorer-{name}": count for name, count in plan.scorers.items()}
@@ -186,12 +188,12 @@ def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
 async def _reporting_start(
     starting: Coroutine[Any, Any, C], runtime: Runtime, wanted: Mapping[str, int], progress: Progress
 ) -> C:
-    """What `starting` returns. Meanwhile the screen says how many processes of each kind are up."""
+    """Await `starting` and return its result. Until then, show how many processes of each kind are ready."""
     task = asyncio.ensure_future(starting)
     pauses, began = itertools.chain(START_LINES_S, itertools.repeat(START_LINES_S[-1])), time.monotonic()
     due = next(pauses)
     try:
-        while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+        while not (await asyncio.wait({task}, timeout=START_POLL_S))[0]:
             waited = time.monotonic() - began
             statuses = starting_statuses(wanted, runtime.processes(), runtime.ready())
             if progress.mode == "live":
@@ -207,7 +209,7 @@ async def _reporting_start(
 
 
 def starting_statuses(wanted: Mapping[str, int], up: Collection[str], ready: Collection[str]) -> list[Status]:
-    """One for each kind of process: Status("engine", "starting", "2 of 8 ready, 3 loading", 0)"""
+    """One per kind of process: Status("engine", "starting", "2 of 8 ready, 3 loading", 0)"""
     running, built = (Counter(name.rpartition("-")[0] for name in names) for names in (up, ready))
     found = []
     for kind, count in wanted.items():
@@ -218,13 +220,14 @@ def starting_statuses(wanted: Mapping[str, int], up: Collection[str], ready: Col
 
 
 async def _supervise(
-    runtime: Runtime, controllers: Sequence[ControllerClient], progress: Progress, mode: Mode, peek: Peek
+    runtime: Runtime, controllers: Sequence[ControllerClient], progress: Progress, mode: Mode, preview: OutputPreview
 ) -> Any:
+    """Wait until all controllers are done. The first failure ends the run, with the error that explains it best."""
     runs: list[asyncio.Future[Any]] = [
         asyncio.ensure_future(c.run() if mode == "train" else c.evaluate()) for c in controllers
     ]
     watch = _watch(runtime, controllers, progress)
-    others = [asyncio.ensure_future(watch), asyncio.ensure_future(_poll(controllers, progress, peek))]
+    others = [asyncio.ensure_future(watch), asyncio.ensure_future(_poll(controllers, progress, preview))]
     try:
         waiting = {*runs, *others}
         while not all(task.done() for task in runs):
@@ -233,7 +236,7 @@ async def _supervise(
                 if waiting:
                     await asyncio.wait(waiting, timeout=GRACE_S)
                 raise _first_cause([t.exception() for t in (*runs, *others) if t.done() and t.exception()])
-        await _show(controllers, progress, peek)
+        await _show(controllers, progress, preview)
         return runs[0].result()
     finally:
         for task in (*runs, *others):
@@ -242,25 +245,25 @@ async def _supervise(
 
 
 async def _watch(runtime: Runtime, controllers: Sequence[ControllerClient], progress: Progress) -> None:
-    """A replica that dies comes back, and nothing else restarts; of any other role, and of one that dies too often,
-    the death ends the run."""
+    """Restart replicas that die; nothing else is restarted. The run ends with RoleDied if a trainer or a controller
+    dies, or if one replica dies too often."""
     deaths: Counter[str] = Counter()
-    returning: set[asyncio.Future[None]] = set()
+    tasks: set[asyncio.Future[None]] = set()  # restarts in progress, and the watch
 
-    async def bring_back(name: str) -> None:
+    async def restart(name: str) -> None:
         await asyncio.gather(*(c.mark_dead(name) for c in controllers))
         await runtime.revive(name)
         if not await controllers[0].restore(name):
-            return  # it died again, which is told once more
+            return  # it died again; the runtime reports this death too
         await asyncio.gather(*(c.mark_alive(name) for c in controllers))
-        progress.note(f"{name} is back, with current weights: process {runtime.processes().get(name)}")
+        progress.note(f"{name} is restarted, with current weights: process {runtime.processes().get(name)}")
 
     try:
         while True:
             watching = asyncio.ensure_future(runtime.watch())
-            returning.add(watching)
-            done, _ = await asyncio.wait(returning, return_when=asyncio.FIRST_COMPLETED)
-            returning -= done
+            tasks.add(watching)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            tasks -= done
             for task in done - {watching}:
                 task.result()
             if watching in done:
@@ -271,18 +274,18 @@ async def _watch(runtime: Runtime, controllers: Sequence[ControllerClient], prog
                 deaths[error.role] += 1
                 if deaths[error.role] > MAX_REVIVALS:
                     raise error
-                progress.note(_with_notes(error, "; its requests go to other replicas while it is started again"))
-                returning.add(asyncio.ensure_future(bring_back(error.role)))
+                progress.note(_with_notes(error, "; its requests go to other replicas until it is restarted"))
+                tasks.add(asyncio.ensure_future(restart(error.role)))
             else:
                 watching.cancel()
-                returning.discard(watching)
+                tasks.discard(watching)
     finally:
-        for task in returning:
+        for task in tasks:
             task.cancel()
 
 
 def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
-    """A dead process explains what others raised; a role's own exception explains a broken collective."""
+    """A dead process explains exceptions of other roles; an exception of a role explains a broken collective."""
 
     def rank(error: BaseException | None) -> int:
         if isinstance(error, RoleDied):
@@ -296,16 +299,16 @@ def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
     return cause
 
 
-async def _poll(controllers: Sequence[ControllerClient], progress: Progress, peek: Peek) -> None:
+async def _poll(controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview) -> None:
     while True:
-        await asyncio.sleep(POLL_S.get(progress.mode, 0.5))
-        await _show(controllers, progress, peek)
+        await asyncio.sleep(POLL_S.get(progress.mode, DEFAULT_POLL_S))
+        await _show(controllers, progress, preview)
 
 
-async def _show(controllers: Sequence[ControllerClient], progress: Progress, peek: Peek) -> None:
+async def _show(controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview) -> None:
     answers = await asyncio.gather(*(c.status() for c in controllers))
     statuses = [Status(answer.role, answer.stage, answer.detail, answer.step) for answer in answers]
-    for line in peek.look():
+    for line in preview.poll():
         progress.note(line)
     for answer in answers:
         for text in answer.notes:
@@ -316,25 +319,25 @@ async def _show(controllers: Sequence[ControllerClient], progress: Progress, pee
 
 
 def exit_code(error: BaseException) -> int:
-    """2: the user can mend it; 130: interrupted; 1: anything else."""
+    """2: user error; 130: interrupted; 1: all other errors."""
     if isinstance(error, RoleError) and error.user_error:
         return 2
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def explain(error: BaseException) -> None:
-    """What the terminal says when a run ends early: the first traceback and the name of the role."""
+    """Print why a run ended early: the first traceback and the name of the role."""
     if isinstance(error, RoleError):
         if not error.user_error:
             print(f"\nfirst traceback, from {error.role}:\n{error.traceback}", file=sys.stderr)
         print(f"gcore: {error.message if error.user_error else _with_notes(error)}", file=sys.stderr)
     elif isinstance(error, RoleDied):
         print(
-            "gcore: " + _with_notes(error, "; run.resume=auto goes on from the last checkpoint, if any"),
+            "gcore: " + _with_notes(error, "; run.resume=auto continues from the last checkpoint, if any"),
             file=sys.stderr,
         )
 
 
 def _with_notes(error: BaseException, then: str = "") -> str:
-    """The error, and below it what was added to it: the last lines of a log, or where they are."""
+    """The error, and on the next lines its notes: the last lines of a log, or the path of the log."""
     return "\n".join([f"{error}{then}", *getattr(error, "__notes__", ())])

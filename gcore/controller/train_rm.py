@@ -1,8 +1,8 @@
-"""The driver of `gcore train-rm`: one process, one device.
+"""`gcore train-rm`: trains a scalar reward model on pairs of answers, in one process on one device.
 
     rows ──pair_of: conversations──> tokens ──> trainer, step by step ──> Hugging Face folder, checked by reloading
 
-The conversations go through the same template and tokenizer as in serving (rewarding/scalar.py).
+The conversations use the same template and tokenizer as in serving (rewarding/scalar.py).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[Ints, Ints]
 PROMPTS = ("prompt", "question", "input")
-LINES = 20  # of progress, about
-SILENCE_S = 30.0  # slow steps say more
+NUM_LINES = 20  # lines of progress per run, about
+MAX_SILENCE_S = 30.0  # longest time without a line
 
 
 class Trainer(Protocol):
@@ -48,7 +48,7 @@ class Trainer(Protocol):
 
 
 def check_pairs(config: RewardModelConfig) -> None:
-    """What can be found wrong without torch: the files and their columns. Raises UserError."""
+    """The checks that need no torch: the files and their columns. Raises UserError."""
     data = config.data
     for key, spec in (("data.train", data.train), *([("data.eval", data.eval)] if data.eval else [])):
         rows = open_pairs(spec, key)
@@ -61,9 +61,11 @@ def check_pairs(config: RewardModelConfig) -> None:
 
 
 def train_rm(
-    config: RewardModelConfig, make_trainer: Callable[[Any, PairTraining, Any], Trainer], say: Callable[[str], None]
+    config: RewardModelConfig,
+    make_trainer: Callable[[Any, PairTraining, Any], Trainer],
+    print_line: Callable[[str], None],
 ) -> Path:
-    """Trains as the configuration says and returns the folder of the model. `say` takes a line for the terminal."""
+    """Train a model and return its folder. `print_line`: prints a line on the terminal."""
     config = pin_pairs(config)
     check_pairs(config)
     quiet()
@@ -81,27 +83,27 @@ def train_rm(
     dtype = pick_dtype(training.dtype, device)
     network = load_scorer(config.model, config.run.seed, torch.float32, device, tokenizer=tokenizer, new_head=True)
     longest = min(data.max_length, longest_text(network))
-    train = _fitting(train, longest, "data.train", say)
-    held_out = _fitting(held_out, longest, "data.eval", say) if data.eval else []
-    say(
+    train = _fitting(train, longest, "data.train", print_line)
+    held_out = _fitting(held_out, longest, "data.eval", print_line) if data.eval else []
+    print_line(
         f"{len(train)} pairs to train on, {len(held_out)} held out; {network.num_parameters():,} parameters on {device}"
     )
     folder = _open(config)
     with MetricsWriter(folder, Observe(tensorboard=False), config.run.name, {}) as metrics:
-        journal = Journal(training.steps, metrics, say)
+        journal = Journal(training.steps, metrics, print_line)
         _steps(config, make_trainer(network, training, dtype), train, held_out, journal)
     _save(network, tokenizer, folder)
     _check_reload(network, folder, [text for pair in train[:8] for text in pair])
     which, found = ("held-out pairs", journal.eval) if held_out else ("training pairs", journal.train)
-    say(f"accuracy on {which} {found['accuracy']:.4f}, margin {found['margin']:.2f}; wrote {folder}")
+    print_line(f"accuracy on {which} {found['accuracy']:.4f}, margin {found['margin']:.2f}; wrote {folder}")
     return folder
 
 
 def _steps(
     config: RewardModelConfig, trainer: Trainer, train: Sequence[Pair], held_out: Sequence[Pair], journal: Journal
 ) -> None:
-    steps, asked = config.training.steps, config.training.eval_every
-    every = max(1, steps // 10) if asked == "auto" else asked
+    steps, given = config.training.steps, config.training.eval_every
+    every = max(1, steps // 10) if given == "auto" else given
     draw = _endless(len(train), config.run.seed)
     for step in range(steps + 1):
         if step:
@@ -113,12 +115,13 @@ def _steps(
 
 
 class Journal:
-    """What is known of the training so far: every step in metrics.jsonl, a line now and then for the terminal."""
+    """The metrics of the training: every step goes to metrics.jsonl, a summary of several steps to the terminal."""
 
-    def __init__(self, steps: int, metrics: MetricsWriter, say: Callable[[str], None]) -> None:
-        self._steps, self._metrics, self._say = steps, metrics, say
+    def __init__(self, steps: int, metrics: MetricsWriter, print_line: Callable[[str], None]) -> None:
+        self._steps, self._metrics, self._print_line = steps, metrics, print_line
         self._recent: list[dict[str, float]] = []  # steps since the last line
-        self._said, self._skipped, self._progress_report = time.monotonic(), 0, False
+        self._last_line_s, self._skipped = time.monotonic(), 0
+        self._new_eval = False  # since the last line
         self.train: dict[str, float] = {}  # means over the steps of the last line
         self.eval: dict[str, float] = {}  # of the held-out pairs
 
@@ -129,23 +132,23 @@ class Journal:
 
     def evaluated(self, step: int, found: dict[str, float]) -> None:
         self._metrics.log({"step": step, **{f"eval/{name}": value for name, value in found.items()}})
-        self.eval, self._progress_report = found, True
+        self.eval, self._new_eval = found, True
 
     def write_line(self, step: int) -> None:
-        """Where there is news of the held-out pairs, and about LINES times besides; more often when steps are slow."""
-        due = step == self._steps or (step and step % max(1, self._steps // LINES) == 0)
-        if not (due or self._progress_report or time.monotonic() - self._said > SILENCE_S):
+        """Print a line after every evaluation, about NUM_LINES times per run, and after MAX_SILENCE_S seconds."""
+        due = step == self._steps or (step and step % max(1, self._steps // NUM_LINES) == 0)
+        if not (due or self._new_eval or time.monotonic() - self._last_line_s > MAX_SILENCE_S):
             return
         line = f"step {step:>{len(str(self._steps))}}/{self._steps}"
         if self._recent:
             self.train = {name: _mean(self._recent, name) for name in ("loss", "accuracy", "margin")}
             line += f"   loss {self.train['loss']:.4f}   accuracy {self.train['accuracy']:.3f}"
-        if self._progress_report:
+        if self._new_eval:
             line += f"   held out: accuracy {self.eval['accuracy']:.3f}, margin {self.eval['margin']:.2f}"
         if self._skipped:
             line += f"   ({self._skipped} skipped: the loss was not finite)"
-        self._say(line)
-        self._recent, self._said, self._progress_report = [], time.monotonic(), False
+        self._print_line(line)
+        self._recent, self._last_line_s, self._new_eval = [], time.monotonic(), False
 
 
 def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
@@ -154,7 +157,7 @@ def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def _endless(num: int, seed: int) -> Iterator[int]:
-    """Every pair once an epoch, in an order of its own."""
+    """Indices of the pairs: every pair once per epoch, in a new order each epoch."""
     for epoch in itertools.count():
         yield from np.random.default_rng([seed % 2**64, epoch]).permutation(num).tolist()
 
@@ -173,7 +176,7 @@ def open_pairs(spec: Pairs, key: str) -> Rows:
 
 
 def read_pairs(spec: Pairs, tokenizer: Any, key: str) -> list[Pair]:
-    """The rows as tokens, chosen and rejected. Rows whose two answers are the same teach nothing and are left out."""
+    """The rows as tokens, chosen and rejected. Rows with two equal answers are left out."""
     rows = open_pairs(spec, key)
     alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
     texts: list[str] = []  # chosen, rejected, chosen, rejected, ...
@@ -194,7 +197,7 @@ def read_pairs(spec: Pairs, tokenizer: Any, key: str) -> list[Pair]:
 
 
 def pair_of(row: Mapping[str, Any], spec: Pairs, key: str) -> tuple[list[Message], list[Message]]:
-    """Two whole conversations. TRL's forms: a prompt and two answers, or two conversations that begin alike."""
+    """The two conversations of a row. TRL's formats: a prompt and two answers, or two whole conversations."""
     prompt = _prompt(row, spec, key)
     both = []
     for column in (spec.chosen_column, spec.rejected_column):
@@ -205,7 +208,7 @@ def pair_of(row: Mapping[str, Any], spec: Pairs, key: str) -> tuple[list[Message
             answer = [*prompt, *answer]
         elif prompt and answer[: len(prompt)] != prompt:
             raise ValueError(
-                f"the conversation in column {column!r} does not begin with the prompt (set {key}.prompt_column)"
+                f"the conversation in column {column!r} does not start with the prompt (set {key}.prompt_column)"
             )
         if answer[-1]["role"] != "assistant":
             raise ValueError(
@@ -214,12 +217,14 @@ def pair_of(row: Mapping[str, Any], spec: Pairs, key: str) -> tuple[list[Message
         both.append(answer)
     chosen, rejected = both
     if chosen[0] != rejected[0]:
-        raise ValueError(f"the conversations in {spec.chosen_column!r} and {spec.rejected_column!r} begin differently")
+        raise ValueError(
+            f"the conversations in {spec.chosen_column!r} and {spec.rejected_column!r} start with different messages"
+        )
     return chosen, rejected
 
 
 def _prompt(row: Mapping[str, Any], spec: Pairs, key: str) -> list[Message]:
-    """Empty where the row has none of its own."""
+    """The prompt of the row; empty if the row has no prompt column."""
     names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
     for name in names:
         if row.get(name) is not None:
@@ -232,7 +237,7 @@ def _prompt(row: Mapping[str, Any], spec: Pairs, key: str) -> list[Message]:
 
 
 def _messages(value: Any, role: str, column: str) -> list[Message]:
-    """A string is one message of `role`. Fields that are null are left out: parquet fills them in."""
+    """A string is one message of `role`. Fields that are null are left out: parquet adds them."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, Sequence) and value and all(isinstance(m, Mapping) and m.get("role") for m in value):
@@ -244,19 +249,18 @@ def _messages(value: Any, role: str, column: str) -> list[Message]:
 
 
 def _check_alphabet(conversation: Sequence[Message], alphabet: frozenset[str]) -> None:
-    """A built model would read a character it lacks as <unk>, in silence."""
-    said = {c for message in conversation if isinstance(message.get("content"), str) for c in message["content"]}
-    if alphabet and (missing := said - alphabet):
-        lacks = "".join(sorted(missing))
-        raise ValueError(f"no token for the characters {lacks!r} (add them to model.build.alphabet)")
+    """A built model would read a character without a token as <unk>, without an error."""
+    characters = {c for message in conversation if isinstance(message.get("content"), str) for c in message["content"]}
+    if alphabet and (missing := characters - alphabet):
+        raise ValueError(f"no token for the characters {''.join(sorted(missing))!r} (add them to model.build.alphabet)")
 
 
-def _fitting(pairs: list[Pair], longest: int, key: str, say: Callable[[str], None]) -> list[Pair]:
+def _fitting(pairs: list[Pair], longest: int, key: str, print_line: Callable[[str], None]) -> list[Pair]:
     kept = [pair for pair in pairs if max(map(len, pair)) <= longest]
     if not kept:
         raise UserError(f"{key}: none of the {len(pairs)} pairs fits in {longest} tokens (key: data.max_length)")
     if len(kept) < len(pairs):
-        say(f"{key}: dropped {len(pairs) - len(kept)} of {len(pairs)} pairs, longer than {longest} tokens")
+        print_line(f"{key}: dropped {len(pairs) - len(kept)} of {len(pairs)} pairs, longer than {longest} tokens")
     return kept
 
 
@@ -264,7 +268,7 @@ def _fitting(pairs: list[Pair], longest: int, key: str, say: Callable[[str], Non
 
 
 def _open(config: RewardModelConfig) -> Path:
-    """A model of the same name is moved aside, never overwritten."""
+    """Create the folder. An older model of the same name is renamed, never overwritten."""
     folder = config.run.folder
     try:
         if folder.exists():
@@ -280,7 +284,7 @@ def _open(config: RewardModelConfig) -> Path:
 
 
 def _save(network: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """config.json last: a folder that a kill left incomplete does not load."""
+    """Write config.json last, so that an incomplete folder does not load."""
     temp = folder / "saving"
     network.save_pretrained(temp)
     tokenizer.save_pretrained(temp)
@@ -299,4 +303,4 @@ def _check_reload(network: PreTrainedModel, folder: Path, texts: Sequence[Ints])
     with torch.no_grad():
         difference = float((score_texts(network, texts, width) - score_texts(again, texts, width)).abs().max())
     if not difference <= 1e-4:
-        raise RuntimeError(f"{folder}: reloaded, its scores differ by {difference:.2e}")
+        raise RuntimeError(f"{folder}: the scores of the reloaded model differ by {difference:.2e}")

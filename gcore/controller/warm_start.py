@@ -1,4 +1,7 @@
-"""The warm start: supervised steps on the dataset's answers, through the same layout and the same trainer."""
+"""The warm start: supervised steps on the answers of the dataset, before reinforcement learning.
+
+demonstrations ──dispatch_samples (as in training)──> trainer ranks ──update ("imitation")──> row of metrics, checkpoint
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from gcore.types import Sample
 
 
 async def warm_start(services: Services, source: PromptSource, done: int) -> None:
-    """`done`: steps of it that a checkpoint has."""
+    """`done`: steps of the warm start that the restored checkpoint has completed."""
     config, group, status = services.config, services.group, services.status
     warm, every = config.training.warm_start, config.checkpoint.every
     if warm is None:
@@ -34,7 +37,7 @@ async def warm_start(services: Services, source: PromptSource, done: int) -> Non
         )
         if every and (step == warm.steps or step % every == 0):
             await services.checkpointer.save(RunPosition(step=0, warmed=step))
-            status.take_seconds("checkpoint")  # it belongs to no step of reinforcement learning
+            status.take_seconds("checkpoint")  # not part of a step of reinforcement learning
 
 
 def _demonstration(source: PromptSource, cursor: int) -> Sample:

@@ -1,9 +1,11 @@
-"""A sample's life as an async function. Replace it with `workflow: package.module:function`.
+"""The workflow: the async function that makes the scored group of one prompt, and the context that it calls.
 
-    async def workflow(ctx, prompt) -> list[Scored]
+    async def workflow(ctx, prompt) -> list[Scored]        replace it with `workflow: package.module:function`
 
-Thousands run at once in each controller; each awaits only what concerns its own prompt. What an engine produced is
-never tokenised again, also when a tool or a judge speaks between two turns of the policy (content/text.py).
+    ctx.generate, proceed, branch ──> engines of the policy        ctx.reward, score, ask ──> rewarder
+
+Thousands of workflows run at the same time in each controller, and do not wait for each other. Tokens that an engine
+generated are never tokenised again, even if a tool or a judge adds text between two turns (content/text.py).
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ Workflow = Callable[[Context, Prompt], Awaitable[list[Scored]]]
 
 
 async def generate_and_reward(ctx: Context, prompt: Prompt) -> list[Scored]:
-    """The default: n responses, scored together."""
+    """The default workflow: sampling.samples_per_prompt responses, scored together."""
     group = await ctx.generate(prompt)
     return await ctx.reward(group)
 
 
 def least_siblings(config: Config) -> int:
-    """Samples of a prompt that the advantage estimator needs."""
+    """The minimum group size of the advantage estimator."""
     return 1 if config.algorithm.adv_estimator == "reinforce_pp" else 2
 
 
 class StageClock:
-    """Stages overlap: how long was *anything* in each of them?"""
+    """Measures overlapping stages: the seconds in which at least one workflow is in a stage."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -61,7 +63,7 @@ class StageClock:
                 self._add(stage, time.perf_counter())
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last time; a stage that is not empty goes on counting from now."""
+        """Seconds per stage since the last call."""
         now = time.perf_counter()
         for stage, inside in self._inside.items():
             if inside:
@@ -75,7 +77,7 @@ class StageClock:
 
 
 class SharedContext:
-    """What all samples of a controller share; `greedy` is the variant that evaluations use."""
+    """What all workflows of a controller share. `greedy`: for evaluations, one greedy response per prompt."""
 
     def __init__(
         self, config: Config, pool: EnginePool, rewarder: Rewarder, modality: Modality, *, greedy: bool = False
@@ -88,20 +90,20 @@ class SharedContext:
 
 
 class SampleContext:
-    """Implements protocols.Context for one run of a workflow: it numbers the siblings."""
+    """Implements protocols.Context for one run of a workflow, and numbers the siblings."""
 
     __slots__ = ("_branches", "_issued", "_shared")
 
     def __init__(self, shared: SharedContext) -> None:
         self._shared = shared
         self._issued = 0  # siblings drawn so far
-        self._branches: Counter[tuple[int, int]] = Counter()  # by the place where they branch off
+        self._branches: Counter[tuple[int, int]] = Counter()  # number of branches from (sibling, step)
 
     async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]:
-        """`n` more responses (default: sampling.samples_per_prompt), each with noise of its own.
+        """`n` more responses (default: sampling.samples_per_prompt), each with its own noise.
 
-        `params` override fields of SamplingParams; `stop="]"` also ends a turn at that token. In evaluations there is
-        one greedy response, whatever is asked for.
+        `params` replace fields of SamplingParams; `stop="]"` also ends a turn at that token. Evaluations always make
+        one greedy response.
         """
         shared = self._shared
         sampling = shared.modality.params(params, greedy=shared.greedy)
@@ -110,19 +112,19 @@ class SampleContext:
         start = Rollout(prompt, 0, prompt.content, none.astype(np.float32), none != 0, "", none, "stop", temperature)
         return await self._continue(start, siblings, None, sampling)
 
-    async def proceed(self, rollout: Rollout, said: str | Sequence[Message] = "", **params: Any) -> Rollout:
-        """Append what a tool or a judge said (masked from the loss), then let the policy continue, within the same
-        length limit.
+    async def proceed(self, rollout: Rollout, feedback: str | Sequence[Message] = "", **params: Any) -> Rollout:
+        """Append the feedback of a tool or a judge (masked from the loss), then let the policy continue, within the
+        same length limit.
 
-        `said` is text that is used as it is, or messages for the chat template. Without room for another step of the
-        policy the rollout comes back unchanged, finish="length".
+        `feedback` is text that is used as it is, or messages for the chat template. If the length limit leaves no step
+        for the policy, the rollout is returned unchanged, with finish="length".
         """
-        added = self._shared.modality.between_turns(rollout.content, said)
+        added = self._shared.modality.between_turns(rollout.content, feedback)
         return (await self._next_turn(rollout, [rollout.sibling], added, params))[0]
 
     async def branch(self, rollout: Rollout, n: int, **params: Any) -> list[Rollout]:
-        """`n` continuations of the same beginning, as new siblings with noise of their own."""
-        place = (rollout.sibling, rollout.num_steps)  # numbers follow from it: branches may run at the same time
+        """`n` continuations of the same rollout, as new siblings with their own noise."""
+        place = (rollout.sibling, rollout.num_steps)  # determines the sibling numbers, so branches may run in parallel
         first, more = self._branches[place], 1 if self._shared.greedy else n
         self._branches[place] += more
         siblings = [noise_key("branch", *place, i) >> 16 for i in range(first, first + more)]
@@ -137,7 +139,7 @@ class SampleContext:
             return await self._shared.rewarder.score(name, group)
 
     async def ask(self, judge: str, messages: Sequence[Message], *, draw: int = 0, **params: Any) -> str:
-        """The same question gets the same answer; another `draw` is another sample of it."""
+        """The same messages get the same answer; another `draw` is another sample."""
         digest = hashlib.blake2b(json.dumps([dict(m) for m in messages]).encode(), digest_size=8).hexdigest()
         with self._shared.clock.within("rewarding"):
             return await self._shared.rewarder.ask(judge, messages, ("ask", digest, draw), **params)
@@ -159,8 +161,11 @@ class SampleContext:
     async def _continue(
         self, start: Rollout, siblings: Sequence[int], added: Content | None, params: SamplingParams
     ) -> list[Rollout]:
-        """Prompts are numbered as they are drawn: earlier prompts and their later turns go first in queues. Siblings
-        and later turns go to the replica that has computed the prompt. Evaluations have prompt numbers of their own."""
+        """Generate one turn per sibling after `start` and `added`.
+
+        The priority is the prompt number, so earlier prompts and their later turns are served first. The key sends
+        siblings and later turns to the replica that has the prompt in its cache; evaluations number prompts separately.
+        """
         shared, prompt = self._shared, start.prompt
         content = start.content if added is None else start.content.extended(added)
         requests = [Request(content, params, noise_key(shared.seed, prompt.id, s)) for s in siblings]
@@ -169,7 +174,7 @@ class SampleContext:
         return [self._joined(start, s, content, c) for s, c in zip(siblings, completions, strict=True)]
 
     def _joined(self, start: Rollout, sibling: int, content: Content, end: Completion) -> Rollout:
-        """start, then the steps that `content` has beyond it (not the policy's), then end: one sample."""
+        """One rollout of three parts: `start`, the other steps of `content` (feedback, masked), and `end`."""
         between, new = content.num_steps - start.num_steps, end.content.num_steps
         whole = content.extended(end.content)
         before = start.versions_S[-1:] if start.num_steps else end.versions_S[:1]

@@ -1,4 +1,4 @@
-"""The KV cache of the embedded engine: one row a sequence, the active ones in front."""
+"""The KV cache of the embedded engine: one row per sequence, active rows first."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from transformers.cache_utils import Cache
 
 
 class RowCache(Cache):
-    """Keys and values as [rows, heads, length, dim] a layer. Implements the library's Cache for its own forward passes.
+    """Keys and values as [rows, heads, length, dim] per layer. Implements the Cache of transformers.
 
-    Before a pass the engine says what it is: `begin_prefill` (these rows, from position 0 on) or `begin_step` (one
-    token more for the first n rows, each at its own position).
+    Before each forward pass the engine calls `begin_prefill` (these rows, from position 0 on) or `begin_step` (one
+    more token for each of the first n rows, each at its own position).
     """
 
     def __init__(self, num_layers: int) -> None:
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
-        self.layers = []  # the library looks here for layer kinds; none of them applies
+        self.layers = []  # transformers reads layer kinds from here; none of them applies
         self.num_rows = self.length = self.read_length = 0
-        self._rows: Tensor | None = None  # rows of the prefill under way; None in a decoding step
-        self._each: Tensor | None = None
+        self._rows: Tensor | None = None  # rows of the current prefill; None in a decoding step
+        self._step_rows: Tensor | None = None
         self._write_at: Tensor | None = None
 
     @property
@@ -30,7 +30,7 @@ class RowCache(Cache):
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values) if tensor is not None)
 
     def reserve(self, num_rows: int, length: int) -> None:
-        """Grow to at least this size; contents stay."""
+        """Grow to at least this size and keep the contents."""
         if num_rows <= self.num_rows and length <= self.length:
             return
         self.num_rows, self.length = max(num_rows, self.num_rows), max(length, self.length)
@@ -47,7 +47,7 @@ class RowCache(Cache):
 
     def begin_step(self, positions_B: Tensor, read_length: int) -> None:
         self._rows, self.read_length = None, read_length
-        self._each = torch.arange(len(positions_B), device=positions_B.device)
+        self._step_rows = torch.arange(len(positions_B), device=positions_B.device)
         self._write_at = positions_B
 
     def update(
@@ -61,10 +61,10 @@ class RowCache(Cache):
         return key_states, value_states
 
     def write_step(self, layer: int, keys_BHD: Tensor, values_BHD: Tensor) -> tuple[Tensor, Tensor]:
-        """One more token a row; returns all that the rows may attend to."""
+        """Add one token per row. Returns all keys and values that the rows may attend to."""
         keys, values = self._at(layer, keys_BHD, values_BHD)
-        keys[self._each, :, self._write_at] = keys_BHD
-        values[self._each, :, self._write_at] = values_BHD
+        keys[self._step_rows, :, self._write_at] = keys_BHD
+        values[self._step_rows, :, self._write_at] = values_BHD
         n = len(keys_BHD)
         return keys[:n, :, : self.read_length], values[:n, :, : self.read_length]
 

@@ -1,9 +1,9 @@
-"""One decoding step of the Llama family (Llama, Mistral, Qwen2, Qwen3), with as few operations as it takes.
+"""One decoding step of the Llama family (Llama, Mistral, Qwen2, Qwen3), with few operations.
 
-The library's modules are made for every case; at one token a row their bookkeeping costs several times the arithmetic
-of a small model. This is the same arithmetic on the same weights: queries, keys and values in one product, gate and up
-in another, rotations from a table. The model's own parameters become views of the fused matrices, so a weight update
-writes both. Other families decode through the library (embedded.py).
+The modules of transformers are general. At one token per row their overhead costs several times the arithmetic of a
+small model. This file does the same arithmetic on the same weights: one matrix product for queries, keys and values,
+one for gate and up, rotations from a table. The model's own parameters become views of the fused matrices, so a weight
+update writes both. Other families decode with transformers (embedded.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class LayerCache(Protocol):
-    """What the step needs of the KV cache."""
+    """The part of the KV cache that a step uses."""
 
     def write_step(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -39,7 +39,7 @@ class _Layer:
 
 
 class FusedDecoder:
-    """`step(tokens, positions, masks, cache)` -> logits, with a mask per layer. `supports` says for which models."""
+    """`step(tokens, positions, masks, cache)` -> logits, with one mask per layer. `supports`: for which models."""
 
     def __init__(self, model: Any, max_length: int) -> None:
         config, body = model.config, model.get_decoder()
@@ -52,7 +52,7 @@ class FusedDecoder:
         positions = torch.arange(max_length, device=self.embedding.device)[None]
         cos, sin = body.rotary_emb(self.embedding[:1, None], positions)
         sign = torch.ones(self.head_dim, device=sin.device, dtype=sin.dtype)
-        sign[: self.head_dim // 2] = -1  # x turned is x cos + swapped(x) sin, with the first half of swapped negated
+        sign[: self.head_dim // 2] = -1  # rotated x = x cos + swapped(x) sin; the first half of swapped is negated
         self.cos, self.sin = cos[0, :, None].contiguous(), (sin * sign)[0, :, None].contiguous()
 
     @staticmethod
@@ -109,7 +109,7 @@ def _add_linear(x: Tensor, h: Tensor, linear: nn.Linear) -> Tensor:
 
 
 def _join(parts: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Their weights in one matrix, of which each part's own weight becomes a view; biases likewise."""
+    """Join the weights in one matrix. Each part's own weight becomes a view of it. Same for the biases."""
     joined: list[Tensor | None] = []
     for name in ("weight", "bias"):
         tensors = [getattr(part, name) for part in parts]

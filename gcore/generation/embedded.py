@@ -1,19 +1,19 @@
 """The embedded engine: continuous batching over any transformers decoder, on CPU or GPU.
 
-    jobs ──admit: prefill, shared by siblings──> rows of the KV cache ──step: a token per row──> ended jobs
+    jobs ──admit: prefill, shared by siblings──> rows of the KV cache ──step: one token per row──> ended jobs
 
-It owns the rows of the KV cache and the sampling. The network itself is the library's; thread and queue are those of
-engine_shell.py.
+This file owns the rows of the KV cache and the sampling. The network comes from transformers; the thread and the queue
+are in engine_shell.py.
 
-The active rows always stand at the front of the cache, so a decoding step runs on a plain slice. A finished row is
-replaced by the last one. Every prompt is prefilled up to its last token but one; the last token is the row's first
-decoding step, so all logits come from one place.
+The active rows are always at the front of the cache, so a decoding step runs on a plain slice. The last row replaces a
+finished row. Prefill covers every prompt token except the last; the last token is the input of the row's first decoding
+step, so all logits come from one place.
 
-On CPU a row's result is bitwise the same in any batch: matrix products treat rows alike from 8 rows on,
-masked attention does from block to block of keys, and element-wise functions do when no remainder of a tensor falls
-out of the vector loop. Rows and keys are rounded up for that, and a replica keeps to one thread.
-`tests/contract/test_engine.py` holds it to that. Mixtures of experts and eager attention (docs/engines.md) differ in
-the last bits by batch, and so do all models on GPUs.
+On CPU a row's result is bitwise the same in any batch. Matrix products treat all rows alike if there are at least 8,
+masked attention if the number of keys is a multiple of the block, and element-wise functions if no remainder of a
+tensor falls out of the vector loop. So rows and keys are rounded up, and a replica uses one thread.
+`tests/contract/test_engine.py` checks this. For mixtures of experts, eager attention (docs/engines.md) and all models
+on GPUs, the last bits depend on the batch.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class EmbeddedEngine(SteppedEngine):
 
 
 class EmbeddedBackend:
-    """Implements DecodeBackend. `fused=False`: decode with the library's forward pass, as models outside the families
-    of decoder.py do."""
+    """Implements DecodeBackend. `fused=False`: decode with the forward pass of transformers, as for models outside
+    the families of decoder.py."""
 
-    turn: AbstractContextManager[Any] = nullcontext()
+    compute_lock: AbstractContextManager[Any] = nullcontext()
 
     def __init__(
         self,
@@ -95,19 +95,19 @@ class EmbeddedBackend:
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
         torch.set_num_threads(self._threads)
-        return self._receiver, SleepState(("kv_cache",))  # the weights stay where they are
+        return self._receiver, SleepState(("kv_cache",))  # the weights are not freed
 
     def close(self) -> None:
         self.jobs.clear()
 
     def _make_receiver(self, adapters: Adapters | None) -> WeightReceiver:
-        """With adapters, only their factors arrive: keep a copy of the matrices that they are added to."""
+        """With adapters, only their factors arrive: keep a copy of the base matrices."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         if adapters is None:
             return WeightReceiver(shapes)
         names = [f"{layer}.weight" for layer in adapters.layers]
-        kept = {name: self._parameters[name].detach().to("cpu", copy=True) for name in names}
-        return WeightReceiver(shapes, Base(adapters, kept, self._device, self._model.dtype))
+        matrices = {name: self._parameters[name].detach().to("cpu", copy=True) for name in names}
+        return WeightReceiver(shapes, Base(adapters, matrices, self._device, self._model.dtype))
 
     # ---- weights and memory ---------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class EmbeddedBackend:
         return ()
 
     def _prefill(self, groups: list[list[int]]) -> None:
-        """Fill the cache for the prompts of these groups of rows, in slices of bounded size."""
+        """Fill the cache for the prompts of these groups of rows, in batches of bounded size."""
         groups = sorted(groups, key=lambda rows: self._lengths[rows[0]])
         start = 0
         while start < len(groups):
@@ -205,26 +205,26 @@ class EmbeddedBackend:
             logits = self._fused.step(tokens_B, positions_B, [masks[kind] for kind in self._traits.kinds], self._cache)
         else:
             logits = self._forward(tokens_B[:, None], positions_B[:, None], masks)
-        tokens, logprobs, kept = sample(logits[:n], self._rows)
+        tokens, logprobs, candidates = sample(logits[:n], self._rows)
         self._lengths[:n] += 1
         self._last[:n] = tokens
         ended: list[Ended] = []
         for i, (job, token, logprob) in enumerate(zip(self.jobs, tokens.tolist(), logprobs.tolist(), strict=True)):
             job.tokens.append(token)
             job.logprobs.append(logprob)
-            if i in kept:
-                job.kept.append(kept[i])
+            if i in candidates:
+                job.candidates.append(candidates[i])
             if token in job.request.params.stop_tokens or len(job.tokens) == job.request.params.max_tokens:
                 ended.append((job, job.finish))
         self.remove([job for job, _ in ended])
         return Step(n, ended)
 
-    def land(self) -> Iterable[Step]:
+    def flush_steps(self) -> Iterable[Step]:
         return ()
 
     @torch.inference_mode()
     def remove(self, jobs: Collection[Job]) -> None:
-        """The last row moves to the place of a removed one."""
+        """The last row replaces a removed row."""
         if not jobs:
             return
         removed = set(jobs)

@@ -1,10 +1,10 @@
 """The shell of engines that decode step by step in this process: embedded and vLLM.
 
-    requests ──> JobQueue ──admit──> DecodeBackend ──step: a token per job──> completions
+    requests ──> JobQueue ──admit──> DecodeBackend ──step: one token per job──> completions
                     commands, between two steps: abort, load weights, sleep, wake
 
 The shell owns the thread, the queue, the commands, the sleep state and the clean-up after a failure. A backend owns
-the model and the batch. Weights change only between two steps, so every token has one version.
+the model and the batch. Weights change only between two steps, so every token has exactly one version.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Step(NamedTuple):
     """Result of one decoding step. The tokens themselves are appended to the jobs."""
 
     num_tokens: int
-    ended: Sequence[Ended]  # these have left the batch
+    ended: Sequence[Ended]  # no longer in the batch
 
 
 class DecodeBackend(Protocol):
     """A model and its batch. All methods except `check` run in the engine's thread."""
 
-    turn: AbstractContextManager[Any]  # held during each call that computes; shared if engines share process state
+    compute_lock: AbstractContextManager[Any]  # held while computing; engines that share process state share it
 
     @property
     def jobs(self) -> Collection[Job]:
@@ -58,20 +58,20 @@ class DecodeBackend(Protocol):
         """Add them to the batch. Returns those that the library refuses."""
 
     def step(self) -> Step:
-        """One token per job of the batch. Steps may be computed ahead: then it returns an earlier one."""
+        """One token per job of the batch. If steps are computed ahead, returns the oldest step in flight."""
 
-    def land(self) -> Iterable[Step]:
-        """The steps that are computed ahead; no new ones are started until all have landed."""
+    def flush_steps(self) -> Iterable[Step]:
+        """The steps in flight (computed ahead). No new step starts until all of them have been returned."""
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Take them out of the batch."""
+        """Remove them from the batch."""
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write some of the weights. No step is computed ahead."""
+        """Write some of the weights. No step is in flight."""
 
     def finish_load(self) -> Collection[Job]:
-        """All weights of an update are written: forget what older weights computed. Returns jobs that left the batch
-        because they must start again."""
+        """All weights of an update are written: drop what older weights computed. Returns the jobs that were removed
+        from the batch because they must start again."""
 
     def free(self, level: int) -> float:
         """Sleep. Returns the GiB that were freed."""
@@ -120,11 +120,11 @@ class SteppedEngine:
             await self._between_steps(lambda: self._abort(ticket))
 
     async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
-        """A bucket that does not fit is refused: repeat it, or start again with bucket 0."""
+        """A bucket that does not fit raises: repeat it, or start again with bucket 0."""
         return await self._between_steps(lambda: self._load(version, weights, bucket))
 
     async def sleep(self, level: int) -> MemoryChange:
-        """No memory is freed, and nothing is lost, where the backend cannot do it."""
+        """If the backend cannot sleep, no memory is freed and nothing is lost."""
         return await self._between_steps(lambda: self._sleep(level))
 
     async def wake(self, *tags: str) -> MemoryChange:
@@ -155,7 +155,7 @@ class SteppedEngine:
 
     def _run(self, opened: threading.Event) -> None:
         try:
-            with self.backend.turn:
+            with self.backend.compute_lock:
                 self._receiver, self._memory = self.backend.open()
             opened.set()
             while True:
@@ -175,7 +175,7 @@ class SteppedEngine:
                 self._commands.clear()
             post((future, error) for future in pending)
             try:
-                with self.backend.turn:
+                with self.backend.compute_lock:
                     self.backend.close()
             finally:
                 opened.set()
@@ -187,7 +187,7 @@ class SteppedEngine:
         while self._commands:
             command, done = self._commands.popleft()
             try:
-                with self.backend.turn:
+                with self.backend.compute_lock:
                     post([(done, command())])
             except Exception as error:
                 post([(done, error)])
@@ -201,9 +201,9 @@ class SteppedEngine:
                 started = time.perf_counter()
                 self._admit()
                 if self.backend.jobs:
-                    with self.backend.turn:
+                    with self.backend.compute_lock:
                         step = self.backend.step()
-                    self._take(step)
+                    self._record(step)
                 if self._min_step_s:
                     time.sleep(max(0.0, started + self._min_step_s - time.perf_counter()))
                 self._busy_s += time.perf_counter() - started  # per step: stats are read while the engine is busy
@@ -217,16 +217,16 @@ class SteppedEngine:
             self._deliver(self.backend.admit(self._admitting))
             self._admitting = []
 
-    def _take(self, step: Step) -> None:
+    def _record(self, step: Step) -> None:
         self._generated += step.num_tokens
         self._deliver(step.ended)
 
     def _deliver(self, ended: Iterable[Ended]) -> None:
         post((job.future, end if isinstance(end, Exception) else job.completion(end)) for job, end in ended)
 
-    def _land(self) -> None:
-        for step in self.backend.land():
-            self._take(step)
+    def _flush_steps(self) -> None:
+        for step in self.backend.flush_steps():
+            self._record(step)
 
     # ---- commands -------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class SteppedEngine:
             self._receiver.receive(version, weights, bucket) as loads,
             self._tracer.span("load weights", bucket=bucket[0]),
         ):
-            self._land()
+            self._flush_steps()
             for tensors, _ in loads:
                 self.backend.load(tensors)
         if not self._receiver.incomplete:
@@ -263,7 +263,7 @@ class SteppedEngine:
             return MemoryChange(0.0, 0.0)
         started = time.perf_counter()
         with self._tracer.span("sleep", level=level):
-            self._land()
+            self._flush_steps()
             gigabytes = self.backend.free(level)
         self._memory.sleep(level)
         return MemoryChange(time.perf_counter() - started, gigabytes)

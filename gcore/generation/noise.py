@@ -1,8 +1,8 @@
-"""Sampling noise that belongs to the sample, not to the process that draws it.
+"""Sampling noise that depends on the sample, not on the process that draws it.
 
-The uniform number behind the token at `position` of sibling `sibling` of prompt `prompt_id` is a hash of
-(seed, prompt_id, sibling, position). So the samples of a run do not depend on how many controllers or engines there
-are, on what else shares the batch, or on who arrives first.
+The uniform number that selects the token at `position` of sibling `sibling` of prompt `prompt_id` is a hash of
+(seed, prompt_id, sibling, position). So the samples of a run do not depend on the number of controllers or engines, on
+the other requests in the batch, or on the order of arrival.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def noise_key(*names: object) -> int:
-    """64 bits that name one stream of noise: noise_key(seed, prompt_id, sibling)."""
+    """64 bits that identify one noise stream: noise_key(seed, prompt_id, sibling)."""
     digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

@@ -1,13 +1,13 @@
-"""A controller's pools of engines and of reward models. What a replica leaves unfinished continues at another one.
+"""A controller's pools of engines and of reward models. Requests that a replica leaves unfinished continue on another.
 
-    generate ──> waiting (priority, then arrival) ──Router has room──> a replica ──> completions
-                    ^                                                     │
-                    └── all of it, when the replica died; the rest of it, when the replica is drained
+    generate ──> queue (priority, then arrival) ──Router has room──> a replica ──> completions
+                    ^                                                   │
+                    └── whole requests, if the replica died; remaining tokens, if the replica is drained
 
-Which replica answers never changes what it answers (noise belongs to the sample and to the position in it), so routing
-is free to chase speed. A response that is cut continues elsewhere from the tokens it has: the embedded and the emulated
-engine make the same tokens as without the cut; vLLM and SGLang draw the rest from the same distribution, with other
-noise. A caller that is cancelled takes its requests back: the replica's slots are free at once.
+The choice of the replica does not change the tokens (noise depends on the sample and the position in it), so routing
+can optimize for speed alone. An interrupted response continues on another replica from the tokens it has. The embedded
+and the emulated engine generate the same tokens as without the interruption; vLLM and SGLang draw the rest from the
+same distribution with different noise. If a caller is cancelled, its requests are aborted and free their slots at once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import replace
 from typing import Any
 
 from gcore.clients import EngineClient, ScorerClient
-from gcore.generation.replica_pool import Need, Pool
+from gcore.generation.replica_pool import Pool, QueueEntry
 from gcore.generation.routing import SENT_PER_SLOT, own_replicas
 from gcore.protocols import RoleDied, RoleReport
 from gcore.types import Completion, Ints, Request
 
-REMEMBERED = 2048  # lengths between two reports
+MAX_LENGTHS = 2048  # response lengths held between two reports
 
 
 class _NotSent(Exception):
@@ -35,27 +35,27 @@ class _NotSent(Exception):
 
 
 class EnginePool(Pool[EngineClient]):
-    """Replicas of protocols.Engine. `role`: what placement calls them."""
+    """Replicas of protocols.Engine. `role`: their role name in placement."""
 
     def __init__(
         self,
         engines: Sequence[EngineClient],
-        turn: tuple[int, int] = (0, 1),
+        controller: tuple[int, int] = (0, 1),
         own: Collection[int] | None = None,
         limit: int | None = None,
         guest_limit: int | None = None,
         role: str = "",
     ) -> None:
-        super().__init__(engines, turn, own, limit, guest_limit)
+        super().__init__(engines, controller, own, limit, guest_limit)
         self.role = role
         self._name, self._numbering = uuid.uuid4().hex[:12], itertools.count()
-        self._tickets: list[set[str]] = [set() for _ in engines]  # under way, by replica
-        self._recalled: set[str] = set()  # those that were aborted by `drain`: they go on elsewhere
+        self._tickets: list[set[str]] = [set() for _ in engines]  # in progress, by replica
+        self._recalled: set[str] = set()  # aborted by `drain`; they continue on another replica
         self._aborts: set[asyncio.Future[Any]] = set()
-        self._aborted_requests = self._aborted_tokens = 0  # of callers that were cancelled, since the last report
+        self._aborted_requests = self._aborted_tokens = 0  # of cancelled callers, since the last report
         self._num_calls = 0
-        self._ended: deque[int] = deque(maxlen=REMEMBERED)  # lengths, since the last report
-        self._longest: deque[int] = deque(maxlen=REMEMBERED)
+        self._ended: deque[int] = deque(maxlen=MAX_LENGTHS)  # length of each response, since the last report
+        self._longest: deque[int] = deque(maxlen=MAX_LENGTHS)  # longest response of each call
 
     @classmethod
     def for_controller(
@@ -67,9 +67,9 @@ class EnginePool(Pool[EngineClient]):
         roam: bool = False,
         role: str = "",
     ) -> EnginePool:
-        """Engines always have a queue, but most of the waiting is done here, where priorities and moves act on it.
+        """Engines have short queues. Most requests wait in this pool, where priorities and moves apply to them.
 
-        `roam`: replicas come and go (placement), and so belong to nobody: each controller has its part of every one.
+        `roam`: placement moves replicas, so no controller owns one: each controller gets a share of every replica.
         """
         limit = SENT_PER_SLOT * max_concurrent
         if roam:
@@ -78,10 +78,10 @@ class EnginePool(Pool[EngineClient]):
         return cls(engines, (rank, size), own, limit, guest_limit=max(1, max_concurrent // 2), role=role)
 
     async def generate(self, requests: Sequence[Request], priority: int = 0, key: Hashable = None) -> list[Completion]:
-        """Completions in the order of the requests, which stay together while none is moved.
+        """Completions in the order of the requests. The requests go to one replica together, unless it is drained.
 
-        Lower priorities go first, here and in the engine. Equal keys (of a prompt) go to one replica where that costs
-        little: it has computed their prefix."""
+        Lower priority values go first, here and in the engine. Calls with the same key (the prompt) go to the same
+        replica, which has cached the prefix, unless its load is too high."""
         left = {n: r if r.priority == priority else replace(r, priority=priority) for n, r in enumerate(requests)}
         found: dict[int, Completion] = {}
         arrival = next(self._arrivals)
@@ -101,12 +101,12 @@ class EnginePool(Pool[EngineClient]):
         while left:
             work = sum(r.content.size + r.params.max_tokens for r in left.values())
             try:
-                async with self._place(Need(priority, arrival, work, len(left), key)) as i:
-                    answers, moved = await self._ask(i, list(left.values()))
+                async with self._reserved(QueueEntry(priority, arrival, work, len(left), key)) as i:
+                    answers, moved = await self._generate_on(i, list(left.values()))
             except (RoleDied, _NotSent):
                 continue
             for (n, request), answer in zip(list(left.items()), answers, strict=True):
-                piece = _ended(request, answer) if moved else answer
+                piece = _with_finish(request, answer) if moved else answer
                 found[n] = found[n].joined(piece) if n in found else piece
                 if moved and piece.finish == "abort":
                     left[n] = request.after(piece)
@@ -114,7 +114,7 @@ class EnginePool(Pool[EngineClient]):
                     del left[n]
 
     def report(self) -> RoleReport:
-        """For placement, which adds the counters of replicas."""
+        """For placement, which adds the replicas' counters."""
         seen = self.observe()
         found = RoleReport(
             requests=sum(replica.requests for replica in seen.replicas),
@@ -127,13 +127,13 @@ class EnginePool(Pool[EngineClient]):
         self._longest.clear()
         return found
 
-    async def _ask(self, i: int, requests: list[Request]) -> tuple[list[Completion], bool]:
-        """What the replica answers, and whether that is cut short because it is drained."""
+    async def _generate_on(self, i: int, requests: list[Request]) -> tuple[list[Completion], bool]:
+        """The replica's completions, and whether a drain interrupted them."""
         ticket = f"{self._name}-{next(self._numbering)}"
         self._tickets[i].add(ticket)
 
         async def generate() -> list[Completion]:
-            if ticket in self._recalled:  # the replica may sleep by now
+            if ticket in self._recalled:  # the replica may be asleep already
                 raise _NotSent
             return await self.replicas[i].generate(requests, ticket)
 
@@ -153,7 +153,7 @@ class EnginePool(Pool[EngineClient]):
             self._recalled.discard(ticket)
 
     def take_aborted(self) -> tuple[int, int]:
-        """Tokens and requests of callers that were cancelled, since the last call."""
+        """Aborted tokens and requests of cancelled callers, since the last call."""
         aborted = self._aborted_tokens, self._aborted_requests
         self._aborted_tokens = self._aborted_requests = 0
         return aborted
@@ -170,14 +170,14 @@ class EnginePool(Pool[EngineClient]):
             self._abort(i, ticket)
 
     def _abort(self, i: int, ticket: str) -> None:
-        """Nobody waits for it: a replica that keeps silent holds up nobody."""
+        """Send the abort without waiting, so that a replica that does not respond blocks no caller."""
 
         async def abort() -> None:
-            with contextlib.suppress(RoleDied):  # that frees its slots too
+            with contextlib.suppress(RoleDied):  # a dead replica has no slots to free
                 await self.replicas[i].abort(ticket)
 
         task = asyncio.ensure_future(abort())
-        self._aborts.add(task)  # the loop holds tasks weakly
+        self._aborts.add(task)  # the event loop holds only weak references to tasks
         task.add_done_callback(self._aborts.discard)
 
 
@@ -188,7 +188,7 @@ class ScorerPool(Pool[ScorerClient]):
         return await self._call(sum(map(len, tokens)), len(tokens), lambda scorer: scorer.score(list(tokens)))
 
 
-def _ended(request: Request, piece: Completion) -> Completion:
-    """An abort may arrive together with the last step: then the response is complete."""
+def _with_finish(request: Request, piece: Completion) -> Completion:
+    """If an abort arrives together with the last step, the response is complete: correct its `finish`."""
     finish = piece.content.end(request.params) if piece.finish == "abort" else None
     return piece if finish is None else replace(piece, finish=finish)

@@ -1,19 +1,20 @@
-"""Which replica a call goes to. Pure bookkeeping: the pool acts on it, and the simulator asks the same class.
+"""Which replica a call goes to. Pure bookkeeping, used by the pool and by the simulator.
 
-    choose ──> a replica, or None: nobody has room ──sent──> loads ──done──> loads
+    choose ──> a replica, or None: no replica has room ──sent──> loads ──done──> loads
 
-A call is a few requests that stay together (siblings share their prompt). From the first rule to the last:
+A call is a few requests that stay together (siblings share their prompt). The rules, in order of precedence:
 
-1. A closed replica gets nothing, and one with `limit` requests of ours gets no more. A call that is larger than the
-   limit goes to a replica that has none of ours.
-2. Own replicas come first. Those of other controllers are asked when no own one has room, and up to `guest_limit`.
-3. The least outstanding work wins. Of equals, the one whose turn is ours: the replicas that are open stand in a circle,
-   and controller r of N begins r/N of the way around. N of them that know nothing of each other so send alike to all.
-4. A `key` that was seen before goes where it went then, while that is at most `margin` tokens of work above the least.
+1. A closed replica gets no calls, nor does one with `limit` requests of this controller. A call that is larger than the
+   limit goes to a replica that has no request of this controller.
+2. Own replicas come first. Replicas of other controllers are used if no own replica has room, up to `guest_limit`.
+3. The replica with the least outstanding work wins. Ties: the open replicas form a circle, and controller r of N starts
+   at r/N of the circle. So N controllers spread their calls evenly without communication.
+4. A `key` goes to the same replica as before if that replica has at most `margin` tokens more work than the least
+   loaded one.
 
-The least loaded lies on top of a heap. Its entries are lower bounds: work that is sent changes no entry, and the top is
-put right when somebody looks. Replicas without room are laid aside until they have some. When replicas open, places in
-the circle are given anew.
+A heap holds the open replicas by load. Its entries are lower bounds: sending work changes no entry, and `least`
+corrects the top entry when it reads it. Replicas without room are removed from the heap until they have room. When
+replicas open, the tie order is computed again.
 """
 
 from __future__ import annotations
@@ -22,63 +23,63 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 
-SENT_PER_SLOT = 2  # requests sent to a replica per sequence it decodes at once: its queue does not run empty
-AFFINITY_TOKENS = 4096  # work we rather queue behind than have a prefix computed again; a choice, not a measurement
-REMEMBERED = 16384  # keys; the one that was not asked for the longest goes first
+SENT_PER_SLOT = 2  # requests sent to a replica per decoding slot, so that its queue does not run empty
+AFFINITY_TOKENS = 4096  # extra queued work accepted to reuse a cached prefix; chosen, not measured
+MAX_KEYS = 16384  # remembered; the least recently used key is dropped first
 
 
 def own_replicas(rank: int, num_controllers: int, num_replicas: int) -> frozenset[int] | None:
-    """Replica i belongs to controller i mod N. None: there are fewer than controllers, and all are everybody's."""
+    """Replica i belongs to controller i mod N. None: fewer replicas than controllers, which share all of them."""
     if num_replicas < num_controllers:
         return None
     return frozenset(range(rank, num_replicas, num_controllers))
 
 
 class Router:
-    """What one controller has outstanding at every replica, and where its next call goes.
+    """One controller's outstanding work per replica, and the choice for its next call.
 
-    Router(num_replicas=4, turn=(1, 2), own={1, 3}, limit=512, guest_limit=128)
+    Router(num_replicas=4, controller=(1, 2), own={1, 3}, limit=512, guest_limit=128)
     """
 
     def __init__(
         self,
         num_replicas: int,
-        turn: tuple[int, int] = (0, 1),
+        controller: tuple[int, int] = (0, 1),
         own: Collection[int] | None = None,
         limit: int | None = None,
         guest_limit: int | None = None,
         margin: int = AFFINITY_TOKENS,
         opened: Sequence[int] | None = None,
     ) -> None:
-        """`turn`: which of how many controllers this is. `own` None: all replicas are everybody's. `opened`: those that
-        are open now; None: all."""
-        self.loads = [0] * num_replicas  # work outstanding, by replica; to be read
-        self.counts = [0] * num_replicas  # requests outstanding
+        """`controller`: its index and the number of controllers. `own` None: all replicas are shared. `opened`: the
+        replicas that are open now; None: all."""
+        self.loads = [0] * num_replicas  # outstanding work per replica; read by others
+        self.counts = [0] * num_replicas  # outstanding requests per replica
         self._margin = margin
-        self._own = _Tier(self, turn, limit)
-        self._others = _Tier(self, turn, limit if guest_limit is None else guest_limit)
+        self._own = _Tier(self, controller, limit)
+        self._others = _Tier(self, controller, limit if guest_limit is None else guest_limit)
         self._tiers = [self._own] * num_replicas
         for i in () if own is None else set(range(num_replicas)).difference(own):
             self._tiers[i] = self._others
         self._one_tier = own is None
-        self._memory: OrderedDict[Hashable, int] = OrderedDict()  # key -> replica
+        self._replica_of: OrderedDict[Hashable, int] = OrderedDict()  # key -> replica
         self.open(*range(num_replicas) if opened is None else opened)
 
     def open(self, *numbers: int) -> None:
-        for tier, some in self._sorted(numbers):
-            tier.put(some)
+        for tier, members in self._by_tier(numbers):
+            tier.add(members)
 
     def close(self, *numbers: int) -> None:
-        """They are sent nothing until they are opened; what they have stays outstanding."""
-        for tier, some in self._sorted(numbers):
-            tier.take_out(some)
+        """They get no calls until they are opened. Their requests stay outstanding."""
+        for tier, members in self._by_tier(numbers):
+            tier.remove(members)
 
     def limit(self, requests: int) -> None:
-        """From now on a replica gets no more than so many of ours, and never more than it would have at the start."""
+        """New maximum of outstanding requests per replica; the limits of the constructor still apply."""
         for tier in (self._own, self._others):
             tier.set_limit(requests)
 
-    def _sorted(self, numbers: Sequence[int]) -> list[tuple[_Tier, Sequence[int]]]:
+    def _by_tier(self, numbers: Sequence[int]) -> list[tuple[_Tier, Sequence[int]]]:
         if self._one_tier:
             return [(self._own, numbers)]
         return [(tier, [i for i in numbers if self._tiers[i] is tier]) for tier in (self._own, self._others)]
@@ -87,7 +88,7 @@ class Router:
         return i in self._tiers[i].open
 
     def choose(self, *, key: Hashable = None, count: int = 1) -> int | None:
-        """A replica for `count` requests that stay together; None: nobody has room for them. The key is remembered."""
+        """A replica for `count` requests that stay together; None: no replica has room. Remembers the key."""
         tier, best = self._own, self._own.least(count)
         if best is None:
             tier, best = self._others, self._others.least(count)
@@ -95,7 +96,7 @@ class Router:
                 return None
         if key is None:
             return best
-        known = self._memory.get(key)
+        known = self._replica_of.get(key)
         if (
             known is not None
             and known in tier.open
@@ -103,10 +104,10 @@ class Router:
             and tier.has_room(known, count)
         ):
             best = known
-        self._memory[key] = best
-        self._memory.move_to_end(key)
-        if len(self._memory) > REMEMBERED:
-            self._memory.popitem(last=False)
+        self._replica_of[key] = best
+        self._replica_of.move_to_end(key)
+        if len(self._replica_of) > MAX_KEYS:
+            self._replica_of.popitem(last=False)
         return best
 
     def sent(self, i: int, work: int, count: int = 1) -> None:
@@ -114,51 +115,51 @@ class Router:
         self.counts[i] += count
 
     def done(self, i: int, work: int, count: int = 1) -> None:
-        """What was sent is answered, lost or taken back."""
+        """The requests were answered, lost or recalled."""
         self.loads[i] -= work
         self.counts[i] -= count
-        self._tiers[i].lighter(i)
+        self._tiers[i].load_decreased(i)
 
 
 class _Tier:
-    """Replicas of equal standing under one limit.
+    """Replicas with the same precedence and limit.
 
-    `_bounds[i]` is the entry of replica i in the heap, at most its load; other entries of it are stale, and all of the
-    closed. It is None for those laid aside because a call did not fit.
+    `_bounds[i]` is the valid heap entry of replica i, at most its load. Other entries of i, and all entries of closed
+    replicas, are stale. `_bounds[i]` is None for a full replica: a call did not fit, so it is not in the heap.
     """
 
-    def __init__(self, router: Router, turn: tuple[int, int], limit: int | None) -> None:
-        self._loads, self._counts, self._most, self._limit = router.loads, router.counts, limit, limit
-        self._turn = turn
+    def __init__(self, router: Router, controller: tuple[int, int], limit: int | None) -> None:
+        self._loads, self._counts, self._initial_limit, self._limit = router.loads, router.counts, limit, limit
+        self._controller = controller
         self.open: set[int] = set()
-        self._more = False  # some have opened since places were given
-        self._places: dict[int, int] = {}  # replica -> its place among equals
+        self._outdated = False  # replicas have opened since the heap was built
+        self._places: dict[int, int] = {}  # replica -> its place in the tie order
         self._bounds: dict[int, int | None] = {}
         self._heap: list[tuple[int, int, int]] = []  # bound, place, replica
-        self._aside: set[int] = set()
-        self._aside_room = 0  # the most that any of them had left
+        self._full: set[int] = set()
+        self._full_room = 0  # the largest remaining room of any of them
 
-    def put(self, numbers: Sequence[int]) -> None:
+    def add(self, numbers: Sequence[int]) -> None:
         if numbers:
             self.open.update(numbers)
-            self._more = True
+            self._outdated = True
 
-    def take_out(self, numbers: Sequence[int]) -> None:
+    def remove(self, numbers: Sequence[int]) -> None:
         self.open.difference_update(numbers)
-        self._aside.difference_update(numbers)
+        self._full.difference_update(numbers)
 
     def set_limit(self, requests: int) -> None:
-        self._limit = requests if self._most is None else min(self._most, requests)
-        if not self._more:  # else all get their places anew
-            self._take_back()
+        self._limit = requests if self._initial_limit is None else min(self._initial_limit, requests)
+        if not self._outdated:  # else the heap is rebuilt anyway
+            self._restore_full()
 
-    def lighter(self, i: int) -> None:
-        """Its load fell: there is a new lower bound, unless the old one still holds."""
-        if i not in self.open or self._more:
+    def load_decreased(self, i: int) -> None:
+        """The load decreased: push a new lower bound, unless the old one is still valid."""
+        if i not in self.open or self._outdated:
             return
         bound = self._bounds[i]
         if bound is None or self._loads[i] < bound:
-            self._aside.discard(i)
+            self._full.discard(i)
             self._push(i)
 
     def has_room(self, i: int, count: int) -> bool:
@@ -166,48 +167,48 @@ class _Tier:
         return self._limit is None or not has or has + count <= self._limit
 
     def least(self, count: int) -> int | None:
-        """The replica with the least work among the open ones that have room for so many requests."""
-        if self._more:
-            self._give_places()
-        if self._aside and count <= self._aside_room:  # refused a larger call; this one may fit
-            self._take_back()
-        heap, loads, bounds, here = self._heap, self._loads, self._bounds, self.open
+        """The least loaded open replica that has room for `count` requests."""
+        if self._outdated:
+            self._rebuild()
+        if self._full and count <= self._full_room:  # a larger call did not fit; this one may
+            self._restore_full()
+        heap, loads, bounds, opened = self._heap, self._loads, self._bounds, self.open
         while heap:
             bound, place, i = heap[0]
-            if bounds[i] != bound or i not in here:  # stale
+            if bounds[i] != bound or i not in opened:  # stale
                 heapq.heappop(heap)
-            elif loads[i] != bound:  # more was sent since
+            elif loads[i] != bound:  # more work was sent since
                 bounds[i] = loads[i]
                 heapq.heapreplace(heap, (loads[i], place, i))
             elif self.has_room(i, count):
                 return i
             else:
                 heapq.heappop(heap)
-                self._lay_aside(i)
+                self._mark_full(i)
         return None
 
-    def _give_places(self) -> None:
-        circle, (rank, size) = sorted(self.open), self._turn
+    def _rebuild(self) -> None:
+        circle, (rank, size) = sorted(self.open), self._controller
         start, loads = rank * len(circle) // size, self._loads
         circle = circle[start:] + circle[:start]
         self._places = {i: place for place, i in enumerate(circle)}
         self._bounds |= {i: loads[i] for i in circle}
         self._heap = [(loads[i], place, i) for place, i in enumerate(circle)]
         heapq.heapify(self._heap)
-        self._aside.clear()
-        self._more = False
+        self._full.clear()
+        self._outdated = False
 
-    def _lay_aside(self, i: int) -> None:
+    def _mark_full(self, i: int) -> None:
         assert self._limit is not None
         room = self._limit - self._counts[i]
-        self._aside_room = max(room, self._aside_room) if self._aside else room
-        self._aside.add(i)
+        self._full_room = max(room, self._full_room) if self._full else room
+        self._full.add(i)
         self._bounds[i] = None
 
-    def _take_back(self) -> None:
-        for i in self._aside:
+    def _restore_full(self) -> None:
+        for i in self._full:
             self._push(i)
-        self._aside.clear()
+        self._full.clear()
 
     def _push(self, i: int) -> None:
         if len(self._heap) > 4 * len(self._places) + 64:  # mostly stale entries

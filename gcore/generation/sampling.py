@@ -1,4 +1,4 @@
-"""From logits to tokens: inverse transform of each row's own noise, so that company does not matter."""
+"""From logits to tokens: inverse transform sampling with each row's own noise, independent of the other rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gcore.types import Ints, Request
 
 
 class Rows:
-    """What sampling needs of each row, as arrays: set when a request takes the row, moved when the row moves."""
+    """Sampling parameters per row, as arrays: set when a request gets the row, moved when the row moves."""
 
     def __init__(self, capacity: int) -> None:
         self.temperature = np.ones(capacity, np.float32)
@@ -19,7 +19,7 @@ class Rows:
         self.top_k = np.zeros(capacity, np.int64)
         self.noise_key = np.zeros(capacity, np.uint64)
         self.keep_mask = np.zeros(capacity, np.bool_)
-        self.position = np.zeros(capacity, np.int64)  # of the next token in the sample's stream of noise
+        self.position = np.zeros(capacity, np.int64)  # of the next token in the sample's noise stream
 
     def put(self, row: int, request: Request) -> None:
         params = request.params
@@ -33,9 +33,10 @@ class Rows:
 
 
 def sample(logits: Tensor, rows: Rows) -> tuple[np.ndarray, np.ndarray, dict[int, Ints]]:
-    """The next token of each of the first rows and its logprob; positions move on by one. Temperature 0 is greedy.
+    """Per row of `logits`: the next token and its logprob. Also the candidates by row. Temperature 0 is greedy.
 
-    Rows with `keep_mask` also give the tokens that top-k and top-p left, and the logprob among these alone.
+    Increments the positions. Candidates are the tokens that top-k and top-p left to choose from. They are returned for
+    rows with `keep_mask` only, and the logprob of such a row is computed among its candidates.
     """
     n, device = len(logits), logits.device
     temperature = rows.temperature[:n]
@@ -54,16 +55,16 @@ def sample(logits: Tensor, rows: Rows) -> tuple[np.ndarray, np.ndarray, dict[int
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(device), logits.argmax(-1), tokens)
     logprobs = logprobs_BV.gather(-1, tokens[:, None])[:, 0]
-    kept: dict[int, Ints] = {}
-    if (keeping := np.flatnonzero(rows.keep_mask[:n])).size:
-        chosen_KV = probs_BV[torch.from_numpy(keeping).to(device)]
-        kept = {int(i): row.nonzero()[:, 0].int().cpu().numpy() for i, row in zip(keeping, chosen_KV, strict=True)}
-        logprobs[torch.from_numpy(keeping).to(device)] -= chosen_KV.sum(-1).log()
-    return tokens.cpu().numpy(), logprobs.cpu().numpy(), kept
+    candidates: dict[int, Ints] = {}
+    if (masked := np.flatnonzero(rows.keep_mask[:n])).size:
+        probs_MV = probs_BV[torch.from_numpy(masked).to(device)]
+        candidates = {int(i): row.nonzero()[:, 0].int().cpu().numpy() for i, row in zip(masked, probs_MV, strict=True)}
+        logprobs[torch.from_numpy(masked).to(device)] -= probs_MV.sum(-1).log()
+    return tokens.cpu().numpy(), logprobs.cpu().numpy(), candidates
 
 
 def _truncate(probs_BV: Tensor, rows: Rows) -> Tensor:
-    """Zero what top-k, then top-p of what top-k left, exclude. The likeliest token always stays."""
+    """Set excluded tokens to 0: first top-k, then top-p of what top-k left. The most likely token always stays."""
     n, vocabulary = probs_BV.shape
     sorted_BV, order = probs_BV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocabulary, device=probs_BV.device)

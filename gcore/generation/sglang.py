@@ -1,14 +1,14 @@
-"""SGLang as an engine: its scheduler in a process of its own, asked through its asynchronous interface.
+"""SGLang as an engine: its scheduler runs in a child process and is called through SGLang's asynchronous interface.
 
     requests ──> JobQueue ──admit──> SGLang ──chunks of tokens──> completions
-                   commands: abort, load weights, sleep, wake       (all on the engine's own event loop and thread)
+                   commands: abort, load weights, sleep, wake       (all on the engine's own thread and event loop)
 
-No more requests are admitted than SGLang runs at once; the others stay in the queue, where aborts find them.
+At most as many requests are admitted as SGLang runs at once. The others stay in the queue, where aborts find them.
 
-Traps that this file knows of (more in sglang_core.py):
-- Weights change only in a session, while generation is paused. Requests under way are taken back, and their prefixes
-  are computed anew with the new weights. SGLang itself notes which token, or chunk, came from which load.
-- Requests are aborted by the beginning of their names: all names have the same length.
+Traps that this file handles (more in sglang_core.py):
+- Weights change only in a session, while generation is paused. Running requests are retracted, and their prefixes are
+  computed again with the new weights. SGLang records for each token, or chunk, the load that produced it.
+- SGLang aborts all requests whose name starts with the given name: so all names have the same length.
 - The chunk of an aborted request may repeat its last token.
 """
 
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -44,18 +44,18 @@ class SglangEngine:
     def __init__(self, folder: Path, options: SglangOptions, tracer: Tracer | None = None) -> None:
         self._folder, self._options, self._tracer = folder, options, tracer or Tracer(None, "engine")
         self._queue = JobQueue()
-        self._jobs: dict[str, Job] = {}  # those that SGLang has, by their names there
+        self._jobs: dict[str, Job] = {}  # jobs in SGLang, by request id
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
         self._closed = False
-        self._gate = threading.Lock()  # calls that pass it before the engine ends get an answer
+        self._gate = threading.Lock()  # a call that passes it before the engine ends is always answered
         self._generated, self._busy_s, self._busy_since = 0, 0.0, 0.0
-        self.version, self._loads = 0, [0]  # the version of each load: SGLang gets the index
+        self.version, self._loads = 0, [0]  # version of each load; SGLang is given the index
         self._receiver: WeightReceiver
-        self._session = False  # weights can be written; generation is paused
+        self._session = False  # open: weights can be written and generation is paused
         self._memory: SleepState
         self._server: Server
-        self._loop, self._ending, self._turn = asyncio.new_event_loop(), asyncio.Event(), asyncio.Lock()
+        self._loop, self._stop, self._command_lock = asyncio.new_event_loop(), asyncio.Event(), asyncio.Lock()
         self._commands: dict[asyncio.Future[Any], asyncio.Task[None]] = {}
         opened = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="sglang-engine", daemon=True)
@@ -69,19 +69,19 @@ class SglangEngine:
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
             check_request(request, self._options.max_length, self._server.vocabulary)
-        return await self._ask(lambda: self._generate(requests, ticket))
+        return await self._on_loop(lambda: self._generate(requests, ticket))
 
     async def abort(self, ticket: str) -> None:
-        if not (self._failure or self._closed):  # else there is nothing to abort
+        if not (self._failure or self._closed):  # else nothing is in progress
             await self._command(lambda: self._abort(ticket))
 
     async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
-        """A bucket that does not fit is refused: repeat it, or start again with bucket 0."""
+        """A bucket that does not fit raises: repeat it, or start again with bucket 0."""
         return await self._command(lambda: self._load(version, weights, bucket))
 
     async def sleep(self, level: int) -> MemoryChange:
-        """Level 1 frees the KV cache; 2 the weights too. On CPU, or without options.sleep, no memory is freed and
-        nothing is lost."""
+        """Level 1 frees the KV cache, level 2 also the weights. On CPU, or without options.sleep, no memory is freed
+        and nothing is lost."""
         return await self._command(lambda: self._sleep(level))
 
     async def wake(self, *tags: str) -> MemoryChange:
@@ -95,27 +95,27 @@ class SglangEngine:
         with self._gate:
             first, self._closed = not self._closed, True
         if first and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ending.set)
+            self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout=30)
 
-    async def _ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """`work` on the engine's loop."""
+    async def _on_loop(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` on the engine's event loop."""
         with self._gate:
             if self._failure or self._closed:
                 raise RuntimeError("the engine has stopped") from self._failure
-            asked = asyncio.run_coroutine_threadsafe(work(), self._loop)
-        return await asyncio.wrap_future(asked)
+            future = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        return await asyncio.wrap_future(future)
 
     async def _command(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return await self._ask(lambda: self._in_turn(work))
+        return await self._on_loop(lambda: self._serialized(work))
 
-    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Commands run one after another, each to its end, even if its caller was cancelled."""
+    async def _serialized(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Commands run one after another. Each runs to its end, even if its caller is cancelled."""
         done: asyncio.Future[T] = self._loop.create_future()
 
         async def run() -> None:
             try:
-                async with self._turn:
+                async with self._command_lock:
                     resolve(done, await work())
             except Exception as error:
                 resolve(done, error)
@@ -129,13 +129,13 @@ class SglangEngine:
     def _run(self, opened: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._live(opened))
+            self._loop.run_until_complete(self._serve_until_stopped(opened))
         except BaseException as error:
             self._end(error)
         finally:
             opened.set()
 
-    async def _live(self, opened: threading.Event) -> None:
+    async def _serve_until_stopped(self, opened: threading.Event) -> None:
         options = self._options
         self._server = open_server(self._folder, options)
         self._frees = options.sleep and options.device != "cpu"
@@ -146,11 +146,11 @@ class SglangEngine:
         self._receiver = WeightReceiver(shapes, base)
         self._server.manager.auto_create_handle_loop()
         opened.set()
-        while not self._ending.is_set():
+        while not self._stop.is_set():
             if died := self._server.died():
                 raise RuntimeError(died)
             try:
-                await asyncio.wait_for(self._ending.wait(), WATCH_S)
+                await asyncio.wait_for(self._stop.wait(), WATCH_S)
             except TimeoutError:
                 self._tracer.flush()
         raise RuntimeError("the engine was closed")
@@ -158,7 +158,7 @@ class SglangEngine:
     def _end(self, error: BaseException) -> None:
         """Fail all pending calls, then shut SGLang down."""
         opened = hasattr(self, "_server")
-        if opened and self._options.dies_with_scheduler and not self._closed:  # then the death itself tells them
+        if opened and self._options.dies_with_scheduler and not self._closed:  # the exit fails all pending calls
             print(error, file=sys.stderr, flush=True)
             os._exit(1)
         with self._gate:
@@ -197,10 +197,10 @@ class SglangEngine:
         try:
             reason = await self._stream(job)
             if reason not in ("stop", "length", "abort"):
-                raise RuntimeError(f"SGLang ended a request: {reason}")
+                raise RuntimeError(f"SGLang ended a request with finish reason {reason}")
             resolve(job.future, self._completion(job, "abort" if reason == "abort" else job.finish))
-        except ValueError as error:  # sampling parameters that SGLang does not take
-            resolve(job.future, UserError(f"SGLang refuses an engine request: {error}"))
+        except ValueError as error:  # sampling parameters that SGLang rejects
+            resolve(job.future, UserError(f"SGLang rejected an engine request: {error}"))
         except Exception as error:
             resolve(job.future, error)
         finally:
@@ -210,7 +210,7 @@ class SglangEngine:
             self._admit()
 
     async def _stream(self, job: Job) -> Any:
-        """Take the tokens as they come. Returns why there are no more."""
+        """Append tokens to the job as they arrive. Returns the finish reason."""
         request, params = job.request, job.request.params
         sampling: dict[str, Any] = {
             "max_new_tokens": params.max_tokens,
@@ -231,22 +231,22 @@ class SglangEngine:
         )
         reason = None
         async for chunk in chunks:
-            about = chunk["meta_info"]
-            fresh = about["completion_tokens"] - len(job.tokens)
-            spans = about.get("weight_versions")
-            if fresh:
-                if not spans:  # older versions of SGLang know the version of the whole chunk
-                    job.stamp(int(about["weight_version"]))
-                job.tokens += chunk["output_ids"][:fresh]
-                job.logprobs += [logprob for logprob, *_ in about["output_token_logprobs"][:fresh]]
-                self._generated += fresh
+            info = chunk["meta_info"]
+            num_new = info["completion_tokens"] - len(job.tokens)
+            spans = info.get("weight_versions")
+            if num_new:
+                if not spans:  # older versions of SGLang report one version per chunk
+                    job.stamp(int(info["weight_version"]))
+                job.tokens += chunk["output_ids"][:num_new]
+                job.logprobs += [logprob for logprob, *_ in info["output_token_logprobs"][:num_new]]
+                self._generated += num_new
             if spans:
                 job.versions = sorted((span["start"], int(span["version"])) for span in spans)
-            reason = about["finish_reason"] and about["finish_reason"]["type"]
+            reason = info["finish_reason"] and info["finish_reason"]["type"]
         return reason
 
     def _completion(self, job: Job, finish: Finish) -> Completion:
-        """SGLang stamps tokens with the index of a load. Its version may be known only now."""
+        """SGLang stamps tokens with the index of a load. The version of that load may be known only now."""
         job.versions = [(start, self._loads[load]) for start, load in job.versions]
         return job.completion(finish)
 
@@ -285,16 +285,18 @@ class SglangEngine:
             self._session = True
             await self._server.manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
             if self._server.has_sessions:
-                _demand(await self._server.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None))
+                _check_success(
+                    await self._server.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
+                )
 
     async def _close_session(self) -> None:
         from sglang.srt.managers import io_struct
 
         if self._server.has_sessions:
-            _demand(await self._server.manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
+            _check_success(await self._server.manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
         states = self._server.manager.rid_to_state
         while any(states[name].out_list for name in self._jobs if name in states):
-            await asyncio.sleep(0)  # chunks that wait are joined, and those of two loads must not be
+            await asyncio.sleep(0)  # SGLang joins unread chunks; chunks of two loads must not be joined
         await self._server.manager.continue_generation(io_struct.ContinueGenerationReqInput())
         self._session = False
         self._admit()
@@ -303,14 +305,14 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        own = [(name, tensor.detach().clone()) for name, tensor in tensors.items()]  # they are shared with the child
-        ranks = range(self._options.tensor_parallel)  # each opens its own
+        copies = [(name, tensor.detach().clone()) for name, tensor in tensors.items()]  # shared with the child process
+        ranks = range(self._options.tensor_parallel)  # each rank opens its own handle
         update = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(own) for _ in ranks],
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(copies) for _ in ranks],
             flush_cache=load is not None,
             weight_version=load,
         )
-        _demand(await self._server.manager.update_weights_from_tensor(update, None))
+        _check_success(await self._server.manager.update_weights_from_tensor(update, None))
 
     async def _sleep(self, level: int) -> MemoryChange:
         in_progress = len(self._jobs) + len(self._queue)
@@ -319,37 +321,37 @@ class SglangEngine:
         before, started = free_gpu(), time.perf_counter()
         with self._tracer.span("sleep", level=level):
             self._memory.sleep(level)  # first: requests that arrive during the release must queue
-            await self._move_memory("release", MEMORY if level == 2 else MEMORY[1:])
+            await self._change_memory("release", MEMORY if level == 2 else MEMORY[1:])
         return MemoryChange(time.perf_counter() - started, (free_gpu() - before) / GIB)
 
     async def _wake(self, tags: Sequence[str]) -> MemoryChange:
         due, before, started = self._memory.due(tags), free_gpu(), time.perf_counter()
         with self._tracer.span("wake", tags=due):
-            kept = () if self._memory.weights_dropped else ("weights",)
-            await self._move_memory("resume", [tag for tag in due if tag not in kept])
+            not_freed = () if self._memory.weights_dropped else ("weights",)
+            await self._change_memory("resume", [tag for tag in due if tag not in not_freed])
         self._memory.wake(due)
         self._admit()
         return MemoryChange(time.perf_counter() - started, (before - free_gpu()) / GIB)
 
-    async def _move_memory(self, what: str, tags: Sequence[str]) -> None:
+    async def _change_memory(self, action: Literal["release", "resume"], tags: Sequence[str]) -> None:
         from sglang.srt.managers import io_struct
 
         if tags and self._frees:
-            manager, release = self._server.manager, what == "release"
-            if release:  # answers are there a step before SGLang is idle, and it dies if it is not
+            manager, release = self._server.manager, action == "release"
+            if release:  # outputs arrive one step before SGLang is idle, and it crashes if it is not idle
                 await manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
-            call = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=list(tags))
-            await getattr(manager, f"{what}_memory_occupation")(call, None)
+            call = getattr(io_struct, f"{action.capitalize()}MemoryOccupationReqInput")(tags=list(tags))
+            await getattr(manager, f"{action}_memory_occupation")(call, None)
             if release:
                 await manager.continue_generation(io_struct.ContinueGenerationReqInput())
 
 
 def _signed(key: int) -> int:
-    """The same 64 bits: torch has no unsigned ones to speak of."""
+    """The same 64 bits as int64: torch barely supports uint64."""
     return key - 2**64 if key >= 2**63 else key
 
 
-def _demand(answer: tuple[bool, str]) -> None:
-    done, message = answer
+def _check_success(result: tuple[bool, str]) -> None:
+    done, message = result
     if not done:
-        raise RuntimeError(f"SGLang refuses: {message}")
+        raise RuntimeError(f"SGLang reported an error: {message}")

@@ -1,15 +1,15 @@
-"""What the SGLang engine needs of SGLang itself: opening, closing, and what is changed in its scheduler's process.
+"""Access to SGLang's internals: opening and closing it, and patches that run in its scheduler's process.
 
     role's process: SglangEngine ── SGLang's front (a queue, no tokenizer) ──ipc──> child: SGLang's scheduler, the model
 
-SGLang 0.5.15.post1 and 0.5.23 were read and run, on a CPU. Traps that this file knows of:
-- Opened, it changes the process around it: logging, event loops, how processes start, the environment, SIGQUIT.
-  Closed, it kills every child of the process, whoever's they are, and leaves sockets that keep the process from
-  ending; a child that fails kills the process.
-- Its CPU kernels are not on PyPI. Without them it half believes in a GPU: rotary embeddings look for vLLM's.
-- It stops at the model's end of sequence, or ignores stop tokens altogether.
-- It seeds requests only in its deterministic mode, which needs its GPU kernels, and top-p counts of the whole
-  distribution, not of what top-k leaves: where a request asks for either, sampling is the embedded engine's.
+Written against SGLang 0.5.15.post1 and 0.5.23; both were run on a CPU. Traps that this file handles:
+- When SGLang opens, it changes its process: logging, event loop policy, process start method, environment, SIGQUIT.
+  When it closes, it kills every child of the process, also those it did not start, and leaves sockets open that keep
+  the process from exiting. A child that fails kills the process.
+- Its CPU kernels are not on PyPI. Without them parts of it assume a GPU: rotary embeddings look for vLLM's kernels.
+- It stops at the model's end-of-sequence token, or ignores all stop tokens.
+- It seeds requests only in its deterministic mode, which needs its GPU kernels. Its top-p is a share of the whole
+  distribution, not of what top-k leaves. Requests with a seed, top-k or top-p use the embedded engine's sampling.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from gcore.generation.sleep import GIB
 from gcore.models import Adapters
 from gcore.types import UserError
 
-SPARE = 8  # SGLang keeps a few tokens of the context to itself
+SPARE = 8  # tokens of the context length that SGLang reserves
 
 
 @dataclass(frozen=True, slots=True)
 class SglangOptions:
-    """What the configuration says about one replica: SglangOptions(256, 2048, device="cuda", sleep=True)."""
+    """Configuration of one replica: SglangOptions(256, 2048, device="cuda", sleep=True)."""
 
     max_concurrent: int
     max_length: int
@@ -54,23 +54,23 @@ class SglangOptions:
     threads: int = 1  # on CPU
     tensor_parallel: int = 1
     eager: bool = False  # no CUDA graphs
-    sleep: bool = False  # memory can be given back between rollouts; on GPUs
-    seeds: bool = True  # noise that belongs to the sample; on GPUs it costs speed
+    sleep: bool = False  # memory can be freed between rollouts; on GPUs
+    seeds: bool = True  # noise depends on the sample; slower on GPUs
     seed: int = 0
-    dies_with_scheduler: bool = False  # so does this process, that whoever watches it brings both back
-    adapters: Adapters | None = None  # their factors are all the weights that come
+    dies_with_scheduler: bool = False  # exit if the scheduler dies: the supervisor restarts both
+    adapters: Adapters | None = None  # if given, weight updates contain only their factors
 
 
 class Server:
-    """SGLang as it runs: its front in this process, and the processes that it started."""
+    """A running SGLang: its front in this process, and the processes that it started."""
 
     def __init__(self, front: Any, processes: list[Any], failure: Path) -> None:
         self.front, self.manager, self.vocabulary = front, front.tokenizer_manager, 0
-        self.has_sessions = hasattr(self.manager, "begin_weight_update")  # for weights: newer versions want them
+        self.has_sessions = hasattr(self.manager, "begin_weight_update")  # of weight updates; newer versions need them
         self._processes, self._failure = processes, failure
 
     def died(self) -> str:
-        """Why it is no longer alive, or nothing."""
+        """Why a process of SGLang died; empty if all are alive."""
         gone = [process for process in self._processes if not process.is_alive()]
         if not gone:
             return ""
@@ -81,12 +81,12 @@ class Server:
         atexit.unregister(self.front.shutdown)
         self.front.shutdown()
         for socket in (self.manager.send_to_scheduler, self.front.send_to_rpc):
-            socket.context.destroy(linger=0)  # else it waits for good, at some later time, for somebody to read them
+            socket.context.destroy(linger=0)  # otherwise it later blocks forever on unread messages
         self._failure.unlink(missing_ok=True)
 
 
 def open_server(folder: Path, options: SglangOptions) -> Server:
-    """In the thread, and with the event loop, that it is used in."""
+    """Call it in the thread, and with the event loop, that will use the server."""
     handle, name = tempfile.mkstemp(prefix="sglang-", suffix=".failure")
     os.close(handle)
     failure, processes = Path(name), list[Any]()
@@ -94,11 +94,11 @@ def open_server(folder: Path, options: SglangOptions) -> Server:
     longest = config.get("max_position_embeddings", options.max_length)
     if options.max_length > longest:
         raise UserError(f"SGLang cannot serve {folder}: {options.max_length} tokens, the model has {longest} positions")
-    with _process_as_it_was():
-        front_class = _front(Child(name, options.device == "cpu", options.threads, options.seeds), processes)
+    with _restored_process_state():
+        front_class = _front_class(Child(name, options.device == "cpu", options.threads, options.seeds), processes)
         try:
             front = front_class(**_arguments(folder, options, config))
-            front.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process
+            front.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process if a child dies
         except Exception as error:
             _end(processes)
             why = _last_line(failure) or " ".join(str(error).split())
@@ -108,13 +108,13 @@ def open_server(folder: Path, options: SglangOptions) -> Server:
     return server
 
 
-def _front(child: Child, processes: list[Any]) -> Any:
-    """SGLang's Engine, with our scheduler process and no detokenizer; it ends what it started and nobody else."""
+def _front_class(child: Child, processes: list[Any]) -> Any:
+    """SGLang's Engine with our scheduler process and no detokenizer. Its shutdown ends only its own processes."""
     try:
         from sglang.srt.entrypoints.engine import Engine
     except (ImportError, RuntimeError, OSError) as error:
-        said = f"generation.engine: sglang cannot be imported ({error}); see docs/engines.md, or use embedded"
-        raise UserError(said) from error
+        message = f"generation.engine: sglang cannot be imported ({error}); see docs/engines.md, or use embedded"
+        raise UserError(message) from error
 
     class Front(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(child)
@@ -156,7 +156,7 @@ def _arguments(folder: Path, options: SglangOptions, config: dict[str, Any]) -> 
             "max_total_tokens": _cache_tokens(options, config),
         }
     elif options.dtype == "float32" or not _has_flash_attention():
-        platform["attention_backend"] = "triton"  # else, on Hopper, it takes FlashAttention without a look
+        platform["attention_backend"] = "triton"  # otherwise, on Hopper, SGLang uses FlashAttention without a check
     return {
         "model_path": str(folder),
         "device": options.device,
@@ -164,8 +164,8 @@ def _arguments(folder: Path, options: SglangOptions, config: dict[str, Any]) -> 
         "skip_tokenizer_init": True,
         "context_length": options.max_length + SPARE,
         "max_running_requests": options.max_concurrent,
-        "sampling_backend": "pytorch",  # the others know no seeds
-        "sampling_defaults": "openai",  # the folder's own do not count
+        "sampling_backend": "pytorch",  # the other backends do not support seeds
+        "sampling_defaults": "openai",  # ignore the folder's sampling defaults
         "incremental_streaming_output": True,
         "sleep_on_idle": True,
         "weight_version": "0",
@@ -185,19 +185,19 @@ def _has_flash_attention() -> bool:
 
 
 def _cache_tokens(options: SglangOptions, config: dict[str, Any]) -> int:
-    """As many as all requests can fill, or the memory holds."""
+    """Size of the KV cache: what all requests can fill, or what fits in memory."""
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     width = config.get("num_key_value_heads", config["num_attention_heads"]) * head
     size = 2 * config["num_hidden_layers"] * width * (4 if options.dtype == "float32" else 2)
-    one = options.max_length + SPARE
-    return max(2 * one, min(options.max_concurrent * one, int(options.cpu_cache_gib * GIB) // size))
+    per_request = options.max_length + SPARE
+    return max(2 * per_request, min(options.max_concurrent * per_request, int(options.cpu_cache_gib * GIB) // size))
 
 
 @contextmanager
-def _process_as_it_was() -> Iterator[None]:
-    """What SGLang changes around it while it opens is put back. Its children get their own environment."""
+def _restored_process_state() -> Iterator[None]:
+    """Restore what SGLang changes in this process while it opens. Its children see the environment set here."""
     root = logging.getLogger()
-    policy, start = asyncio.get_event_loop_policy(), multiprocessing.get_start_method(allow_none=True)
+    loop_policy, start_method = asyncio.get_event_loop_policy(), multiprocessing.get_start_method(allow_none=True)
     logged, environment = (root.level, root.handlers[:]), dict(os.environ)
     os.environ |= {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -215,8 +215,8 @@ def _process_as_it_was() -> Iterator[None]:
         os.environ.update(environment)
         root.setLevel(logged[0])
         root.handlers[:] = logged[1]
-        asyncio.set_event_loop_policy(policy)
-        multiprocessing.set_start_method(start, force=True)
+        asyncio.set_event_loop_policy(loop_policy)
+        multiprocessing.set_start_method(start_method, force=True)
 
 
 def _last_line(file: Path) -> str:
@@ -230,9 +230,9 @@ def _last_line(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Child:
-    """What runs in the scheduler's process, and what it has to know."""
+    """Entry point of the scheduler's process, with its arguments."""
 
-    failure: str  # a file that is told why it died
+    failure: str  # file for the traceback if it dies
     cpu: bool
     threads: int
     seeds: bool
@@ -242,17 +242,17 @@ class Child:
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.managers import scheduler
 
-        to_parent: Any = psutil.Process
-        to_parent.send_signal = lambda process, signal: os._exit(1)  # it would kill the role's process
+        process_class: Any = psutil.Process
+        process_class.send_signal = lambda process, signal: os._exit(1)  # SGLang would kill the role's process
         traceback = scheduler.get_exception_traceback
 
-        def remembered() -> str:
+        def recorded_traceback() -> str:
             text = str(traceback())
             Path(self.failure).write_text(text)
             return text
 
-        scheduler.get_exception_traceback = remembered
-        ModelConfig._get_hf_eos_token_id = lambda config: None  # requests say where they stop
+        scheduler.get_exception_traceback = recorded_traceback
+        ModelConfig._get_hf_eos_token_id = lambda config: None  # only the stop tokens of a request end it
         if self.cpu:
             from sglang.srt.layers.rotary_embedding import base
 
@@ -267,7 +267,7 @@ class Child:
 
 
 def _flush_while_paused() -> None:
-    """Older versions die of new weights while requests wait, also of those that they took back themselves."""
+    """Older versions crash if weights arrive while requests wait, including requests that they retracted themselves."""
     from sglang.srt.managers.scheduler import Scheduler
 
     flush: Any = Scheduler.flush_cache
@@ -287,13 +287,13 @@ def _flush_while_paused() -> None:
 
 
 def _sample_as_embedded() -> None:
-    """Tokens by the noise of their sample, and top-p of what top-k leaves: the embedded engine's own sampling."""
+    """Use the embedded engine's sampling: noise depends on the sample, and top-p is a share of what top-k leaves."""
     from sglang.srt.layers import sampler
 
     draw = sampler.Sampler._sample_from_probs
-    masks = hasattr(sampler, "_SamplingMaskCapture")  # newer versions tell what was left to choose from, if asked
+    returns_mask = hasattr(sampler, "_SamplingMaskCapture")  # newer versions can also return the sampling mask
 
-    def drawn(self: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, plain: bool) -> Any:
+    def sample_rows(self: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, plain: bool) -> Any:
         if plain and info.sampling_seed is None:
             return draw(self, probs, info, positions, plain)
         n, rows = len(probs), Rows(len(probs))
@@ -302,16 +302,16 @@ def _sample_as_embedded() -> None:
         if info.sampling_seed is None:
             rows.noise_key[:] = np.random.default_rng().integers(2**63, size=n)
         else:
-            keys, before = info.sampling_seed.cpu().numpy().T
-            rows.noise_key[:], rows.position[:] = keys.view(np.uint64), positions.cpu().numpy() + before
+            keys, offsets = info.sampling_seed.cpu().numpy().T
+            rows.noise_key[:], rows.position[:] = keys.view(np.uint64), positions.cpu().numpy() + offsets
         tokens = torch.from_numpy(sample(torch.log(probs), rows)[0].astype(np.int32)).to(probs.device)
-        return (tokens, None) if masks else tokens
+        return (tokens, None) if returns_mask else tokens
 
-    sampler.Sampler._sample_from_probs = drawn
+    sampler.Sampler._sample_from_probs = sample_rows
 
 
 def _seed_requests() -> None:
-    """Each request's noise key, and what is added to a place in its sequence to get the place in its sample."""
+    """Per request: its noise key, and the offset from a position in the sequence to one in the noise stream."""
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     make = SamplingBatchInfo.from_schedule_batch.__func__
@@ -319,8 +319,8 @@ def _seed_requests() -> None:
     def seeded(cls: Any, batch: Any, *args: Any, **options: Any) -> Any:
         found = make(cls, batch, *args, **options)
         seeds = [request.sampling_params.custom_params["noise"] for request in batch.reqs]
-        before = [place + 1 - len(r.origin_input_ids) for (_, place), r in zip(seeds, batch.reqs, strict=True)]
-        table = [[key, place] for (key, _), place in zip(seeds, before, strict=True)]
+        offsets = [place + 1 - len(r.origin_input_ids) for (_, place), r in zip(seeds, batch.reqs, strict=True)]
+        table = [[key, offset] for (key, _), offset in zip(seeds, offsets, strict=True)]
         found.sampling_seed = torch.tensor(table, dtype=torch.int64, device=found.temperatures.device)
         return found
 

@@ -1,8 +1,8 @@
-"""Sleep and wake of an engine: which memory is freed, and what is refused until it is allocated again.
+"""Sleep and wake of an engine: which memory is freed, and which calls are errors until it is allocated again.
 
     awake ──sleep──> asleep: "weights", "kv_cache" ──wake, all or by tags──> awake
 
-After a sleep at level 2 the weights are lost: the engine is awake and decodes only when new ones have arrived.
+After a sleep at level 2 the weights are lost: the engine decodes again only when new weights have arrived.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from gcore.types import UserError
 
 GIB = 2**30
-MEMORY = ("weights", "kv_cache")  # tags, by the names that vLLM and SGLang use
+MEMORY = ("weights", "kv_cache")  # tags, named as in vLLM and SGLang
 
 
 def free_gpu() -> float:
@@ -23,7 +23,7 @@ def free_gpu() -> float:
 
 class SleepState:
     """`memory`: the tags that this engine frees. `drops_weights`: at level 2 the weights are lost. `adapters`: weight
-    updates bring only the factors of adapters, from which lost weights cannot be restored."""
+    updates contain only the factors of adapters, from which lost weights cannot be restored."""
 
     def __init__(self, memory: Sequence[str] = MEMORY, drops_weights: bool = False, adapters: bool = False) -> None:
         self._memory, self._drops_weights, self._adapters = memory, drops_weights, adapters
@@ -36,16 +36,17 @@ class SleepState:
         return not (self._asleep or self.weights_dropped)
 
     def may_sleep(self, level: int, in_progress: int, weights_arriving: bool) -> bool:
-        """False if the engine sleeps already. Raises if it must not sleep now."""
+        """False if the engine is asleep already. Raises if it must not sleep now."""
         if self._asleep == set(self._memory):
             return False
         if in_progress:
-            raise RuntimeError(f"asked to sleep with {in_progress} requests under way")
+            raise RuntimeError(f"sleep called with {in_progress} requests in progress; abort them first")
         if weights_arriving or self._asleep:
-            raise RuntimeError("asked to sleep " + ("while weights arrive" if weights_arriving else "when half awake"))
+            state = "during a weight update" if weights_arriving else "on an engine that is partly awake"
+            raise RuntimeError(f"sleep called {state}")
         if level == 2 and self._drops_weights and self._adapters:
             raise UserError(
-                "generation.sleep=2 drops the weights, of which adapters (model.lora) bring a part alone; use 1"
+                "generation.sleep=2 drops the weights, and with model.lora only adapters are sent again; use 1"
             )
         return True
 
@@ -53,9 +54,9 @@ class SleepState:
         self._asleep, self.weights_dropped = set(self._memory), level == 2 and self._drops_weights
 
     def due(self, tags: Sequence[str]) -> list[str]:
-        """What to allocate for `wake(*tags)`; no tags: all."""
+        """The tags to allocate for `wake(*tags)`; no tags: all."""
         if unknown := set(tags) - set(MEMORY):
-            raise ValueError(f"asked to wake {sorted(unknown)}, expected some of {list(MEMORY)}")
+            raise ValueError(f"wake called with tags {sorted(unknown)}, expected some of {list(MEMORY)}")
         return [tag for tag in self._memory if tag in self._asleep and tag in (tags or MEMORY)]
 
     def wake(self, due: Sequence[str]) -> None:
@@ -63,7 +64,7 @@ class SleepState:
 
     def check_load(self, version: int) -> None:
         if "weights" in self._asleep:
-            raise RuntimeError(f"weights of version {version} for an engine that sleeps; wake 'weights' first")
+            raise RuntimeError(f"weights of version {version} sent to an engine that is asleep; wake 'weights' first")
 
     def loaded(self) -> None:
         """All weights of an update have arrived."""

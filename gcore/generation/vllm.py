@@ -1,13 +1,14 @@
 """vLLM as an engine: its core in this process, stepped by the engine's thread (engine_shell.py).
 
-The core lives in this process, so that new weights are handed to its model directly. Its answers are read where they
-leave the scheduler: no text, no objects per token.
+The core runs in this process, so new weights are written to its model directly. Outputs are read where they leave the
+scheduler: no text, no objects per token.
 
-Traps that this file knows of (more in vllm_core.py):
-- On CUDA a batch is computed ahead. It lands before weights change or memory goes, so every token has its true stamp.
-- Cached prefixes belong to the weights that computed them: each load has a salt of its own, and requests that have no
-  token yet start over.
-- Forward passes use state of the process: engines that share one take turns.
+Traps that this file handles (more in vllm_core.py):
+- On CUDA one batch is computed ahead. That step is finished before weights change or memory is freed, so every token
+  is stamped with the version that computed it.
+- Cached prefixes are valid only for the weights that computed them: each load uses a new cache salt, and requests
+  without any token yet start again.
+- Forward passes use process-wide state: engines in one process take turns (compute_lock).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from gcore.types import Finish, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
-GATHER_STEPS, GATHER_SHARE = 16, 1 / 8  # free places are kept for so many steps, or until they are this share of all
-_ONE_AT_A_TIME = threading.Lock()
+GATHER_STEPS, GATHER_SHARE = 16, 1 / 8  # fill free slots after this many steps, or when they are this share of all
+_PROCESS_LOCK = threading.Lock()
 
 
 class VllmEngine(SteppedEngine):
@@ -55,15 +56,15 @@ class VllmEngine(SteppedEngine):
 class VllmBackend:
     """Implements DecodeBackend."""
 
-    turn: AbstractContextManager[Any] = _ONE_AT_A_TIME
+    compute_lock: AbstractContextManager[Any] = _PROCESS_LOCK
 
     def __init__(self, folder: Path, options: VllmOptions) -> None:
         self._folder, self.options = folder, options
         self.core: Any = None
-        self._jobs: dict[str, Job] = {}  # by their names in the core
+        self._jobs: dict[str, Job] = {}  # by request id in the core
         self._num_added = self._num_loads = 0
-        self._gathering = 0  # steps since the last admission
-        self._vocabulary, self._sees, self._frees, self.can_truncate = 0, False, False, False
+        self._steps_without_admission = 0
+        self._vocabulary, self._accepts_images, self._frees, self.can_truncate = 0, False, False, False
 
     @property
     def jobs(self) -> Collection[Job]:
@@ -72,10 +73,10 @@ class VllmBackend:
     def open(self) -> tuple[WeightReceiver, SleepState]:
         options = self.options
         self.core = open_core(self._folder, options)
-        config, whole = self.core.model_config, is_cpu()  # packing wants all weights
+        config, whole = self.core.model_config, is_cpu()  # on CPU, packing needs all weights at once
         self.can_truncate = all(self.core.collective_rpc(keep_logprobs_untruncated))
         self._vocabulary = config.get_vocab_size()
-        self._sees = bool(getattr(config, "is_multimodal_model", False))
+        self._accepts_images = bool(getattr(config, "is_multimodal_model", False))
         self._frees = options.sleep and not is_cpu()
         shapes, device = shapes_of(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
         base = base_of(self._folder, shapes, options.adapters, device, config.dtype, whole)
@@ -91,25 +92,26 @@ class VllmBackend:
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        check_request(request, self.options.max_length, self._vocabulary, self._sees)
+        check_request(request, self.options.max_length, self._vocabulary, self._accepts_images)
         if (request.params.top_k or request.params.top_p < 1) and not self.can_truncate:
             raise UserError(
-                "this version of vLLM has a sampler that gives no logprobs of the untruncated policy; "
+                "the sampler of this vLLM version returns no logprobs of the untruncated policy; "
                 "set generation.top_p to 1 and generation.top_k to 0"
             )
 
     def room(self, waiting: int) -> int:
-        """As many as the core can run. The others stay in the queue, where new weights and aborts find them.
+        """At most as many as the core can run. The others stay in the queue, where aborts and new weights reach them.
 
-        When all places are taken, those that become free are filled several at a time: a step that also reads prompts
-        takes as long as three that do not."""
-        most = self.options.max_concurrent
-        free = most - len(self._jobs)
-        self._gathering += 1
-        if waiting > free and free < GATHER_SHARE * most and self._jobs and self._gathering < GATHER_STEPS:
+        When all slots are taken, slots that become free are filled several at a time: a step that also prefills prompts
+        takes as long as three steps that do not."""
+        slots = self.options.max_concurrent
+        free = slots - len(self._jobs)
+        self._steps_without_admission += 1
+        wait = self._steps_without_admission < GATHER_STEPS
+        if waiting > free and free < GATHER_SHARE * slots and self._jobs and wait:
             return 0
         if num_new := min(free, waiting):
-            self._gathering = 0
+            self._steps_without_admission = 0
         return num_new
 
     def admit(self, jobs: Sequence[Job]) -> Sequence[Ended]:
@@ -117,9 +119,9 @@ class VllmBackend:
         for job in jobs:
             try:
                 self._add(job)
-            except ValueError as error:  # sampling parameters or images that vLLM does not take
-                refused.append((job, UserError(f"vLLM refuses an engine request: {error}")))
-                if job.content.images:  # vLLM believes that its core has them
+            except ValueError as error:  # sampling parameters or images that vLLM rejects
+                refused.append((job, UserError(f"vLLM rejected an engine request: {error}")))
+                if job.content.images:  # vLLM's input cache assumes that the core has them
                     self.core.reset_mm_cache()
         return refused
 
@@ -136,7 +138,7 @@ class VllmBackend:
             seed=seed if params.temperature else None,
             stop_token_ids=list(params.stop_tokens),
             ignore_eos=True,
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # of the sampled token only
             detokenize=False,
         )
         self._num_added += 1
@@ -162,10 +164,12 @@ class VllmBackend:
                 num_tokens += len(tokens)
             if (reason := output.finish_reason) is not None:
                 del self._jobs[job.name]
-                ended.append((job, FINISH.get(str(reason)) or RuntimeError(f"vLLM ended a request: {reason}")))
+                ended.append(
+                    (job, FINISH.get(str(reason)) or RuntimeError(f"vLLM ended a request with finish reason {reason}"))
+                )
         return Step(num_tokens, ended)
 
-    def land(self) -> Iterator[Step]:
+    def flush_steps(self) -> Iterator[Step]:
         from vllm.v1.core.sched.interface import PauseState
 
         core = self.core.engine_core.engine_core
@@ -188,17 +192,17 @@ class VllmBackend:
 
     def finish_load(self) -> Collection[Job]:
         self._num_loads += 1
-        if self._sees:  # what was made of images is of the weights before
+        if self._accepts_images:  # cached image embeddings were computed by the old weights
             self.core.engine_core.reset_encoder_cache()
-        restarted = [job for job in self._jobs.values() if not job.tokens]  # the old weights have read their prompts
+        restarted = [job for job in self._jobs.values() if not job.tokens]  # the old weights prefilled their prompts
         self.remove(restarted)
         return restarted
 
     def free(self, level: int) -> float:
-        """Level 1 copies the weights to host memory, level 2 drops them. On CPU, or without options.sleep: nothing."""
+        """Level 1 copies the weights to host memory, level 2 drops them. No effect on CPU or without options.sleep."""
         before = free_gpu()
         if self._frees:
-            self.core.sleep(level)  # forgets the cached prefixes too
+            self.core.sleep(level)  # drops the cached prefixes too
         return (free_gpu() - before) / GIB
 
     def allocate(self, tags: Sequence[str]) -> float:

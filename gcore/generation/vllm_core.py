@@ -1,12 +1,14 @@
-"""What the vLLM engine needs of vLLM itself: opening, closing, and reaching into its workers.
+"""Access to vLLM's internals: opening and closing the core, and functions that run in its workers.
 
-vLLM 0.24 (CUDA) and 0.32 (CPU) were read; where they differ, this file asks what is there. Traps that it knows of:
-- What is made of images is kept twice: weights that come, and requests that are refused, leave only one half of it.
-- The CPU build packs weights at load. A tied output head keeps its old pack after a reload, experts their old kernel.
-- The CPU build cannot seed a prompt that is prefilled in pieces, and takes `torch.set_num_threads` away.
-- The environment is read once in a process: what differs between engines must be an argument.
-- vLLM's own shutdown takes the process groups of everybody in the process down.
-- There are two samplers. Both put top-k and top-p into the logprobs, or leave the temperature out.
+Written against the sources of vLLM 0.24 (CUDA) and 0.32 (CPU); where they differ, this file tests for the attribute.
+Traps that it handles:
+- vLLM caches processed images in two places. After a weight update or a rejected request, only one is correct.
+- The CPU build packs weights at load. After a reload, a tied output head keeps its old pack and experts their old
+  kernel.
+- The CPU build cannot seed a prompt that is prefilled in chunks, and it replaces `torch.set_num_threads`.
+- vLLM reads the environment once per process: settings that differ between engines must be arguments.
+- vLLM's own shutdown destroys all process groups of the process, also those of other code.
+- There are two samplers. The logprobs of both include top-k and top-p, or leave out the temperature.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from gcore.types import Request, UserError
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """What the configuration says about one replica."""
+    """Configuration of one replica."""
 
     max_concurrent: int
     max_length: int
@@ -42,21 +44,21 @@ class VllmOptions:
     threads: int = 1  # on CPU
     tensor_parallel: int = 1
     eager: bool = False  # no compilation, no CUDA graphs: starts faster, decodes slower
-    sleep: bool = False  # memory can be given back between rollouts
-    seeds: bool = True  # noise that belongs to the sample; on GPUs it costs speed
+    sleep: bool = False  # memory can be freed between rollouts
+    seeds: bool = True  # noise depends on the sample; slower on GPUs
     seed: int = 0
-    dummy: bool = False  # random weights: the folder has none
-    adapters: Adapters | None = None  # their factors are all the weights that come
+    dummy: bool = False  # random weights, for a folder without weights
+    adapters: Adapters | None = None  # if given, weight updates contain only their factors
 
 
 def open_core(folder: Path, options: VllmOptions) -> Any:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the core in this process
     for name, value in {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas on one machine must not sit on the same cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one machine must not be pinned to the same cores
     }.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
@@ -76,12 +78,12 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
     arguments = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
-        generation_config="vllm",  # the folder's defaults for sampling do not count
+        generation_config="vllm",  # ignore the folder's sampling defaults
         dtype=options.dtype,
         load_format="dummy" if options.dummy else "auto",
         max_model_len=options.max_length,
         max_num_seqs=options.max_concurrent,
-        scheduling_policy="priority",  # who gives way when the KV cache is full
+        scheduling_policy="priority",  # which request is preempted when the KV cache is full
         enable_prefix_caching=True,
         enable_sleep_mode=options.sleep and not is_cpu(),
         tensor_parallel_size=options.tensor_parallel,
@@ -94,17 +96,17 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
     )
     with _threads_and_memory(options.threads) if is_cpu() else nullcontext():
         try:
-            if arguments.create_model_config().is_multimodal_model:  # it expands the places of images
+            if arguments.create_model_config().is_multimodal_model:  # needed to expand image placeholders
                 arguments.skip_tokenizer_init = False
-            # its defaults for work that nobody watches: a step reads up to 16,384 tokens of prompts, not 2,048
+            # defaults for offline use: a step prefills up to 16,384 prompt tokens, not 2,048
             return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        except (ValueError, OSError) as error:  # a folder, a length or a memory fraction that will not do
+        except (ValueError, OSError) as error:  # an unusable folder, length or memory fraction
             raise UserError(f"vLLM cannot serve {folder}: {' '.join(str(error).split())}") from error
 
 
 @contextmanager
 def _threads_and_memory(threads: int) -> Iterator[None]:
-    """CPU: keep vLLM from binding this process's memory to a NUMA node, and from what it does to torch for good."""
+    """CPU: stop vLLM from binding this process's memory to a NUMA node and from changing torch permanently."""
     operators: Any = torch.ops._C
     set_threads = torch.set_num_threads
     set_threads(threads)
@@ -117,9 +119,9 @@ def _threads_and_memory(threads: int) -> Iterator[None]:
 
 
 def shut_core(core: Any) -> None:
-    """Frees what the engine held. Process groups stay: others in this process may use them."""
+    """Free the engine's memory. Process groups stay: other code in this process may use them."""
     client = core.engine_core
-    if hasattr(client, "_finalizer"):  # it would take them down
+    if hasattr(client, "_finalizer"):  # it would destroy them
         client._finalizer.detach()
     client.engine_core.model_executor.shutdown()
     client.engine_core.scheduler.shutdown()
@@ -144,8 +146,8 @@ def with_images(
     *args: Any,
     **rest: Any,
 ) -> Any:
-    """`process` of a prompt with the request's images. vLLM puts as many tokens in the place of each as the model
-    wants, and knows images, and the prefixes they are in, by their content."""
+    """Call `process` with the prompt and the request's images. vLLM expands each placeholder to as many tokens as the
+    model needs. It identifies images, and prefixes that contain them, by content."""
     from PIL import Image
 
     content = tokens_of(request.content)
@@ -153,73 +155,74 @@ def with_images(
     images = {"image": [Image.fromarray(image) for image in map(resolve, content.images)]}
     try:
         found = process(name, {**prompt, "multi_modal_data": images}, *args, **rest)
-    except Exception as error:  # each model's processor has its own; an image must not take the engine down
+    except Exception as error:  # each model's processor has its own errors; an image must not stop the engine
         raise ValueError(f"{len(content.images)} images in {content.size} tokens: {error}") from error
-    length, answer = len(found.prompt_token_ids), request.params.max_tokens
-    if length + answer > max_length:
+    length, max_tokens = len(found.prompt_token_ids), request.params.max_tokens
+    if length + max_tokens > max_length:
         raise ValueError(
-            f"prompt of {length} tokens with its images + max_tokens {answer} = {length + answer} exceeds the engine's "
-            f"{max_length} (keys: data.max_prompt_length, generation.max_response_length)"
+            f"prompt of {length} tokens with its images + max_tokens {max_tokens} = {length + max_tokens} exceeds the "
+            f"engine's {max_length} (keys: data.max_prompt_length, generation.max_response_length)"
         )
     return found
 
 
-# ---- in the worker, which is another process where a model is split over GPUs
+# ---- run in the worker, which is another process if the model is split over GPUs
 
 
 def load_in_place(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
     worker.get_model().load_weights(iter(tensors))
-    torch.cuda.synchronize()  # the sender may change its memory from here on
+    torch.cuda.synchronize()  # the sender may overwrite its memory when this function returns
 
 
 def reload_packed(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """CPU: weights are packed for the kernels at load."""
+    """CPU: weights are packed for the kernels at load. Pack again what vLLM does not."""
     model = worker.get_model()
     for module in model.modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-            module.quant_method.moe_kernel = None  # else the experts stay as they were
+            module.quant_method.moe_kernel = None  # otherwise the experts keep the old weights
     worker.reload_weights(weights_iterator=iter(tensors))
     owners = [(n, m) for n, m in model.named_modules(remove_duplicate=False) if getattr(m, "weight", None) is not None]
-    for name, head in owners:  # models that see have it, and what it is tied to, deeper down than others
+    for name, head in owners:  # multimodal models nest the head, and the embedding it is tied to, more deeply
         if name.endswith("lm_head") and any(m.weight is head.weight for other, m in owners if other != name):
-            head.quant_method.process_weights_after_loading(head)  # the pack of a tied head is nobody's business
+            head.quant_method.process_weights_after_loading(head)  # vLLM does not pack a tied head again
 
 
 def keep_logprobs_untruncated(worker: Any) -> bool:
-    """Logprobs of the tempered policy before top-k and top-p, from both of vLLM's samplers."""
+    """Make both of vLLM's samplers return logprobs with temperature, before top-k and top-p. False: unknown sampler."""
     sampler = worker.model_runner.sampler
     if hasattr(sampler, "topk_topp_sampler"):
         truncating = sampler.topk_topp_sampler
         choose = truncating.forward
 
-        def chosen(logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:
+        def choose_with_logprobs(logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:
             if k is None and p is None:
                 return choose(logits, generators, k, p)
             logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
             return choose(logits, generators, k, p)[0], logprobs
 
-        truncating.forward = chosen
+        truncating.forward = choose_with_logprobs
         return True
     states: Any = getattr(sampler, "sampling_states", None)
     if not (hasattr(sampler, "apply_sampling_params") and hasattr(states, "get_top_k_top_p")):
         return False
-    temper, limits, sample = sampler.apply_sampling_params, states.get_top_k_top_p, sampler.sample
-    seen: list[Any] = [None]
+    apply_params, limits, sample = sampler.apply_sampling_params, states.get_top_k_top_p, sampler.sample
+    recorded: list[Any] = [None]
 
-    def tempered(*args: Any, **options: Any) -> Any:
-        seen[0] = temper(*args, **options)
-        return seen[0]
+    def apply_and_record(*args: Any, **options: Any) -> Any:
+        recorded[0] = apply_params(*args, **options)
+        return recorded[0]
 
-    def limited(*args: Any) -> Any:
+    def limits_and_copy(*args: Any) -> Any:
         found = limits(*args)
-        if any(limit is not None for limit in found):  # what follows may write over the logits
-            seen[0] = seen[0].clone()
+        if any(limit is not None for limit in found):  # the next operations may overwrite the logits
+            recorded[0] = recorded[0].clone()
         return found
 
-    def sampled(*args: Any, **options: Any) -> Any:
+    def sample_with_logits(*args: Any, **options: Any) -> Any:
         tokens = sample(*args, **options)[0]
-        logits, seen[0] = seen[0], None
+        logits, recorded[0] = recorded[0], None
         return tokens, logits
 
-    sampler.apply_sampling_params, states.get_top_k_top_p, sampler.sample = tempered, limited, sampled
+    sampler.apply_sampling_params, states.get_top_k_top_p = apply_and_record, limits_and_copy
+    sampler.sample = sample_with_logits
     return True

@@ -1,4 +1,4 @@
-"""What a run tells: metrics, a timeline, the live view, the final report. Cheap to import, free of torch."""
+"""Observation of a run: metrics, a timeline, the live view, the final report. Imports fast and without torch."""
 
 from gcore.observe.metrics import MetricsWriter, read_rows, rewind
 from gcore.observe.progress import Progress, Status

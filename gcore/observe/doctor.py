@@ -19,8 +19,8 @@ OPTIONAL = {
 
 
 def doctor(gpus: int) -> int:
-    """Prints the findings; 1 when something needed is missing. `gpus`: of this machine. Torch, which takes seconds to
-    import, is asked only where there are some."""
+    """Prints the findings. Returns 1 if a required package is missing. `gpus`: the number in this machine; without
+    GPUs, torch is not imported, which would take seconds."""
     print(f"python        {platform.python_version()} ({sys.executable})")
     print(f"cpu           {os.cpu_count()} cores")
     missing = []

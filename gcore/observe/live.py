@@ -1,4 +1,4 @@
-"""The live panel: a pure function from View to a rich renderable, at home in 80 columns and usable in 40.
+"""The live panel: a pure function from View to a rich renderable, designed for 80 columns and usable in 40.
 
 ╭─ G-Core · run ───────────────────────────────────────────╮
 │ step    63/150  ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━  42%     │
@@ -33,9 +33,9 @@ COLORS = {
     "other": "white",
     "warm start": "bright_magenta",
 }
-LABEL = 10  # columns of the names at the left
+LABEL = 10  # width of the names at the left
 MAX_WIDTH = 100
-FIXED_LINES = 14  # of the panel without its controllers
+FIXED_LINES = 14  # height of the panel without its controllers
 
 
 def panel(view: View, now: float, width: int, height: int) -> Panel:
@@ -56,7 +56,7 @@ def panel(view: View, now: float, width: int, height: int) -> Panel:
 
 
 class StageTimes:
-    """A bar shared by the stages in proportion, and under it their seconds; an entry is never broken."""
+    """A bar divided among the stages in proportion, and below it their seconds. An entry never wraps."""
 
     def __init__(self, times: Mapping[str, float], label: str = "", total: str = ""):
         self.times, self.label, self.total = times, label, total
@@ -143,7 +143,7 @@ def _numbers(view: View, inner: int) -> list[RenderableType]:
 
 
 def _roles(statuses: Sequence[Status], room: int) -> RenderableType:
-    """A line a controller; when they do not fit, the last line counts the others by stage."""
+    """One line per controller. If they do not fit, the last line counts the others by stage."""
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True, min_width=LABEL)
     grid.add_column(no_wrap=True)

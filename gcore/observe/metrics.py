@@ -1,9 +1,9 @@
-"""Metrics: one JSON object a line in metrics.jsonl, copied to the trackers that were asked for.
+"""Metrics: one JSON object per line in metrics.jsonl, copied to the configured trackers.
 
-    driver ──row──> MetricsWriter ──> metrics.jsonl          the record: progress, report and resume read this
-                                 └──> TensorBoard, W&B, MLflow   copies: one that fails is reported, the run goes on
+    driver ──row──> MetricsWriter ──> metrics.jsonl              source of truth: read by progress, report and resume
+                                 └──> TensorBoard, W&B, MLflow   copies: a failure is logged, the run continues
 
-The file is the only thing a run needs to be looked at later; every other place can be lost.
+The file alone is enough to inspect a run later; the copies can be lost.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class MetricsWriter:
     def __init__(self, folder: Path, observe: Observe, run_name: str, config: dict[str, Any]):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
-        _mend(path)
+        _drop_torn_line(path)
         past = [step_of(row) for row in read_rows(folder) if kind(row) != "warm_start"]
         self._trackers: list[Tracker] = open_trackers(folder, observe, run_name, config, max(past, default=None))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, row: Row) -> None:
-        """Write the row and let it reach the file before returning: a killed run keeps what it reported."""
+        """Writes and flushes the row before returning: a killed run keeps all reported rows."""
         row = clean(row)
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
@@ -47,11 +47,16 @@ class MetricsWriter:
             try:
                 tracker.log(step_of(row), scalars, warm_start=kind(row) == "warm_start")
             except Exception as error:  # a tracker is a copy: an unreachable server must not end the training
-                log.warning("%s stopped at step %s: %r; metrics.jsonl goes on", tracker.name, row.get("step"), error)
+                log.warning(
+                    "%s failed at step %s and is disabled: %r; metrics.jsonl is still written",
+                    tracker.name,
+                    row.get("step"),
+                    error,
+                )
                 self._trackers.remove(tracker)
 
     def close(self, ok: bool = True) -> None:
-        """`ok=False` marks the run as failed where a tracker can say so."""
+        """`ok=False` marks the run as failed in trackers that support it."""
         self._file.close()
         for tracker in self._trackers:
             try:
@@ -68,15 +73,15 @@ class MetricsWriter:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows written so far; a line that was cut off by a kill is left out."""
+    """The rows written so far. A line cut off by a kill is skipped."""
     return [row for _, row in whole_lines(folder / FILE)]
 
 
 def rewind(folder: Path, step: int, warm_start: int | None = None) -> int:
-    """Forget what came after `step`, before a resume writes it anew. Returns how many rows were dropped.
+    """Drops rows after `step`, before a resume writes them again. Returns the number of dropped rows.
 
-    Rows of the warm start count their own steps. They all stay, unless the run resumes within the warm start, after
-    `warm_start` steps of it: then later ones are dropped, and all that came after the warm start.
+    Rows of the warm start have their own step count. They all stay, unless the run resumes within the warm start,
+    after `warm_start` steps of it: then its later rows and all rows after the warm start are dropped.
     """
     path = folder / FILE
     if not path.exists():
@@ -94,7 +99,7 @@ def rewind(folder: Path, step: int, warm_start: int | None = None) -> int:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[bytes, Row]]:
-    """The lines of a file that are objects, as they are and as read."""
+    """The lines of a file that are JSON objects, raw and parsed."""
     if not path.exists():
         return
     for line in path.read_bytes().split(b"\n"):
@@ -106,14 +111,14 @@ def whole_lines(path: Path) -> Iterator[tuple[bytes, Row]]:
             yield line, row
 
 
-def _mend(path: Path) -> None:
-    """Drop a torn last line, so that the next row does not continue it."""
+def _drop_torn_line(path: Path) -> None:
+    """Drops an incomplete last line, so that the next row does not continue it."""
     if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
         replace_lines(path, [line for line, _ in whole_lines(path)])
 
 
 def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Whole or not at all: a kill in between leaves the old file."""
+    """Replaces a file atomically: a kill leaves the old file or the new one."""
     temp = path.with_name(path.name + ".tmp")
     with temp.open("wb") as file:
         file.writelines(line + b"\n" for line in lines)

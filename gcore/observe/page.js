@@ -1,12 +1,12 @@
-// Draws what the model in #model says: the Gantts on canvas, the curves as SVG, the table of moves.
-// Text from files only ever becomes textContent.
+// Draws the model in #model: the Gantt charts on canvas, the curves as SVG, the table of moves.
+// Text from files is set only as textContent, never as markup.
 const model = JSON.parse(document.getElementById("model").textContent);
 const $ = (id) => document.getElementById(id);
-const NAMED = ["policy", "trainer", "switch", "controller"]; // roles with a colour of their own in every page
+const NAMED = ["policy", "trainer", "switch", "controller"]; // roles with a fixed colour
 const OTHERS = [...new Set(model.sources.flatMap((s) => s.roles))].filter((role) => !NAMED.includes(role)); // judges, scorers
 const labels = windowLabels();
 let label = model.sources.map((s) => s.opens).find((s) => s) || null;
-let zoom = null; // [from, to] in seconds since the window's beginning, or null: all of it
+let zoom = null; // [from, to] in seconds since the window's beginning, or null: the whole window
 let allMoves = false;
 
 // --- small helpers -------------------------------------------------------------------------------------------
@@ -18,11 +18,11 @@ function element(name, attributes = {}, ...children) {
   return node;
 }
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-function color(name, index = 0) { // a role has one colour everywhere; other series go by their number
+function color(name, index = 0) { // a role has the same colour in all charts; other series are coloured by index
   const role = OTHERS.indexOf(name), at = role < 0 ? index - 1 : role;
   return css(NAMED.includes(name) ? `--${name}` : at < 0 ? "--policy" : `--role-${at % 7}`);
 }
-function inkOn(fill) { // dark or light text, whichever reads better on the colour
+function inkOn(fill) { // dark or light text, by contrast with the colour
   const [r, g, b] = [1, 3, 5].map((i) => (parseInt(fill.slice(i, i + 2), 16) / 255) ** 2.2);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.25 ? "#14171c" : "#ffffff";
 }
@@ -33,7 +33,7 @@ function seconds(s) {
   return `${size >= 100 ? s.toFixed(0) : size >= 10 ? s.toFixed(1) : size >= 0.1 || !size ? s.toFixed(2) : s.toFixed(4)} s`;
 }
 const short = (s) => seconds(s).replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " ");
-function clock(t) { // as exact as the view can show
+function clock(t) { // with as many digits as the view can resolve
   const size = view()[1] - view()[0];
   return size > 7200 ? seconds(t) : `${t.toFixed(size > 100 ? 1 : size > 10 ? 2 : size > 1 ? 3 : 4)} s`;
 }
@@ -73,7 +73,7 @@ function show(event, title, lines) {
 }
 const hide = () => { tip.hidden = true; };
 
-// --- windows: the steps that can be looked at ------------------------------------------------------------------
+// --- windows: the steps that can be selected -------------------------------------------------------------------
 function windowLabels() {
   const found = new Map(); // label -> step; All comes first
   for (const source of model.sources) for (const [name, step] of source.windows) found.set(name, step ?? -1);
@@ -118,7 +118,7 @@ function table() {
   $("moves-all").setAttribute("aria-pressed", String(allMoves));
 }
 
-// --- all of it -----------------------------------------------------------------------------------------------------
+// --- the whole page ------------------------------------------------------------------------------------------------
 const timed = model.sources.filter((source) => source.windows.length);
 const gantts = timed.map(gantt);
 const charts = model.charts.map(chart);
@@ -151,7 +151,7 @@ if (timed.length) {
     `The strip below the bars counts ${[...new Set(timed.map((s) => s.unit))].join(" and ")} by role.`,
     timed.some((s) => s.segments.some((one) => one[4] !== null)) ? "Paler bars were less busy." : "",
     timed.some((s) => s.moves.length) ? "Triangles are moves, in the colour of the new role." : "",
-    ...timed.filter((s) => s.left_out).map((s) => `A long timeline: ${s.left_out} of its steps, evenly chosen, were left out.`),
+    ...timed.filter((s) => s.left_out).map((s) => `A long timeline: ${s.left_out} of its steps are omitted, at even intervals.`),
   ].filter((text) => text).join(" ");
   $("step").addEventListener("change", (event) => choose(event.target.value));
   $("before").addEventListener("click", () => go(-1));

@@ -1,10 +1,10 @@
-"""A run or a simulation as one HTML page that needs nothing but itself: `gcore report`.
+"""A run or a simulation as one self-contained HTML page: `gcore report`.
 
     paths ──read_source──> Sources ──page_model──> {header, tiles, bars, timelines, charts} ──render──> report.html
-    a run's samples ──page_samples──> samples.html beside it
+    a run's samples ──page_samples──> samples.html in the same folder
 
-The model holds every number that is shown. The template (page.html) writes the text; the scripts draw the Gantt and the
-curves from the model's JSON, which stands escaped in the page. Nothing is fetched: page.html forbids it.
+The model holds every number that is shown. The template (page.html) writes the text; the scripts draw the Gantt chart
+and the curves from the model's JSON, which is in the page, escaped. page.html forbids loading anything else.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from typing import Any
 import numpy as np
 
 from gcore.observe import page_samples
-from gcore.observe.page_data import Move, Segment, Source, has_something, read_source
+from gcore.observe.page_data import Move, Segment, Source, has_data, read_source
 from gcore.observe.page_samples import samples_page, script_json
 from gcore.observe.report import smooth
 from gcore.observe.values import STAGES, Row, count, duration, number
 from gcore.types import UserError
 
 PARTS = ("page.html", "page.css", "page_gantt.js", "page_curves.js", "page.js")
-MAX_SEGMENTS = 40_000  # of one timeline; beyond, whole steps are left out, evenly
+MAX_SEGMENTS = 40_000  # per timeline; above this, whole steps are omitted at even intervals
 MAX_MOVES = 3_000
-MAX_POINTS = 600  # of a curve: about what a screen can show
+MAX_POINTS = 600  # per curve: about what a screen can show
 ROLES = ("policy", "judge", "scorer", "trainer", "switch", "controller")  # in the order of legends
-LAST = ("trainer", "switch", "controller")  # after judges and scorers of any name
-CURVES = (  # title, keys (a name ending in / stands for all below it), unit, style
+LAST_ROLES = ("trainer", "switch", "controller")  # after judges and scorers of any name
+CURVES = (  # title, keys (a key ending in / matches all keys with this prefix), unit, style
     ("Reward", ("reward", "accuracy"), "", "reward"),
     ("Rollout time", ("rollout_s",), "s", "line"),
     ("Idle share", ("idle",), "%", "line"),
     ("Busy share by role", ("busy/",), "%", "line"),
     ("Slots by role", ("split/",), "", "stack"),
     ("Time by stage", ("stage/",), "s", "stack"),
-    ("Moves a step", ("moves",), "", "line"),
+    ("Moves per step", ("moves",), "", "line"),
     ("Answer length", ("length",), "tokens", "line"),
     ("Accepted share", ("acceptance",), "%", "line"),
-    ("Tokens a second", ("tokens_per_s",), "", "line"),
+    ("Tokens per second", ("tokens_per_s",), "", "line"),
 )
 BARS = (("Rollout time", "rollout_s", "s"), ("Idle share", "idle", "%"))
 Model = dict[str, Any]
 
 
 def write_page(paths: Sequence[Path], target: Path) -> Path:
-    """`gcore report`. Raises UserError where there is nothing to draw or no place to write."""
+    """`gcore report`. Raises UserError if there is nothing to draw or the target cannot be written."""
     model = page_model([read_source(path) for path in paths])
-    beside = len(paths) == 1 and paths[0].is_dir() and target.parent.resolve() == paths[0].resolve()
-    if beside and (samples := samples_page(paths[0], report=target.name)):
+    in_run_folder = len(paths) == 1 and paths[0].is_dir() and target.parent.resolve() == paths[0].resolve()
+    if in_run_folder and (samples := samples_page(paths[0], report=target.name)):
         model["samples"] = _write(target.with_name(page_samples.FILE), samples).name
     return _write(target, render(model))
 
@@ -66,26 +66,26 @@ def _write(target: Path, html: str) -> Path:
 
 
 def page_path(paths: Sequence[Path]) -> Path:
-    """runs/NAME -> runs/NAME/report.html, drift.json -> drift.html; several -> report.html, here."""
+    """runs/NAME -> runs/NAME/report.html, drift.json -> drift.html; several -> report.html in the working directory."""
     if len(paths) > 1:
         return Path("report.html")
     return paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")
 
 
 def write_report(folder: Path) -> Path | None:
-    """report.html beside a run's other files; None when the run came to nothing that could be drawn."""
-    return write_page([folder], page_path([folder])) if has_something(folder) else None
+    """report.html in the run's folder; None if the run has no data to draw."""
+    return write_page([folder], page_path([folder])) if has_data(folder) else None
 
 
 def page_model(sources: Sequence[Source]) -> Model:
     labels = _labels(sources)
-    alone = len(sources) == 1
+    single = len(sources) == 1
     return {
         "title": " and ".join(dict.fromkeys(source.name for source in sources)),
         "kind": " and ".join(dict.fromkeys(source.kind for source in sources)),
-        "lead": _lead(sources[0]) if alone else f"{len(sources)} compared: {', '.join(labels)}",
+        "lead": _lead(sources[0]) if single else f"{len(sources)} compared: {', '.join(labels)}",
         "bars": _bars(sources, labels),
-        "charts": _charts(sources[0]) if alone else _overlaid(sources, labels),
+        "charts": _charts(sources[0]) if single else _overlaid(sources, labels),
         "sources": [_source(source, label) for source, label in zip(sources, labels, strict=True)],
     }
 
@@ -93,8 +93,8 @@ def page_model(sources: Sequence[Source]) -> Model:
 def render(model: Model) -> str:
     from jinja2 import Environment
 
-    room = files("gcore.observe")
-    html, css, *scripts = (room.joinpath(name).read_text(encoding="utf-8") for name in PARTS)
+    folder = files("gcore.observe")
+    html, css, *scripts = (folder.joinpath(name).read_text(encoding="utf-8") for name in PARTS)
     js = '"use strict";\n(() => {\n' + "\n".join(scripts) + "})();"
     data = script_json({key: model[key] for key in ("charts", "sources")})
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -102,35 +102,35 @@ def render(model: Model) -> str:
 
 
 def _labels(sources: Sequence[Source]) -> list[str]:
-    """The policy, where the rest is equal; numbered where even that is not enough."""
+    """The placement rule if the names are equal; numbered if labels repeat."""
     same = len({source.name for source in sources}) == 1
-    labels = [s.policy if same and s.policy else " · ".join(filter(None, (s.name, s.policy))) for s in sources]
-    twice = {label for label, times in Counter(labels).items() if times > 1}
-    return [f"{label} ({i})" if label in twice else label for i, label in enumerate(labels, start=1)]
+    labels = [s.rule if same and s.rule else " · ".join(filter(None, (s.name, s.rule))) for s in sources]
+    repeated = {label for label, times in Counter(labels).items() if times > 1}
+    return [f"{label} ({i})" if label in repeated else label for i, label in enumerate(labels, start=1)]
 
 
 def _lead(source: Source) -> str:
-    parts = [f"{source.policy} placement" if source.policy else "", f"{_num_steps(source)} steps"]
+    parts = [f"{source.rule} placement" if source.rule else "", f"{_num_steps(source)} steps"]
     if source.rows:
         parts.append(f"{len(source.rows)} {source.unit}")
     return " · ".join(filter(None, parts))
 
 
 def _num_steps(source: Source) -> int:
-    """An evaluation before the first step is not a step."""
+    """Steps without an evaluation before the first step."""
     return sum(bool(row.keys() - {"step", "accuracy"}) for row in source.steps)
 
 
 def totals(source: Source) -> Row:
-    """The summary, completed from the steps where it is silent. Idle counts by time: a long step weighs more."""
+    """The summary. Missing numbers are computed from the steps. Idle shares are weighted by the steps' time."""
     rows = [row for row in source.steps if number(row, "rollout_s")]
     idle = [(row["idle"], row["rollout_s"]) for row in rows if "idle" in row]
     from_steps: Row = {"rollout_s": sum(row["rollout_s"] for row in rows)} if rows else {}
     if idle:
         from_steps["idle"] = sum(share * s for share, s in idle) / sum(s for _, s in idle)
     if source.moves or any("moves" in row for row in source.steps):
-        said = sum(number(row, "moves") or 0 for row in source.steps)
-        from_steps["moves"] = said or len(source.moves)
+        counted = sum(number(row, "moves") or 0 for row in source.steps)
+        from_steps["moves"] = counted or len(source.moves)
     return {**from_steps, **{key: n for key in source.summary if (n := number(source.summary, key)) is not None}}
 
 
@@ -144,13 +144,13 @@ def _tiles(source: Source) -> list[tuple[str, str, str]]:
     if "total_s" in facts:
         tiles.append(("Total time", duration(facts["total_s"]), f"{_num_steps(source)} steps"))
     if "rollout_s" in facts:
-        tiles.append(("Rollout time", duration(facts["rollout_s"]), f"{duration(facts['rollout_s'] / steps)} a step"))
+        tiles.append(("Rollout time", duration(facts["rollout_s"]), f"{duration(facts['rollout_s'] / steps)} per step"))
     if "idle" in facts:
-        tiles.append(("Idle share", _percent(facts["idle"]), "of the slots, while rolling out"))
+        tiles.append(("Idle share", _percent(facts["idle"]), "of the slots, during rollouts"))
     if "moves" in facts:
-        tiles.append(("Moves", f"{facts['moves']:,.0f}", f"{facts['moves'] / steps:.1f} a step"))
+        tiles.append(("Moves", f"{facts['moves']:,.0f}", f"{facts['moves'] / steps:.1f} per step"))
     if "tokens_per_s" in facts:
-        tiles.append(("Tokens a second", count(facts["tokens_per_s"]), ""))
+        tiles.append(("Tokens per second", count(facts["tokens_per_s"]), ""))
     if splits := [row for row in source.steps if any(key.startswith("split/") for key in row)]:
         first, last = (_split(row) for row in (splits[0], splits[-1]))
         tiles.append(("Last split", last, f"from {first}"))
@@ -163,7 +163,7 @@ def _split(row: Row) -> str:
 
 def _source(source: Source, label: str) -> Model:
     segments, thinned = _thinned(source)
-    roles = sorted(in_order({s.role for s in segments}, ROLES), key=lambda role: role in LAST)
+    roles = sorted(in_order({s.role for s in segments}, ROLES), key=lambda role: role in LAST_ROLES)
     names = sorted({s.name for s in segments})
     shown = {s.step for s in segments}
     spans = {step: span for step, span in source.spans.items() if step in shown}
@@ -184,11 +184,11 @@ def _source(source: Source, label: str) -> Model:
         "roles": roles,
         "names": names,
         "windows": windows,
-        "opens": _opens(windows, moved),
+        "opens": _first_window(windows, moved),
         "segments": [_packed(s, roles, names) for s in segments],
         "left_out": len(source.spans) - len(spans),
         "workers": sum(not name.startswith("controller-") for name in source.rows),
-        "moves": [_told(m, source.spans) for m in moves],
+        "moves": [_move_row(m, source.spans) for m in moves],
         "num_moves": len(source.moves),
         "directions": [[a, b, n] for (a, b), n in Counter((m.source, m.target) for m in source.moves).most_common()],
         "tiles": _tiles(source),
@@ -196,8 +196,8 @@ def _source(source: Source, label: str) -> Model:
     }
 
 
-def _told(m: Move, spans: Mapping[int, tuple[float, float]]) -> list[Any]:
-    since = round(m.at_s - spans[m.step][0], 4) if m.step in spans else None  # the step's beginning
+def _move_row(m: Move, spans: Mapping[int, tuple[float, float]]) -> list[Any]:
+    since = round(m.at_s - spans[m.step][0], 4) if m.step in spans else None  # seconds since the step's beginning
     return [m.step, m.at_s, _slot_text(m.slots), m.source, m.target, m.reason, since]
 
 
@@ -207,7 +207,7 @@ def _packed(s: Segment, roles: Sequence[str], names: Sequence[str]) -> list[floa
 
 
 def _thinned(source: Source) -> tuple[list[Segment], bool]:
-    """At most MAX_SEGMENTS (but never less than a step): of a longer timeline every n-th step, each of them whole."""
+    """At most MAX_SEGMENTS (but at least one step): a longer timeline keeps every n-th step, complete."""
     if len(source.segments) <= MAX_SEGMENTS:
         return source.segments, False
     sizes = Counter(s.step for s in source.segments if s.step is not None)
@@ -227,8 +227,8 @@ def _facts(row: Row, moved: Counter[int]) -> list[str]:
     return facts
 
 
-def _opens(windows: Sequence[Sequence[Any]], moved: Counter[int]) -> str | None:
-    """The window to begin with: the step in which most was moved; without moves all, if few, else the last step."""
+def _first_window(windows: Sequence[Sequence[Any]], moved: Counter[int]) -> str | None:
+    """The window shown first: the step with most moves. Without moves: all steps if there are few, else the last."""
     steps = [window for window in windows if window[1] is not None]
     if any(moved[window[1]] for window in steps):
         return str(max(steps, key=lambda window: (moved[window[1]], window[1]))[0])
@@ -236,13 +236,13 @@ def _opens(windows: Sequence[Sequence[Any]], moved: Counter[int]) -> str | None:
 
 
 def _some_moves(moves: Sequence[Move], shown: set[int | None]) -> list[Move]:
-    """At most MAX_MOVES, first those that the timeline shows; by time."""
+    """At most MAX_MOVES, preferably those in the shown timeline; sorted by time."""
     first = sorted(moves, key=lambda m: m.step not in shown)[:MAX_MOVES]
     return sorted(first, key=lambda m: (m.step, m.at_s))
 
 
 def _slot_text(slots: Sequence[int]) -> str:
-    """Runs are written as ranges.
+    """Consecutive slots are written as ranges.
 
     >>> _slot_text([0, 1, 2, 7])
     '0–2, 7'
@@ -257,12 +257,12 @@ def _slot_text(slots: Sequence[int]) -> str:
 
 
 def in_order(names: set[str], order: Sequence[str]) -> list[str]:
-    """Known names first, in their order; then the others by name."""
+    """Known names first, in the given order; then the others, sorted by name."""
     return sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
 
 
 def _charts(source: Source) -> list[Model]:
-    """The curves of one source; those of several keys share a picture."""
+    """The curves of one source. Several keys of one title share a chart."""
     charts = []
     for title, keys, unit, style in CURVES:
         found = {
@@ -273,14 +273,14 @@ def _charts(source: Source) -> list[Model]:
         if style == "reward":
             series = list(_reward(series))
         if style == "stack" and len({tuple(one["x"]) for one in series}) > 1:
-            style = "line"  # parts that were not measured at the same steps do not add up
+            style = "line"  # parts measured at different steps cannot be stacked
         if any(len(one["x"]) > 1 for one in series) and not (keys == ("moves",) and not any(series[0]["y"])):
             charts.append({"title": title, "unit": unit, "style": style, "series": series})
     return charts
 
 
 def _overlaid(sources: Sequence[Source], labels: Sequence[str]) -> list[Model]:
-    """One curve a source, for what is a single number a step."""
+    """One curve per source, for keys with a single number per step."""
     charts = []
     for title, keys, unit, style in CURVES:
         if not keys[0].endswith("/"):
@@ -293,16 +293,16 @@ def _overlaid(sources: Sequence[Source], labels: Sequence[str]) -> list[Model]:
 
 
 def _series(source: Source, key: str, name: str) -> Model:
-    """Of long runs the means of MAX_POINTS equal shares."""
+    """The points of a curve; for long runs the means of MAX_POINTS equal parts."""
     points = [(row["step"], row[key]) for row in source.steps if key in row]
-    shares = np.array_split(np.asarray(points, dtype=float), MAX_POINTS) if len(points) > MAX_POINTS else None
-    if shares is not None:
-        points = [(float(x), float(y)) for x, y in (share.mean(axis=0) for share in shares)]
+    chunks = np.array_split(np.asarray(points, dtype=float), MAX_POINTS) if len(points) > MAX_POINTS else None
+    if chunks is not None:
+        points = [(float(x), float(y)) for x, y in (chunk.mean(axis=0) for chunk in chunks)]
     return {"name": name, "x": [x for x, _ in points], "y": [round(float(y), 6) for _, y in points]}
 
 
 def _reward(series: Sequence[Model]) -> Iterator[Model]:
-    """Reward as it was, thin, and smoothed; accuracy, which is measured now and then, as dots."""
+    """The reward of each step as a thin curve, and smoothed; accuracy, measured only at some steps, as dots."""
     for one in series:
         if one["name"] == "accuracy":
             yield {**one, "name": "held-out accuracy", "dots": True}
@@ -312,13 +312,13 @@ def _reward(series: Sequence[Model]) -> Iterator[Model]:
 
 
 def _bars(sources: Sequence[Source], labels: Sequence[str]) -> list[Model]:
-    """One bar a policy: those a simulation compared itself with, or the sources given; the first of them is ours."""
+    """One bar per placement rule: those that a simulation compared, or the given sources. The first is the baseline."""
     rows: dict[str, Mapping[str, Any]] = {}
     if len(sources) > 1:
         rows = {label: totals(source) for label, source in zip(labels, sources, strict=True)}
         own = labels[0]
     else:
-        own = sources[0].policy or "this"
+        own = sources[0].rule or "this"
         rows = {own: totals(sources[0]), **sources[0].compare} if sources[0].compare else {}
     bars = []
     for title, key, unit in BARS:
@@ -343,7 +343,7 @@ def _percent(share: float, sign: str = "") -> str:
 
 
 def _difference(value: float, own: float, unit: str) -> str:
-    """Against ours: in points for shares, else in percent."""
+    """Difference from the baseline: in percentage points for shares, else in percent."""
     if unit == "%":
         return _percent(value - own, "+").replace("%", "points")
     return _percent(value / own - 1, "+") if own else ""

@@ -1,12 +1,12 @@
-"""What a page is made of, read from a simulation's file or from a run's folder.
+"""Data of a report page, read from a simulation's file or from a run's folder.
 
     simulation.json ─────────────────────────────────┐
     RUN/metrics.jsonl ── steps ──────────────────────┤
     RUN/placement.jsonl ── timeline, moves, steps ───┼──> Source ──> page.py
     RUN/trace.json ── spans (without placement) ─────┘
 
-Both kinds end in the same Source: rows of a Gantt with segments on them, moves, and one flat row of numbers a step
-({"step": 3, "rollout_s": 41.2, "idle": 0.05, "busy/policy": 0.97, "split/judge": 16, ...}). What is missing stays out.
+Both give the same Source: rows of a Gantt chart with segments, moves, and one flat row of numbers per step
+({"step": 3, "rollout_s": 41.2, "idle": 0.05, "busy/policy": 0.9, "split/judge": 16, ...}). Missing numbers are omitted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from gcore.observe.values import Row, clean, kind, number, stage_times, step_of
 from gcore.types import UserError
 
 PROCESSES = {"controller": "controller", "engine": "policy", "judge": "judge", "scorer": "scorer", "trainer": "trainer"}
-OURS = ("policy", "trainer", "switch", "controller")
-SWITCHES = ("sleep", "wake", "load weights")  # spans in which an engine serves nobody
+FIXED_ROLES = ("policy", "trainer", "switch", "controller")
+SWITCHES = ("sleep", "wake", "load weights")  # spans in which an engine serves no requests
 OF_METRICS = {
     "reward/mean": "reward",
     "eval/accuracy": "accuracy",
@@ -41,7 +41,7 @@ EXPECTED = "expected a run's folder (runs/NAME) or a file of `gcore simulate ...
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Segment(row=0, role="policy", start=0.0, end=31.0, busy=0.98, step=1): a slot or process, and what it did"""
+    """Segment(row=0, role="policy", start=0.0, end=31.0, busy=0.98, step=1): the role of a slot or process over time"""
 
     row: int
     role: str
@@ -49,7 +49,7 @@ class Segment:
     end: float
     busy: float | None = None
     step: int | None = None
-    name: str = ""  # of the span, where it came from a trace
+    name: str = ""  # of the span, if it came from a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Source(name="drift-64", kind="simulation", policy="dynamic", rows=("0", "1", ...), segments=[...], ...)"""
+    """Source(name="drift-64", kind="simulation", rule="dynamic", rows=("0", "1", ...), segments=[...], ...)"""
 
     name: str
     kind: Literal["simulation", "run"]
-    policy: str  # that placed the roles; empty where nobody did
-    rows: tuple[str, ...]  # of the Gantt, by name
+    rule: str  # the placement rule; empty without one
+    rows: tuple[str, ...]  # names of the Gantt rows
     unit: Literal["slots", "processes"]  # what a row is
     segments: list[Segment]
     spans: dict[int, tuple[float, float]]  # step -> from, to
@@ -82,7 +82,7 @@ class Source:
 
 
 def read_source(path: Path) -> Source:
-    """Raises UserError where there is nothing to draw."""
+    """Raises UserError if there is nothing to draw."""
     if path.is_dir():
         return _run(path)
     if not path.is_file():
@@ -109,7 +109,7 @@ def _simulation(data: Mapping[str, Any], path: Path) -> Source:
     source = Source(
         name=str(data.get("name") or path.stem),
         kind="simulation",
-        policy=str(data.get("policy") or ""),
+        rule=str(data.get("policy") or ""),
         rows=_slots(int(number(data, "slots") or 0), segments),
         unit="slots",
         segments=segments,
@@ -138,7 +138,7 @@ def _run(folder: Path) -> Source:
     source = Source(
         name=folder.resolve().name,
         kind="run",
-        policy="",
+        rule="",
         rows=_slots(0, segments),
         unit="slots",
         segments=segments,
@@ -162,12 +162,12 @@ def _run_summary(folder: Path) -> Row:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def has_something(folder: Path) -> bool:
+def has_data(folder: Path) -> bool:
     return bool(read_rows(folder) or _placed(folder))
 
 
 def _placed(folder: Path) -> list[Row]:
-    """The objects of placement.jsonl; a line that a kill cut off is left out."""
+    """The objects of placement.jsonl. A line cut off by a kill is skipped."""
     path = folder / PLACEMENT
     if not path.exists():
         return []
@@ -236,7 +236,7 @@ def _slots(count: int, segments: Sequence[Segment]) -> tuple[str, ...]:
 
 
 def _spans(steps: Sequence[Row], segments: Sequence[Segment]) -> dict[int, tuple[float, float]]:
-    """From when to when each step of the timeline lasted: what its segments cover, and what the step itself says."""
+    """Start and end of each step of the timeline: the range of its segments and of the step's own times."""
     spans: dict[int, tuple[float, float]] = {}
     for s in segments:
         if s.step is not None:
@@ -251,7 +251,7 @@ def _spans(steps: Sequence[Row], segments: Sequence[Segment]) -> dict[int, tuple
 
 
 def _with_idle(source: Source) -> Source:
-    """Steps that do not say how idle their slots were get the share of the time without a role, until training."""
+    """Fills in missing idle shares: the share of slot time without a role, until training starts."""
     segments, slots = source.segments, len(source.rows)
     spans = _spans(source.steps, segments)
     known = {row["step"]: row for row in source.steps}
@@ -268,7 +268,7 @@ def _with_idle(source: Source) -> Source:
 
 
 def covered(segments: Iterable[Segment], start: float, end: float) -> float:
-    """Seconds between start and end that segments cover, summed over rows; overlaps on a row count once.
+    """Seconds between start and end covered by segments, summed over rows. Overlaps on a row count once.
 
     >>> covered([Segment(0, "policy", 0, 4), Segment(0, "switch", 3, 5), Segment(1, "judge", 4, 9)], 1, 6)
     6.0
@@ -283,7 +283,7 @@ def covered(segments: Iterable[Segment], start: float, end: float) -> float:
 
 
 def role_of(process: str) -> str | None:
-    """Every judge and scorer is a role of its own, by its name.
+    """The role of a process. Each judge and scorer is a separate role with its own name.
 
     >>> role_of("engine-3"), role_of("judge-strict-0"), role_of("scorer-my-model-1"), role_of("driver")
     ('policy', 'strict', 'my-model', None)
@@ -291,22 +291,22 @@ def role_of(process: str) -> str | None:
     kind, _, rest = process.partition("-")
     role, name = PROCESSES.get(kind), rest.rpartition("-")[0]
     if role in ("judge", "scorer") and name:
-        return f"{role} {name}" if name in OURS else name
+        return f"{role} {name}" if name in FIXED_ROLES else name
     return role
 
 
 def _with_trace(source: Source, folder: Path) -> Source:
-    """Without a record of placement, the Gantt shows what the processes did."""
+    """Without a placement log, the Gantt chart shows the spans of the processes."""
     path = folder / "trace.json"
     written = path.stat().st_mtime_ns if path.exists() else 0
     if any(file.stat().st_mtime_ns > written for file in (folder / "trace").glob("*.jsonl")):
-        merge_traces(folder)  # the run goes on, or was killed
+        merge_traces(folder)  # the run is in progress, or was killed
     if not path.exists():
         return source
     rows: dict[str, tuple[int, str]] = {}  # process -> row, role
     found: list[Segment] = []
     spans: dict[int, tuple[float, float]] = {}
-    clock = None  # the controller whose steps count
+    clock = None  # the controller whose steps are used
     for name, span, start, end, args in _trace(path):
         role = role_of(name)
         if role is None:
@@ -334,7 +334,8 @@ def _with_trace(source: Source, folder: Path) -> Source:
 
 
 def _trace(path: Path) -> Iterator[tuple[str, str, float, float, Row]]:
-    """(process, span, from, to, arguments); merge_traces writes an event a line, so a long trace is never in memory."""
+    """(process, span, start, end, arguments). merge_traces writes one event per line, so that a long trace can be
+    streamed."""
     processes: dict[int, str] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -349,7 +350,7 @@ def _trace(path: Path) -> Iterator[tuple[str, str, float, float, Row]]:
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:
-    """Overlapping spans of one name on one row are one segment; by start, and what contains comes before its parts."""
+    """Merges overlapping spans of one name on one row. Sorted by start; an outer span comes before its parts."""
     last: dict[tuple[int, str], int] = {}
     joined: list[Segment] = []
     for s in sorted(segments, key=lambda s: (s.start, -s.end)):
@@ -363,7 +364,7 @@ def _joined(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def _in_steps(segments: Sequence[Segment], spans: Mapping[int, tuple[float, float]]) -> list[Segment]:
-    """Each segment gets the step in which its middle lies; start-up, warm start and evaluations lie in none."""
+    """Assigns each segment to the step that contains its middle; start-up, warm start and evaluations have no step."""
     ordered = sorted(spans.items(), key=lambda item: item[1])
     starts = [start for _, (start, _) in ordered]
 
@@ -378,11 +379,11 @@ def _in_steps(segments: Sequence[Segment], spans: Mapping[int, tuple[float, floa
 def _busy(
     segments: Sequence[Segment], spans: Mapping[int, tuple[float, float]], roles: Sequence[str]
 ) -> dict[int, Row]:
-    """step -> {"busy/policy": 0.4, ...}: the share of the step in which the processes of a role were at work."""
+    """step -> {"busy/policy": 0.4, ...}: the share of the step's time in which a role's processes were busy."""
     by_step: dict[tuple[int | None, str], list[Segment]] = {}
     for s in segments:
         by_step.setdefault((s.step, roles[s.row]), []).append(s)
-    kinds = [role for role in dict.fromkeys(roles) if role != "controller"]  # which mostly wait for the others
+    kinds = [role for role in dict.fromkeys(roles) if role != "controller"]  # controllers mostly wait for other roles
     return {
         step: {
             f"busy/{role}": covered(by_step.get((step, role), []), start, end) / (roles.count(role) * (end - start))

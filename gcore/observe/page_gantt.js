@@ -1,4 +1,4 @@
-// The Gantt of one source, on canvas: rows by role over time, how many are at work below, moves above. Drag zooms.
+// The Gantt chart of one source, on canvas: rows by role over time, the number of busy rows below, moves above. Drag zooms.
 function gantt(source) {
   const caption = element("figcaption");
   const canvas = element("canvas", { tabindex: "0", role: "img" });
@@ -6,7 +6,7 @@ function gantt(source) {
   const stage = element("div", { class: "stage" }, canvas, brush);
   const figure = element("figure", { class: "gantt" }, caption, stage);
   const fill = (i) => color(source.roles[i], i);
-  let box = null; // of the last drawing
+  let box = null; // geometry of the last drawing
   let byRow = [];
   let moves = [];
 
@@ -84,7 +84,7 @@ function gantt(source) {
     pen.restore();
   }
 
-  // How many rows are at work, by role: each segment adds its exact share to the columns it touches.
+  // Number of busy rows by role: each segment adds its exact share to the pixel columns that it covers.
   function occupancy(pen, segments, a, b) {
     const columns = Math.max(1, Math.floor(box.width)), per = (b - a) / columns;
     const sums = source.roles.map(() => new Float64Array(columns + 1));
@@ -97,7 +97,7 @@ function gantt(source) {
     const base = new Float64Array(columns);
     const most = Math.max(1, source.workers);
     source.roles.forEach((name, role) => {
-      if (name === "controller") return; // it mostly waits for the others
+      if (name === "controller") return; // controllers mostly wait for other roles
       pen.fillStyle = fill(role);
       pen.beginPath();
       const y = (c, n) => box.under + box.curve * (1 - n / most);

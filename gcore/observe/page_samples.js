@@ -1,10 +1,10 @@
-// Filters and shows the groups in #model. Text from models and files only ever becomes textContent.
+// Filters and shows the groups in #model. Text from models and files is set only as textContent.
 const model = JSON.parse(document.getElementById("model").textContent);
 const $ = (id) => document.getElementById(id);
-const BATCH = 12; // groups that are added at a time, as the reader scrolls
+const BATCH = 12; // groups added at a time on scrolling
 const LONG = 700; // characters beyond which a text is folded
 const JUDGES = [...new Set(model.groups.flatMap((g) => g.samples.flatMap((s) => Object.keys(s.notes || {}))))].sort();
-let part = ""; // the reward that counts: "" is the whole
+let part = ""; // the selected reward: "" is the sum
 let shown = [];
 let next = 0;
 let range = [0, 1];
@@ -20,7 +20,7 @@ const value = (sample) => part ? (sample.parts || {})[part] ?? null : sample.rew
 const mean = (list) => list.length ? list.reduce((sum, v) => sum + v, 0) / list.length : 0;
 const known = (group) => group.samples.map(value).filter((v) => v !== null && v !== undefined);
 
-// A text with the words that were searched for marked; folded if it is long.
+// A text with the searched words highlighted; folded if it is long.
 function text(content, query, empty = "empty") {
   const box = element("div", { class: content ? "text" : "text empty" });
   if (!content) {
@@ -106,7 +106,7 @@ function card({ group, samples }, query) {
 
 // --- filters -------------------------------------------------------------------------------------------------
 const field = (id) => $(id).value.trim() === "" || !Number.isFinite(+$(id).value) ? null : +$(id).value;
-function haystack(owner, texts) { // lower case, made once
+function haystack(owner, texts) { // lower case, cached
   owner.hay ??= texts().join("\n").toLowerCase();
   return owner.hay;
 }
@@ -159,12 +159,12 @@ function more() {
   next += BATCH;
 }
 
-// --- all of it -----------------------------------------------------------------------------------------------
+// --- the whole page ------------------------------------------------------------------------------------------
 $("part").append(element("option", { value: "" }, "total"), ...model.parts.map((name) => element("option", { value: name }, name)));
 $("judged-box").hidden = !JUDGES.length;
 $("phase").parentElement.hidden = new Set(model.groups.map((g) => g.phase)).size < 2;
 const steps = model.groups.map((g) => g.step);
-const ends = [steps[0], steps.at(-1)]; // they are in order
+const ends = [steps[0], steps.at(-1)]; // steps are sorted
 $("first").placeholder = ends[0];
 $("last").placeholder = ends[1];
 const link = /^#step=(\d+)$/.exec(location.hash);

@@ -1,8 +1,8 @@
-"""The samples of a run as one HTML page beside its report: runs/NAME/samples.html.
+"""The samples of a run as one HTML page next to its report: runs/NAME/samples.html.
 
     samples/controller-N.jsonl ──read_samples──> groups ──samples_model──> samples.html, whose script filters them
 
-Texts of models and datasets are data: escaped JSON in the page, and textContent in the script, never markup.
+Texts of models and datasets are never markup: they are escaped JSON in the page, and textContent in the script.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gcore.observe.values import Row, step_of
 
 PARTS = ("page_samples.html", "page.css", "page_samples.css", "page_samples.js")
 FILE = "samples.html"
-MAX_BYTES = 12_000_000  # of a page's data: beyond, whole steps are left out, evenly
+MAX_BYTES = 12_000_000  # of a page's data; above this, whole steps are omitted at even intervals
 
 
 def samples_page(folder: Path, report: str | None = None) -> str | None:
-    """The page's HTML; None for a run without samples. `report`: what to link back to."""
+    """The page's HTML; None for a run without samples. `report`: the page to link back to."""
     rows = read_samples(folder)
     return render(samples_model(rows, folder.resolve().name, report)) if rows else None
 
@@ -33,13 +33,13 @@ def samples_model(rows: Sequence[Row], name: str, report: str | None = None) -> 
     answers = sum(len(row["samples"]) for row in kept)
     lead = [_count(len(kept), "prompt"), _count(answers, "answer"), f"steps {min(steps)} to {max(steps)}"]
     if len(steps) < num_steps:
-        lead.append(f"{num_steps - len(steps)} of the logged steps are left out, evenly chosen")
+        lead.append(f"{num_steps - len(steps)} of the logged steps are omitted, at even intervals")
     parts = dict.fromkeys(part for row in kept for sample in row["samples"] for part in sample.get("parts") or {})
     return {"name": name, "lead": " · ".join(lead), "report": report, "parts": list(parts), "groups": kept}
 
 
 def thinned(rows: Sequence[Row]) -> list[Row]:
-    """At most MAX_BYTES, but never less than a step: every n-th of the steps, each of them whole."""
+    """At most MAX_BYTES, but at least one step: every n-th step, complete."""
     sizes: dict[int, int] = {}
     for row in rows:
         sizes[step_of(row)] = sizes.get(step_of(row), 0) + len(json.dumps(row))
@@ -53,8 +53,8 @@ def thinned(rows: Sequence[Row]) -> list[Row]:
 def render(model: dict[str, Any]) -> str:
     from jinja2 import Environment
 
-    room = files("gcore.observe")
-    html, base, css, js = (room.joinpath(name).read_text(encoding="utf-8") for name in PARTS)
+    folder = files("gcore.observe")
+    html, base, css, js = (folder.joinpath(name).read_text(encoding="utf-8") for name in PARTS)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     data = script_json({key: model[key] for key in ("parts", "groups")})
     script = f'"use strict";\n(() => {{\n{js}}})();'
@@ -62,7 +62,7 @@ def render(model: dict[str, Any]) -> str:
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand inside a script tag: a text with </script> would end it."""
+    """JSON that is safe inside a script tag: a text with </script> would end the tag."""
     data = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         data = data.replace(sign, f"\\u{ord(sign):04x}")

@@ -1,8 +1,8 @@
-"""What the terminal shows while training: a live panel, a line a step, or nothing.
+"""Terminal output during training: a live panel, one line per step, or nothing.
 
-    driver ──statuses, newest row──> Progress ──> View (what is known) ──> live.panel | plain_line
+    driver ──statuses, newest row──> Progress ──> View (state of the run) ──> live.panel | plain_line
 
-Nothing here knows which metrics a recipe writes: what is missing is left out.
+This module does not depend on which metrics a recipe writes: missing metrics are omitted.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, Literal, TextIO
 from gcore.observe.values import Kind, Row, count, duration, kind, number, small, step_of
 
 Mode = Literal["auto", "live", "plain", "none"]
-LINE_SECONDS = 1.0  # plain: about this far apart at least
-SILENCE_SECONDS = 60.0  # plain: longer steps say what they wait for
-REFRESH_SECONDS = 0.1  # live: redraw no more often
-PACE_ROWS = 30  # rows that the time left is judged by
+LINE_SECONDS = 1.0  # plain: approximate minimum time between lines
+SILENCE_SECONDS = 60.0  # plain: after this time without a line, the current stages are printed
+REFRESH_SECONDS = 0.1  # live: minimum time between redraws
+PACE_ROWS = 30  # number of rows used to estimate the remaining time
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a role is doing. Status("controller-1", "generation", "31/64 samples", 12)"""
+    """The current work of a role. Status("controller-1", "generation", "31/64 samples", 12)"""
 
     role: str
     stage: str
@@ -37,7 +37,7 @@ class Status:
 
 @dataclass
 class View:
-    """What is known of the run so far. Pure: rows go in, the panel and the lines are drawn from it."""
+    """The state of the run so far, built from rows. The panel and the lines are drawn from it. It does no I/O."""
 
     run_name: str
     total_steps: int
@@ -55,7 +55,7 @@ class View:
     seen: tuple[Any, ...] | None = None
 
     def add(self, row: Row, now: float | None) -> Kind | None:
-        """Take in a row; None if it is the one seen last. `now` is None for rows of an earlier run."""
+        """Adds a row; returns None if it is the last one again. `now` is None for rows from before a resume."""
         what, step = kind(row), step_of(row)
         key = (what, step, *sorted(row))
         if key == self.seen:
@@ -65,7 +65,7 @@ class View:
         if self.warming:
             self.warm_step, self.warm_loss = step, number(row, "warm_start/loss")
             return what
-        if step < self.step:  # went back to a checkpoint: what came after it is undone
+        if step < self.step:  # the run went back to a checkpoint: drop later steps
             self.rewards = {s: r for s, r in self.rewards.items() if s <= step}
             self.evals = {s: a for s, a in self.evals.items() if s <= step}
             self.arrivals.clear()
@@ -82,7 +82,7 @@ class View:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds a step, of late, with whatever happens between steps."""
+        """Recent seconds per step, including the time between steps."""
         if len(self.arrivals) > 1:
             (first, start), (last, end) = self.arrivals[0], self.arrivals[-1]
             if last > first:
@@ -122,7 +122,7 @@ class Progress:
         self._console: Any = None
         self._drawn = -REFRESH_SECONDS
         self._printed = clock()
-        self._shown: dict[Kind, int] = {}  # step of the last line
+        self._shown: dict[Kind, int] = {}  # step of the last printed line
 
     def __enter__(self) -> Progress:
         if self.mode == "live":
@@ -130,18 +130,18 @@ class Progress:
             from rich.live import Live
 
             self._console = Console(file=self._stream)
-            # Drawn by update() alone: no thread, and a frozen panel means a frozen driver.
+            # Only update() draws: no thread is needed, and a frozen panel shows that the driver hangs.
             self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._draw)
             self._live.start(refresh=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._live:
-            self._live.stop()  # draws once more and leaves the panel standing
+            self._live.stop()  # draws once more and leaves the panel on the screen
             self._live = None
 
     def update(self, statuses: Sequence[Status], row: Row | None = None) -> None:
-        """Called a few times a second and at each new row; a row that was seen already counts once."""
+        """Called several times per second and at each new row. A repeated row counts once."""
         now = self._clock()
         self.view.statuses = tuple(statuses)
         new = self.view.add(row, now) if row is not None else None
@@ -156,7 +156,7 @@ class Progress:
                 self._print(f"step {self.view.step}/{self.view.total_steps} done  now: {at}")
 
     def note(self, text: str) -> None:
-        """A line that stays, such as "checkpoint step_50 saved"."""
+        """Prints a permanent line, such as "checkpoint step_50 saved"."""
         if self._live:
             self._console.print(text, markup=False)
         elif self.mode != "none":
@@ -168,7 +168,7 @@ class Progress:
         return panel(self.view, self._clock(), self._console.width, self._console.height)
 
     def _due(self, row: Row, what: Kind) -> bool:
-        """Evaluations and last steps always; of fast steps every 2nd, 5th, 10th, ..., to be a second apart."""
+        """True for evaluations and last steps; for fast steps every 2nd, 5th, 10th, ..., about one line per second."""
         step, view = step_of(row), self.view
         stride = 1
         if what == "train" and view.step_s is not None:
@@ -188,11 +188,11 @@ class Progress:
 
 
 def resolve_mode(mode: Mode, stream: TextIO) -> Mode:
-    """`auto`: live on a terminal that can move its cursor and show the blocks, else plain."""
+    """`auto`: live on a terminal that can move its cursor and show Unicode blocks, else plain."""
     if mode != "auto":
         return mode
-    able = os.environ.get("TERM") != "dumb" and "utf" in (getattr(stream, "encoding", None) or "").lower()
-    return "live" if stream.isatty() and able else "plain"
+    capable = os.environ.get("TERM") != "dumb" and "utf" in (getattr(stream, "encoding", None) or "").lower()
+    return "live" if stream.isatty() and capable else "plain"
 
 
 def round_stride(least: float) -> int:

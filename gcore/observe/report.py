@@ -1,4 +1,4 @@
-"""After a run: the reward curve and the table that says what came of it, both from metrics.jsonl alone."""
+"""After a run: the reward curve and the summary table, both computed only from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from gcore.observe.metrics import read_rows
 from gcore.observe.values import Row, count, duration, kind, number, stage_times, step_of
 
-SAMPLES = "batch/samples"  # samples a step trained on
-Ends = tuple[float, ...]  # first and last; only one when there is one
+SAMPLES = "batch/samples"  # samples trained per step
+Ends = tuple[float, ...]  # first and last value; one entry if there is only one value
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Summary:
 
     @property
     def files(self) -> dict[str, Path]:
-        """What there is to look at."""
+        """The output files that exist."""
         named = {
             "report": "report.html",
             "samples": "samples.html",
@@ -99,7 +99,7 @@ def summary(folder: Path) -> Any:
 
 
 def summary_text(folder: Path) -> str:
-    """The same for logs and pipes."""
+    """The summary as plain text, for logs and pipes."""
     facts = summarize(folder)
     lines = _lines(facts, arrow="->")
     if facts.stages:
@@ -111,7 +111,7 @@ def summary_text(folder: Path) -> str:
 
 
 def plot_reward(folder: Path) -> Path | None:
-    """reward.png: each step's mean reward, its smoothed course, and held-out accuracy as dots. None without data."""
+    """reward.png: each step's mean reward, the smoothed curve, and held-out accuracy as dots. None without data."""
     rewards: dict[int, float] = {}
     evals: dict[int, float] = {}
     for row in read_rows(folder):
@@ -124,7 +124,7 @@ def plot_reward(folder: Path) -> Path | None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display, and leaves the user's pyplot alone
+    FigureCanvasAgg(figure)  # draws without a display, and does not touch the user's pyplot state
     axes: Any = figure.subplots()
     if rewards:
         steps, values = list(rewards), list(rewards.values())
@@ -157,14 +157,14 @@ def plot_reward(folder: Path) -> Path | None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Gaussian mean, about a thirtieth of the series wide; near the ends over what is there, so no end is pinned.
+    """Gaussian smoothing; sigma is 1/30 of the series. Near the ends the weights are renormalised.
 
     >>> smooth([0.5, 0.5, 0.5])
     [0.5, 0.5, 0.5]
     """
     points, at = np.asarray(values, dtype=float), np.arange(len(values))
     sigma = max(0.5, len(values) / 30)
-    weights = (np.exp(-0.5 * ((at - i) / sigma) ** 2) for i in at)  # a row at a time: runs can be long
+    weights = (np.exp(-0.5 * ((at - i) / sigma) ** 2) for i in at)  # one row at a time, since runs can be long
     return [float(w @ points / w.sum()) for w in weights]
 
 
@@ -203,11 +203,11 @@ def _peak(rows: Sequence[Row], key: str) -> float | None:
 
 
 def _seconds(row: Row) -> float:
-    """A row's share of the run's time: its step, or its stages if it has none (an evaluation on its own)."""
+    """Seconds of a row: its step, or its stages if it has no step time (a separate evaluation)."""
     return max(number(row, "timing_s/step") or 0.0, sum(stage_times(row).values()))
 
 
 def _tokens_per_s(rows: Sequence[Row]) -> float | None:
-    """Of the whole run: every second weighs the same, not every step."""
+    """Mean over the whole run, weighted by time, not by step."""
     pairs = [(rate, _seconds(row) or 1.0) for row in rows if (rate := number(row, "perf/tokens_per_s")) is not None]
     return sum(rate * s for rate, s in pairs) / sum(s for _, s in pairs) if pairs else None

@@ -1,9 +1,9 @@
-"""A few groups of each step, for people to read: runs/NAME/samples/controller-N.jsonl.
+"""Logs some groups of each step for reading: runs/NAME/samples/controller-N.jsonl.
 
-    trained prompts of a step (all controllers know them) ──choose──> the same few, whoever holds them ──> one line each
+    trained prompts of a step (known to all controllers) ──choose──> the same ones in each controller ──> one line each
 
-Only the choice depends on the step, the seed and the prompts. Training does not: this reads groups that are trained on.
-Of long runs only every n-th step is logged, so that a run writes at most about MAX_GROUPS lines.
+The choice depends only on the step, the seed and the prompts. It does not affect training.
+For long runs only every n-th step is logged, so that a run writes at most about MAX_GROUPS lines.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gcore.observe.values import Row, clean, step_of
 from gcore.types import Prompt, Scored
 
 FOLDER = "samples"
-MAX_GROUPS = 2000  # of one run
-MAX_SIBLINGS = 16  # of one group
+MAX_GROUPS = 2000  # per run
+MAX_SIBLINGS = 16  # per group
 MAX_LENGTH = 6000  # characters of a text: two thirds of them from its beginning, the rest from its end
 Phase = Literal["train", "eval"]
 
@@ -35,7 +35,7 @@ class SampleLog:
         self._stride = max(1, math.ceil(steps * per_step / MAX_GROUPS))
 
     def write(self, step: int, prompts: Collection[int], groups: Sequence[Sequence[Scored]]) -> None:
-        """`prompts`: of all groups of the step; `groups`: those that are here."""
+        """`prompts`: ids of all groups of the step; `groups`: the groups of this controller."""
         self._append(step, "train", self.choose(step, prompts), groups)
 
     def write_eval(self, step: int, groups: Sequence[Sequence[Scored]]) -> None:
@@ -56,13 +56,13 @@ class SampleLog:
 
 
 def read_samples(folder: Path) -> list[Row]:
-    """All that was logged, in the order of steps and prompts; a line that was cut off by a kill is left out."""
+    """All logged groups, ordered by step and prompt. A line cut off by a kill is skipped."""
     rows = [row for path in _files(folder) for _, row in whole_lines(path) if "samples" in row]
     return sorted(rows, key=lambda row: (step_of(row), row.get("phase") != "eval", row.get("prompt", 0)))
 
 
 def rewind_samples(folder: Path, step: int, warm_start: int | None = None) -> None:
-    """Forget what a resume makes anew, as metrics.rewind does; within the warm start, that is all."""
+    """Drops groups that a resume writes again, as metrics.rewind does; within the warm start, all of them."""
     for path in _files(folder):
         kept = [line for line, row in whole_lines(path) if warm_start is None and step_of(row) <= step]
         replace_lines(path, kept)
@@ -112,7 +112,7 @@ def _messages(prompt: Prompt) -> Iterable[tuple[str, str]]:
 
 
 def _text(content: Any) -> str:
-    """A message's text; of its parts, what they say or what they are."""
+    """A message's text; for a list of parts, their texts or types."""
     if isinstance(content, list | tuple):
         parts = (part if isinstance(part, Mapping) else {"text": part} for part in content)
         return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in parts)

@@ -1,9 +1,9 @@
-"""Timelines: every role writes its spans, the driver merges them into one file for Perfetto (ui.perfetto.dev).
+"""Timelines: each role writes its spans, the driver merges them into one file for Perfetto (ui.perfetto.dev).
 
     Tracer ──> trace/engine-0.jsonl, trace/controller-1.jsonl, ... ──merge_traces──> trace.json
 
-A role appends what it did and nothing else. Lanes are laid out at the merge, when every span has an end: overlapping
-spans (thousands of samples live at once in a controller) then never share a row, and no role pays for it.
+A role only appends its spans. The merge assigns spans to rows, when the end of each span is known: overlapping spans
+(a controller has thousands of samples in progress) then never share a row, at no cost for the roles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from gcore.observe.values import clean
 
 FLUSH_EVENTS = 1000
-FLUSH_SECONDS = 5.0  # so that a killed role leaves all but its last moments
+FLUSH_SECONDS = 5.0  # a killed role loses at most this time
 MAIN = "main"
 ORDER = ("driver", "controller", "engine", "trainer")
 Event = dict[str, Any]
@@ -37,28 +37,28 @@ class Tracer:
         self._flushed = time.monotonic()
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists():  # from before a restart; its last line may be torn, and ours must not continue it
+            if self._path.exists():  # after a restart: its last line may be incomplete, and ours must not continue it
                 with self._path.open("a") as file:
                     file.write("\n")
 
     @contextmanager
     def span(self, name: str, *, lane: str = MAIN, **args: Any) -> Iterator[None]:
-        """Safe in any thread or task; a span that ends by an exception names it."""
+        """Safe in any thread or task. A span that ends by an exception records its type."""
         if self._path is None:
             yield
             return
-        start, tick = time.time_ns(), time.perf_counter_ns()
+        start, started = time.time_ns(), time.perf_counter_ns()
         try:
             yield
         except BaseException as error:
             args["error"] = type(error).__name__
             raise
         finally:
-            # The length comes from the monotonic clock: a clock being set must not bend it.
-            self._add(name, start, start + time.perf_counter_ns() - tick, lane, args)
+            # The length is measured by the monotonic clock, because the system clock may be adjusted.
+            self._add(name, start, start + time.perf_counter_ns() - started, lane, args)
 
     def span_at(self, name: str, start_s: float, end_s: float, *, lane: str = MAIN, **args: Any) -> None:
-        """A span measured elsewhere, in seconds of time.time()."""
+        """Adds a span measured by the caller, in seconds of time.time()."""
         self._add(name, round(start_s * 1e9), round(end_s * 1e9), lane, args)
 
     def instant(self, name: str, **args: Any) -> None:
@@ -90,9 +90,9 @@ class Tracer:
 
 
 def merge_traces(folder: Path) -> Path | None:
-    """Write folder/trace.json in Chrome's format, a process a role; None when nothing was traced.
+    """Writes folder/trace.json in Chrome's format, one process per role; None if there are no spans.
 
-    One role is in memory at a time; the files of the roles stay, so a resumed run adds to them.
+    One role is in memory at a time. The files of the roles stay, so that a resumed run appends to them.
     """
     paths = sorted((folder / "trace").glob("*.jsonl"), key=lambda path: _rank(path.stem))
     earliest = min((event["start"] for path in paths for event in _read(path)), default=None)
@@ -113,7 +113,7 @@ def merge_traces(folder: Path) -> Path | None:
 
 
 def lowest_free_lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """For spans (start, end) ordered by start: the lowest lane that is free by then, from 0.
+    """For spans (start, end) ordered by start: the lowest lane that is free at the start, from 0.
 
     >>> lowest_free_lanes([(0, 10), (2, 4), (3, 8), (4, 6), (10, 12)])
     [0, 1, 2, 1, 0]
@@ -155,7 +155,7 @@ def _chrome(role: str, pid: int, events: list[Event], earliest: int) -> Iterator
 
 
 def _read(path: Path) -> Iterator[Event]:
-    """Events of a role; torn lines (a kill while writing) are passed over."""
+    """Events of a role. Incomplete lines (a kill during a write) are skipped."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -167,6 +167,6 @@ def _read(path: Path) -> Iterator[Event]:
 
 
 def _rank(role: str) -> tuple[int, str, int]:
-    """Driver, controllers, engines, trainers, others; engine-10 after engine-2."""
+    """Sort key: driver, controllers, engines, trainers, others; engine-10 after engine-2."""
     name, digits = re.fullmatch(r"(.*?)-?(\d*)", role, re.DOTALL).groups()  # type: ignore[union-attr]
     return (ORDER.index(name) if name in ORDER else len(ORDER), name, int(digits or 0))

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, each imported only when asked for."""
+"""Trackers that receive copies of the metrics: TensorBoard, Weights & Biases, MLflow. Imported only if enabled."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gcore.types import UserError
 if TYPE_CHECKING:
     from gcore.config.tree import Observe
 
-IDS = "trackers.json"  # ids of the remote runs, so that a resumed run goes on in the same one
-PARAMS_AT_ONCE = 100  # MLflow's limit on one request
-PARAM_LENGTH = 500  # and on one value, in its oldest servers still in use
+IDS = "trackers.json"  # ids of the remote runs, so that a resumed run continues the same one
+PARAMS_AT_ONCE = 100  # MLflow's limit per request
+PARAM_LENGTH = 500  # MLflow's limit per value, on old servers
 
 
 class Tracker(Protocol):
@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 def check_trackers(observe: Observe) -> None:
-    """Refuse at start, not after the first step, when a tracker was asked for and is not installed."""
+    """Raises UserError at the start of a run if an enabled tracker is not installed."""
     for name in ("tensorboard", "wandb", "mlflow"):
         if getattr(observe, name) and not _installed(name):
             raise UserError(
@@ -42,7 +42,7 @@ def check_trackers(observe: Observe) -> None:
 def open_trackers(
     folder: Path, observe: Observe, run_name: str, config: dict[str, Any], last_step: int | None
 ) -> list[Tracker]:
-    """`last_step` is the newest step on record when a run goes on, None for a new run."""
+    """`last_step` is the newest logged step if a run resumes, None for a new run."""
     check_trackers(observe)
     trackers: list[Tracker] = []
     if observe.tensorboard:
@@ -55,7 +55,7 @@ def open_trackers(
 
 
 class TensorBoard:
-    """Event files by TensorBoard's own writer: torch's would bring torch into the driver."""
+    """Event files by TensorBoard's own writer: torch's writer would import torch in the driver."""
 
     name = "TensorBoard"
 
@@ -66,12 +66,12 @@ class TensorBoard:
         if last_step is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-            # Tells TensorBoard that points from this step on, in older files, were undone by the resume.
+            # Makes TensorBoard hide points from this step on in older files: the resume undid them.
             start = SessionLog(status=SessionLog.START)
             writer.add_event(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
 
     def _writer(self, warm_start: bool) -> Any:
-        """The warm start counts its own steps, so it is a run of its own beside the main one."""
+        """The warm start has its own step count, so it is a separate run."""
         if warm_start not in self._writers:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -94,7 +94,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Our `step` is the x-axis, not W&B's own counter: that one refuses to go back after a resume."""
+    """Our `step` is the x-axis, not W&B's own counter, which cannot go back after a resume."""
 
     name = "W&B"
 
@@ -116,7 +116,7 @@ class Wandb:
 
 
 class MLflow:
-    """Where to is MLflow's own business: MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
+    """The server is configured by MLflow's own variables: MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
 
     name = "MLflow"
 

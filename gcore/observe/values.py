@@ -1,4 +1,4 @@
-"""Metric values: what a row is about, reading it without surprises, and writing numbers for people.
+"""Metric rows: their kind, safe access to numbers, and formatting of numbers for display.
 
 A row is flat: {"step": 12, "reward/mean": 0.43, "timing_s/training": 0.3, ...}. All but `step` may be missing or null.
 """
@@ -19,14 +19,14 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def kind(row: Mapping[str, Any]) -> Kind:
-    """What the row reports. Steps of the warm start count for themselves and must not enter the reward curve."""
+    """The kind of a row. Warm-start rows have their own step count and must not enter the reward curve."""
     if row.get("phase") == "warm_start":
         return "warm_start"
     return "train" if any(key.startswith(("reward/", "actor/")) for key in row) else "eval"
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
-    """The finite number under `key`, else None: a missing metric is a gap in a picture, never an error."""
+    """The finite number under `key`, else None: a missing metric is a gap in a chart, never an error."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         return None
@@ -38,14 +38,14 @@ def step_of(row: Mapping[str, Any]) -> int:
 
 
 def stage_times(row: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds by stage in a row; what the step took beyond its stages is `other`, so that nothing hides."""
+    """Seconds by stage in a row; the step's time outside of its stages is `other`."""
     times = {stage: s for stage in STAGES if (s := number(row, f"timing_s/{stage}"))}
     rest = (number(row, "timing_s/step") or 0.0) - sum(times.values())
     return {**times, "other": rest} if times and rest > 1e-6 else times
 
 
 def clean(value: Any) -> Any:
-    """As strict JSON has it: NaN and infinity are null, NumPy scalars are numbers, anything odd is its text."""
+    """Converts to strict JSON: NaN and infinity become null, NumPy scalars numbers, other objects their text."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -58,7 +58,7 @@ def clean(value: Any) -> Any:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The whole series in `width` blocks: each is the mean of an equal share, scaled between lowest and highest.
+    """The series in `width` blocks: each is the mean of an equal part, scaled between minimum and maximum.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8)
     '▁▂▃▄▅▆▇█'
@@ -85,7 +85,7 @@ def count(value: float) -> str:
 
 
 def small(value: float) -> str:
-    """For losses, norms and KL: 0.0123, but 1.2e-05 rather than 0.0000."""
+    """For losses, norms and KL: 0.0123, but 1.2e-05 instead of 0.0000."""
     return f"{value:.1e}" if value and abs(value) < 1e-3 else f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"
 
 

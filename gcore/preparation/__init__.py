@@ -1,0 +1,1 @@
+"""From scored groups to training batches: advantages, samples, and the layout of batches over trainer ranks."""

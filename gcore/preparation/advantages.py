@@ -1,7 +1,7 @@
-"""Rewards -> advantages. Pure functions over numpy arrays; one scalar a sample, later spread over its steps.
+"""Rewards -> advantages: one number per sample, which preparation/samples.py copies to its steps. Pure functions.
 
-Each estimator sees one group (the siblings of one prompt) at a time; what needs the whole batch says so and is
-finished by `whiten`, whose three sums are gathered from all controllers.
+An estimator gets the rewards of one group (the siblings of one prompt). Estimators with whiten=True also normalize over
+the whole batch: `whiten` needs three sums (`Moments`), which are gathered from all controllers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ EPSILON = 1e-6
 
 
 def grpo(rewards: Array) -> Array:
-    """(r - mean) / std within the group; the spread is that of a sample (n - 1). Equal rewards give exactly 0."""
+    """(r - mean) / std within the group; std is the sample standard deviation (n - 1). Equal rewards give exactly 0."""
     if np.all(rewards == rewards[0]):
         return np.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
 
 
 def dr_grpo(rewards: Array) -> Array:
-    """r - mean: without the division that weighs easy and hard prompts more (Dr.GRPO)."""
+    """r - mean: not divided by std, which gives very easy and very hard prompts more weight (Dr.GRPO)."""
     return rewards - rewards.mean()
 
 
@@ -48,7 +48,7 @@ def reinforce_pp_baseline(rewards: Array) -> Array:
 class Estimator:
     group: Callable[[Array], Array]
     whiten: bool = False
-    per_step: bool = False  # KL in the reward: a step is charged with its own KL and what comes after it, not with all
+    per_step: bool = False  # KL in the reward: each step is charged with its KL to come, not with the KL of the sample
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -62,7 +62,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums over actions of their advantages. They add up over controllers."""
+    """Count, sum and sum of squares of the advantages of all actions. They add up over controllers."""
 
     count: float = 0.0
     total: float = 0.0
@@ -76,7 +76,7 @@ class Moments:
         to_come_squares: Array | None = None,
         kl_coef: float = 0.0,
     ) -> Moments:
-        """Of samples with one advantage a for all of their actions; or with a - kl_coef x (KL to come) for each."""
+        """Of samples whose actions all have the advantage a, or a - kl_coef x (KL to come) if that is given."""
         total = advantages * num_actions
         squares = advantages**2 * num_actions
         if to_come is not None and to_come_squares is not None:
@@ -94,7 +94,7 @@ class Moments:
 
     @property
     def spread(self) -> float:
-        """Standard deviation (n - 1), and a little more so that it is never 0."""
+        """Standard deviation (n - 1). 1e-8 is added to the variance so that it is never 0."""
         if self.count < 2:
             return 1.0
         variance = (self.squares - self.count * self.mean**2) / (self.count - 1)

@@ -1,11 +1,11 @@
-"""Who trains on what: from the lengths of all samples to rows, micro-batches and ranks. Pure; the same everywhere.
+"""Assigns samples to trainer ranks, and packs them into rows and micro-batches, by their lengths. Pure functions.
 
     metas (gathered, sorted) ──split──> mini-batches ──assign (cost)──> ranks ──pack──> rows ──> micro-batches
 
-Every controller calls `make_layout` on the same gathered metadata and so computes the same layout without a word more.
-Invariants (tests/unit/test_balance.py): every sample stands in exactly one row of one rank; no row is wider than its
-micro-batch; no micro-batch exceeds the token budget; all ranks have equally many micro-batches (they meet in
-collectives); the layout depends on neither the order of `metas` nor the number of controllers.
+Every controller calls `make_layout` on the same gathered metadata and gets the same layout without further messages.
+Invariants (tests/unit/test_balance.py): every sample is in exactly one row of one rank; no row is wider than its
+micro-batch; no micro-batch exceeds the token budget; all ranks have the same number of micro-batches (they meet in
+collectives); the layout depends neither on the order of `metas` nor on the number of controllers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make_layout(
     cost: CostModel,
     objective: Literal["policy", "imitation"] = "policy",
 ) -> list[TrainBatch]:
-    """One TrainBatch a rank."""
+    """One TrainBatch per rank."""
     parts = split(sorted(metas, key=lambda meta: meta.key), mini_batches)
     by_rank: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     for part in parts:
@@ -46,7 +46,7 @@ def make_layout(
 
 
 def split(metas: Sequence[SampleMeta], num_parts: int) -> list[list[SampleMeta]]:
-    """Into parts of whole prompts, as even as whole prompts allow; siblings stay together."""
+    """Split into parts of about the same number of prompts. Siblings stay in the same part."""
     prompts: dict[int, list[SampleMeta]] = {}
     for meta in metas:
         prompts.setdefault(meta.prompt_id, []).append(meta)
@@ -57,7 +57,8 @@ def split(metas: Sequence[SampleMeta], num_parts: int) -> list[list[SampleMeta]]
 
 
 def assign(metas: Sequence[SampleMeta], num_ranks: int, cost: CostModel) -> list[list[SampleMeta]]:
-    """The dearest sample first, each to the rank with the least so far: at most 4/3 of the best possible maximum."""
+    """Each sample, most expensive first, goes to the rank with the lowest cost so far. The highest cost of a rank is at
+    most 4/3 of the optimum."""
     shares: list[list[SampleMeta]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
     for meta in sorted(metas, key=lambda m: (-m.length, m.key)):
@@ -68,13 +69,13 @@ def assign(metas: Sequence[SampleMeta], num_ranks: int, cost: CostModel) -> list
 
 
 def pack(metas: Sequence[SampleMeta], max_tokens: int) -> list[MicroBatch]:
-    """Longest first into rows as wide as the longest sample of the micro-batch; a row takes what still fits (best fit).
+    """Pack samples into rows by best fit. The rows of a micro-batch are as wide as its longest sample.
 
-    `metas` come longest first, so a micro-batch holds samples of like length and rows waste little.
+    `metas` are sorted, longest first, so a micro-batch has samples of similar length and little padding.
     """
     batches: list[MicroBatch] = []
     rows: list[list[SampleMeta]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), least first
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     width = 0
 
     def close() -> None:
@@ -101,6 +102,6 @@ def pack(metas: Sequence[SampleMeta], max_tokens: int) -> list[MicroBatch]:
 
 
 def imbalance(shares: Sequence[Sequence[SampleMeta]], cost: CostModel) -> float:
-    """Largest load over mean load: 1.0 is perfect."""
+    """Highest cost of a rank / mean cost: 1.0 is perfect."""
     loads = [sum(cost.of(m.length) for m in share) for share in shares]
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0

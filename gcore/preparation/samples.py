@@ -1,7 +1,7 @@
-"""Scored groups -> samples with advantages, and the metadata that stands for them in collectives.
+"""Makes training samples from scored groups: advantages, loss masks, and the metadata that controllers exchange.
 
-rewards, less what is too long ──advantages──> samples ──> ranks
-KL in the reward: samples ──> ranks ──KlSums──> rewards, less KL ──advantages──> TrainBatch.advantages ──> ranks
+usually:           reward - overlong penalty ──advantages──> samples ──> ranks
+KL in the reward:  samples ──> ranks ──KlSums──> reward - penalty - KL ──advantages──> TrainBatch.advantages ──> ranks
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ NO_KL = KlSums(0.0, 0.0, 0.0)
 async def make_samples(
     groups: Groups, algorithm: Algorithm, group: Group, version: int, staleness: int = 0, max_length: int = 0
 ) -> list[Sample]:
-    """Samples with their advantages; without, where these need the KL that the ranks have yet to compute.
+    """Samples with their advantages. If the KL is part of the reward, advantages are 0 until `charge_kl`.
 
     `version` is the policy that will be trained; samples may be up to `staleness` versions older, and never newer.
     `max_length` is generation.max_response_length.
     """
     rollouts = [s.rollout for siblings in groups for s in siblings]
     versions = {v for r in rollouts for v in (r.version, int(r.versions_S.max()))}
-    odd = {v for v in versions if not version - staleness <= v <= version}
-    assert not odd, f"samples of policy versions {sorted(odd)} in a step that trains version {version}"
+    invalid = {v for v in versions if not version - staleness <= v <= version}
+    assert not invalid, f"samples of policy versions {sorted(invalid)} in a step that trains version {version}"
     scored = [s for siblings in groups for s in siblings]
     if algorithm.kl_in_reward:
-        found = dict.fromkeys(map(_key, scored), 0.0)
+        advantages = dict.fromkeys(map(_key, scored), 0.0)
     else:
-        found, _ = await advantages_of(groups, algorithm, group, max_length)
-    return [to_sample(s, found[_key(s)], algorithm.mask_truncated) for s in scored]
+        advantages, _ = await advantages_of(groups, algorithm, group, max_length)
+    return [to_sample(s, advantages[_key(s)], algorithm.mask_truncated) for s in scored]
 
 
 async def advantages_of(
     groups: Groups, algorithm: Algorithm, group: Group, max_length: int, kl: Mapping[Key, KlSums] | None = None
 ) -> tuple[dict[Key, float], float]:
-    """The advantage of each sample, and how many times the KL to come each of its steps has less.
+    """The advantage of each sample, and kl_scale: the advantage of a step is reduced by kl_scale x (KL to come).
 
-    Only three sums cross to other controllers, and only for estimators that whiten. `kl`: where the KL is part of the
-    reward. It lowers the score of a sample by all of its KL, before the group is compared; with `reinforce_pp` each
-    step by the KL to come.
+    Controllers exchange only three sums, and only for estimators that whiten. `kl`: given if the KL is part of the
+    reward. Then the score of a sample is reduced by its whole KL before the group is compared; with `reinforce_pp`,
+    each step is reduced by its KL to come instead, and kl_scale is not 0.
     """
     estimator, coef = ESTIMATORS[algorithm.adv_estimator], algorithm.kl_coef
     scored = [s for siblings in groups for s in siblings]
@@ -78,18 +78,18 @@ async def charge_kl(
     kl: Sequence[Mapping[Key, KlSums]],
     batches: Sequence[TrainBatch],
 ) -> list[TrainBatch]:
-    """The batches with advantages of rewards less KL, which the ranks found (`kl`). Scalars alone cross."""
+    """The batches with the advantages of reward - KL. `kl`: from the ranks. Controllers exchange only scalars."""
     every = {key: sums for part in kl for key, sums in part.items()}
     own, scale = await advantages_of(groups, algorithm, group, max_length, every)
-    found = {key: a for part in await group.all_gather("advantages after KL", own) for key, a in part.items()}
+    advantages = {key: a for part in await group.all_gather("advantages after KL", own) for key, a in part.items()}
     return [
-        dataclasses.replace(batch, advantages={key: found[key] for key in batch.keys}, kl_scale=scale)
+        dataclasses.replace(batch, advantages={key: advantages[key] for key in batch.keys}, kl_scale=scale)
         for batch in batches
     ]
 
 
 def overlong(rollout: Rollout, algorithm: Algorithm, max_length: int) -> float:
-    """What a response that comes near the length limit loses: 0 or less."""
+    """Penalty of a response near the length limit: 0 or negative."""
     return overlong_penalty(
         rollout.num_steps,
         max_length=max_length,
@@ -131,7 +131,7 @@ def meta_of(sample: Sample) -> SampleMeta:
 
 
 def samples_digest(metas: Sequence[SampleMeta]) -> str:
-    """One hash over (prompt id, sibling, steps) of a whole training step, in sorted order: equal for equal samples."""
+    """Hash of (prompt id, sibling, steps) of all samples of a training step, sorted: equal for equal samples."""
     total = hashlib.blake2b(digest_size=16)
     for meta in sorted(metas, key=lambda m: m.key):
         total.update(f"{meta.prompt_id}/{meta.sibling}/".encode() + meta.digest)

@@ -1,7 +1,7 @@
-"""What a sample will cost a trainer rank, in arbitrary but consistent units.
+"""The cost of a sample for a trainer rank, in arbitrary but consistent units. preparation/balance.py balances it.
 
-A transformer's time is a part that grows with the tokens (matrix products) and a part that grows with their square
-(attention). The crossover is where both are equal: about 6 x hidden size tokens for a dense decoder.
+The time of a transformer has a part linear in the tokens (matrix products) and a part quadratic in them (attention).
+At the crossover length both are equal: about 6 x hidden size tokens for a dense decoder.
 """
 
 from __future__ import annotations

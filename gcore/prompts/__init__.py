@@ -1,4 +1,4 @@
-"""Where prompts come from: datasets and tasks, the tokenizer and its chat template, the global order. No torch here."""
+"""Prompts: datasets and tasks, the tokenizer and its chat template, the global order. Does not import torch."""
 
 from gcore.prompts.files import Rows
 from gcore.prompts.rows import answer_of, load_rows, prompt_of

@@ -1,6 +1,6 @@
 """Files -> rows: .jsonl, .json (an array, or one object per line), .csv, .tsv, .parquet.
 
-Rows are read when asked for: every controller opens the dataset, none holds it as Python objects.
+Rows are read on access: every controller opens the dataset, but none holds it as Python objects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEDIA_FEATURES = ("Image", "Video", "Audio", "Pdf", "Nifti")  # types of the pac
 
 
 class Rows(Sequence[Row]):
-    """A sequence of rows behind a function. Rows(3, read, ["prompt", "answer"])[1] -> {"prompt": ..., "answer": ...}"""
+    """Rows read by a function. Rows(3, read, ["prompt", "answer"])[1] -> {"prompt": ..., "answer": ...}"""
 
     def __init__(self, num_rows: int, read: Callable[[int], Row], columns: Iterable[str]):
         self._num_rows, self._read, self.columns = num_rows, read, tuple(columns)
@@ -55,7 +55,7 @@ def read_file(path: Path, size: int | None, key: str) -> Rows:
 
 
 def _jsonl(path: Path, size: int | None, key: str) -> Rows:
-    """Every line is parsed once, to report a bad one now; later a row is parsed from the mapped file when asked for."""
+    """Parses every line once, to report bad lines early. Later a row is parsed from the mapped file on access."""
     starts, columns = array("q"), dict[str, None]()
     with path.open("rb") as file:
         start = 0
@@ -82,15 +82,15 @@ def _parse_line(line: bytes, path: Path, number: int, key: str) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
-        wanted = " (expected an array of objects, or one object per line)" if path.suffix == ".json" else ""
-        raise UserError(f"{key}.path: {path}, line {number}: not JSON: {error}{wanted}") from None
+        expected = " (expected an array of objects, or one object per line)" if path.suffix == ".json" else ""
+        raise UserError(f"{key}.path: {path}, line {number}: not JSON: {error}{expected}") from None
     if not isinstance(row, dict):
         raise UserError(f"{key}.path: {path}, line {number}: expected an object, got {short(row)}")
     return row
 
 
 def _json(path: Path, size: int | None, key: str) -> Rows:
-    """An array of objects is kept as text, with the places of the objects; anything else is read line by line."""
+    """An array of objects is kept as text, with the positions of the objects; other files are read line by line."""
     with path.open("rb") as file:
         start = next((line.lstrip() for line in file if line.strip()), b"")
     if not start.startswith(b"["):
@@ -135,7 +135,7 @@ def _elements(text: str, path: Path, key: str) -> Iterator[tuple[Row, int, int]]
 
 
 def _csv(path: Path, size: int | None, key: str) -> Rows:
-    """The first line names the columns. Values are strings as they stand; an empty one is null."""
+    """The first line names the columns. Values are unchanged strings; an empty value is null."""
     import pyarrow as pa
 
     csv.field_size_limit(2**31 - 1)
@@ -173,7 +173,7 @@ def _parquet(path: Path, size: int | None, key: str) -> Rows:
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{key}.path: {path} is not a readable parquet file: {' '.join(str(error).split())}") from None
     about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))  # written by `datasets`
-    refuse_media(about.get("info", {}).get("features") or {}, key)
+    reject_media(about.get("info", {}).get("features") or {}, key)
     return _rows_of(table, size)
 
 
@@ -185,13 +185,11 @@ def _rows_of(table: Any, size: int | None) -> Rows:
 READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
 
 
-def refuse_media(features: dict[str, Any], key: str) -> None:
-    """Columns that hold images by their type, as in {"image": {"_type": "Image"}, "prompt": {"dtype": "string"}}."""
+def reject_media(features: dict[str, Any], key: str) -> None:
+    """Raises UserError for columns of a media type: {"image": {"_type": "Image"}, "prompt": {"dtype": "string"}}."""
     for name, feature in features.items():
         if kinds := sorted(_media_types(feature)):
-            raise UserError(
-                f"{key}: column {name!r} holds {kinds[0]} features; only text is trained on so far (remove the column)"
-            )
+            raise UserError(f"{key}: column {name!r} holds {kinds[0]} features; expected text only (remove the column)")
 
 
 def _media_types(feature: Any) -> set[str]:

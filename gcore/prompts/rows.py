@@ -1,4 +1,4 @@
-"""Dataset -> rows: files, folders, hub ids, tasks; and which of a row's columns mean what."""
+"""Dataset -> rows: files, folders, hub ids, tasks; and which columns of a row hold the prompt and the answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWERS = ("answer", "ground_truth", "label", "solution", "reward_model.ground_t
 
 
 def load_rows(spec: Dataset, key: str = "data.train") -> Sequence[Row]:
-    """The rows of a dataset, at most `spec.size`. `key` is where `spec` stands in the recipe, for the messages."""
+    """The rows of a dataset, at most `spec.size`. `key` is the config key of `spec`, for messages."""
     if spec.task is not None:
         made = make_task(spec.task, spec.args, spec.size, key=key)
         rows = Rows(len(made), made.__getitem__, made[0] if len(made) else ())
@@ -34,7 +34,7 @@ def load_rows(spec: Dataset, key: str = "data.train") -> Sequence[Row]:
 
 
 def prompt_of(row: Mapping[str, Any], spec: Dataset, key: str = "data.train") -> str | list[Message]:
-    """A string, or messages that end before the assistant speaks. Message fields that are null are left out."""
+    """A string, or messages that do not end with the assistant's. Null fields of messages are removed."""
     column = prompt_column(row, spec, key)
     value = row[column]
     if isinstance(value, str):
@@ -48,20 +48,18 @@ def prompt_of(row: Mapping[str, Any], spec: Dataset, key: str = "data.train") ->
         if not isinstance(message, Mapping) or message.get("role") is None:
             raise UserError(f"{key}: column {column!r} holds {short(message)}; expected messages with a role")
         if kinds := media_parts(message.get("content")):
-            raise UserError(
-                f"{key}: column {column!r} has a message part of type {kinds[0]!r}; only text is trained on so far"
-            )
+            raise UserError(f"{key}: column {column!r} has a message part of type {kinds[0]!r}; expected text only")
         messages.append({name: field for name, field in message.items() if field is not None})
     if messages[-1]["role"] == "assistant":
         raise UserError(
-            f"{key}: the messages in column {column!r} end with the assistant's; expected the prompt alone "
+            f"{key}: the messages in column {column!r} end with an assistant message; expected only the prompt "
             f"(set {key}.prompt_column)"
         )
     return messages
 
 
 def answer_of(row: Mapping[str, Any], spec: Dataset) -> Any:
-    """The reference answer as the dataset has it (a string, a number, verl's ground_truth); None if there is none."""
+    """The reference answer as in the dataset (a string, a number, verl's ground_truth); None if there is none."""
     for name in ANSWERS if spec.answer_column == "auto" else (spec.answer_column,):
         value = _lookup(row, name)
         if value is not None:
@@ -70,7 +68,7 @@ def answer_of(row: Mapping[str, Any], spec: Dataset) -> Any:
 
 
 def prompt_column(row: Mapping[str, Any], spec: Dataset, key: str = "data.train") -> str:
-    """Name of the column with the prompt. `auto` takes the first known one that is filled."""
+    """Name of the column with the prompt. `auto` takes the first known column with a value."""
     names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
     for name in names:
         if row.get(name) is not None:
@@ -90,9 +88,9 @@ def _check_columns(rows: Rows, spec: Dataset, key: str) -> None:
 
 
 def _no_prompt(columns: Iterable[str], spec: Dataset, key: str) -> UserError:
-    wanted = "one of " + ", ".join(PROMPTS) if spec.prompt_column == "auto" else repr(spec.prompt_column)
+    expected = "one of " + ", ".join(PROMPTS) if spec.prompt_column == "auto" else repr(spec.prompt_column)
     return UserError(
-        f"{key}: no prompt column: expected {wanted}, got {', '.join(sorted(columns))} (set {key}.prompt_column)"
+        f"{key}: no prompt column: expected {expected}, got {', '.join(sorted(columns))} (set {key}.prompt_column)"
     )
 
 
@@ -106,13 +104,13 @@ def _lookup(row: Mapping[str, Any], name: str) -> Any:
 
 
 def check_media(row: Mapping[str, Any], key: str) -> None:
-    """A run must not train on the text alone where prompts come with pictures."""
+    """Raises UserError if prompts have images: a run must not silently train on the text only."""
     for name in MEDIA:
         value = row.get(name)
         if value is not None and not (isinstance(value, Sequence | Mapping) and not value):
             raise UserError(
-                f"{key}: column {name!r} holds {short(value)}; only text is trained on so far (remove or rename the "
-                "column if prompts do not need it)"
+                f"{key}: column {name!r} holds {short(value)}; expected text only (remove or rename the column if "
+                "prompts do not need it)"
             )
 
 
@@ -127,7 +125,7 @@ def media_parts(content: Any) -> list[str]:
 
 
 def read_rows(spec: Stored, size: int | None, key: str) -> Rows:
-    """Of a file, a folder or a hub id."""
+    """Rows of a file, a folder or a hub id."""
     path = Path(spec.path or "")
     if is_hub_dataset(spec) and spec.revision is not None:  # the driver has pinned it
         from gcore.prompts.stored import read_id
@@ -141,8 +139,8 @@ def read_rows(spec: Stored, size: int | None, key: str) -> Rows:
         from gcore.prompts.stored import read_folder
 
         return read_folder(spec, size, key)
-    if idle := [name for name in ("subset", "split") if getattr(spec, name) is not None]:
-        raise UserError(f"{key}.{idle[0]}: {path} is a file; expected a dataset's folder or a hub id")
+    if unused := [name for name in ("subset", "split") if getattr(spec, name) is not None]:
+        raise UserError(f"{key}.{unused[0]}: {path} is a file; expected a dataset's folder or a hub id")
     return read_file(path, size, key)
 
 
@@ -151,7 +149,7 @@ def is_hub_dataset(spec: Stored) -> bool:
 
 
 def pin_rows(spec: AnyStored, key: str) -> AnyStored:
-    """A dataset of the hub with its commit, subset and split; others as they are."""
+    """A hub dataset with its commit, subset and split filled in; other datasets unchanged."""
     if not is_hub_dataset(spec):
         return spec
     from gcore.prompts.stored import pin_dataset

@@ -1,9 +1,9 @@
 """Rows -> prompts, in one global order.
 
-    rows ──measure (each controller a part)──> kept ──PromptSource.at(cursor)──> Prompt
+    rows ──measure (one part per controller)──> kept ──PromptSource.at(cursor)──> Prompt
 
-The order is a function of (seed, epoch, kept rows) alone: a cursor means the same prompt to every controller, however
-many there are, and after a restart.
+The order is a function of (seed, epoch, kept rows) only: a cursor is the same prompt in every controller, for any
+number of controllers, and after a restart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 
 
 class Templater:
-    """A row -> messages -> text -> tokens, for one of the datasets of `data`."""
+    """Row -> messages -> text -> tokens, for one of the datasets of `data`."""
 
     def __init__(self, tokenizer: Any, data: Data, split: Literal["train", "eval"] = "train"):
         spec = data.train if split == "train" else data.eval
@@ -41,7 +41,7 @@ class Templater:
             raise no_template("data.system_prompt")
 
     def messages(self, row: Row) -> tuple[Message, ...]:
-        """A string becomes the user's message, after the system prompt; messages stay as they are."""
+        """A string becomes a user message after the system prompt; messages are unchanged."""
         prompt = prompt_of(row, self.spec, self.key)
         if not isinstance(prompt, str):
             return tuple(prompt)
@@ -49,10 +49,11 @@ class Templater:
         return (*system, {"role": "user", "content": prompt})
 
     def render(self, row: Row) -> tuple[tuple[Message, ...], str, Ints]:
-        """Messages, text and tokens as the model reads them.
+        """Messages, text and tokens of the model's input.
 
-        With a chat template: the templated text, and the tokens of exactly that (the template wrote its special
-        tokens). Without one: a string as it is, with the special tokens that the tokenizer puts before a text, as bos.
+        With a chat template: the rendered text and its tokens, without more special tokens (the template contains
+        them). Without a template: the unchanged string, with the special tokens that the tokenizer prepends, such as
+        bos.
         """
         from jinja2 import TemplateError
 
@@ -62,9 +63,9 @@ class Templater:
             return messages, *self._plain(row)
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError) as error:  # a role it does not know, content that is not text, ...
+        except (TemplateError, TypeError) as error:  # an unknown role, content that is not text, ...
             raise UserError(
-                f"{self.key}: the chat template refuses the messages of roles {[m['role'] for m in messages]}: "
+                f"{self.key}: the chat template rejects messages of roles {[m['role'] for m in messages]}: "
                 f"{' '.join(str(error).split())} (change model.chat_template or data.system_prompt)"
             ) from None
         return messages, text, self._tokens(text, [m.get("content") for m in messages])
@@ -76,16 +77,16 @@ class Templater:
         self._check_alphabet([text])
         tokens: list[int] = self.tokenizer(text)["input_ids"]
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if bos is not None and tokens[:2] == [bos, bos]:  # the text has one of its own
+        if bos is not None and tokens[:2] == [bos, bos]:  # the text contains bos too
             tokens = tokens[1:]
         if tokens and tokens[-1] == eos and not text.endswith(str(self.tokenizer.eos_token)):
-            tokens = tokens[:-1]  # some tokenizers end a text, and this one goes on
+            tokens = tokens[:-1]  # some tokenizers append eos, but the response continues this text
         if not tokens:
             raise UserError(f"{self.key}: an empty prompt has no tokens; expected text")
         return text, np.asarray(tokens, dtype=np.int32)
 
     def demonstration(self, row: Row) -> Tokens:
-        """What a teacher said: the column `demonstration` if it is filled, else the reference answer; then eos."""
+        """The response to imitate, then eos: the column `demonstration` if not null, else the reference answer."""
         answer = row.get("demonstration")
         if answer is None:
             answer = answer_of(row, self.spec)
@@ -95,7 +96,7 @@ class Templater:
         return Tokens.steps(np.append(tokens, np.int32(self.tokenizer.eos_token_id)))
 
     def prompt(self, row: Row, index: int, cursor: int) -> Prompt:
-        """The row as a Prompt. `columns["prompt"]` is the prompt as the dataset has it: rewards are given that form."""
+        """The row as a Prompt. `columns["prompt"]` is the prompt as in the dataset: rewards receive this form."""
         messages, text, tokens = self.render(row)
         column = prompt_column(row, self.spec, self.key)
         columns = {name: value for name, value in row.items() if name != column}
@@ -110,23 +111,25 @@ class Templater:
         return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def _check_alphabet(self, contents: Sequence[Any]) -> None:
-        if self._alphabet:  # of a built model: a character it lacks would become <unk> in silence
+        if self._alphabet:  # of a model built from scratch: unknown characters would silently become <unk>
             missing = {c for content in contents if isinstance(content, str) for c in content} - self._alphabet
             if missing:
-                lacks = "".join(sorted(missing))
-                raise UserError(f"{self.key}: no token for the characters {lacks!r} (add them to model.build.alphabet)")
+                unknown = "".join(sorted(missing))
+                raise UserError(
+                    f"{self.key}: no token for the characters {unknown!r} (add them to model.build.alphabet)"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured(kept=[0, 2, 3], too_long=[1]): rows of the dataset, ascending"""
+    """Measured(kept=[0, 2, 3], too_long=[1]): row indices of the dataset, ascending"""
 
     kept: list[int]
     too_long: list[int]
 
 
 def measure(rows: Sequence[Row], templater: Templater, max_length: int, part: int = 0, parts: int = 1) -> Measured:
-    """Which rows fit in `max_length` tokens after the template. Controllers share the work: i % parts == part."""
+    """The rows that have at most `max_length` tokens after templating. A controller measures i % parts == part."""
     measured = Measured([], [])
     for index in range(part, len(rows), parts):
         try:
@@ -138,20 +141,20 @@ def measure(rows: Sequence[Row], templater: Templater, max_length: int, part: in
 
 
 class PromptSource:
-    """The endless global order of prompts: `at(cursor)`, where each epoch visits every kept row once."""
+    """The infinite global order of prompts: `at(cursor)`. Each epoch contains every kept row once."""
 
     def __init__(self, rows: Sequence[Row], kept: Iterable[int], templater: Templater, seed: int, shuffle: bool = True):
-        self.kept = np.unique(np.asarray(list(kept), dtype=np.int64))  # sorted: parts may have come in any order
+        self.kept = np.unique(np.asarray(list(kept), dtype=np.int64))  # sorted: parts may arrive in any order
         if not len(self.kept):
             raise UserError(
-                f"{templater.key}: none of the {len(rows)} prompts fits (raise data.max_prompt_length, "
-                f"or see {templater.key}.prompt_column)"
+                f"{templater.key}: none of the {len(rows)} prompts fits; expected at least one (raise "
+                f"data.max_prompt_length, or see {templater.key}.prompt_column)"
             )
         self.rows, self.templater, self.seed, self.shuffle = rows, templater, seed, shuffle
-        self._orders: dict[int, npt.NDArray[np.int64]] = {}  # of the last two epochs: requests straddle their border
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}  # of the last two epochs: requests may span both
 
     def __len__(self) -> int:
-        """Prompts in an epoch."""
+        """Prompts per epoch."""
         return len(self.kept)
 
     def at(self, cursor: int) -> Prompt:
@@ -162,14 +165,14 @@ class PromptSource:
         return self.templater.demonstration(self.rows[self.row(cursor)])
 
     def row(self, cursor: int) -> int:
-        """The row of the dataset at a place in the global order."""
+        """The index of the dataset's row at a cursor."""
         if cursor < 0:
             raise ValueError(f"cursor: expected 0 or more, got {cursor}")
-        epoch, place = divmod(cursor, len(self.kept))
-        return int(self.kept[self._order(epoch)[place]]) if self.shuffle else int(self.kept[place])
+        epoch, position = divmod(cursor, len(self.kept))
+        return int(self.kept[self._order(epoch)[position]]) if self.shuffle else int(self.kept[position])
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Ranks of raw Philox numbers, not Generator.permutation: numpy may change the latter between releases."""
+        """Ranks of raw Philox numbers. Generator.permutation may change between numpy releases."""
         if epoch not in self._orders:
             key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
             raw = np.random.Philox(key=key).random_raw(len(self.kept))

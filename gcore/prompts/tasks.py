@@ -20,24 +20,24 @@ ARITHMETIC: Row = {
     "operations": ["+"],
     "min": 0,
     "max": 99,
-    "min_answer": None,  # leave out problems with a smaller answer
-    "zeros": True,  # False: leave out operands with the digit 0
-    "sloppy": 0.0,  # share of demonstrations (not answers!) of a teacher who forgets the carry of the last digit
+    "min_answer": None,  # remove problems with a smaller answer
+    "zeros": True,  # False: remove problems with the digit 0 in an operand
+    "sloppy": 0.0,  # fraction of demonstrations (not answers) without the carry of the last digit
     "split": "train",
     "eval_size": 500,
     "seed": 0,
 }
-MOST_TRAIN = 2**18  # problems drawn for training when operands are large; a million pairs and more are not enumerated
+MOST_TRAIN = 2**18  # limit of training problems for large operands, where not all pairs are enumerated
 GYM_SIZE = 1000
 GYM_EVAL_SEED = 10**9  # reasoning_gym seeds row i with seed + i: nearby seeds would share rows
-# scorers that hand the answer to eval, themselves or through sympy; the reward function refuses the same ones
+# scorers that pass the answer to eval, directly or through sympy; the reward function rejects the same ones
 EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry|metadata)")
 
 
 def make_task(
     name: str, args: Mapping[str, Any], size: int | None = None, seed: int = 0, key: str = "data.train"
 ) -> Sequence[Row]:
-    """Rows of a task, the same for the same arguments. `args["seed"]`, where given, stands above `seed`."""
+    """Rows of a task, the same for the same arguments. `args["seed"]` overrides `seed`."""
     if name == "arithmetic":
         return _arithmetic({"seed": seed, **args}, size, key)
     package, _, task = name.partition("/")
@@ -47,7 +47,7 @@ def make_task(
 
 
 class _Arithmetic(Sequence[Row]):
-    """Problem number -> row: numbers run over operations, then left and right operands."""
+    """Problem number -> row. The number encodes the operation, the left and the right operand."""
 
     def __init__(self, problems: Sequence[int], args: Row):
         self.problems, self.operations, self.low = problems, args["operations"], args["min"]
@@ -70,15 +70,16 @@ class _Arithmetic(Sequence[Row]):
         a, b, name = left + self.low, right + self.low, self.operations[sign]
         row = {"prompt": f"{a}{name}{b}=", "answer": str(OPERATIONS[name](a, b))}
         if self.sloppy:
-            forgets = np.random.default_rng([self.seed % 2**64, number]).random() < self.sloppy
-            row["demonstration"] = str(a // 10 * 10 + b // 10 * 10 + (a + b) % 10) if forgets else row["answer"]
+            wrong = np.random.default_rng([self.seed % 2**64, number]).random() < self.sloppy
+            row["demonstration"] = str(a // 10 * 10 + b // 10 * 10 + (a + b) % 10) if wrong else row["answer"]
         return row
 
 
 def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
-    """{"prompt": "27+58=", "answer": "85"}. One draw orders the problems; its head is held out, train is the rest.
+    """{"prompt": "27+58=", "answer": "85"}. One random order of the problems: the first are held out, the rest are
+    for training.
 
-    Disjoint as long as both splits are asked for with the same other arguments."""
+    The splits are disjoint if their other arguments are the same."""
     for name in given:
         if name not in ARITHMETIC:
             raise UserError(f"{key}.args.{name}: arithmetic has no such argument{_nearest(name, ARITHMETIC)}")
@@ -87,9 +88,9 @@ def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequenc
         if not isinstance(args[name], int) or isinstance(args[name], bool):
             raise UserError(f"{key}.args.{name}: expected a whole number, got {args[name]!r}")
     if not isinstance(args["sloppy"], int | float) or not 0 <= args["sloppy"] <= 1:
-        raise UserError(f"{key}.args.sloppy: expected a share between 0 and 1, got {args['sloppy']!r}")
+        raise UserError(f"{key}.args.sloppy: expected a number between 0 and 1, got {args['sloppy']!r}")
     if args["sloppy"] and args["operations"] != ["+"]:
-        raise UserError(f"{key}.args.sloppy: only addition has a carry to forget; got operations {args['operations']}")
+        raise UserError(f"{key}.args.sloppy: got operations {args['operations']}; expected only + (it omits a carry)")
     operations, low, high, held_out = args["operations"], args["min"], args["max"], args["eval_size"]
     if (
         not isinstance(operations, list | tuple)
@@ -105,21 +106,23 @@ def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequenc
     num_problems = len(operations) * (high - low + 1) ** 2
     if not 0 <= held_out < num_problems:
         raise UserError(
-            f"{key}.args.eval_size: expected less than the {num_problems} problems there are, got {held_out}"
+            f"{key}.args.eval_size: expected less than the number of problems, {num_problems}, got {held_out}"
         )
     if num_problems >= 2**62:
-        raise UserError(f"{key}.args.max: {high} makes more problems than can be numbered; expected less")
+        raise UserError(f"{key}.args.max: got {high}, which gives 2**62 problems or more; expected less")
     random = np.random.default_rng([args["seed"] % 2**64, num_problems])
     order = random.choice(num_problems, size=min(num_problems, held_out + MOST_TRAIN), replace=False)
-    order = order[_wanted(order, args)]
+    order = order[_selected(order, args)]
     if len(order) <= held_out:
-        raise UserError(f"{key}.args.eval_size: expected less than the {len(order)} problems there are, got {held_out}")
+        raise UserError(
+            f"{key}.args.eval_size: expected less than the number of problems, {len(order)}, got {held_out}"
+        )
     problems = order[:held_out] if split == "eval" else order[held_out:]
     return _Arithmetic(problems[:size], args)
 
 
-def _wanted(numbers: np.ndarray, args: Row) -> np.ndarray:
-    """Which problems `zeros` and `min_answer` leave in."""
+def _selected(numbers: np.ndarray, args: Row) -> np.ndarray:
+    """Mask of the problems that pass `zeros` and `min_answer`."""
     if args["zeros"] and args["min_answer"] is None:
         return np.ones(len(numbers), bool)
     rows = _Arithmetic(numbers.tolist(), args)
@@ -128,7 +131,7 @@ def _wanted(numbers: np.ndarray, args: Row) -> np.ndarray:
 
 
 class _Gym(Sequence[Row]):
-    """Rows of a reasoning_gym dataset, generated when asked for."""
+    """Rows of a reasoning_gym dataset, generated on access."""
 
     def __init__(self, task: str, dataset: Any, args: Row):
         self.task, self.dataset, self.args_json = task, dataset, json.dumps(args, sort_keys=True)
@@ -156,7 +159,7 @@ class _Gym(Sequence[Row]):
 
 
 def _reasoning_gym(task: str, given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
-    """The scorer needs the whole entry and, for a few tasks, the arguments it was made with: both go into the row."""
+    """The scorer needs the whole entry and, for some tasks, the arguments of its generator: both are in the row."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -170,7 +173,7 @@ def _reasoning_gym(task: str, given: Mapping[str, Any], size: int | None, key: s
     args = {name: value for name, value in given.items() if name not in ("split", "allow_eval")}
     if EVALUATES.search(inspect.getsource(kind.score_answer)) and given.get("allow_eval") is not True:
         raise UserError(
-            f"{key}.task: the scorer of reasoning_gym/{task} runs the model's answer as Python code, unconfined; "
+            f"{key}.task: the scorer of reasoning_gym/{task} runs the model's answer as Python code without a sandbox; "
             f"choose another task, or set {key}.args.allow_eval=true"
         )
     fields = settings.__dataclass_fields__
@@ -183,12 +186,12 @@ def _reasoning_gym(task: str, given: Mapping[str, Any], size: int | None, key: s
     try:
         dataset = reasoning_gym.create_dataset(task, **args)
     except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"{key}.args: reasoning_gym/{task} refuses {args}: {error}") from None
+        raise UserError(f"{key}.args: reasoning_gym/{task} rejects {args}: {error}") from None
     return _Gym(task, dataset, {k: v for k, v in given.items() if k not in ("split", "seed", "size")})
 
 
 def _tag(value: Any) -> Any:
-    """JSON has lists and text keys alone; scorers compare tuples. Undone by the reward function `reasoning_gym`."""
+    """Marks tuples and non-string keys, which JSON does not have. The reward function `reasoning_gym` restores them."""
     if isinstance(value, tuple):
         return {"$tuple": [_tag(item) for item in value]}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The tokenizer, checked before anything starts: what is missing is named here, not found mid-run."""
+"""The tokenizer, checked before the run starts: a missing eos token or chat template is reported early."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ CHAR_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# tokens that exist to fill space, or that no text contains, in the order in which they are taken for padding
+# tokens usable for padding, in order of preference: made for padding, or in no text
 PADS = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_0|>", "<|endoftext|>")
 
 
 def load_tokenizer(model: Model, key: str = "model", *, chat: bool = False) -> Any:
-    """A model's tokenizer, with an eos token; `chat`: and with a chat template. UserError where one is missing.
+    """A model's tokenizer. Raises UserError if it has no eos token, or with `chat` if it has no chat template.
 
-    `key`: where the model stands in the recipe. A policy needs no template for prompts that are strings, and no pad
-    token: training packs, and engines know their lengths.
+    `key`: the config key of the model. A policy needs no template for prompts that are strings, and no pad token:
+    training packs sequences, and engines track lengths.
     """
     if model.build is not None:
-        tokenizer, place = build_char_tokenizer(model.build.alphabet), f"{key}.build"
+        tokenizer, source_key = build_char_tokenizer(model.build.alphabet), f"{key}.build"
     else:
-        folder, place = hub.tokenizer_folder(model, key)
-        tokenizer = _from_folder(folder, place, model.trust_remote_code)
+        folder, source_key = hub.tokenizer_folder(model, key)
+        tokenizer = _from_folder(folder, source_key, model.trust_remote_code)
     if model.chat_template is not None:
         tokenizer.chat_template = _template_text(model.chat_template)
-        _probe(tokenizer)
+        _check_template(tokenizer)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"{place}: the tokenizer has no eos token (set eos_token in its tokenizer_config.json, "
+            f"{source_key}: the tokenizer has no eos token (set eos_token in its tokenizer_config.json, "
             f"or set {key}.tokenizer to one that has it)"
         )
     if chat and not tokenizer.chat_template:
-        raise no_template(place, key)
+        raise no_template(source_key, key)
     return tokenizer
 
 
@@ -51,9 +51,8 @@ def no_template(what: str, key: str = "model") -> UserError:
 
 
 def with_padding(tokenizer: Any, model: Model) -> Any:
-    """The tokenizer of a scorer. Where it has no pad token it gets one that is never a stop token and that no text ends
-    with, if there is such a token: scorers look for the last token that is not padding, and pad = eos would hide the
-    end of a conversation."""
+    """The tokenizer of a scorer. A missing pad token is set to a token that is not a stop token, if there is one:
+    scorers read the last token that is not padding, and pad = eos would hide the end of a conversation."""
     if tokenizer.pad_token_id is None:
         stops, vocabulary = stop_tokens(model, tokenizer), tokenizer.get_vocab()
         names = (*PADS, tokenizer.bos_token, tokenizer.unk_token)
@@ -62,8 +61,8 @@ def with_padding(tokenizer: Any, model: Model) -> Any:
 
 
 def stop_tokens(model: Model, tokenizer: Any) -> tuple[int, ...]:
-    """What ends a response: the tokenizer's eos, and those of the model's generation_config.json (chat models end turns
-    with another token than texts)."""
+    """Tokens that end a response: the tokenizer's eos, and those of the model's generation_config.json (chat models
+    end turns with another token than texts)."""
     found = {tokenizer.eos_token_id}
     if model.path is not None and (file := hub.model_folder(model) / "generation_config.json").is_file():
         eos = json.loads(file.read_text()).get("eos_token_id")
@@ -72,14 +71,16 @@ def stop_tokens(model: Model, tokenizer: Any) -> tuple[int, ...]:
 
 
 def build_char_tokenizer(alphabet: str) -> Any:
-    """One token a character: 4 special tokens, then the alphabet in its order. "27+58=" -> <bos> 2 7 + 5 8 ="""
+    """One token per character: 4 special tokens, then the alphabet in its order. "27+58=" -> <bos> 2 7 + 5 8 ="""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     if not alphabet:
-        raise UserError("model.build.alphabet: empty, expected the characters of the task, for example 0123456789+=")
+        raise UserError(
+            "model.build.alphabet: got an empty string; expected the characters of the task, such as 0123456789+="
+        )
     if twice := sorted({c for c in alphabet if alphabet.count(c) > 1}):
-        raise UserError(f"model.build.alphabet: each character once, got {''.join(twice)!r} twice")
+        raise UserError(f"model.build.alphabet: got {''.join(twice)!r} twice; expected each character once")
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -94,16 +95,18 @@ def build_char_tokenizer(alphabet: str) -> Any:
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAR_TEMPLATE
-    tokenizer.alphabet = alphabet  # lets the templater name the characters it lacks
+    tokenizer.alphabet = alphabet  # lets the templater report unknown characters
     return tokenizer
 
 
 def _from_folder(folder: Path, key: str, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
-    # transformers builds an empty tokenizer from config.json alone, so the files are looked for first
+    # transformers builds an empty tokenizer if there is only config.json, so check the files first
     if not hub.has_vocabulary(folder) and not (trust_remote_code and any(folder.glob("*.py"))):
-        raise UserError(f"{key}: no tokenizer in {folder} (expected tokenizer.json or the like; set model.tokenizer)")
+        raise UserError(
+            f"{key}: no tokenizer in {folder}; expected tokenizer.json or similar files (or set model.tokenizer)"
+        )
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for files it cannot read
@@ -112,7 +115,7 @@ def _from_folder(folder: Path, key: str, trust_remote_code: bool) -> Any:
 
 
 def _template_text(value: str) -> str:
-    """The template itself, or the content of the file it names. Only a template has braces."""
+    """The template itself, or the content of the file that the key names. A template contains a brace."""
     if "{" in value:
         return value
     file = Path(value)
@@ -121,8 +124,8 @@ def _template_text(value: str) -> str:
     return file.read_text()
 
 
-def _probe(tokenizer: Any) -> None:
-    """A template the user brought is tried once, so that a slip of syntax is reported by its key."""
+def _check_template(tokenizer: Any) -> None:
+    """Renders a user's template once, so that a syntax error is reported with its key."""
     from jinja2 import TemplateError
 
     try:

@@ -1,1 +1,1 @@
-"""How responses become rewards: rules, scalar models, generative judges and servers, blended into one number."""
+"""Computes rewards of responses: rules, scalar models, generative judges and servers, summed into one number."""

@@ -1,10 +1,10 @@
-"""JSON to a server and back, for reward servers and for judges behind a URL: which failures are worth another try.
+"""JSON client of reward servers and of judges behind a URL. It decides which failures are retried.
 
-    payload ──> POST ──> JSON, read by the caller
-                  ├── slow, busy (429), broken (5xx), unreachable, garbage: a pause, then again
-                  └── any other status: RewardError at once, with what the server said
+    payload ──> POST ──> JSON, parsed by the caller
+                  ├── timeout, 429, 5xx, no connection, invalid JSON: wait, then retry
+                  └── any other status: RewardError immediately, with the server's message
 
-The token is read from the environment when needed, never kept, and taken out of whatever a server says.
+The token is read from the environment for each request and never stored. It is removed from quoted server messages.
 """
 
 from __future__ import annotations
@@ -28,43 +28,44 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession
 
 T = TypeVar("T")
-REACH_S = 5.0  # how long a server may take to say that it is there
+REACH_S = 5.0  # timeout of the reachability check before the run
 
 
 @dataclass(frozen=True, slots=True)
-class Pauses:
-    """Between two tries: Pauses(first_s=0.25), each twice as long as the one before, with jitter."""
+class RetryDelays:
+    """Delays between attempts: RetryDelays(first_s=0.25). Each is twice the one before, with jitter."""
 
     first_s: float = 0.25
     longest_s: float = 10.0
-    longest_retry_after_s: float = 60.0  # of what a server asks for with Retry-After
+    longest_retry_after_s: float = 60.0  # upper limit for a server's Retry-After
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a server answered, as it is: Reply(status=429, text="slow down", retry_after="2")"""
+    """The response of a server, unparsed: Reply(status=429, text="slow down", retry_after="2")"""
 
     status: int
     text: str
     retry_after: str
 
 
-class Busy(RuntimeError):
-    """429 or 5xx; `after_s` is what its Retry-After asks for, 0 without one."""
+class ServerBusy(RuntimeError):
+    """Status 429 or 5xx. `after_s` is the value of Retry-After, 0 without that header."""
 
-    def __init__(self, said: str, after_s: float):
-        super().__init__(said)
+    def __init__(self, message: str, after_s: float):
+        super().__init__(message)
         self.after_s = after_s
 
 
-class Refused(RuntimeError):
-    """Asking again would not help."""
+class RequestRejected(RuntimeError):
+    """The request failed, and a retry would fail too."""
 
 
 class JsonClient:
-    """One server, as one controller asks it: JsonClient("http://h:8000/v1", "rewards.judges.0", tries=4, ...)
+    """One controller's client of one server: JsonClient("http://h:8000/v1", "rewards.judges.0", tries=4, ...)
 
-    `url` is the user's, `path` what is asked below it; `hint` are the keys to look at when the server refuses.
+    `url` is from the config, `path` is appended to it. `hint` names the config keys to check when the server rejects
+    a request.
     """
 
     def __init__(
@@ -79,70 +80,70 @@ class JsonClient:
         counts: Counter[str],
         path: str = "",
         hint: str = "",
-        pauses: Pauses | None = None,
+        delays: RetryDelays | None = None,
     ):
         self.url, self.path, self.key, self.hint = url, path, key, hint or f"key: {key}.url"
         self.tries, self.timeout_s, self.max_concurrent, self.token_env = tries, timeout_s, max_concurrent, token_env
-        self.counts, self.pauses = counts, pauses or Pauses()
-        self._random = random.Random()  # of its own: pauses must neither follow nor move the run's seeds
+        self.counts, self.delays = counts, delays or RetryDelays()
+        self._random = random.Random()  # separate: delays must neither use nor advance the run's random state
         self._session: ClientSession | None = None
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def address(self, path: str) -> str:
-        """`path` below the url; the url's query stays behind it."""
+        """`path` appended to the url, in front of the url's query."""
         base, mark, query = self.url.partition("?")
         return f"{base.rstrip('/')}/{path}{mark}{query}" if path else self.url
 
     @property
-    def shown(self) -> str:
-        """The address without its query: keys are often passed there."""
+    def public_address(self) -> str:
+        """The address without its query, which often contains keys."""
         return self.address(self.path).partition("?")[0]
 
     def check(self) -> None:
-        """The url is one, and the variable of the token holds something that can be sent. Raises UserError."""
+        """The url is valid, and the environment variable holds a token that can be sent. Raises UserError."""
         _checked_url(self.url, f"{self.key}.url")
         self._token()
 
-    async def tried(self, once: Callable[[], Awaitable[T]], where: str) -> T:
-        """`once()`, up to `tries` times. A slot is held while the server works, not during the pauses."""
-        said, after_s = "", 0.0
-        for turn in range(self.tries):
-            if turn:
+    async def with_retries(self, once: Callable[[], Awaitable[T]], where: str) -> T:
+        """Calls `once()` up to `tries` times. A slot is held during a request, not during the delays."""
+        failure, after_s = "", 0.0
+        for attempt in range(self.tries):
+            if attempt:
                 self.counts["http_retries"] += 1
-                await asyncio.sleep(self.pause_s(turn, after_s))
+                await asyncio.sleep(self.delay_s(attempt, after_s))
             after_s = 0.0
             try:
                 return await once()
-            except (Refused, UserError) as error:
-                raise RewardError(f"{where}: {error} (not tried again)") from None
+            except (RequestRejected, UserError) as error:
+                raise RewardError(f"{where}: {error} (not retried)") from None
             except TimeoutError:
                 self.counts["timeouts"] += 1
-                said = f"no answer from {self.shown} in {self.timeout_s:g} s (key: {self.key}.timeout_s)"
-            except Busy as error:
-                said, after_s = str(error), error.after_s
+                failure = f"no answer from {self.public_address} in {self.timeout_s:g} s (key: {self.key}.timeout_s)"
+            except ServerBusy as error:
+                failure, after_s = str(error), error.after_s
             except BadAnswer as error:
-                said = f"{self.shown} {error}"
-            except Exception as error:  # no connection, a broken one, ...
-                said = f"{self.shown}: {self.named(error)}"
-        raise RewardError(f"{where}: {said} (tried {self.tries} times)")
+                failure = f"{self.public_address} {error}"
+            except Exception as error:  # no connection, connection lost, ...
+                failure = f"{self.public_address}: {self.describe_error(error)}"
+        raise RewardError(f"{where}: {failure} (tried {self.tries} times)")
 
     async def post(self, payload: Mapping[str, Any]) -> Any:
-        """One try: what the server answers, as JSON. Raises Busy, Refused or BadAnswer."""
+        """One attempt: the server's answer, parsed as JSON. Raises ServerBusy, RequestRejected or BadAnswer."""
         reply = await self.exchange("POST", self.address(self.path), _body(payload))
         if not 200 <= reply.status < 300:
-            said = f"{self.shown} answered {self.quoted(reply)}"
+            failure = f"{self.public_address} answered {self.quote(reply)}"
             if reply.status == 429 or reply.status >= 500:
-                raise Busy(said, _seconds(reply.retry_after))
+                raise ServerBusy(failure, _retry_after_s(reply.retry_after))
             hint = f"key: {self.key}.token_env" if reply.status in (401, 403) else self.hint
-            raise Refused(f"{said} ({hint})")
+            raise RequestRejected(f"{failure} ({hint})")
         try:
-            return _without(self._token(), json.loads(reply.text))
+            return _redact(self._token(), json.loads(reply.text))
         except (ValueError, RecursionError):
-            raise BadAnswer(f"returned {short(_without(self._token(), reply.text))}; expected JSON") from None
+            raise BadAnswer(f"returned {short(_redact(self._token(), reply.text))}; expected JSON") from None
 
     async def exchange(self, method: str, url: str, body: bytes | None = None) -> Reply:
-        """Redirects are not followed: POST would become GET, and the token might go elsewhere."""
+        """Redirects are not followed: POST would become GET, and the token might reach another server."""
         headers = {"Content-Type": "application/json"}
         if token := self._token():
             headers["Authorization"] = f"Bearer {token}"
@@ -151,38 +152,38 @@ class JsonClient:
             text = (await response.read()).decode("utf-8", "replace")
         return Reply(response.status, text, response.headers.get("Retry-After", ""))
 
-    async def reach(self, path: str, most_s: float = REACH_S) -> Reply:
-        """Before the run, one GET: any answer shows that a server is there. Raises UserError where there is none."""
-        address, most_s = self.address(path).partition("?")[0], min(most_s, self.timeout_s)
+    async def reach(self, path: str, timeout_s: float = REACH_S) -> Reply:
+        """Before the run, one GET: any answer shows that the server is up. Raises UserError without an answer."""
+        address, timeout_s = self.address(path).partition("?")[0], min(timeout_s, self.timeout_s)
         try:
-            async with asyncio.timeout(most_s):
+            async with asyncio.timeout(timeout_s):
                 return await self.exchange("GET", self.address(path))
         except TimeoutError:
-            raise UserError(f"{self.key}.url: no answer from {address} in {most_s:g} s") from None
+            raise UserError(f"{self.key}.url: no answer from {address} in {timeout_s:g} s") from None
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"{self.key}.url: no server answers at {address}: {self.named(error)}") from None
+            raise UserError(f"{self.key}.url: no server answers at {address}: {self.describe_error(error)}") from None
 
-    def quoted(self, reply: Reply) -> str:
-        """Status and complaint in one line. Most servers wrap it in JSON, each in its own way; the words are enough."""
+    def quote(self, reply: Reply) -> str:
+        """Status and error message in one line. Most servers wrap the message in JSON; common wrappers are removed."""
         try:
-            said = json.loads(reply.text)
+            message = json.loads(reply.text)
         except (ValueError, RecursionError):
-            said = None
+            message = None
         for name in ("error", "message", "detail"):
-            if isinstance(said, dict) and isinstance(said.get(name), dict | str):
-                said = said[name]
-        words = repr(_without(self._token(), said if isinstance(said, str) and said else reply.text))
-        return f"{reply.status}: {words if len(words) <= 240 else words[:237] + '...'}"
+            if isinstance(message, dict) and isinstance(message.get(name), dict | str):
+                message = message[name]
+        text = repr(_redact(self._token(), message if isinstance(message, str) and message else reply.text))
+        return f"{reply.status}: {text if len(text) <= 240 else text[:237] + '...'}"
 
-    def named(self, error: BaseException) -> str:
-        """Some errors quote the address with its query."""
-        text = _without(self._token(), _without(self.url.partition("?")[2], str(error)))
+    def describe_error(self, error: BaseException) -> str:
+        """Type and message, without the url's query, which some errors quote."""
+        text = _redact(self._token(), _redact(self.url.partition("?")[2], str(error)))
         return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
 
     def connection(self) -> tuple[ClientSession, asyncio.Semaphore]:
-        """The session of the running loop, and its slots. Who waits for a slot is not on the clock yet."""
+        """The session of the running loop, and its slots. The timeout starts after a slot is acquired."""
         import aiohttp
 
         loop = asyncio.get_running_loop()
@@ -195,13 +196,13 @@ class JsonClient:
             )
         return self._session, self._slots
 
-    def pause_s(self, turn: int, after_s: float) -> float:
-        """What the server asked for, and a jittered pause on top: those it sent away should not return all at once."""
-        step = min(self.pauses.longest_s, self.pauses.first_s * 2.0 ** min(turn - 1, 30))
-        return min(after_s, self.pauses.longest_retry_after_s) + step * self._random.uniform(0.5, 1.0)
+    def delay_s(self, attempt: int, after_s: float) -> float:
+        """Retry-After plus a jittered delay, so that rejected requests do not all return at once."""
+        step = min(self.delays.longest_s, self.delays.first_s * 2.0 ** min(attempt - 1, 30))
+        return min(after_s, self.delays.longest_retry_after_s) + step * self._random.uniform(0.5, 1.0)
 
     def close(self) -> None:
-        """Closes the connections now. aiohttp would then wait for the other side, which nobody does here."""
+        """Closes the connections without waiting for the server, as aiohttp's close would."""
         if self._session is not None:
             closing = self._session.close()
             try:
@@ -213,7 +214,7 @@ class JsonClient:
         self._session = None
 
     def _token(self) -> str | None:
-        """Read when needed and never kept. UserError when the variable holds nothing that can be sent."""
+        """Read for each request and never stored. UserError if the variable has no token that can be sent."""
         name = self.token_env
         if name is None:
             return None
@@ -221,34 +222,39 @@ class JsonClient:
         if not token:
             raise UserError(f"{self.key}.token_env: the environment variable {name} is not set; expected a token in it")
         if not (token.isascii() and token.isprintable()):
-            raise UserError(f"{self.key}.token_env: {name} has characters that no header can hold; expected a token")
+            raise UserError(
+                f"{self.key}.token_env: {name} has characters that are invalid in a header; expected a token"
+            )
         return token
 
 
 def _checked_url(url: str, key: str) -> None:
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, brackets that do not close
-        good = False
-    if not good:
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is not a number, unbalanced brackets
+        valid = False
+    if not valid:
         raise UserError(f"{key}: got {url!r}; expected http://HOST:PORT/PATH or https://")
     if parts.username is not None or parts.password is not None:
-        raise UserError(f"{key}: expected no user name or password in it (put a token in a variable, see token_env)")
+        raise UserError(
+            f"{key}: got a user name or password in the URL; expected none "
+            "(put a token in an environment variable, see token_env)"
+        )
 
 
 def _body(payload: Mapping[str, Any]) -> bytes:
-    """The payload as JSON. What has no form there (an image, a NaN) is named by its column."""
+    """The payload as JSON. The error for a value that JSON cannot hold (an image, a NaN) names its column."""
     parts = []
     for name, values in payload.items():
         try:
             parts.append(f"{json.dumps(name)}: {json.dumps(values, allow_nan=False)}")
         except (TypeError, ValueError, RecursionError) as error:
-            raise Refused(f"{name} cannot be sent as JSON: {error}") from None
+            raise RequestRejected(f"{name} cannot be sent as JSON: {error}") from None
     return f"{{{', '.join(parts)}}}".encode()
 
 
-def _seconds(retry_after: str) -> float:
+def _retry_after_s(retry_after: str) -> float:
     """Retry-After is a number of seconds or a date."""
     if retry_after.isdecimal():
         return float(retry_after)
@@ -258,15 +264,15 @@ def _seconds(retry_after: str) -> float:
         return 0.0
 
 
-def _without(token: str | None, value: Any) -> Any:
-    """A server may quote the token it was sent; our messages do not. Numbers are left alone."""
+def _redact(token: str | None, value: Any) -> Any:
+    """Replaces the token in strings. A server may quote the token; our messages must not show it."""
     if not token:
         return value
     match value:
         case str():
             return value.replace(token, "***")
         case list():
-            return [_without(token, item) for item in value]
+            return [_redact(token, item) for item in value]
         case dict():
-            return {_without(token, name): _without(token, item) for name, item in value.items()}
+            return {_redact(token, name): _redact(token, item) for name, item in value.items()}
     return value

@@ -1,10 +1,10 @@
-"""Programs that a model wrote, run against tests, in a sandbox.
+"""Runs programs written by a model against tests, in a sandbox.
 
     completion ──last ```python block──> program ──bwrap──> launcher: limits, then the program ──output──> passed?
 
-The sandbox is bubblewrap: no network, no files but the interpreter's, nothing writable but a small /tmp, and limits on
-processor time, memory, processes and files. Programs have the standard library and nothing else.
-A sandbox that does not start is an error, never a zero.
+The sandbox is bubblewrap: no network, no files except the interpreter's, nothing writable except a small /tmp, and
+limits on CPU time, memory, processes and files. Programs can import only the standard library.
+If the sandbox does not start, this is an error, never a reward of 0.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FILE_BYTES, TMP_BYTES, PROCESSES, OPEN_FILES = 16 << 20, 64 << 20, 16, 64
 READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
-# Runs inside. It says that it started, then turns into the program; asserts report each that holds. The token keeps a
-# program from saying so itself.
+# Runs inside the sandbox. It reports its start, then runs the program and writes one token per assert that passes. The
+# token is secret, so that a program cannot report success itself.
 LAUNCHER = r"""
 import builtins, marshal, os, resource, sys, types
 uid, orphan, cpu, memory, size, processes, files, fd = map(int, sys.argv[1:])
@@ -96,7 +96,7 @@ run()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one run of a program. Limits(sandbox="bwrap", cpu_s=2, wall_s=10.0, memory_mb=512)"""
+    """Limits of one run of a program. Limits(sandbox="bwrap", cpu_s=2, wall_s=10.0, memory_mb=512)"""
 
     sandbox: str
     cpu_s: int
@@ -105,8 +105,8 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What a run left. Ran(output=b"85\\n", code=0); the code is None if it was stopped."""
+class RunResult:
+    """The result of one run. RunResult(output=b"85\\n", code=0); the code is None if the program was killed."""
 
     output: bytes
     code: int | None
@@ -124,17 +124,17 @@ def python_tests(
     parallel: int = 4,
     **_: Any,
 ) -> list[float]:
-    """The share of its tests that a completion's program passes; without `partial`, 1 for all of them and 0 for fewer.
+    """The fraction of tests that a completion's program passes. Without `partial`: 1 if all pass, else 0.
 
     `tests` is a list of {"input": stdin, "output": stdout}, or assert statements, or the JSON text of either.
-    `cpu_s` is for each run of the program, in processor time; `wall_s` is five times that unless set.
+    `cpu_s` is the CPU time limit per run of the program; `wall_s` defaults to five times that.
     """
     _require(sandbox)
     limits = Limits(sandbox, cpu_s, 5.0 * cpu_s if wall_s is None else wall_s, memory_mb)
     known = [_read_tests(value) for value in tests]
     with ThreadPoolExecutor(max_workers=min(parallel, len(completions))) as pool:
-        shares = list(pool.map(lambda c, t: _share(_program(text_of(c)), t, partial, limits), completions, known))
-    return shares if partial else [float(share == 1) for share in shares]
+        passed = list(pool.map(lambda c, t: _passed(_program(text_of(c)), t, partial, limits), completions, known))
+    return passed if partial else [float(fraction == 1) for fraction in passed]
 
 
 def _preflight(args: Mapping[str, Any]) -> None:
@@ -147,24 +147,24 @@ cast(Any, python_tests).preflight = _preflight
 def _require(sandbox: str) -> None:
     if sandbox not in ("bwrap", "rlimits"):
         raise UserError(f"python_tests: args.sandbox={sandbox!r}; expected bwrap or rlimits")
-    if sandbox == "bwrap" and (complaint := _complaint()):
+    if sandbox == "bwrap" and (problem := _bwrap_problem()):
         raise UserError(
-            f"python_tests runs model-written programs inside bubblewrap, and {complaint}; install bubblewrap 0.7 or "
-            "newer where it may make namespaces, or set the function's args to {sandbox: rlimits}: time, memory and "
-            "processes are limited then, but the network and all your files are within reach of the programs"
+            f"python_tests runs model-written programs inside bubblewrap, but {problem}; install bubblewrap 0.7 or "
+            "newer on a machine that allows namespaces, or set the function's args to {sandbox: rlimits}: then time, "
+            "memory and processes are limited, but the programs can access the network and all your files"
         )
 
 
 @functools.cache
-def _complaint() -> str | None:
-    """Why bwrap cannot be used here, by trying."""
+def _bwrap_problem() -> str | None:
+    """Why bwrap does not work here (found by a trial run); None if it works."""
     if shutil.which("bwrap") is None:
-        return "there is no bwrap"
+        return "bwrap is not installed"
     try:
-        ran = _run("print(6 * 7)", None, "", Limits("bwrap", 10, 30.0, 512))
+        result = _run("print(6 * 7)", None, "", Limits("bwrap", 10, 30.0, 512))
     except RuntimeError as error:
         return str(error)
-    return None if ran.output == b"42\n" else f"a first program printed {ran.output!r}"
+    return None if result.output == b"42\n" else f"a trial program printed {result.output!r}"
 
 
 def _program(text: str) -> str:
@@ -173,8 +173,8 @@ def _program(text: str) -> str:
 
 
 def _read_tests(value: Any) -> list[tuple[str, str]] | str:
-    """What cannot be read as tests is an error of the dataset, not of the program."""
-    wanted = 'expected a list of {"input": ..., "output": ...}, or assert statements, or the JSON text of either'
+    """Tests that cannot be parsed are an error of the dataset, not of the program."""
+    expected = 'expected a list of {"input": ..., "output": ...}, or assert statements, or the JSON text of either'
     if isinstance(value, str):
         with contextlib.suppress(json.JSONDecodeError):
             value = json.loads(value)
@@ -187,11 +187,11 @@ def _read_tests(value: Any) -> list[tuple[str, str]] | str:
             if pairs and all(isinstance(text, str) for pair in pairs for text in pair):
                 return pairs
     except (SyntaxError, TypeError, KeyError) as error:
-        raise ValueError(f"tests: got {short(value)} ({type(error).__name__}: {error}); {wanted}") from None
-    raise ValueError(f"tests: got {short(value)}; {wanted}")
+        raise ValueError(f"tests: got {short(value)} ({type(error).__name__}: {error}); {expected}") from None
+    raise ValueError(f"tests: got {short(value)}; {expected}")
 
 
-def _share(program: str, tests: list[tuple[str, str]] | str, partial: bool, limits: Limits) -> float:
+def _passed(program: str, tests: list[tuple[str, str]] | str, partial: bool, limits: Limits) -> float:
     if not program.strip():
         return 0.0
     if isinstance(tests, str):
@@ -199,33 +199,34 @@ def _share(program: str, tests: list[tuple[str, str]] | str, partial: bool, limi
         return len(_run(program, tests, "", limits).output) / num
     passed = 0
     for given, expected in tests:
-        ran = _run(program, None, given, limits)
-        right = ran.code == 0 and _lines(ran.output.decode(errors="replace")) == _lines(expected)
-        passed += right
-        if ran.code is None or not (right or partial):  # a program that had to be stopped gets no further tries
+        result = _run(program, None, given, limits)
+        correct = result.code == 0 and _lines(result.output.decode(errors="replace")) == _lines(expected)
+        passed += correct
+        if result.code is None or not (correct or partial):  # a program that was killed is not run again
             break
     return passed / len(tests)
 
 
 def _lines(text: str) -> list[str]:
-    """Spaces at the ends of lines and empty lines at the end do not count."""
+    """Lines without trailing spaces and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _run(program: str, tests: str | None, given: str, limits: Limits) -> Ran:
-    """Run it once. With asserts, the output is a byte for each that held. Raises RuntimeError if it did not start."""
+def _run(program: str, tests: str | None, given: str, limits: Limits) -> RunResult:
+    """Runs a program once. With asserts, the output has one byte per assert that passed. Raises RuntimeError if the
+    sandbox does not start."""
     token = secrets.token_bytes(16)
-    weak = limits.sandbox == "rlimits"
+    unconfined = limits.sandbox == "rlimits"
     with contextlib.ExitStack() as stack:
         blob, stdin = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         blob.write(marshal.dumps((program.encode(errors="replace"), tests, token)))
         stdin.write(given.encode(errors="replace"))
         for file in (blob, stdin):
             file.seek(0)
-        cwd = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)) if weak else "/"
+        cwd = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)) if unconfined else "/"
         process = stack.enter_context(
             subprocess.Popen(
-                [*([] if weak else _walls()), *_launcher(limits, blob.fileno())],
+                [*([] if unconfined else _bwrap_command()), *_launcher(limits, blob.fileno())],
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -237,31 +238,34 @@ def _run(program: str, tests: str | None, given: str, limits: Limits) -> Ran:
         )
         output, code = _watch(process, limits)
         if not output.startswith(token):
-            said = (process.stderr.read() if process.stderr else b"").decode(errors="replace").strip()
-            raise RuntimeError(f"the sandbox did not start: {said or f'no sign of it within {limits.wall_s:g} s'}")
+            stderr = (process.stderr.read() if process.stderr else b"").decode(errors="replace").strip()
+            raise RuntimeError(f"the sandbox did not start: {stderr or f'no output within {limits.wall_s:g} s'}")
     output = output[len(token) :]
-    return Ran(output if tests is None else b"." * output.count(token), code)
+    return RunResult(output if tests is None else b"." * output.count(token), code)
 
 
 def _watch(process: subprocess.Popen[bytes], limits: Limits) -> tuple[bytes, int | None]:
-    """Read until it ends, or until it has had its time or written too much; then nothing of it is left."""
+    """Reads until the program exits, exceeds its time or writes too much. Then kills its whole process group."""
     assert process.stdout
     os.set_blocking(process.stdout.fileno(), False)
     deadline = time.monotonic() + limits.wall_s
     output, ended = b"", False
     try:
         while not ended and len(output) <= OUTPUT_BYTES and time.monotonic() < deadline:
-            exited = has_exited(process)  # asked before the last read
+            exited = has_exited(process)  # checked before the last read, so that no output is lost
             select.select([process.stdout], [], [], 0 if exited else 0.02)
             chunk = process.stdout.read(1 << 16)
             output += chunk or b""
             ended = exited and not chunk
-            if chunk == b"" and not exited:  # it closed its output and goes on
+            if chunk == b"" and not exited:  # it closed its output and is still running
                 time.sleep(0.005)
     finally:
         kill_group(process)
         process.wait()
-    stopped = not ended or process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)  # the latter is bwrap's way
+    stopped = not ended or process.returncode in (
+        -signal.SIGKILL,
+        128 + signal.SIGKILL,
+    )  # the latter: bwrap
     return output, None if stopped else process.returncode
 
 
@@ -269,31 +273,41 @@ _runs = itertools.count()
 
 
 def _launcher(limits: Limits, fileno: int) -> list[str]:
-    """A root outside is somebody without rights inside, another one each time: limits of processes are by user."""
-    weak = limits.sandbox == "rlimits"
-    uid = 20_000 + (os.getpid() + next(_runs)) % 40_000 if os.geteuid() == 0 and not weak else 0
-    numbers = (uid, int(weak), limits.cpu_s, limits.memory_mb << 20, FILE_BYTES, PROCESSES, OPEN_FILES, fileno)
+    """If we are root, each run gets another unprivileged user: the limit on processes is per user."""
+    unconfined = limits.sandbox == "rlimits"
+    uid = 20_000 + (os.getpid() + next(_runs)) % 40_000 if os.geteuid() == 0 and not unconfined else 0
+    numbers = (uid, int(unconfined), limits.cpu_s, limits.memory_mb << 20, FILE_BYTES, PROCESSES, OPEN_FILES, fileno)
     return [_interpreter(), "-I", "-S", "-X", "utf8", "-c", LAUNCHER, *map(str, numbers)]
 
 
 def _interpreter() -> str:
-    """Not the virtual environment's: its packages are in the project."""
+    """The base interpreter, not the virtual environment's, which is inside the project's files."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @functools.cache
-def _walls() -> list[str]:
+def _bwrap_command() -> list[str]:
     prefix = Path(sys.base_prefix).resolve()
-    if os.geteuid() == 0:  # a real root makes namespaces without a user's, and gives up its rights in the launcher
-        walls = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-        walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    if os.geteuid() == 0:  # root needs no user namespace; the launcher drops its privileges
+        options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+        options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
-        walls = ["--unshare-all", "--unshare-user", "--cap-drop", "ALL"]
-    walls += ["--die-with-parent", "--new-session", "--clearenv"]
+        options = ["--unshare-all", "--unshare-user", "--cap-drop", "ALL"]
+    options += ["--die-with-parent", "--new-session", "--clearenv"]
     places = [*map(Path, (*READABLE, *DEVICES)), prefix]
     for parent in sorted({parent for place in places for parent in place.parents} - {Path("/")}):
-        walls += ["--perms", "0755", "--dir", str(parent)]  # bwrap's own would be closed to other users
+        options += ["--perms", "0755", "--dir", str(parent)]  # directories made by bwrap would be closed to other users
     for place in places:
-        walls += ["--dev-bind" if str(place) in DEVICES else "--ro-bind-try", str(place), str(place)]
-    walls += ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]
-    return [shutil.which("bwrap") or "bwrap", *walls, "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin", "--"]
+        options += ["--dev-bind" if str(place) in DEVICES else "--ro-bind-try", str(place), str(place)]
+    options += ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]
+    return [
+        shutil.which("bwrap") or "bwrap",
+        *options,
+        "--setenv",
+        "HOME",
+        "/tmp",
+        "--setenv",
+        "PATH",
+        "/usr/bin",
+        "--",
+    ]

@@ -1,10 +1,10 @@
-"""A user's reward function, found by path and called in the signature it has.
+"""A user's reward function, imported by path and called with the signature that it has.
 
-TRL        f(prompts, completions, **columns) -> list[float | None]            one call for the siblings
-verl       compute_score(data_source, solution_str, ground_truth, extra_info)  one call a sample
-OpenRLHF   reward_func(queries, prompts, labels, **kw) -> {"rewards": ...}      one call for the siblings
+TRL        f(prompts, completions, **columns) -> list[float | None]            one call per group
+verl       compute_score(data_source, solution_str, ground_truth, extra_info)  one call per sample
+OpenRLHF   reward_func(queries, prompts, labels, **kw) -> {"rewards": ...}      one call per group
 
-What a path names may also make such a function: a class (an instance of it is called) or a factory. See load_reward.
+A path may also name a class (its instance is called) or a factory that returns such a function. See load_reward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIGNATURES = (
     "compute_score(data_source, solution_str, ground_truth, extra_info=None) [verl] or "
     "reward_func(queries, prompts, labels, **kwargs) [OpenRLHF]"
 )
-# what G-Core fills in itself, by style; everything else comes from the dataset's columns or from the recipe
+# parameters that G-Core fills, by style; all others come from the dataset's columns or from the recipe
 OWN: dict[Style, frozenset[str]] = {
     "trl": frozenset({"prompts", "completions", "completion_ids"}),
     "verl": frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
@@ -42,7 +42,7 @@ OWN: dict[Style, frozenset[str]] = {
 
 
 def load_function(path: str, key: str = "rewards.functions.path") -> Function:
-    """`package.module:function` or `file.py:function`. `key` is where the path stands in the recipe."""
+    """`package.module:function` or `file.py:function`. `key` is the config key of the path, for messages."""
     place, colon, name = path.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"{key}: expected package.module:function or file.py:function, got {path!r}")
@@ -66,7 +66,8 @@ def _import_module(name: str, key: str) -> ModuleType:
 
 
 def _import_file(name: str, key: str) -> ModuleType:
-    """A file is a module under a name of its own, registered so that its classes pickle and its dataclasses resolve."""
+    """Imports a file under a unique name and registers the module, so that its classes pickle and its dataclasses
+    resolve."""
     file = Path(name).expanduser().resolve()
     if not file.is_file():
         raise UserError(f"{key}: no such file: {name}")
@@ -88,10 +89,10 @@ def _import_file(name: str, key: str) -> ModuleType:
 
 
 def load_reward(path: str, args: Mapping[str, Any], key: str = "rewards.functions.0") -> Adapter:
-    """The reward that `path` names, and what `args` of the recipe mean to it:
+    """The reward function that `path` names. The meaning of the recipe's `args` depends on what it names:
 
-    a function of a reward's signature    called as it is; `args` are extra keyword arguments of every call
-    a class                               `Class(**args)` is made once per worker and called
+    a function with a reward signature    called directly; `args` are extra keyword arguments of every call
+    a class                               `Class(**args)` is constructed once per worker and called
     any other function                    a factory: `factory(**args)` returns the function to call
     """
     found = load_function(path, f"{key}.path")
@@ -103,9 +104,9 @@ def load_reward(path: str, args: Mapping[str, Any], key: str = "rewards.function
 
 
 class Instance:
-    """An object of a user's class, made when first called: the controller reads its signature, the worker makes it.
+    """An object of a user's class, constructed at the first call: in the worker, not in the controller.
 
-    A constructor may load something large, which the controller should not hold.
+    The controller only reads the signature. A constructor may load a large model, which the controller should not hold.
     """
 
     def __init__(self, kind: type, args: Mapping[str, Any], key: str):
@@ -121,14 +122,14 @@ class Instance:
         _, *parameters = inspect.signature(method).parameters.values()
         self.__signature__ = inspect.Signature(parameters)
         self.is_async = inspect.iscoroutinefunction(method)
-        self._made: Any = None
+        self._object: Any = None
         self._lock = threading.Lock()  # functions may be called in threads
 
     def make(self) -> Any:
         with self._lock:
-            if self._made is None:
-                self._made = _made(self.kind, self.args, self.key)
-        return self._made
+            if self._object is None:
+                self._object = _construct(self.kind, self.args, self.key)
+        return self._object
 
     def __call__(self, **call: Any) -> Any:
         return self.make()(**call)
@@ -136,13 +137,14 @@ class Instance:
 
 def _from_factory(factory: Function, args: Mapping[str, Any], key: str) -> Function:
     _check_binding(factory, args, key)
-    made = _made(factory, args, key)
+    made = _construct(factory, args, key)
     if inspect.iscoroutine(made):
         made.close()
     if not callable(made):
         raise UserError(
-            f"{key}.path: {describe(factory)}{_signature(factory)} has no reward's signature, so it was called as a "
-            f"factory, and returned {short(made)}; expected {SIGNATURES}, or a factory or class of such a function"
+            f"{key}.path: {describe(factory)}{_signature(factory)} does not have a reward signature, so it was called "
+            f"as a factory, but it returned {short(made)}; expected {SIGNATURES}, or a factory or class of such a "
+            "function"
         )
     function: Function = made
     return function
@@ -154,13 +156,13 @@ def _check_binding(found: Function, args: Mapping[str, Any], key: str) -> None:
     except TypeError as error:
         raise UserError(
             f"{key}.path: got the signature {describe(found)}{_signature(found)}; expected {SIGNATURES}, or a class or "
-            f"factory that {key}.args fit ({error})"
+            f"factory that takes {key}.args ({error})"
         ) from None
     except ValueError:  # some builtins have no signature
         pass
 
 
-def _made(found: Function, args: Mapping[str, Any], key: str) -> Any:
+def _construct(found: Function, args: Mapping[str, Any], key: str) -> Any:
     try:
         return found(**args)
     except Exception as error:
@@ -171,17 +173,17 @@ def _made(found: Function, args: Mapping[str, Any], key: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A function and how to call it. `await adapter(group)` raises BadAnswer when what came back is not a reward."""
+    """A function and how to call it. `await adapter(group)` raises BadAnswer if the result is not a reward."""
 
     function: Function
     style: Style
-    named: frozenset[str]  # parameters that may be given by name
-    required: frozenset[str]  # those among them that are neither ours nor have a default
+    named: frozenset[str]  # parameters that can be passed by name
+    required: frozenset[str]  # those of them without a default that G-Core does not fill
     takes_any: bool  # has **kwargs
-    args: Mapping[str, Any] = field(default_factory=dict)  # from the recipe; they stand above columns of the same name
+    args: Mapping[str, Any] = field(default_factory=dict)  # from the recipe; they override columns of the same name
 
     def missing(self, columns: Collection[str]) -> list[str]:
-        """Parameters that neither the dataset's columns nor the recipe fill."""
+        """Required parameters that neither the dataset's columns nor the recipe provide."""
         return sorted(self.required - set(columns) - set(self.args))
 
     @property
@@ -192,7 +194,7 @@ class Adapter:
         return self.read(await self._run(self.calls(group)), len(group))
 
     def calls(self, group: Sequence[Rollout]) -> list[dict[str, Any]]:
-        """The arguments of every call that the group takes, for `invoke`: one, or in verl's style one a sample."""
+        """The arguments of all calls for the group, to pass to `invoke`: one call, or with verl one per sample."""
         match self.style:
             case "verl":
                 return [self._verl(rollout) for rollout in group]
@@ -202,42 +204,43 @@ class Adapter:
                 return [self._openrlhf(group)]
 
     def invoke(self, call: Mapping[str, Any]) -> Any:
-        """Token ids become lists only here: as arrays they travel fast to another process."""
+        """Token ids become lists only here: arrays are faster to send to another process."""
         if self.style == "trl" and "completion_ids" in call:
             call = {**call, "completion_ids": [ids.tolist() for ids in call["completion_ids"]]}
         return self.function(**call)
 
     def read(self, answers: list[Any], num: int) -> Answer:
-        """What these calls returned, as the rewards of `num` siblings. Raises BadAnswer."""
+        """Parses the results of the calls as the rewards of `num` siblings. Raises BadAnswer."""
         return _read_verl(answers) if self.style == "verl" else _read_batch(answers[0], num)
 
     async def _run(self, calls: list[dict[str, Any]]) -> list[Any]:
-        """Async functions run here, all calls at once; sync ones in one thread, in order, off the event loop."""
+        """Async functions run on this event loop, all calls at once; sync ones in one thread, in order."""
         if self.is_async:
             return list(await asyncio.gather(*(self.invoke(call) for call in calls)))
         answers = await asyncio.to_thread(lambda: [self.invoke(call) for call in calls])
         return [await answer if inspect.isawaitable(answer) else answer for answer in answers]
 
     def _trl(self, group: Sequence[Rollout]) -> dict[str, Any]:
-        """Columns become lists, one value a sibling. Messages in, messages out: as in TRL's conversational datasets."""
+        """Columns become lists with one value per sibling. If prompts are messages, completions are messages too, as
+        in TRL's conversational datasets."""
         raw = [_raw_prompt(rollout) for rollout in group]
         return self._accepted(
             _columns(group),
             prompts=raw,
             completions=[
-                rollout.text if isinstance(prompt, str) else [{"role": "assistant", "content": rollout.text}]
+                rollout.output if isinstance(prompt, str) else [{"role": "assistant", "content": rollout.output}]
                 for rollout, prompt in zip(group, raw, strict=True)
             ],
             **_content_columns(group),
         )
 
     def _verl(self, rollout: Rollout) -> dict[str, Any]:
-        """verl forwards no columns: a **kwargs there receives the recipe's arguments alone."""
+        """verl forwards no columns: its **kwargs receive only the recipe's arguments."""
         columns = rollout.prompt.columns
         return self._accepted(
             {name: value for name, value in columns.items() if name in self.named},
             data_source=columns.get("data_source"),
-            solution_str=rollout.text,
+            solution_str=rollout.output,
             ground_truth=columns.get("answer"),
             extra_info=columns.get("extra_info"),
         )
@@ -266,8 +269,10 @@ def adapt(function: Function, args: Mapping[str, Any] | None = None, key: str = 
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(function).values())
     for name in args or {}:
         if name in OWN[style] or (name not in by_name and not takes_any):
-            free = sorted(by_name.keys() - OWN[style])
-            raise UserError(f"{key}.args.{name}: {describe(function)} takes no such argument; expected one of {free}")
+            allowed = sorted(by_name.keys() - OWN[style])
+            raise UserError(
+                f"{key}.args.{name}: {describe(function)} takes no such argument; expected one of {allowed}"
+            )
     required = frozenset(name for name, p in by_name.items() if p.default is p.empty and name not in OWN[style])
     return Adapter(function, style, frozenset(by_name), required, takes_any, dict(args or {}))
 
@@ -280,13 +285,13 @@ def _parameters(function: Function) -> dict[str, inspect.Parameter]:
 
 
 def _by_name(function: Function) -> dict[str, inspect.Parameter]:
-    """The parameters that may be given by name."""
+    """The parameters that can be passed by name."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {name: parameter for name, parameter in _parameters(function).items() if parameter.kind in kinds}
 
 
 def _style(names: Collection[str]) -> Style | None:
-    """Whose signature it is; None if it is no reward's."""
+    """The framework whose reward signature this is; None if it is not a reward signature."""
     if "completions" in names:
         return "trl"
     if "solution_str" in names and "ground_truth" in names:
@@ -303,7 +308,7 @@ def describe(function: Function) -> str:
 
 
 def _raw_prompt(rollout: Rollout) -> Any:
-    """The prompt as the dataset has it; a Prompt made by hand, without that column, is a string if one user spoke."""
+    """The prompt as in the dataset. A Prompt without that column is a string if it has a single user message."""
     if "prompt" in rollout.prompt.columns:
         return rollout.prompt.columns["prompt"]
     match rollout.prompt.messages:
@@ -313,7 +318,7 @@ def _raw_prompt(rollout: Rollout) -> Any:
 
 
 def _content_columns(group: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """For language models `completion_ids`, as TRL calls them."""
+    """For language models `completion_ids`, TRL's name."""
     columns: dict[str, list[Any]] = {}
     for rollout in group:
         for name, value in rollout.content.reward_columns().items():
@@ -322,7 +327,7 @@ def _content_columns(group: Sequence[Rollout]) -> dict[str, list[Any]]:
 
 
 def _columns(group: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """The siblings share a prompt; its columns, one value a sibling."""
+    """The columns of the siblings' prompt, one value per sibling."""
     columns = group[0].prompt.columns
     return {name: [value] * len(group) for name, value in columns.items() if name not in ("prompt", "completion")}
 
@@ -350,7 +355,7 @@ def _read_verl(answers: list[Any]) -> Answer:
 
 
 def _read_batch(answer: Any, num: int) -> Answer:
-    """A list of rewards, or OpenRLHF's dict: `rewards`, other lists of numbers beside it or under `extra_logs`."""
+    """A list of rewards, or OpenRLHF's dict: `rewards`, and other lists of numbers next to it or in `extra_logs`."""
     extras: list[dict[str, float]] = [{} for _ in range(num)]
     rewards = answer
     if isinstance(answer, Mapping):
@@ -360,12 +365,12 @@ def _read_batch(answer: Any, num: int) -> Answer:
         logs = answer.get("extra_logs")
         others = {k: v for k, v in answer.items() if k not in ("rewards", "extra_logs")}
         for name, column in {**others, **(logs if isinstance(logs, Mapping) else {})}.items():
-            values = _listed(column)
+            values = _as_list(column)
             if values is not None and len(values) == num:
                 for extra, value in zip(extras, map(scalar, values), strict=True):
                     if is_finite(value):
                         extra[name] = float(value)
-    listed = _listed(rewards)
+    listed = _as_list(rewards)
     if listed is None:
         raise BadAnswer(f"returned {short(answer)}; expected a list of {num} numbers")
     if len(listed) != num:
@@ -373,7 +378,7 @@ def _read_batch(answer: Any, num: int) -> Answer:
     return Answer([number(value, answer) for value in listed], extras)
 
 
-def _listed(value: Any) -> list[Any] | None:
+def _as_list(value: Any) -> list[Any] | None:
     """Lists, tuples, arrays and tensors as a list; None for anything else (a string, a number, a generator)."""
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -1,8 +1,8 @@
-"""A reward server: the siblings of a prompt go out in one POST, their rewards come back.
+"""A reward server: one POST per group of siblings returns their rewards.
 
 group ──{"prompts", "completions", columns}──> JsonClient ──{"rewards", ...}──> Answer
 
-Which failures are worth another try is known to the client alone, so the tries are made there and the blend makes none.
+Only the client knows which failures are worth a retry. So it retries, and the rewarder does not (`attempts = 1`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from gcore.config.tree import HttpReward
-from gcore.rewarding.client import JsonClient, Pauses
+from gcore.rewarding.client import JsonClient, RetryDelays
 from gcore.rewarding.functions import OWN, adapt
 from gcore.rewarding.source import Answer
 from gcore.types import RewardError, Rollout, UserError
 
-# names a column sent along cannot have: they are sent already, or mean another thing
+# names that `columns` must not contain: G-Core sends them itself, or they have another meaning
 RESERVED = OWN["trl"] | {"prompt", "completion"}
 
 
 class HttpSource:
-    """Implements source.Source. To the adapter the server is one more function of TRL's signature."""
+    """Implements source.Source. The adapter treats the server as a function with TRL's signature."""
 
     attempts = 1
 
-    def __init__(self, spec: HttpReward, key: str = "rewards.http.0", pauses: Pauses | None = None):
+    def __init__(self, spec: HttpReward, key: str = "rewards.http.0", delays: RetryDelays | None = None):
         self.spec, self.key = spec, key
         self.name, self.weight = spec.name, spec.weight
         self.counts: Counter[str] = Counter()
@@ -38,7 +38,7 @@ class HttpSource:
             max_concurrent=spec.max_concurrent,
             token_env=spec.token_env,
             counts=self.counts,
-            pauses=pauses,
+            delays=delays,
         )
         self._call = adapt(self._post)
 
@@ -46,12 +46,12 @@ class HttpSource:
         self.client.check()
         for name in self.spec.columns:
             if name in RESERVED:
-                raise UserError(f"{self.key}.columns: {name} is a name of G-Core's own; expected other columns")
+                raise UserError(f"{self.key}.columns: {name} is reserved by G-Core; expected other columns")
             if name not in columns:
                 raise UserError(f"{self.key}.columns: no column {name}; the dataset has {', '.join(sorted(columns))}")
 
     async def reach(self) -> None:
-        """Is a server there? Whatever it says to a GET, it is."""
+        """Checks that a server answers. Any answer to a GET is enough."""
         await self.client.reach("")
 
     async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
@@ -59,7 +59,7 @@ class HttpSource:
         where = f"reward {self.name!r}, prompt {prompt.id}"
         if missing := [name for name in self.spec.columns if name not in prompt.columns]:
             raise RewardError(f"{where}: the row has no column {', '.join(missing)} (key: {self.key}.columns)")
-        return await self.client.tried(lambda: self._call(group), where)
+        return await self.client.with_retries(lambda: self._call(group), where)
 
     def close(self) -> None:
         self.client.close()

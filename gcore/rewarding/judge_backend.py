@@ -1,9 +1,9 @@
-"""Who speaks for a judge: an engine of this run, or a server behind a URL. A conversation goes in, text comes out.
+"""Where a judge's model runs: on an engine of this run, or on a server behind a URL. Input: messages. Output: text.
 
 messages ──question──> ──answer──> text
-             │             ├── EngineBackend: a replica's tokens, decoded
-             │             └── RemoteBackend: POST URL/chat/completions, tried again where that helps
-             └── checked and prepared once, asked as often as there are repeats and tries
+             │             ├── EngineBackend: a replica generates tokens, which are decoded
+             │             └── RemoteBackend: POST URL/chat/completions, with retries
+             └── checked and prepared once, sent once per repeat and attempt
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from jinja2 import TemplateError
 
 from gcore.config.tree import Judge
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.rewarding.client import REACH_S, JsonClient, Pauses
+from gcore.rewarding.client import REACH_S, JsonClient, RetryDelays
 from gcore.rewarding.source import BadAnswer, short
 from gcore.types import Completion, Message, RewardError, SamplingParams, UserError
 
-Key = tuple[object, ...]  # names the noise
+Key = tuple[object, ...]  # seeds the sampling noise
 Ask = Callable[[Tokens, SamplingParams, Key], Awaitable[Completion]]
 
-OWN = {  # not for `extra`, and why
+OWN = {  # parameters that `extra` must not set, and why
     "messages": "made from template and system_prompt",
-    "model": "that is served_model",
-    "max_tokens": "that is max_response_length",
-    "temperature": "a key of the judge itself",
-    "top_p": "a key of the judge itself",
-    "seed": "see seeds",
-    "stream": "answers are read as a whole",
-    "n": "that is repeats",
+    "model": "set by served_model",
+    "max_tokens": "set by max_response_length",
+    "temperature": "set by the judge's key temperature",
+    "top_p": "set by the judge's key top_p",
+    "seed": "set by seeds",
+    "stream": "streaming is not supported",
+    "n": "set by repeats",
 }
-# what common chat templates are made of: <|im_end|>, <｜User｜>, </s>, <end_of_turn>, [/INST]
-MARKS = re.compile(
+# special tokens of common chat templates: <|im_end|>, <｜User｜>, </s>, <end_of_turn>, [/INST]
+SPECIAL_TOKENS = re.compile(
     r"<[|｜][^<>\n]{1,64}[|｜]>|</?(?:s|bos|eos|pad|unk)>|<(?:start|end)_of_turn>|\[/?(?:INST|SYSTEM_PROMPT)\]"
 )
 
@@ -47,23 +47,24 @@ class JudgeBackend(Protocol):
     counts: Counter[str]
 
     def check(self, texts: Mapping[str, str], messages: Sequence[Message]) -> None:
-        """Before the run: can it be shown these texts of the recipe (by key), in such a conversation? UserError."""
+        """Before the run: raises UserError if the model cannot take these texts of the recipe (by key) or messages of
+        these roles."""
         ...
 
     async def reach(self) -> None:
-        """Before the run: is anybody there? Raises UserError."""
+        """Before the run: raises UserError if the model does not answer."""
         ...
 
-    def plain(self, response: str) -> str:
-        """A policy that spells out the judge's special tokens could end its own turn and write the verdict itself."""
+    def escape(self, response: str) -> str:
+        """Breaks up special tokens. With them, a policy's response could end its turn and write the verdict itself."""
         ...
 
     def question(self, messages: Sequence[Message], where: str) -> Any:
-        """What `answer` takes. Raises RewardError, which begins with `where`, when it cannot be asked."""
+        """Prepares messages for `answer`. Raises RewardError, beginning with `where`, if they cannot be sent."""
         ...
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The conversation as the model reads it, as far as that is known here."""
+        """The conversation as the model reads it, as far as this process knows the chat template."""
         ...
 
     async def answer(self, question: Any, params: SamplingParams, key: Key) -> str: ...
@@ -72,7 +73,7 @@ class JudgeBackend(Protocol):
 
 
 class EngineBackend:
-    """A model that this run serves, with a tokenizer and chat template of its own. `ask` asks one of its replicas."""
+    """A model served by this run, with its own tokenizer and chat template. `ask` sends to one of its replicas."""
 
     def __init__(self, spec: Judge, tokenizer: Any, stop_tokens: tuple[int, ...], ask: Ask, key: str):
         self.spec, self.tokenizer, self.stop_tokens, self.ask, self.key = spec, tokenizer, stop_tokens, ask, key
@@ -82,27 +83,28 @@ class EngineBackend:
         self._special = re.compile("|".join(re.escape(text) for text in sorted(special, key=len)[::-1]) or r"(?!)")
 
     def check(self, texts: Mapping[str, str], messages: Sequence[Message]) -> None:
-        """A built model reads characters it lacks as <unk>. A response may have such; the recipe's texts may not."""
-        alphabet, place = set(getattr(self.tokenizer, "alphabet", "")), f"{self.key}.model.build.alphabet"
+        """A model built from scratch maps unknown characters to <unk>. This is allowed in responses, but not in the
+        recipe's texts."""
+        alphabet, key = set(getattr(self.tokenizer, "alphabet", "")), f"{self.key}.model.build.alphabet"
         for name, text in texts.items():
-            if alphabet and (lacks := "".join(sorted(set(text) - alphabet))):
-                raise UserError(f"{self.key}.{name}: no token for the characters {lacks!r} (add them to {place})")
+            if alphabet and (unknown := "".join(sorted(set(text) - alphabet))):
+                raise UserError(f"{self.key}.{name}: no token for the characters {unknown!r} (add them to {key})")
         try:
             self._render(messages)
         except (TemplateError, TypeError) as error:
             raise UserError(
-                f"{self.key}: the chat template refuses messages of roles {[m['role'] for m in messages]}: "
+                f"{self.key}: the chat template rejects messages of roles {[m['role'] for m in messages]}: "
                 f"{' '.join(str(error).split())} (change {self.key}.system_prompt or model.chat_template)"
             ) from None
 
     async def reach(self) -> None:
-        """Its replicas are started later."""
+        """Nothing to check: the replicas start later."""
 
-    def plain(self, response: str) -> str:
-        return _defused(self._special, response)
+    def escape(self, response: str) -> str:
+        return _break_up(self._special, response)
 
     def question(self, messages: Sequence[Message], where: str) -> Tokens:
-        """Exactly the text of the chat template: it wrote its special tokens itself."""
+        """Tokens of the rendered chat template, without more special tokens: the template contains them."""
         text = self._render(messages)
         tokens = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
         if len(tokens) > self.spec.max_prompt_length:
@@ -118,8 +120,8 @@ class EngineBackend:
     async def answer(self, question: Tokens, params: SamplingParams, key: Key) -> str:
         params = replace(params, stop_tokens=params.stop_tokens or self.stop_tokens)
         completion = await self.ask(question, params, key)
-        if completion.finish == "abort":  # half a verdict is none: a 1 may have been on its way to 10
-            raise RewardError(f"judge {self.spec.name!r} was aborted while it spoke")
+        if completion.finish == "abort":  # a cut verdict is wrong: "1" may be the beginning of "10"
+            raise RewardError(f"judge {self.spec.name!r}: the request was aborted during generation")
         return str(self.tokenizer.decode(tokens_of(completion.content).tokens_S, skip_special_tokens=True))
 
     def close(self) -> None:
@@ -139,10 +141,10 @@ class Question:
 
 
 class RemoteBackend:
-    """A model that somebody else serves, asked as OpenAI's chat completions are. It has its own tokenizer: how long a
-    conversation may be is for the server to say."""
+    """A model on another server, called by OpenAI's chat completions API. The server has the tokenizer, so it enforces
+    the maximum length of a conversation."""
 
-    def __init__(self, spec: Judge, seed_of: Callable[[Key], int], key: str, pauses: Pauses | None = None):
+    def __init__(self, spec: Judge, seed_of: Callable[[Key], int], key: str, delays: RetryDelays | None = None):
         self.spec, self.seed_of, self.key = spec, seed_of, key
         self.counts: Counter[str] = Counter()
         versioned = re.search(r"/v\d", spec.url or "") is not None
@@ -156,60 +158,64 @@ class RemoteBackend:
             token_env=spec.token_env,
             counts=self.counts,
             hint=f"see {key}: url{'' if versioned else ' (most end in /v1)'}, served_model, seeds, extra",
-            pauses=pauses,
+            delays=delays,
         )
 
     def check(self, texts: Mapping[str, str], messages: Sequence[Message]) -> None:
         self.client.check()
         if self.client.url.partition("?")[0].rstrip("/").endswith("/chat/completions"):
-            raise UserError(f"{self.key}.url: expected what stands before /chat/completions, often http://HOST:PORT/v1")
+            raise UserError(
+                f"{self.key}.url: got a URL that ends in /chat/completions; expected the part before it, often "
+                "http://HOST:PORT/v1"
+            )
         for name, value in self.spec.extra.items():
             key = f"{self.key}.extra.{name}"
             if name in OWN and (value is not None or name == "messages"):
-                raise UserError(f"{key}: {OWN[name]}; expected other parameters, or null to leave it out")
+                raise UserError(f"{key}: {OWN[name]}; expected other parameters, or null to omit it")
             try:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"{key}: cannot be sent as JSON: {error}") from None
-            if value == "<redacted>":  # by config/load.py, in the copy that a run's folder has
-                raise UserError(f"{key}: was not kept in this file; expected its value (give it again: {key}=...)")
+            if value == "<redacted>":  # by config/load.py, in the copy of the config in the run's folder
+                raise UserError(f"{key}: got <redacted>; expected its value, which a run does not save (set {key}=...)")
 
     async def reach(self) -> None:
-        """One GET of URL/models. Not every server has that; a refusal of the token, and silence, would last."""
+        """One GET of URL/models. Not every server has this path; only a rejected token, a redirect, a server error
+        and no answer are errors."""
         reply = await self.client.reach("models", REACH_S)
         address = self.client.address("models").partition("?")[0]
-        said = f"{address} answered {self.client.quoted(reply)}"
+        answered = f"{address} answered {self.client.quote(reply)}"
         if reply.status in (401, 403):
-            token = f"the token in {self.spec.token_env}" if self.spec.token_env else "a token, and none is set"
-            raise UserError(f"{self.key}.token_env: {said} (expected {token})")
+            expected = f"a valid token in {self.spec.token_env}" if self.spec.token_env else "a token, but none is set"
+            raise UserError(f"{self.key}.token_env: {answered} (expected {expected})")
         if 300 <= reply.status < 400 or (reply.status >= 500 and reply.status != 501):
-            raise UserError(f"{self.key}.url: {said}")
+            raise UserError(f"{self.key}.url: {answered}")
 
-    def plain(self, response: str) -> str:
-        return _defused(MARKS, response)
+    def escape(self, response: str) -> str:
+        return _break_up(SPECIAL_TOKENS, response)
 
     def question(self, messages: Sequence[Message], where: str) -> Question:
         return Question(list(messages), where)
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The server has the chat template."""
+        """Roles and contents: the chat template is on the server."""
         return "\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
 
     async def answer(self, question: Question, params: SamplingParams, key: Key) -> str:
         if params.stop_tokens:
-            raise UserError(f"{self.key}.url: got stop_tokens; expected none: a server's tokens are its own")
+            raise UserError(f"{self.key}.url: got stop_tokens; expected none: a server's token ids are unknown here")
         body = self._body(question.messages, params, key)
 
         async def once() -> str:
-            return _spoken(await self.client.post(body))
+            return _content_of(await self.client.post(body))
 
-        return await self.client.tried(once, question.where)
+        return await self.client.with_retries(once, question.where)
 
     def close(self) -> None:
         self.client.close()
 
     def _body(self, messages: list[Message], params: SamplingParams, key: Key) -> dict[str, Any]:
-        """`extra` goes on top: null there takes a parameter away that a server does not know."""
+        """`extra` overrides the other parameters. Null removes a parameter that a server does not support."""
         own: dict[str, Any] = {
             "model": self.spec.served_model,
             "messages": messages,
@@ -222,15 +228,15 @@ class RemoteBackend:
         return {name: value for name, value in (own | self.spec.extra).items() if value is not None}
 
 
-def _spoken(said: Any) -> str:
-    """The text of the first choice. Nothing at all (a refusal, thoughts without end) is a verdict nobody can read."""
-    match said:
+def _content_of(answer: Any) -> str:
+    """The text of the first choice; "" without a text (a refusal, an unfinished chain of thought)."""
+    match answer:
         case {"choices": [{"message": {"content": content}, **rest}, *_]}:
             pass
         case _:
-            raise BadAnswer(f"returned {short(said)}; expected choices[0].message.content")
+            raise BadAnswer(f"returned {short(answer)}; expected choices[0].message.content")
     finish = rest.get("finish_reason")
-    if finish in ("abort", "error", "content_filter"):  # half a verdict is none
+    if finish in ("abort", "error", "content_filter"):  # a cut verdict may be wrong
         raise BadAnswer(f"ended the answer with finish_reason {finish!r}; expected stop or length")
     if isinstance(content, list):
         content = "".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
@@ -239,5 +245,6 @@ def _spoken(said: Any) -> str:
     return content or ""
 
 
-def _defused(marks: re.Pattern[str], text: str) -> str:
-    return marks.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+def _break_up(special: re.Pattern[str], text: str) -> str:
+    """Inserts a space after the first character of each special token."""
+    return special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)

@@ -1,9 +1,9 @@
-"""The final answer of a completion against a reference, as mathematics: 0.5 is 1/2, {1,2} is {2,1}, x+1 is 1+x.
+"""Compares a completion's final answer with a reference as mathematics: 0.5 is 1/2, {1,2} is {2,1}, x+1 is 1+x.
 
     completion ──last <answer>, last \\boxed, else the last formula or number──> sympy ──equal?──> 1 or 0
 
-Parsing and comparing are math-verify's, without its time limits: signal.alarm works in a main thread alone, and depends
-on how busy the machine is. Ours is of processor time. In other threads there is none; a worker is killed from outside.
+math-verify parses and compares, without its own time limits: signal.alarm works only in the main thread, and wall time
+depends on the load of the machine. Our limit is CPU time. Other threads have no limit; hanging workers are killed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:and|or)?[\s$,;]*")  # boxes joined like 
 def math_answer(
     prompts: Any, completions: Sequence[Any], answer: Sequence[Any], limit_s: float = 2.0, **_: Any
 ) -> list[float]:
-    """1 if the completion's final answer equals the reference. A reference that does not parse raises.
+    """1 if the completion's final answer equals the reference. Raises if the reference does not parse.
 
-    `limit_s` is processor time a completion may cost; one that needs more is no other way to write the reference: 0.
+    `limit_s` is the CPU time limit per completion; a completion that needs more gets 0.
     """
-    _library()  # its import must not count as somebody's time
+    _library()  # the import must not count in a completion's time
     known = {str(a): _reference(a, limit_s) for a in answer}
     return [float(_equals(known[str(a)], text_of(c), limit_s)) for c, a in zip(completions, answer, strict=True)]
 
@@ -49,20 +49,20 @@ def _library() -> Any:
     _preflight({})
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of what is done here on purpose
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that timeouts are disabled
     return math_verify
 
 
 def _reference(answer: Any, limit_s: float) -> list[Any]:
-    """A bare answer, a solution with a box in it, or GSM8K's "#### 18"."""
+    """Parses an answer, a solution with a box in it, or GSM8K's "#### 18"."""
     if answer is None:
         raise ValueError("no reference answer (set data.train.answer_column)")
     text = str(answer).rpartition("####")[2].strip()
     boxed = _last_boxes(text) or text
-    with _processor_time(limit_s) as in_time:
+    with _cpu_time(limit_s) as in_time:
         parsed = _parse(rf"\boxed{{{boxed}}}")
     if not in_time() or all(isinstance(value, str) for value in parsed):
-        raise ValueError(f"cannot read the reference answer {answer!r} as mathematics (set data.train.answer_column)")
+        raise ValueError(f"cannot parse the reference answer {answer!r} as mathematics (set data.train.answer_column)")
     return parsed
 
 
@@ -70,7 +70,7 @@ def _equals(wanted: list[Any], completion: str, limit_s: float) -> bool:
     tagged = ANSWER_TAG.findall(completion)
     text = tagged[-1].strip() if tagged else completion
     boxed = _last_boxes(text) or (text if tagged else "")
-    with _processor_time(limit_s):
+    with _cpu_time(limit_s):
         readings = [rf"\boxed{{{boxed}}}"] if boxed else []
         if tagged or not boxed:  # a tag may hold a formula or a sentence with one
             readings.append(text)
@@ -86,7 +86,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _last_boxes(text: str) -> str:
-    r"""What stands in the last \boxed{...}, or in the last few if only "and" or a comma is between them."""
+    r"""The content of the last \boxed{...}, or of the last several if only "and" or a comma is between them."""
     found: list[str] = []
     end, right = len(text), len(text)
     while (start := text.rfind(r"\boxed{", 0, end)) >= 0:
@@ -105,26 +105,26 @@ def _last_boxes(text: str) -> str:
     return ", ".join(found)
 
 
-class _TooLong(BaseException):
-    """Not an Exception: sympy and math-verify catch those."""
+class _OutOfTime(BaseException):
+    """Not an Exception, because sympy and math-verify catch those."""
 
 
 @contextlib.contextmanager
-def _processor_time(limit_s: float) -> Iterator[Any]:
-    """Leaves the block when it took more; what it gives tells afterwards whether the block was in time."""
+def _cpu_time(limit_s: float) -> Iterator[Any]:
+    """Leaves the block after `limit_s`. The yielded function returns whether the block finished in time."""
     in_time = [True]
-    if threading.current_thread() is not threading.main_thread():  # signals are for the main thread
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set signal handlers
         yield lambda: True
         return
 
     def stop(*_: Any) -> None:
-        raise _TooLong
+        raise _OutOfTime
 
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
         yield lambda: in_time[0]
-    except _TooLong:
+    except _OutOfTime:
         in_time[0] = False
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

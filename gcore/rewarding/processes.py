@@ -1,4 +1,4 @@
-"""Child processes that lead a group of their own: watched, killed with all they started, and named in their end."""
+"""Child processes that lead their own process group: watch them, kill the whole group, describe how they ended."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def exit_ends(process: subprocess.Popen[bytes], ours: socket.socket) -> Iterator[None]:
-    """A child's exit ends the socket, even if something that it forked still holds the other end of it."""
+def shutdown_on_exit(process: subprocess.Popen[bytes], ours: socket.socket) -> Iterator[None]:
+    """Shuts the socket down when the child exits, even if a process that it forked still holds the other end."""
     if not hasattr(os, "pidfd_open"):
         yield
         return
@@ -23,7 +23,7 @@ def exit_ends(process: subprocess.Popen[bytes], ours: socket.socket) -> Iterator
     def end() -> None:
         loop.remove_reader(watch)
         with contextlib.suppress(OSError):
-            ours.shutdown(socket.SHUT_RD)  # what has arrived can still be read
+            ours.shutdown(socket.SHUT_RD)  # received data can still be read
 
     loop.add_reader(watch, end)
     try:
@@ -34,7 +34,7 @@ def exit_ends(process: subprocess.Popen[bytes], ours: socket.socket) -> Iterator
 
 
 def has_exited(process: subprocess.Popen[bytes]) -> bool:
-    """Without reaping it: its group can still be killed by its number."""
+    """Checks without reaping the process, so that its group can still be killed by its id."""
     if process.returncode is not None:
         return True
     with contextlib.suppress(ChildProcessError):
@@ -43,14 +43,14 @@ def has_exited(process: subprocess.Popen[bytes]) -> bool:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """A process started with start_new_session, and what it started."""
-    if process.returncode is None:  # not reaped: the number is still its own
+    """Kills a process started with start_new_session, and all processes that it started."""
+    if process.returncode is None:  # not reaped: the id still belongs to it
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def kill_all(processes: set[subprocess.Popen[bytes]], owner: int) -> None:
-    """Kill these groups and wait until they are gone. A forked copy of the owner does nothing."""
+    """Kills these groups and waits until they are gone. Does nothing in a forked copy of the owner."""
     if os.getpid() != owner:
         return
     for process in processes:
@@ -60,7 +60,7 @@ def kill_all(processes: set[subprocess.Popen[bytes]], owner: int) -> None:
             processes.pop().wait(timeout=10)
 
 
-def how_it_ended(process: subprocess.Popen[bytes]) -> str:
+def exit_reason(process: subprocess.Popen[bytes]) -> str:
     """exited with code 3, or died of SIGSEGV"""
     code = process.returncode
     if code >= 0:

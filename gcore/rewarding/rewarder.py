@@ -1,6 +1,6 @@
-"""Several opinions, one reward: their weighted sum. A source that fails is asked again; then the group has none at all.
+"""The reward of a sample: the weighted sum over all sources. A source that fails is retried; then the group fails.
 
-group ──> every source at once ──(retry)──> blend ──> Scored, or RewardError (the group is dropped and counted)
+group ──> all sources at once ──(retry)──> weighted sum ──> Scored, or RewardError (the group is dropped and counted)
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class WeightedRewarder:
         pools: Sequence[ReplicaPool] = (),
         least_scored: int | None = None,
     ):
-        """`least_scored`: a sibling without a reward is left out of its group while this many remain. None: the whole
-        group fails."""
+        """`least_scored`: siblings without a reward are dropped as long as at least this number remains. None: the
+        whole group fails."""
         self.pools = pools
         self._least_scored = least_scored
         self.sources = {source.name: source for source in sources}
@@ -34,12 +34,12 @@ class WeightedRewarder:
         self.counts: Counter[str] = Counter()
 
     def check(self, columns: Collection[str]) -> None:
-        """Before the run: does the dataset (a prompt's `columns`) have what the sources ask for?"""
+        """Before the run: does the dataset (a prompt's `columns`) have the columns that the sources need?"""
         for source in self.sources.values():
             source.check(columns)
 
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
-        """Siblings of one prompt, by all sources at once. Raises RewardError; never makes up a 0."""
+        """Scores the siblings of one prompt by all sources at once. Raises RewardError; a failure is never a 0."""
         results = await asyncio.gather(*(self._ask(s, group) for s in self.sources.values()), return_exceptions=True)
         answers: dict[str, Answer] = {}
         for name, result in zip(self.sources, results, strict=True):
@@ -54,28 +54,30 @@ class WeightedRewarder:
             raise RewardError(
                 f"reward {', '.join(map(repr, answers))}, prompt {group[0].prompt.id}: {every} for {unscored} of "
                 f"{len(group)} siblings; expected a number from at least one source for each "
-                "(rewards.unscored=drop_sample leaves such siblings out)"
+                "(rewards.unscored=drop_sample drops such siblings)"
             )
         if unscored:
             self.counts["unscored"] += unscored
         return scored
 
     async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
-        """One source alone, unweighted: for workflows that choose by it."""
+        """The unweighted values of one source, for workflows that select by them."""
         if name not in self.sources:
-            raise UserError(f"no reward is called {name!r}; there are {list(self.sources)} (keys: workflow, rewards)")
+            raise UserError(
+                f"no reward is called {name!r}; expected one of {list(self.sources)} (keys: workflow, rewards)"
+            )
         return (await self._ask(self.sources[name], group)).values
 
     async def ask(self, judge: str, messages: Sequence[Message], key: tuple[object, ...], **params: Any) -> str:
         ask = getattr(self.sources.get(judge), "ask", None)
         if ask is None:
             judges = [name for name, source in self.sources.items() if hasattr(source, "ask")]
-            raise UserError(f"no judge is called {judge!r}; there are {judges} (keys: workflow, rewards.judges)")
+            raise UserError(f"no judge is called {judge!r}; expected one of {judges} (keys: workflow, rewards.judges)")
         text: str = await ask(messages, (judge, *key), **params)
         return text
 
     def take_counts(self) -> dict[str, int]:
-        """What happened since the last call, over all sources: retries, timeouts, and whatever else they count."""
+        """Counters since the last call, summed over all sources: retries, timeouts and the sources' own."""
         counts, self.counts = self.counts, Counter()
         for source in self.sources.values():
             counts.update(source.counts)
@@ -101,13 +103,13 @@ class WeightedRewarder:
                 cause = error
             except Exception as error:
                 cause = error
-        said = str(cause) if isinstance(cause, BadAnswer | TimedOut) else f"raised {short(cause)}"
-        prompt = group[0].prompt
-        asked = f"reward {source.name!r}, prompt {prompt.id}"
-        raise RewardError(f"{asked}: {said} (tried {source.attempts} times)") from cause
+        failure = str(cause) if isinstance(cause, BadAnswer | TimedOut) else f"raised {short(cause)}"
+        where = f"reward {source.name!r}, prompt {group[0].prompt.id}"
+        raise RewardError(f"{where}: {failure} (tried {source.attempts} times)") from cause
 
     def _blend(self, i: int, rollout: Rollout, answers: dict[str, Answer]) -> Scored | None:
-        """None is TRL's "does not apply to this sample": left out of the sum. With nothing left there is no reward."""
+        """The weighted sum. As in TRL, None means "does not apply to this sample" and is skipped. Returns None if all
+        sources returned None."""
         reward, parts = 0.0, dict[str, float]()
         applied = False
         for name, answer in answers.items():

@@ -1,4 +1,4 @@
-"""Reward functions that come with G-Core, in TRL's signature. They raise where they cannot judge: that is no zero."""
+"""Reward functions included in G-Core, with TRL's signature. They raise if they cannot judge; this is not a 0."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gcore.types import Message, UserError
 # a minus after a digit, a letter or a bracket is an operator
 NUMBER = re.compile(r"(?:(?<![\w)\]])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# scorers that hand the answer to eval, themselves or through sympy; the task generator refuses the same ones
+# scorers that pass the answer to eval, directly or through sympy; the task generator rejects the same ones
 EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry|metadata)")
 
 
 def exact_answer(prompts: Any, completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 if the completion is the answer, spaces around either aside."""
+    """1 if the completion equals the answer. Leading and trailing spaces are ignored."""
     return [float(text_of(c).strip() == _reference(a).strip()) for c, a in zip(completions, answer, strict=True)]
 
 
@@ -28,8 +28,8 @@ def last_number(prompts: Any, completions: Sequence[Any], answer: Sequence[Any],
     """1 if the last number of the completion equals that of the answer: 1,234.50 is 1234.5, and "#### 18" is 18."""
     wanted = [_last_number(_reference(a)) for a in answer]
     if None in wanted:
-        odd = answer[wanted.index(None)]
-        raise ValueError(f"no number in the reference answer {odd!r} (set data.train.answer_column)")
+        bad = answer[wanted.index(None)]
+        raise ValueError(f"no number in the reference answer {bad!r} (set data.train.answer_column)")
     return [float(_last_number(text_of(c)) == number) for c, number in zip(completions, wanted, strict=True)]
 
 
@@ -41,7 +41,7 @@ def reasoning_gym(
     task_args: Sequence[str] | None = None,
     **_: Any,
 ) -> list[float]:
-    """The package's own score of what stands in <answer>...</answer>, or of the whole completion without the tag."""
+    """The package's own score of the text in <answer>...</answer>, or of the whole completion if there is no tag."""
     scores = []
     args_json = task_args or ["{}"] * len(task)
     for name, entry, args, completion in zip(task, entry_json, args_json, completions, strict=True):
@@ -52,7 +52,7 @@ def reasoning_gym(
 
 
 def text_of(completion: Any) -> str:
-    """TRL completions are strings, or messages when the prompt was messages."""
+    """TRL completions are strings, or messages if the prompt is messages."""
     if isinstance(completion, str):
         return completion
     messages: Sequence[Message] = completion
@@ -81,15 +81,15 @@ def _gym_scorer(task: str, args_json: str) -> Callable[[str, dict[str, Any]], fl
     dataset = create_dataset(task, **args)
     if not allowed and EVALUATES.search(inspect.getsource(type(dataset).score_answer)):
         raise UserError(
-            f"the scorer of reasoning_gym/{task} runs the model's answer as Python code, unconfined; "
-            "set data.train.args.allow_eval=true to let it"
+            f"the scorer of reasoning_gym/{task} runs the model's answer as Python code without a sandbox; "
+            "set data.train.args.allow_eval=true to allow this"
         )
     scorer: Callable[[str, dict[str, Any]], float] = dataset.score_answer
     return scorer
 
 
 def _untag(entry_json: str) -> dict[str, Any]:
-    """Tuples and keys that JSON does not have, as prompts/tasks.py wrote them."""
+    """Restores tuples and non-string keys, which JSON does not have, from the form that prompts/tasks.py wrote."""
 
     def restore(value: dict[str, Any]) -> Any:
         match value:

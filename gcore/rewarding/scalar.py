@@ -1,14 +1,14 @@
-"""A scalar reward model: a conversation goes in, one number comes out.
+"""A scalar reward model: input is a conversation, output is one number.
 
-    group ──ScalarSource: template, tokens──> score ──RPC──> ScalarModel: all that waits, in batches ──> numbers
+    group ──ScalarSource: template, tokens──> score ──RPC──> ScalarModel: queued texts, in batches ──> numbers
 
-ScalarModel is a role in a process of its own. Calls of all controllers wait in one place; a thread takes whatever is
-there and scores it together, the longest texts first.
+ScalarModel is a role in its own process. Calls of all controllers enter one queue; a thread takes all queued texts and
+scores them in batches, the longest texts first.
 
-On CPU, with one thread, a text's score is bitwise the same whoever shares the batch. Kernels differ in the last bits
-with the *width* of a batch, not with the number of its rows: so a text's width follows from its own length, and only
-texts of equal width meet in a batch. It always has a padded column, for without one the library takes another kernel.
-`tests/unit/test_scalar_reward.py` holds it to that. On GPUs the number of rows matters too, in the last bits.
+On CPU, with one thread, a text's score does not depend on the other texts of its batch, to the last bit. Kernels differ
+in the last bits with the *width* of a batch, not with the number of its rows. So a text's width depends only on its own
+length, and a batch has texts of one width. It always has a padded column: without padding, the library selects another
+kernel. `tests/unit/test_scalar_reward.py` checks this. On GPUs the number of rows also changes the last bits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ScalarModel:
         embeddings: Any = model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
         self._waiting: list[_Job] = []
-        self._wave: dict[_Job, None] = {}  # taken, in their order, and not answered yet
+        self._wave: dict[_Job, None] = {}  # the jobs being scored, in order of arrival, without an answer yet
         self._wake = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
@@ -67,7 +67,7 @@ class ScalarModel:
         self._thread.start()
 
     async def score(self, texts_tokens: Sequence[Ints]) -> list[float]:
-        """One number for each text, in their order."""
+        """One number per text, in the same order."""
         loop = asyncio.get_running_loop()
         for tokens in texts_tokens:
             self._check(tokens)
@@ -83,23 +83,24 @@ class ScalarModel:
         return ScorerStats(self._scored, self._busy_s, running=len(self._wave), waiting=len(self._waiting))
 
     def close(self) -> None:
-        """Ends the thread; who still waits is told."""
+        """Stops the thread. Calls still in the queue fail."""
         with self._wake:
             self._closed = True
             self._wake.notify()
         self._thread.join(timeout=10)
 
     def _check(self, tokens: Ints) -> None:
-        """Asking again would not help; and an index out of range would break a GPU for everyone after."""
+        """Raises RewardError, since a retry would not help. An index out of range would make the GPU unusable for all
+        later calls."""
         if not 1 <= len(tokens) <= self._longest:
             raise RewardError(
-                f"a text of {len(tokens)} tokens; this reward model takes 1 to {self._longest} "
+                f"got a text of {len(tokens)} tokens; this reward model takes 1 to {self._longest} "
                 "(key: rewards.models.max_length)"
             )
         if not 0 <= int(np.min(tokens)) <= int(np.max(tokens)) < self._vocabulary:
             raise RewardError(
-                f"a text has token {int(np.max(tokens))}; the reward model's vocabulary has {self._vocabulary} "
-                "(does its tokenizer belong to it? key: rewards.models.model.tokenizer)"
+                f"got a text with token {int(np.max(tokens))}; the reward model's vocabulary has {self._vocabulary} "
+                "(is the tokenizer the model's own? key: rewards.models.model.tokenizer)"
             )
 
     # ---- the scoring thread ---------------------------------------------------------------------------------------
@@ -120,17 +121,17 @@ class ScalarModel:
         with self._wake:
             self._closed = True
             left, self._wave, self._waiting = [*self._wave, *self._waiting], {}, []
-        self._tell(left, RuntimeError(f"the scorer {reason}"))
+        self._deliver(left, RuntimeError(f"the scorer {reason}"))
 
     def _take(self) -> bool:
-        """All that waits becomes the wave. False: there will be no other.
+        """Moves all queued jobs into the wave. Returns False when the model is closed.
 
-        A wave is finished before the next is taken, so that no text waits for ever behind longer ones."""
+        A wave is finished before the next is taken, so that no text waits forever behind longer ones."""
         with self._wake:
             while not (self._closed or self._waiting):
                 self._wake.wait()
             if not self._closed:
-                self._wave = {job: None for job in self._waiting if not job.future.done()}  # done: its caller gave up
+                self._wave = {job: None for job in self._waiting if not job.future.done()}  # done: cancelled
                 self._waiting = []
             return not self._closed
 
@@ -139,22 +140,22 @@ class ScalarModel:
             if self._closed:
                 return
             started = time.perf_counter()
-            jobs = [job for alike in batch for job in alike]
+            jobs = [job for same_text in batch for job in same_text]
             answers: list[float] | Exception
             try:
-                scores = self._forward([alike[0].tokens for alike in batch], width)
-                answers = [score for score, alike in zip(scores, batch, strict=True) for _ in alike]
+                scores = self._forward([same_text[0].tokens for same_text in batch], width)
+                answers = [score for score, same_text in zip(scores, batch, strict=True) for _ in same_text]
                 self._scored += len(jobs)
-            except Exception as error:  # out of memory, say: this batch failed, and the next may fare better
+            except Exception as error:  # for example out of memory: only this batch fails, the next may fit
                 answers = RuntimeError(f"scoring failed: {type(error).__name__}: {error}")
-            self._busy_s += time.perf_counter() - started  # batch by batch: stats are asked for while it works
+            self._busy_s += time.perf_counter() - started  # per batch: stats() is called during a wave
             for job in jobs:
                 del self._wave[job]
-            self._tell(jobs, answers)
+            self._deliver(jobs, answers)
 
     def _batches(self) -> list[tuple[int, list[list[_Job]]]]:
-        """(width, texts), the widest first: what does not fit in memory fails early. Each text is a list of jobs:
-        siblings often say the same, and are scored once."""
+        """(width, texts), the widest first, so that a batch that does not fit in memory fails early. Each text is a
+        list of jobs: equal texts of siblings are scored once."""
         texts: dict[bytes, list[_Job]] = {}
         for job in self._wave:
             texts.setdefault(job.tokens.tobytes(), []).append(job)
@@ -173,24 +174,24 @@ class ScalarModel:
         scores: list[float] = score_texts(self._model, texts, width).tolist()
         return scores
 
-    def _tell(self, jobs: Sequence[_Job], answers: Sequence[float] | Exception) -> None:
-        told: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[float], float | Exception]]] = {}
+    def _deliver(self, jobs: Sequence[_Job], answers: Sequence[float] | Exception) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[float], float | Exception]]] = {}
         for i, job in enumerate(jobs):
             answer = answers if isinstance(answers, Exception) else answers[i]
-            told.setdefault(job.loop, []).append((job.future, answer))
-        for loop, pairs in told.items():
-            with contextlib.suppress(RuntimeError):  # who asked is gone, and its loop closed
-                loop.call_soon_threadsafe(_settle, pairs)
+            by_loop.setdefault(job.loop, []).append((job.future, answer))
+        for loop, pairs in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                loop.call_soon_threadsafe(_resolve, pairs)
 
 
 def padded_width(length: int) -> int:
-    """Width of a text's batch, a function of its own length: 11 -> 32, 32 -> 64, 1000 -> 1024. At most 1/8 is padding
-    in long ones; always a column or more."""
+    """Width of a text's batch, a function of the text's own length: 11 -> 32, 32 -> 64, 1000 -> 1024. Long texts have
+    at most 1/8 padding, and every text has at least one padded column."""
     block = max(KEY_BLOCK, 1 << max(0, length.bit_length() - 4))
     return -(-(length + 1) // block) * block
 
 
-def _settle(pairs: Sequence[tuple[asyncio.Future[float], float | Exception]]) -> None:
+def _resolve(pairs: Sequence[tuple[asyncio.Future[float], float | Exception]]) -> None:
     for future, answer in pairs:
         if future.done():  # cancelled
             continue
@@ -201,16 +202,16 @@ def _settle(pairs: Sequence[tuple[asyncio.Future[float], float | Exception]]) ->
 
 
 class ScalarSource:
-    """Implements source.Source. `score` reaches a replica of the ScalarModel; `tokenizer` is that model's own."""
+    """Implements source.Source. `score` calls a replica of the ScalarModel; `tokenizer` is that model's."""
 
     def __init__(self, spec: ScalarReward, tokenizer: Any, score: Score, attempts: int) -> None:
         self.name, self.weight, self.attempts = spec.name, spec.weight, attempts
         self.counts: Counter[str] = Counter()
         self._tokenizer, self._score = tokenizer, score
-        self._max_length = None if spec.max_length == "auto" else spec.max_length  # None: the model says how long
+        self._max_length = None if spec.max_length == "auto" else spec.max_length  # None: the model's own limit
 
     def check(self, columns: Collection[str]) -> None:
-        """Does the template show the model both what was asked and what was answered?"""
+        """Checks that the chat template renders both the prompt and the response."""
         try:
             text = render(self._tokenizer, [_user("31+14="), _assistant("2718")])
         except ValueError as error:
@@ -224,7 +225,7 @@ class ScalarSource:
     async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
         scores = await self._score(self._tokens(group))
         if len(scores) != len(group):
-            raise BadAnswer(f"returned {len(scores)} scores for {len(group)} texts")
+            raise BadAnswer(f"returned {len(scores)} scores; expected {len(group)}, one per text")
         return Answer([number(score, scores) for score in scores])
 
     def close(self) -> None:
@@ -240,28 +241,28 @@ class ScalarSource:
         longest = max(map(len, texts_tokens))
         if self._max_length is not None and longest > self._max_length:
             raise RewardError(
-                f"{where}: a conversation of {longest} tokens; expected at most {self._max_length} "
+                f"{where}: got a conversation of {longest} tokens; expected at most {self._max_length} "
                 "(key: rewards.models.max_length)"
             )
         return texts_tokens
 
 
 def render(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """A whole conversation as text. ValueError where the template refuses it."""
+    """A whole conversation as text. Raises ValueError if the template rejects it."""
     from jinja2 import TemplateError
 
     try:
         text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=False)
-    except (TemplateError, TypeError) as error:  # a role it does not know, content that is not text, ...
+    except (TemplateError, TypeError) as error:  # an unknown role, content that is not text, ...
         roles = [message.get("role") for message in messages]
         cause = " ".join(str(error).split())
-        raise ValueError(f"the chat template refuses the messages of roles {roles}: {cause}") from None
+        raise ValueError(f"the chat template rejects messages of roles {roles}: {cause}") from None
     return text
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str]) -> list[Ints]:
-    """Rendered conversations as a scalar model reads them, in training as in serving: the template wrote its special
-    tokens."""
+    """Tokens of rendered conversations, the same in training and in serving. No special tokens are added: the template
+    contains them."""
     ids = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     return [np.asarray(text, dtype=np.int32) for text in ids]
 

@@ -1,6 +1,6 @@
-"""One opinion on a group of siblings: a rule, a scalar model, a judge, a server. The rewarder blends them.
+"""One source of rewards for a group of siblings: a rule, a scalar model, a judge or a server.
 
-group ──> Source.answer ──> Answer (a value a sibling) ──blend, weights──> Scored
+group ──> Source.answer ──> Answer (one value per sibling) ──rewarder: weighted sum──> Scored
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from gcore.types import Rollout
 
 
 class BadAnswer(ValueError):
-    """What came back is no reward; the message begins with what it was."""
+    """The answer is not a reward. The message begins with what was returned."""
 
 
 class TimedOut(TimeoutError):
-    """No answer in time; the message says after how long and what was done about it."""
+    """No answer in time. The message gives the time limit and how the call was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a source said of each sibling. Answer(values=[1.0, None], extras=[{"acc": 1.0}, {}])"""
+    """A source's result per sibling. Answer(values=[1.0, None], extras=[{"acc": 1.0}, {}])"""
 
     values: list[float | None]  # None: does not apply to this sample
-    extras: list[dict[str, float]] = field(default_factory=list)  # logged beside it as reward/NAME/EXTRA
-    notes: list[list[str]] = field(default_factory=list)  # in words, where it said any: shown beside the sample
+    extras: list[dict[str, float]] = field(default_factory=list)  # logged as reward/NAME/EXTRA
+    notes: list[list[str]] = field(default_factory=list)  # texts of judges, shown with the sample
 
 
 class Source(Protocol):
-    """Raises RewardError where asking again would not help; anything else is tried again, `attempts` times in all."""
+    """`answer` raises RewardError if a retry would not help. Other errors are retried, up to `attempts` in total."""
 
     name: str
     weight: float
     attempts: int
-    counts: Counter[str]  # what happened since it was last asked: "timeouts", "unparsed", ...
+    counts: Counter[str]  # events since the counters were last read: "timeouts", "unparsed", ...
 
     async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
-        """`attempt` counts from 0: a source that samples must not draw the same noise again."""
+        """`attempt` counts from 0: a source that samples must use other noise in each attempt."""
         ...
 
     def check(self, columns: Collection[str]) -> None:
-        """Before the run: does a prompt with these columns have what is needed? Raises UserError."""
+        """Before the run: raises UserError if a prompt with these columns lacks a column that the source needs."""
         ...
 
     def close(self) -> None: ...
 
 
-def number(value: Any, said: Any) -> float | None:
-    """A value somebody returned as a reward: finite, or None. `said` is the whole answer, for the message."""
+def number(value: Any, answer: Any) -> float | None:
+    """Checks a returned reward: a finite number, or None. `answer` is the whole answer, for the message."""
     value = scalar(value)
     if value is None:
         return None
     if not isinstance(value, numbers.Real):
-        raise BadAnswer(f"returned {short(value)} in {short(said)}; expected numbers")
+        raise BadAnswer(f"returned {short(value)} in {short(answer)}; expected numbers")
     if not math.isfinite(value):
-        raise BadAnswer(f"returned {value} in {short(said)}; expected finite numbers")
+        raise BadAnswer(f"returned {value} in {short(answer)}; expected finite numbers")
     return float(value)
 
 
 def scalar(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's own."""
+    """Converts numpy and torch numbers to Python numbers."""
     if hasattr(value, "item"):
         try:
             return value.item()

@@ -1,4 +1,4 @@
-"""A reward function called in a thread of this process: for debuggers. What hangs here cannot be killed."""
+"""A reward function called in a thread of this process, for debuggers. A call that hangs cannot be killed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gcore.types import RewardError, Rollout, UserError
 
 
 class FunctionSource:
-    """Implements source.Source. The function is imported and its signature recognised here, before the run.
+    """Implements source.Source. The function is imported and its signature checked here, before the run.
 
-    A function may bring a check of its own, for what it needs on this machine: `function.preflight(args)`.
+    A function may have its own check of this machine: `function.preflight(args)`.
     """
 
     def __init__(self, spec: RewardFunction, attempts: int, key: str):
@@ -33,7 +33,7 @@ class FunctionSource:
 
     async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
         prompt = group[0].prompt
-        if missing := self.adapter.missing(prompt.columns):  # asking again would not help
+        if missing := self.adapter.missing(prompt.columns):  # a retry would not help
             raise RewardError(f"reward {self.name!r}, prompt {prompt.id}: the row has no column {', '.join(missing)}")
         return await self._ask(group)
 

@@ -1,11 +1,11 @@
-"""The program of a reward worker: a child process that calls users' functions and that its parent may kill.
+"""The main program of a reward worker: a child process that calls users' functions. Its parent can kill it.
 
     socket ──reader thread──> sync functions:  a queue ──> main thread, one call at a time (signal.alarm works there)
                               async functions: the event loop of the main thread, many calls at once
-    the socket ends, so the parent is gone: the reader kills this process and what it started, whatever runs
+    end of the socket: the parent is gone. The reader kills this process and all processes that it started.
 
-A frame is a length and a pickle. The parent sends one setup, then calls; the answers carry the calls' numbers.
-It imports neither torch nor ray: what the functions import is theirs.
+A frame is a length and a pickle. The parent sends one setup frame, then calls; answers contain the calls' numbers.
+This module imports neither torch nor ray; users' functions may.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def frame(value: Any) -> bytes:
     return HEADER.pack(len(data)) + data
 
 
-class Link:
+class Connection:
     """The child's end of the socket."""
 
     def __init__(self, fileno: int):
-        os.set_inheritable(fileno, False)  # what a function starts must not hold it open
+        os.set_inheritable(fileno, False)  # processes started by a function must not keep the socket open
         self.socket = socket.socket(fileno=fileno)
         self.stream = self.socket.makefile("rb")
         self.pid = os.getpid()
@@ -53,7 +53,7 @@ class Link:
         return pickle.loads(self._read(size))
 
     def send(self, value: Any) -> None:
-        if os.getpid() != self.pid:  # a function forked, and the copy came back here too: one answer is enough
+        if os.getpid() != self.pid:  # a function forked and the child returned here too: only the parent answers
             os._exit(0)
         self.socket.sendall(frame(value))
 
@@ -65,32 +65,32 @@ class Link:
 
 
 def main() -> None:
-    link = Link(int(sys.argv[1]))
-    path, environment, functions, is_async = link.receive()
+    connection = Connection(int(sys.argv[1]))
+    path, environment, functions, is_async = connection.receive()
     sys.path[:] = path
-    os.environ.pop("PYTHONPATH", None)  # it was set to find this module
+    os.environ.pop("PYTHONPATH", None)  # it was set only to find this module
     os.environ.update(environment)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # prints go to stderr, at once: a kill would lose what is buffered
+    if isinstance(sys.stdout, io.TextIOWrapper):  # print lines immediately: a kill would lose buffered output
         sys.stdout.reconfigure(line_buffering=True)
-    serve = _Async(link) if is_async else _Sync(link)
-    threading.Thread(target=_watch, args=(link, serve.deliver), daemon=True).start()
+    serve = _Async(connection) if is_async else _Sync(connection)
+    threading.Thread(target=_watch, args=(connection, serve.deliver), daemon=True).start()
     try:
         adapters = {index: load_reward(*what) for index, what in functions.items()}
         for adapter in adapters.values():
             if isinstance(adapter.function, Instance):
-                adapter.function.make()  # within the time to start, not within that of the first call
+                adapter.function.make()  # counts in the start timeout, not in the first call's timeout
     except BaseException as error:
-        said = str(error) if isinstance(error, UserError) else _failure(error)[1]
-        link.send((0, BAD, said, ""))
+        message = str(error) if isinstance(error, UserError) else _failure(error)[1]
+        connection.send((0, BAD, message, ""))
         return
-    link.send((0, READY, None, ""))
+    connection.send((0, READY, None, ""))
     serve.forever(adapters)
 
 
-def _watch(link: Link, deliver: Callable[[Any], None]) -> None:
+def _watch(connection: Connection, deliver: Callable[[Any], None]) -> None:
     try:
         while True:
-            deliver(link.receive())
+            deliver(connection.receive())
     finally:
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
@@ -98,16 +98,16 @@ def _watch(link: Link, deliver: Callable[[Any], None]) -> None:
 
 
 class _Sync:
-    def __init__(self, link: Link):
-        self.link = link
+    def __init__(self, connection: Connection):
+        self.connection = connection
         self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.deliver = self.requests.put
 
     def forever(self, adapters: Mapping[int, Adapter]) -> None:
         while True:
             _, number, function, siblings, arguments = self.requests.get()
-            _reply(self.link, number, self._run(adapters[function], siblings, arguments))
-            signal.alarm(0)  # one that a function left behind would go off in the next call
+            _reply(self.connection, number, self._run(adapters[function], siblings, arguments))
+            signal.alarm(0)  # an alarm left by a function would fire in the next call
 
     def _run(self, adapter: Adapter, siblings: int, arguments: bytes) -> tuple[str, Any, str]:
         try:
@@ -116,13 +116,13 @@ class _Sync:
                 answers = asyncio.run(_await_all(answers))
             answer = adapter.read(answers, siblings)
             return ANSWER, (answer.values, answer.extras), ""
-        except BaseException as error:  # sys.exit() in a function is a failed call
+        except BaseException as error:  # includes SystemExit: sys.exit() in a function is a failed call
             return _failure(error)
 
 
 class _Async:
-    def __init__(self, link: Link):
-        self.link = link
+    def __init__(self, connection: Connection):
+        self.connection = connection
         self.loop = asyncio.new_event_loop()
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.adapters: Mapping[int, Adapter] = {}
@@ -148,10 +148,10 @@ class _Async:
             answers = await _await_all([adapter.invoke(call) for call in pickle.loads(arguments)])
             answer = adapter.read(answers, siblings)
             reply = ANSWER, (answer.values, answer.extras), ""
-        except BaseException as error:  # a cancelled one answers too: the parent waits for it to be gone
+        except BaseException as error:  # a cancelled call answers too: the parent waits for its end
             reply = _failure(error)
         del self.tasks[number]
-        _reply(self.link, number, reply)
+        _reply(self.connection, number, reply)
 
 
 async def _await_all(answers: list[Any]) -> list[Any]:
@@ -161,30 +161,30 @@ async def _await_all(answers: list[Any]) -> list[Any]:
     return list(await asyncio.gather(*(a if inspect.isawaitable(a) else same(a) for a in answers)))
 
 
-def _reply(link: Link, number: int, reply: tuple[str, Any, str]) -> None:
+def _reply(connection: Connection, number: int, reply: tuple[str, Any, str]) -> None:
     try:
-        link.send((number, *reply))
+        connection.send((number, *reply))
     except OSError:
         raise
     except Exception as error:  # extras under names that do not pickle
-        link.send((number, *_failure(error)))
+        connection.send((number, *_failure(error)))
 
 
 def _failure(error: BaseException) -> tuple[str, Any, str]:
-    """As text: an exception may not pickle, and its class may not exist in the parent."""
+    """The error as text: an exception may not pickle, and its class may not exist in the parent."""
     if isinstance(error, RewardError):
         return REFUSED, str(error), ""
     if isinstance(error, BadAnswer):
         return BAD, str(error), ""
     try:
-        said = short(error)
-    except BaseException:  # its __repr__ is the user's too
-        said = type(error).__name__
+        text = short(error)
+    except BaseException:  # a user's __repr__ may raise
+        text = type(error).__name__
     try:
         trace = "".join(traceback.format_exception(error))[-4000:]
     except BaseException:
         trace = ""
-    return BAD, f"raised {said}", trace
+    return BAD, f"raised {text}", trace
 
 
 if __name__ == "__main__":

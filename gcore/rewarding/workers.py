@@ -1,11 +1,11 @@
-"""Reward functions in worker processes: what hangs is killed, what crashes takes nothing with it.
+"""Reward functions in worker processes: a call that hangs is killed, and a crash ends only its worker.
 
-    WorkerSource.answer ──arguments──> WorkerPool ──> lane of sync functions:  workers with one call each
-                                                  ──> lane of async functions: workers with many calls each
-    a worker's life: started when a call waits, ready, calls, ended (time-out, crash, cancel, recycling); then the next
+    WorkerSource.answer ──arguments──> WorkerPool ──> dispatcher of sync functions:  workers with one call each
+                                                  ──> dispatcher of async functions: workers with many calls each
+    states of a worker: started for a queued call, ready, ended (timeout, crash, cancel, recycling); then replaced
 
-All of it runs on the event loop of its caller, without threads. A pool serves one loop at a time; when that loop is
-closed (asyncio.run ended), the next one may use it, with fresh workers.
+The pool runs on the event loop of its caller, without threads. It serves one loop at a time. After that loop is closed
+(asyncio.run ended), another loop may use the pool, with new workers.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from typing import Any, Literal
 
 from gcore.config.tree import RewardFunction, Rewards
 from gcore.observe.logs import Log
-from gcore.rewarding.processes import exit_ends, has_exited, how_it_ended, kill_all, kill_group
+from gcore.rewarding.processes import exit_reason, has_exited, kill_all, kill_group, shutdown_on_exit
 from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut
 from gcore.rewarding.threads import FunctionSource
 from gcore.rewarding.worker import ANSWER, CALL, CANCEL, HEADER, READY, REFUSED, frame
 from gcore.types import RewardError, Rollout, UserError
 
-ASYNC_CALLS = 64  # of async functions in one worker
-START_S = 300.0  # to import the functions: they may load a model
-GRACE_S = 5.0  # for an async function to obey its cancellation
+ASYNC_CALLS = 64  # concurrent calls of async functions per worker
+START_S = 300.0  # timeout for the import of the functions, which may load a model
+GRACE_S = 5.0  # time for a cancelled async call to end before its worker is killed
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
 def sources_of(rewards: Rewards, num_workers: int, log: Path | None = None) -> list[Source]:
-    """One source for each of rewards.functions; they share the workers. Bad paths raise UserError here."""
+    """One source per entry of rewards.functions; they share the workers. Bad paths raise UserError here."""
     return list(WorkerPool(rewards, num_workers, log).sources)
 
 
 class WorkerSource(FunctionSource):
-    """Implements source.Source. Imports the function here too: what is wrong with it is found before the run."""
+    """Implements source.Source. Imports the function in this process too, so that errors are found before the run."""
 
     def __init__(self, pool: WorkerPool, index: int, spec: RewardFunction, rewards: Rewards):
         super().__init__(spec, rewards.attempts, f"rewards.functions.{index}")
@@ -70,7 +70,7 @@ class _Call:
     future: asyncio.Future[Answer]
     worker: _Worker | None = None
     deadline: asyncio.TimerHandle | None = None
-    alone: bool = False  # it was among many when their worker crashed; by itself it will show whether it did that
+    alone: bool = False  # its worker crashed with several calls; run alone, it shows whether it caused the crash
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -78,28 +78,30 @@ class _Call:
 
 
 class WorkerPool:
-    """`num_workers` processes for sync functions, and up to as many, of `ASYNC_CALLS` calls each, for async ones."""
+    """Up to `num_workers` processes for sync functions, and as many, with `ASYNC_CALLS` calls each, for async ones."""
 
     def __init__(self, rewards: Rewards, num_workers: int, log: Path | None = None):
-        """`log`: where the workers print to; None: to the stderr of this process."""
+        """`log`: the file for the workers' output; None: the stderr of this process."""
         self._log_path = log
         self._log: Log | None = None
         self.sources = [WorkerSource(self, i, spec, rewards) for i, spec in enumerate(rewards.functions)]
         self.recycle_after = rewards.recycle_after
         self.closed = False
-        self.place = os.getcwd(), list(sys.path)  # where the functions were found: workers find them there
+        self.place = os.getcwd(), list(sys.path)  # workers import the functions from the same places
         self.processes: set[subprocess.Popen[bytes]] = set()
         kinds = [(is_async, [s for s in self.sources if s.adapter.is_async == is_async]) for is_async in (False, True)]
-        self._lanes = {is_async: _Lane(self, sources, is_async, num_workers) for is_async, sources in kinds if sources}
+        self._dispatchers = {
+            is_async: _Dispatcher(self, sources, is_async, num_workers) for is_async, sources in kinds if sources
+        }
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
-        # at the latest when the interpreter ends; a forked copy of it is not the owner
+        # kills the workers at interpreter exit at the latest; a forked copy of this process is not the owner
         weakref.finalize(self, kill_all, self.processes, os.getpid())
 
     async def start(self) -> None:
-        """Start the workers now, not with the first calls. Raises UserError if the functions do not import there."""
+        """Starts the workers before the first calls. Raises UserError if a worker cannot import the functions."""
         self._attach()
-        workers = [worker for lane in self._lanes.values() for worker in lane.fill()]
+        workers = [worker for dispatcher in self._dispatchers.values() for worker in dispatcher.fill()]
         await asyncio.gather(*(worker.started.wait() for worker in workers))
         if failed := [worker.failure or worker.died for worker in workers if not worker.ready]:
             raise UserError(f"rewards.functions: a worker did not start: {failed[0]}")
@@ -109,9 +111,9 @@ class WorkerPool:
         future = asyncio.get_running_loop().create_future()
         arguments = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
         call = _Call(next(self._numbers), source, siblings, arguments, future)
-        lane = self._lanes[source.adapter.is_async]
-        lane.queue.append(call)
-        lane.dispatch()
+        dispatcher = self._dispatchers[source.adapter.is_async]
+        dispatcher.queue.append(call)
+        dispatcher.dispatch()
         try:
             return await future
         except asyncio.CancelledError:
@@ -120,7 +122,7 @@ class WorkerPool:
             raise
 
     def close(self) -> None:
-        """Kill all workers and wait until they are gone. May be called twice, and from anywhere."""
+        """Kills all workers and waits until they are gone. May be called twice, and from any thread."""
         self.closed = True
         kill_all(self.processes, os.getpid())
         if self._log is not None:
@@ -129,7 +131,7 @@ class WorkerPool:
             self._loop.call_soon_threadsafe(self._forget)
 
     def output(self) -> int:
-        """The file descriptor that workers print to. The log is opened with the first worker."""
+        """The file descriptor for the workers' output. The log is opened with the first worker."""
         if self._log is None and self._log_path is not None:
             self._log = Log(self._log_path)
         return 2 if self._log is None else self._log.descriptor
@@ -141,23 +143,23 @@ class WorkerPool:
         if self._loop is loop:
             return
         if self._loop and not self._loop.is_closed():
-            raise RuntimeError("a WorkerPool serves one event loop at a time, and its loop is still open; make another")
-        kill_all(self.processes, os.getpid())  # of a loop that was closed without cancelling its tasks
-        for lane in self._lanes.values():
-            lane.queue.clear()
-            lane.workers.clear()
+            raise RuntimeError("a WorkerPool serves one event loop at a time, and its loop is still open; use another")
+        kill_all(self.processes, os.getpid())  # workers of a loop that was closed without cancelling its tasks
+        for dispatcher in self._dispatchers.values():
+            dispatcher.queue.clear()
+            dispatcher.workers.clear()
         self._loop = loop
 
     def _forget(self) -> None:
-        for lane in self._lanes.values():
-            for call in [*lane.queue, *(call for worker in lane.workers for call in worker.calls.values())]:
+        for dispatcher in self._dispatchers.values():
+            for call in [*dispatcher.queue, *(call for worker in dispatcher.workers for call in worker.calls.values())]:
                 call.fail(RewardError("the reward workers were closed"))
-            for worker in lane.workers:
+            for worker in dispatcher.workers:
                 worker.task.cancel()
 
 
-class _Lane:
-    """The waiting calls of one kind of functions, and the workers for them."""
+class _Dispatcher:
+    """The queue of calls of one kind of functions (sync or async), and their workers."""
 
     def __init__(self, pool: WorkerPool, sources: list[WorkerSource], is_async: bool, num_workers: int):
         self.pool, self.sources, self.is_async, self.num_workers = pool, sources, is_async, num_workers
@@ -166,10 +168,10 @@ class _Lane:
         self.workers: list[_Worker] = []
 
     def dispatch(self) -> None:
-        """Hand out what waits, in order; start workers for what is left."""
+        """Sends queued calls to free workers, in order. Starts workers for the remaining calls."""
         while self.queue:
             call = self.queue[0]
-            if call.future.done():  # cancelled while it waited
+            if call.future.done():  # cancelled in the queue
                 self.queue.popleft()
             elif worker := next((worker for worker in self.workers if worker.takes(call)), None):
                 self.queue.popleft()
@@ -181,7 +183,7 @@ class _Lane:
             self._start(-(-len(self.queue) // self.capacity) - starting)
 
     def fill(self) -> list[_Worker]:
-        """All the workers that sync functions may have; one for async functions, which share it."""
+        """Starts all workers of sync functions; one for async functions, which share it."""
         self._start(1 - len(self.workers) if self.is_async else self.num_workers)
         return self.workers.copy()
 
@@ -189,14 +191,14 @@ class _Lane:
         staying = sum(worker.stays for worker in self.workers)
         self.workers += [_Worker(self) for _ in range(min(num, self.num_workers - staying))]
 
-    def lost(self, worker: _Worker) -> None:
-        """A worker ended. Its calls begin again elsewhere, unless it is clear that one of them did it."""
+    def worker_ended(self, worker: _Worker) -> None:
+        """Puts the calls of an ended worker back in the queue. A call that was alone on a crashed worker fails."""
         self.workers.remove(worker)
         calls = [call for call in worker.calls.values() if not call.future.done()]
         if worker.ending is None:
             next((call.source for call in calls), self.sources[0]).counts["worker_restarts"] += 1
         if not worker.ready:
-            # the functions do not import there: nobody need wait; one that died tells only that somebody must not
+            # If the functions do not import, no call can succeed. If the process died, the next worker may start.
             for call in [*self.queue] if worker.failure else [*self.queue][:1]:
                 call.fail(BadAnswer(f"its worker did not start: {worker.failure or worker.died}"))
         elif worker.ending is None and len(calls) == 1:
@@ -210,16 +212,16 @@ class _Lane:
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """One child process and the calls it has in hand. Its life is a task; the child's death ends it."""
+    """One child process and its calls in progress. A task runs as long as the child process does."""
 
-    lane: _Lane
+    dispatcher: _Dispatcher
     ready: bool = False
-    ending: Literal["abandoned", "recycled"] | None = None  # why we killed it; None also if it died by itself
-    ended: bool = False  # the child answers no more
-    failure: str = ""  # why the functions do not import there
+    ending: Literal["abandoned", "recycled"] | None = None  # why we killed it; None also if it crashed
+    ended: bool = False  # the child does not answer any more
+    failure: str = ""  # why the worker could not import the functions
     died: str = ""  # how the process ended
     calls: dict[int, _Call] = field(default_factory=dict)
-    started: asyncio.Event = field(default_factory=asyncio.Event)  # or failed to
+    started: asyncio.Event = field(default_factory=asyncio.Event)  # also set if the start failed
     left: int = field(init=False)  # calls until it is replaced
     process: subprocess.Popen[bytes] | None = None
     socket: socket.socket | None = None
@@ -227,7 +229,7 @@ class _Worker:
     task: asyncio.Task[None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = self.lane.pool.recycle_after
+        self.left = self.dispatcher.pool.recycle_after
         self.task = asyncio.get_running_loop().create_task(self._live())
 
     @property
@@ -236,7 +238,7 @@ class _Worker:
 
     def takes(self, call: _Call) -> bool:
         alone = call.alone or any(other.alone for other in self.calls.values())
-        return self.ready and self.stays and len(self.calls) < (1 if alone else self.lane.capacity)
+        return self.ready and self.stays and len(self.calls) < (1 if alone else self.dispatcher.capacity)
 
     def send(self, call: _Call) -> None:
         self.left -= 1
@@ -247,28 +249,29 @@ class _Worker:
         self._write((CALL, call.number, call.source.index, call.siblings, call.arguments))
 
     def abandon(self, call: _Call) -> None:
-        """Nobody waits for it any more. A sync function ends with its worker; an async one is told to, first."""
+        """Stops a call whose caller is gone. Sync: kills the worker. Async: cancels the call, and kills the worker
+        only if the call does not end."""
         if call.number not in self.calls:
             return
         self._disarm(call)
-        if self.lane.is_async:
+        if self.dispatcher.is_async:
             self._write((CANCEL, call.number))
-            asyncio.get_running_loop().call_later(GRACE_S, self._give_up, call)
+            asyncio.get_running_loop().call_later(GRACE_S, self._kill_for, call)
         else:
-            self._give_up(call)
+            self._kill_for(call)
 
     def _expire(self, call: _Call) -> None:
-        done = "it was cancelled" if self.lane.is_async else "its worker was killed"
-        call.fail(TimedOut(f"no answer within {call.source.timeout_s:g} s; {done}"))
+        stopped = "it was cancelled" if self.dispatcher.is_async else "its worker was killed"
+        call.fail(TimedOut(f"no answer within {call.source.timeout_s:g} s; {stopped}"))
         self.abandon(call)
 
-    def _give_up(self, call: _Call) -> None:
+    def _kill_for(self, call: _Call) -> None:
         if call.number in self.calls and not self.ending:
             call.source.counts["worker_restarts"] += 1
             self._kill("abandoned")
 
     def _kill(self, why: Literal["abandoned", "recycled"]) -> None:
-        """The task sees the end of the socket and does the rest."""
+        """Kills the process group. The task then reads the end of the socket and cleans up."""
         assert self.process and self.socket
         self.ending = why
         kill_group(self.process)
@@ -285,15 +288,15 @@ class _Worker:
                 await self._serve(await self._spawn())
             except (EOFError, ConnectionError):
                 pass
-            except Exception as error:  # no process, a start that takes forever, a stream that is no pickle
+            except Exception as error:  # the process did not start, the start timed out, the stream is not a pickle
                 self.failure = f"{type(error).__name__}: {error}"
             self.ended = True
             await self._end()
         except asyncio.CancelledError:  # the loop or the pool closes
             if self.process:
                 kill_all({self.process}, os.getpid())
-                self.lane.pool.processes.discard(self.process)
-            self.lane.workers.remove(self)
+                self.dispatcher.pool.processes.discard(self.process)
+            self.dispatcher.workers.remove(self)
             raise
         finally:
             for call in self.calls.values():
@@ -303,10 +306,10 @@ class _Worker:
             elif self.socket:
                 self.socket.close()
             self.started.set()
-        self.lane.lost(self)
+        self.dispatcher.worker_ended(self)
 
     async def _spawn(self) -> asyncio.StreamReader:
-        pool = self.lane.pool
+        pool = self.dispatcher.pool
         cwd, path = pool.place
         old = os.environ.get("PYTHONPATH")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (PACKAGE_ROOT, old)))}
@@ -315,33 +318,33 @@ class _Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gcore.rewarding.worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=pool.output(),  # prints are for people; answers have a socket of their own
+                stdout=pool.output(),  # prints go to the log; answers use the socket
                 stderr=pool.output(),
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a group of its own, killed as one
+                start_new_session=True,  # its own process group, killed as a whole
                 cwd=cwd,
                 env=environment,
             )
         pool.processes.add(self.process)
         reader, self.writer = await asyncio.open_unix_connection(sock=self.socket)
-        functions = {source.index: source.origin for source in self.lane.sources}
-        self._write((path, {} if old is None else {"PYTHONPATH": old}, functions, self.lane.is_async))
+        functions = {source.index: source.origin for source in self.dispatcher.sources}
+        self._write((path, {} if old is None else {"PYTHONPATH": old}, functions, self.dispatcher.is_async))
         return reader
 
     async def _serve(self, reader: asyncio.StreamReader) -> None:
         assert self.process and self.socket
-        with exit_ends(self.process, self.socket):
+        with shutdown_on_exit(self.process, self.socket):
             try:
                 async with asyncio.timeout(START_S):
-                    _, kind, said, _ = await _receive(reader)
+                    _, kind, message, _ = await _receive(reader)
             except TimeoutError:
                 raise TimeoutError(f"the functions were not imported within {START_S:g} s") from None
             if kind != READY:
-                self.failure = said
+                self.failure = message
                 return
             self.ready = True
             self.started.set()
-            self.lane.dispatch()
+            self.dispatcher.dispatch()
             while True:
                 self._take(*await _receive(reader))
 
@@ -359,7 +362,7 @@ class _Worker:
             call.fail(error)
         if not self.left and not self.calls:
             self._kill("recycled")
-        self.lane.dispatch()
+        self.dispatcher.dispatch()
 
     @staticmethod
     def _disarm(call: _Call) -> None:
@@ -367,18 +370,18 @@ class _Worker:
             call.deadline.cancel()
 
     async def _end(self) -> None:
-        """Until the process is gone, and what it started with it. One that died by itself says how."""
+        """Waits until the process and all that it started are gone. Records how a crashed process ended."""
         process = self.process
         if process is None:
             return
         until = time.monotonic() + (0 if self.ending or self.failure else 1)
         while not has_exited(process) and time.monotonic() < until:
             await asyncio.sleep(0.002)
-        kill_group(process)  # before its number is free for another
+        kill_group(process)  # before its id can be reused
         while process.poll() is None:
             await asyncio.sleep(0.002)
-        self.lane.pool.processes.discard(process)
-        self.died = how_it_ended(process)
+        self.dispatcher.pool.processes.discard(process)
+        self.died = exit_reason(process)
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:

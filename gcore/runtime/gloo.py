@@ -1,4 +1,4 @@
-"""Collectives among controller processes: torch.distributed over gloo, off the event loop, with names for time-outs."""
+"""Collectives among controller processes: torch.distributed over gloo, in a thread, with names for timeouts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from gcore.protocols import Rendezvous
 
-TIMEOUT_S = 6 * 3600.0  # deaths are noticed by the supervisor; this is for what only looks alive
+TIMEOUT_S = 6 * 3600.0  # the supervisor notices dead processes; this limit is for processes that hang
 
 
 def join(rendezvous: Rendezvous, backend: str, timeout_s: float = TIMEOUT_S, device: Any = None) -> None:
-    """Set up this process's default group. One process alone needs no network."""
+    """Set up this process's default group. A single process needs no network."""
     timeout = timedelta(seconds=timeout_s)
     device = device if backend == "nccl" else None
     if rendezvous.address is None:
@@ -35,7 +35,7 @@ def join(rendezvous: Rendezvous, backend: str, timeout_s: float = TIMEOUT_S, dev
 
 
 class GlooGroup:
-    """Implements protocols.Group. Each rank notes in the store where it is, so a time-out can name the missing."""
+    """Implements protocols.Group. Each rank stores the name of its collective, so a timeout can name missing ranks."""
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float = TIMEOUT_S) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
@@ -44,7 +44,7 @@ class GlooGroup:
         self._pool.submit(join, rendezvous, "gloo", timeout_s).result()
         self._store: Store = dist.distributed_c10d._get_default_store()
         self._members: Any = None  # the default group
-        self._lines = 0
+        self._num_subgroups = 0
 
     def _open(self, name: str) -> None:
         self._name, self._round = name, 0
@@ -54,12 +54,12 @@ class GlooGroup:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._all_gather, name, value)
 
     def subgroup(self) -> GlooGroup:
-        self._lines += 1
-        line = copy.copy(self)
-        line._open(f"{self._name}.{self._lines}")
+        self._num_subgroups += 1
+        subgroup = copy.copy(self)
+        subgroup._open(f"{self._name}.{self._num_subgroups}")
         limit = timedelta(seconds=self._timeout_s)
-        line._members = self._pool.submit(dist.new_group, backend="gloo", timeout=limit).result()
-        return line
+        subgroup._members = self._pool.submit(dist.new_group, backend="gloo", timeout=limit).result()
+        return subgroup
 
     def _all_gather(self, name: str, value: Any) -> list[Any]:
         self._round += 1
@@ -79,10 +79,10 @@ class GlooGroup:
             notes = [self._store.get(key) if self._store.check([key]) else b"0 the start" for key in keys]
             places = [note.decode().split(" ", 1) for note in notes]
         except RuntimeError:
-            return "the group's store is gone (controller-0 died?)"
+            return "the group's store is not reachable (controller-0 died?)"
         behind = [
             f"controller-{r} (last seen at {at!r})"
             for r, (number, at) in enumerate(places)
             if int(number) < self._round
         ]
-        return "missing " + ", ".join(behind) if behind else "all had arrived; a connection broke"
+        return "missing " + ", ".join(behind) if behind else "all ranks had joined; a connection broke"

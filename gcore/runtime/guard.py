@@ -1,7 +1,7 @@
-"""The last to leave: a small process that ends a private Ray cluster when its driver dies without a word (kill -9).
+"""A small process that ends a private Ray cluster if its driver dies without clean-up (kill -9).
 
-It reads lines `PID CREATED` from a pipe. The pipe closes when the driver is gone, however it went; what is still
-running of the processes it was told about is then killed.
+It reads lines `PID CREATED` from a pipe. The pipe closes when the driver ends for any reason. Then the guard kills the
+processes of these lines that are still running.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ GRACE_S = 1.0
 
 
 class Guard:
-    """The driver's end."""
+    """The driver's side: starts the guard process and sends it the processes to kill."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gcore.runtime.guard"], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
-        self._told: set[int] = set()
+        self._registered: set[int] = set()
         self.pid = self._process.pid
 
-    def tell(self, processes: Iterable[psutil.Process]) -> None:
-        new = [p for p in processes if p.pid not in self._told and p.pid != self.pid]
+    def register(self, processes: Iterable[psutil.Process]) -> None:
+        new = [p for p in processes if p.pid not in self._registered and p.pid != self.pid]
         if new and self._process.stdin is not None:
-            self._told |= {p.pid for p in new}
+            self._registered |= {p.pid for p in new}
             with contextlib.suppress(OSError):
                 self._process.stdin.write("".join(f"{p.pid} {p.create_time()}\n" for p in new))
                 self._process.stdin.flush()
 
     def dismiss(self) -> None:
-        """Everything has been ended already."""
+        """End the guard process: all registered processes have ended."""
         self._process.kill()
         self._process.wait()
 

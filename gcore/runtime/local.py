@@ -1,6 +1,6 @@
-"""Everything in one process: roles are objects on one event loop, controllers are tasks. For debuggers and fast tests.
+"""All roles in one process: roles are objects on one event loop, controllers are tasks. For debuggers and fast tests.
 
-The same program as under Ray, with direct calls for RPC: a breakpoint anywhere stops the whole run.
+The same program as under Ray, with direct calls instead of RPC: a breakpoint stops the whole run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LocalRuntime:
         await asyncio.Event().wait()
 
     async def revive(self, name: str) -> None:
-        raise AssertionError(f"{name} shares this process; it cannot have died alone")
+        raise AssertionError(f"{name} runs in this process; it cannot die alone")
 
     def stop(self) -> None:
         for role in reversed(self._roles):
@@ -73,17 +73,17 @@ class LocalRuntime:
 
 
 class Hub:
-    """Where the controllers of one process meet."""
+    """Exchanges the values of a collective among the controllers of one process."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._rounds: dict[tuple[int, int], tuple[dict[int, Any], asyncio.Event]] = {}
 
-    async def exchange(self, number: tuple[int, int], rank: int, value: Any) -> list[Any]:
-        values, full = self._rounds.setdefault(number, ({}, asyncio.Event()))
+    async def exchange(self, key: tuple[int, int], rank: int, value: Any) -> list[Any]:
+        values, full = self._rounds.setdefault(key, ({}, asyncio.Event()))
         values[rank] = value
         if len(values) == self.size:
-            self._rounds.pop(number)
+            self._rounds.pop(key)
             full.set()
         await full.wait()
         return [values[r] for r in range(self.size)]
@@ -92,17 +92,17 @@ class Hub:
 class LocalGroup:
     """Implements protocols.Group among tasks of one event loop."""
 
-    def __init__(self, rendezvous: Rendezvous, line: int = 0) -> None:
+    def __init__(self, rendezvous: Rendezvous, number: int = 0) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
-        self._rendezvous, self._hub, self._line = rendezvous, rendezvous.hub, line
-        self._round = self._lines = 0
+        self._rendezvous, self._hub, self._number = rendezvous, rendezvous.hub, number
+        self._round = self._num_subgroups = 0
 
     async def all_gather(self, name: str, value: Any) -> list[Any]:
         self._round += 1
-        values: list[Any] = await self._hub.exchange((self._line, self._round), self.rank, value)
+        values: list[Any] = await self._hub.exchange((self._number, self._round), self.rank, value)
         return values
 
     def subgroup(self) -> LocalGroup:
-        assert self._line == 0, "lines are asked for from the first"
-        self._lines += 1
-        return LocalGroup(self._rendezvous, self._lines)
+        assert self._number == 0, "only the first group can make subgroups"
+        self._num_subgroups += 1
+        return LocalGroup(self._rendezvous, self._num_subgroups)

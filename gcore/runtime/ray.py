@@ -1,9 +1,9 @@
-"""Every role in a process of its own, as Ray actors: one machine, or a cluster named by RAY_ADDRESS.
+"""Each role in its own process, as Ray actors: on one machine, or on the cluster at RAY_ADDRESS.
 
-An actor is a thin host: it builds the role in its process and forwards calls to it. What a role raises comes back as
-RoleError with the role's name and first traceback; what dies comes back as RoleDied, with the last lines of its log.
-What a process prints goes to that log, and so does what Ray itself has to say (ray.log). A private cluster asks for a
-token of its own on every connection, has no dashboard, and ends with the driver.
+An actor is a thin host: it builds the role in its process and forwards calls to it. An exception of a role is raised
+again as RoleError with the role's name and first traceback. The death of a process is raised as RoleDied with the last
+lines of its log. Each process prints to its own log, and Ray's own messages go to ray.log. A private cluster requires a
+random token on every connection, has no dashboard, and ends with the driver.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gcore.runtime.guard import Guard
 from gcore.types import UserError
 
 START_S = 300
-NOISE = (
-    "maximum expected startup concurrency",  # more processes than cores are meant
-    "The autoscaler failed",  # it is ended with the run, and complains
+HIDDEN_MESSAGES = (
+    "maximum expected startup concurrency",  # more processes than cores are intended
+    "The autoscaler failed",  # it is ended with the run and logs an error
 )
 _TOKEN = secrets.token_hex(32)
 
@@ -43,11 +43,11 @@ class Process:
         self.name = name
         self.role: Any = None
         if log is not None:
-            with contextlib.suppress(OSError):  # on a node without the run's folder Ray's own log has it
+            with contextlib.suppress(OSError):  # a node without the run's folder prints to Ray's own log
                 Log(Path(log)).take_over(name)
 
     async def address(self) -> str:
-        """host:port that is free here."""
+        """A free host:port on this machine."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -61,9 +61,9 @@ class Process:
     async def build(self, factory: Callable[..., Any], args: tuple[Any, ...], rendezvous: Rendezvous) -> int:
         import ray
 
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not spin on a core
         if interface := _interface_of(ray.util.get_node_ip_address()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host's name, which may fail
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host name, which may fail
         try:
             self.role = await asyncio.to_thread(factory, *args, rendezvous)
         except Exception as error:
@@ -71,8 +71,8 @@ class Process:
         return os.getpid()
 
     async def call(self, method: str, *args: Any) -> Any:
-        if self.role is None:  # meant for the process before this one: Ray delivers what was sent when it died
-            raise RoleDied(self.name, "its process is back, the role is not")
+        if self.role is None:  # sent to the process before this one: Ray delivers the call after the restart
+            raise RoleDied(self.name, "the process was restarted, the role is not built yet")
         try:
             return await getattr(self.role, method)(*args)
         except (RoleError, RoleDied, asyncio.CancelledError):
@@ -88,13 +88,13 @@ class Process:
         return RoleError(self.name, message, traceback.format_exc(), isinstance(error, UserError))
 
     async def until_gone(self) -> None:
-        if self.role is None:  # it died while nobody watched
-            raise RoleDied(self.name, "its process is back, the role is not")
+        if self.role is None:  # it died between two calls of `watch`
+            raise RoleDied(self.name, "the process was restarted, the role is not built yet")
         await asyncio.Event().wait()
 
 
 class RayHandle:
-    """A role in another process. Travels to other processes as it is."""
+    """A role in another process. Can be pickled and sent to other processes."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self._actor = name, actor
@@ -107,7 +107,7 @@ class RayHandle:
 
 
 async def translate(name: str, ref: Any) -> Any:
-    """Await a reference; Ray's exceptions become ours."""
+    """Await a reference. Ray's exceptions become RoleError or RoleDied."""
     from ray import exceptions
 
     try:
@@ -122,24 +122,24 @@ async def translate(name: str, ref: Any) -> Any:
 
 
 def _quiet_ray(log: Path | None) -> None:
-    """Ray prints messages of its own on the driver's screen. Here they go to `log`; only what is no NOISE is shown."""
+    """Write the messages that Ray prints on the driver's screen to `log`. Do not show HIDDEN_MESSAGES."""
     from ray._private import worker
 
-    say: Any = getattr(worker, "print_to_stdstream", None)
-    if say is None:
+    original: Any = getattr(worker, "print_to_stdstream", None)
+    if original is None:
         return
-    say = getattr(say, "_says", say)  # of the run before, in the same process
+    original = getattr(original, "_original", original)  # a run before in the same process replaced it already
 
-    def say_the_rest(data: dict[str, Any], *args: Any, **options: Any) -> None:
+    def log_and_print(data: dict[str, Any], *args: Any, **options: Any) -> None:
         lines = data.get("lines", ())
         if log is not None:
             with contextlib.suppress(OSError), log.open("a") as file:
                 file.writelines(f"{line}\n" for line in lines)
-        if not any(noise in line for line in lines for noise in NOISE):
-            say(data, *args, **options)
+        if not any(message in line for line in lines for message in HIDDEN_MESSAGES):
+            original(data, *args, **options)
 
-    say_the_rest._says = say  # type: ignore[attr-defined]
-    worker.print_to_stdstream = say_the_rest
+    log_and_print._original = original  # type: ignore[attr-defined]
+    worker.print_to_stdstream = log_and_print
 
 
 class RayRuntime:
@@ -149,19 +149,19 @@ class RayRuntime:
         self,
         object_store_mb: int,
         bundles: Sequence[int] = (),
-        seat: Callable[[str, int], tuple[int, float]] | None = None,
+        assign: Callable[[str, int], tuple[int, float]] | None = None,
         logs: Path | None = None,
     ) -> None:
-        """`bundles`: GPUs to reserve, those of each bundle on one machine. `seat`: kind and rank -> bundle, GPUs.
-        `logs`: where processes print to; None: to Ray's own log folder."""
-        self._seat, self._logs = seat, logs
+        """`bundles`: GPUs to reserve, those of each bundle on one machine. `assign`: kind and rank -> bundle, GPUs.
+        `logs`: folder for the output of the processes; None: Ray's own log folder."""
+        self._assign, self._logs = assign, logs
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-        self._strangers = {p.pid for p in _descendants()}  # children of this process that are not ours to end
+        self._unrelated = {p.pid for p in _descendants()}  # children of this process that `stop` must not end
         self._owns_cluster = not os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        if self._owns_cluster:  # a token of our own, before Ray is imported; a process keeps the first that it reads
+        if self._owns_cluster:  # before Ray is imported: a process keeps the first token that it reads
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
         import ray
 
@@ -176,13 +176,13 @@ class RayRuntime:
         self._actors: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
         self._ready: set[str] = set()
-        self._down: set[str] = set()  # roles whose death was told, and that are not back
-        self._recipes: dict[str, tuple[Any, ...]] = {}  # what each role was built of
+        self._down: set[str] = set()  # roles whose death was reported and that are not revived yet
+        self._build_args: dict[str, tuple[Any, ...]] = {}  # arguments of Process.build, by role
         self._memory: dict[str, float] = {}
         self._daemons = {p.pid: p for p in _descendants() if p.name().startswith(("gcs_server", "raylet"))}
-        self._seen: dict[int, psutil.Process] = {}
+        self._tracked: dict[int, psutil.Process] = {}
         self._guard = Guard() if self._owns_cluster else None
-        self._look()
+        self._track_processes()
         self._bundles = self._reserve(bundles)
 
     def _reserve(self, bundles: Sequence[int]) -> Any:
@@ -193,7 +193,7 @@ class RayRuntime:
         group = placement_group([{"GPU": gpus, "CPU": 1} for gpus in bundles])
         if not group.wait(timeout_seconds=60):
             raise UserError(
-                f"the Ray cluster could not give {sum(bundles)} GPUs within 60 s (key: placement.trainer.ranks)"
+                f"the Ray cluster did not provide {sum(bundles)} GPUs within 60 s (key: placement.trainer.ranks)"
             )
         return group
 
@@ -206,12 +206,12 @@ class RayRuntime:
             return []
         names = [f"{kind}-{rank}" for rank in range(len(args))]
         for rank, name in enumerate(names):
-            restarts = 0 if kind in ("controller", "trainer") else -1  # Ray brings the process back, `revive` the role
+            restarts = 0 if kind in ("controller", "trainer") else -1  # Ray restarts the process, `revive` the role
             options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "max_restarts": restarts}
-            if self._bundles is not None and self._seat is not None and kind != "controller":
+            if self._bundles is not None and self._assign is not None and kind != "controller":
                 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-                bundle, gpus = self._seat(kind, rank)
+                bundle, gpus = self._assign(kind, rank)
                 options |= {
                     "num_gpus": gpus,
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(self._bundles, bundle),
@@ -223,20 +223,21 @@ class RayRuntime:
             address = await asyncio.wait_for(translate(names[0], actors[0].address.remote()), START_S)
         except TimeoutError:
             raise UserError(
-                f"{names[0]} found no place in the Ray cluster within {START_S} s (key: placement)"
+                f"{names[0]} was not started by the Ray cluster within {START_S} s (key: placement)"
             ) from None
         rendezvous = [Rendezvous(rank, len(args), address, None) for rank in range(len(args))]
 
         async def build(name: str, actor: Any, arguments: tuple[Any, ...], place: Rendezvous) -> None:
-            """One that runs is among `processes()` at once, and among `ready()` when its role is there."""
+            """A process is in `processes()` as soon as it runs, and in `ready()` when its role is built."""
             self._pids[name] = await translate(name, actor.pid.remote())
             await translate(name, actor.build.remote(factory, arguments, place))
             self._ready.add(name)
 
         await asyncio.gather(*map(build, names, actors, args, rendezvous))
-        self._pids |= {name: self._pids.pop(name) for name in names}  # by rank again, not by who was first
-        self._look()
-        self._recipes |= dict(zip(names, ((factory, a, r) for a, r in zip(args, rendezvous, strict=True)), strict=True))
+        self._pids |= {name: self._pids.pop(name) for name in names}  # in the order of ranks, not of starting
+        self._track_processes()
+        build_args = [(factory, a, r) for a, r in zip(args, rendezvous, strict=True)]
+        self._build_args |= dict(zip(names, build_args, strict=True))
         return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
 
     def processes(self) -> dict[str, int]:
@@ -253,7 +254,7 @@ class RayRuntime:
             done, _ = await asyncio.wait([*gone, daemons], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        except RoleDied as error:  # of others that died in the same moment the next watch tells
+        except RoleDied as error:  # the next `watch` reports other roles that died at the same moment
             self._down.add(error.role)
             raise
         finally:
@@ -261,13 +262,13 @@ class RayRuntime:
                 task.cancel()
 
     async def revive(self, name: str) -> None:
-        """Ray has started the process again, or is about to; the role itself is built anew."""
+        """Ray restarts the process by itself. Build the role in it again."""
         deadline = time.monotonic() + START_S
         while True:
             try:
-                self._pids[name] = await translate(name, self._actors[name].build.remote(*self._recipes[name]))
+                self._pids[name] = await translate(name, self._actors[name].build.remote(*self._build_args[name]))
                 self._down.discard(name)
-                self._look()
+                self._track_processes()
                 return
             except RoleDied:  # not back yet
                 if time.monotonic() > deadline:
@@ -278,7 +279,7 @@ class RayRuntime:
         try:
             await translate(name, actor.until_gone.remote())
         except RoleDied:
-            self._check_daemons()  # without Ray every role seems dead
+            self._check_daemons()  # if Ray is dead, every role seems dead
             known = ""
             if name in self._memory:
                 free = psutil.virtual_memory().available / 2**20
@@ -296,48 +297,48 @@ class RayRuntime:
     def _check_daemons(self) -> None:
         for process in self._daemons.values():
             if not _alive(process):
-                raise RoleDied("ray", f"its process {process.pid} is gone; nothing can be called any more")
+                raise RoleDied("ray", f"its process {process.pid} is gone; no role can be called any more")
 
     async def _watch_daemons(self) -> None:
         while True:
             self._check_daemons()
             if self._owns_cluster:
-                self._look()
+                self._track_processes()
                 for name, pid in self._pids.items():
                     with contextlib.suppress(psutil.Error, KeyError):
-                        self._memory[name] = self._seen[pid].memory_info().rss / 2**20
+                        self._memory[name] = self._tracked[pid].memory_info().rss / 2**20
             await asyncio.sleep(0.5)
 
     def stop(self) -> None:
-        """The cluster, then whatever of ours still runs, in the middle of whatever it is."""
+        """Stop the cluster, then kill all processes of the run that are still alive. Calls in progress are lost."""
         import ray
 
-        self._look()
+        self._track_processes()
         for actor in self._actors.values() if not self._owns_cluster else ():
             ray.kill(actor)
         self._actors.clear()
         if all(_alive(p) for p in self._daemons.values()):
             ray.shutdown()
             deadline = time.monotonic() + 3
-        else:  # a shutdown would wait for those who cannot answer, now and again when the interpreter exits
+        else:  # a shutdown would wait for dead daemons, here and once more at interpreter exit
             atexit.unregister(ray.shutdown)
             deadline = time.monotonic()
-        while time.monotonic() < deadline and any(_alive(p) for p in self._seen.values()):
+        while time.monotonic() < deadline and any(_alive(p) for p in self._tracked.values()):
             time.sleep(0.05)
-        for process in self._seen.values():
+        for process in self._tracked.values():
             _kill(process)
         if self._guard is not None:
             self._guard.dismiss()
         for log in self._logs.glob("*.log") if self._logs is not None else ():
             with contextlib.suppress(OSError):
-                trim(log)  # what was printed since its process last looked
+                trim(log)  # what was printed since its process last trimmed it
 
-    def _look(self) -> None:
-        """Remember every process below the driver: who is reparented later is still known."""
+    def _track_processes(self) -> None:
+        """Record all descendants of the driver, so that processes that are reparented later are still known."""
         if self._guard is not None:
-            ours = (p for p in _descendants() if p.pid != self._guard.pid and p.pid not in self._strangers)
-            self._seen |= {p.pid: p for p in ours}
-            self._guard.tell(self._seen.values())
+            own = (p for p in _descendants() if p.pid != self._guard.pid and p.pid not in self._unrelated)
+            self._tracked |= {p.pid: p for p in own}
+            self._guard.register(self._tracked.values())
 
 
 def _descendants() -> list[psutil.Process]:

@@ -1,12 +1,12 @@
-"""What a rank trained on when gradients were NaN or infinite, as JSON in runs/NAME/bad_batches/.
+"""Dumps of the samples whose gradients were NaN or infinite, as JSON in runs/NAME/bad_batches/.
 
 step_12_update_1_rank_0.json:
 
     [{"prompt_id": 70, "sibling": 3, "reward": 1.0, "tokens": [...], "mask": [...], "advantages": [...],
       "rollout_logprobs": [...], "logprobs": [...], "old_logprobs": [...], "reference_logprobs": [...]}, ...]
 
-`tokens` begin with the prompt; the other lists have one entry per response token. NaN and Infinity are written as such,
-as Python's `json` reads them.
+`tokens` starts with the prompt; the other lists have one entry per response token. NaN and Infinity are
+written as NaN and Infinity, which Python's `json` can read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gcore.content.tokens import tokens_of
 from gcore.types import Key, Sample
 
 FOLDER = "bad_batches"
-MAX_FILES = 8  # of one rank in one run
+MAX_FILES = 8  # per rank and run
 
 
 def may_dump(folder: Path, rank: int) -> bool:
@@ -34,7 +34,7 @@ def dump(
     samples: Sequence[Sample],
     columns: Mapping[str, Mapping[Key, Tensor]],
 ) -> Path:
-    """`name`: step, mini-batch of the step, rank; `columns`: more numbers per response token, where there are some."""
+    """`name`: step, mini-batch of the step, rank; `columns`: more values per response token, for some samples."""
     step, number, rank = name
     path = folder / FOLDER / f"step_{step}_update_{number}_rank_{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""The FSDP2 trainer: one object a rank.
+"""The FSDP2 trainer: one object per rank.
 
     push (samples by key, from every controller) ──> prepare (old and reference logprobs) ──> update ──> weight_bucket
                                                         └──KL of each sample, for the reward──> controllers
 
-All arithmetic runs in one thread of its own, so that the rank answers while it computes. Loss denominators come with
-the batch and are global; FSDP averages gradients over ranks, so the loss is scaled by their number: the gradient is
-that of one process holding the whole batch.
+All arithmetic runs in one separate thread, so that the rank can answer calls while it computes. Loss denominators
+come with the batch and are global. FSDP averages gradients over ranks, so the loss is multiplied by the number of
+ranks: the gradient is that of one process that holds the whole batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from gcore.config.tree import Config
 from gcore.observe.trace import Tracer
 from gcore.protocols import Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
-from gcore.training import bad_batches, lora, losses, objective, state
+from gcore.training import bad_batches, lora, losses, objective, state, varlen
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import Packed, to_tensors
 from gcore.training.schedule import decay_groups, learning_rate
@@ -38,10 +38,11 @@ from gcore.types import Key, KlSums, MicroBatch, MiniBatch, Sample, TrainBatch, 
 from gcore.weights.publisher import WeightPublisher
 
 T = TypeVar("T")
+LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: fewer hooks on the host
 
 
 class FsdpTrainer:
-    """Implements protocols.Trainer. The process group is set up before (see controller/build.py)."""
+    """Implements protocols.Trainer. The caller has set up the process group (see controller/build.py)."""
 
     def __init__(
         self,
@@ -57,15 +58,17 @@ class FsdpTrainer:
         self._config, self._device, self._tracer = config, device, tracer
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._make_network, self._dtype = make_network, dtype
+        asked = config.training.compile
+        self._compiles = device.type == "cuda" if asked == "auto" else asked
         self._publisher = publisher or WeightPublisher(self._rank)
         self._copies, self._sharded = self._world // shard, shard
         self._samples: dict[Key, Sample] = {}
         self._old: dict[Key, Tensor] = {}
         self._ref: dict[Key, Tensor] = {}
-        self._kl_to_come: dict[Key, np.ndarray] = {}  # per step, where the KL is part of the reward
+        self._kl_to_go: dict[Key, np.ndarray] = {}  # per step, if the KL is part of the reward
         self._reference: LogprobModel | None = None
-        self._reference_adapters: dict[str, Tensor] | None = None  # with model.lora, all that the reference is
-        self.updates = 0  # optimizer steps since `begin`, without those that were skipped; drives the warm-up
+        self._reference_adapters: dict[str, Tensor] | None = None  # the reference policy, with model.lora
+        self.updates = 0  # optimizer steps since `begin`, without skipped ones; determines the warm-up
         self._bad_in_a_row = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._pool.submit(self._set_up, threads).result()
@@ -81,15 +84,24 @@ class FsdpTrainer:
 
     def _shard(self, network: Any) -> LogprobModel:
         policy = LogprobModel(network).train()
+        self._varlen = varlen.usable(network, self._device, self._dtype)
+        if self._varlen:
+            varlen.install(network)
         if self._config.training.activation_checkpointing:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         mixed = MixedPrecisionPolicy()
         if self._dtype != torch.float32:
             mixed = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         mesh = self._mesh if self._copies > 1 else self._mesh["shards"]
-        if self._sharded > 1 or self._device.type == "cuda":  # else nothing is gathered, and one reduction does for all
-            for layer in network.get_decoder().layers:
-                fully_shard(layer, mesh=mesh, mp_policy=mixed)
+        layers = network.get_decoder().layers
+        if self._compiles:
+            for layer in layers:
+                layer.compile()
+        if self._sharded > 1 or self._device.type == "cuda":  # else nothing is gathered, and one reduction is enough
+            size = 1 if self._sharded > 1 else LAYERS_PER_GROUP
+            for first in range(0, len(layers), size):
+                group = list(layers[first : first + size])
+                fully_shard(group, mesh=mesh, mp_policy=mixed, reshard_after_forward=self._sharded > 1)
         outer = dataclasses.replace(mixed, cast_forward_inputs=False)  # temperatures stay exact
         fully_shard(policy, mesh=mesh, mp_policy=outer)
         return policy
@@ -98,7 +110,8 @@ class FsdpTrainer:
         training = self._config.training
         parameters = lora.trainable_parameters(self._policy.network).values()
         groups = decay_groups(parameters, training.weight_decay, training.weight_decay_norms)
-        return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, eps=training.eps)
+        fused = self._device.type == "cuda"
+        return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, eps=training.eps, fused=fused)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
@@ -116,7 +129,7 @@ class FsdpTrainer:
             self._samples[sample.key] = sample
 
     async def begin(self) -> None:
-        """The policy as it is now is where reinforcement learning starts: reference of the KL, fresh optimizer."""
+        """Reinforcement learning starts: the current policy is the KL reference, and the optimizer is reset."""
         await self._in_thread(self._begin)
 
     async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
@@ -145,7 +158,7 @@ class FsdpTrainer:
         self._optimizer = self._new_optimizer()
         self.updates = self._bad_in_a_row = 0
         if self._config.algorithm.kl_coef > 0 and self._adapters is not None:
-            self._reference_adapters = lora.remember(self._policy)
+            self._reference_adapters = lora.copy_adapters(self._policy)
         elif self._config.algorithm.kl_coef > 0:
             self._make_reference(state.gather_weights(self._policy.network, everywhere=True))
 
@@ -161,14 +174,14 @@ class FsdpTrainer:
 
     @torch.no_grad()
     def _prepare(self, batch: TrainBatch) -> dict[Key, KlSums]:
-        """Old logprobs matter when the policy moves between the rollout and the last mini-batch of the step, and for
+        """Old logprobs are needed if a step has several mini-batches, because the policy changes between them, and for
         the KL in the reward."""
         algorithm = self._config.algorithm
         wanted: list[tuple[AbstractContextManager[Any], dict[Key, Tensor]]] = []
         if batch.objective == "policy" and (len(batch.mini_batches) > 1 or algorithm.kl_in_reward):
             wanted.append((nullcontext(self._policy), self._old))
         if self._reference_adapters is not None and batch.objective == "policy":
-            wanted.append((lora.put_back(self._policy, self._reference_adapters), self._ref))
+            wanted.append((lora.with_adapters(self._policy, self._reference_adapters), self._ref))
         elif self._reference is not None and batch.objective == "policy":
             wanted.append((nullcontext(self._reference), self._ref))
         micros = [micro for mini in batch.mini_batches for micro in mini.micro_batches]
@@ -181,7 +194,7 @@ class FsdpTrainer:
 
     def _logprobs(self, policy: LogprobModel, micros: Sequence[MicroBatch], store: dict[Key, Tensor]) -> None:
         for micro in micros:
-            packed = to_tensors(micro, self._samples, self._device)
+            packed = to_tensors(micro, self._samples, self._device, self._varlen)
             logprobs_S, _ = self._forward(policy, packed)
             for i, key in enumerate(packed.keys):
                 store[key] = logprobs_S[packed.sample_S == i]
@@ -190,34 +203,34 @@ class FsdpTrainer:
         found: dict[Key, KlSums] = {}
         for key in batch.keys:
             kl_S = losses.kl_penalty(self._old[key], self._ref[key], self._config.algorithm.kl_estimator)
-            self._kl_to_come[key], found[key] = objective.kl_to_come(kl_S.cpu().numpy(), self._samples[key].mask_S)
+            self._kl_to_go[key], found[key] = objective.kl_to_go(kl_S.cpu().numpy(), self._samples[key].mask_S)
         return found
 
     def _update(self, batch: TrainBatch) -> UpdateStats:
         self._publisher.release()
         for key, advantage in (batch.advantages or {}).items():
-            advantages_S = advantage - batch.kl_scale * self._kl_to_come[key]
+            advantages_S = advantage - batch.kl_scale * self._kl_to_go[key]
             self._samples[key] = dataclasses.replace(self._samples[key], advantages_S=advantages_S.astype(np.float32))
         totals = UpdateStats()
         with self._tracer.span("update", step=batch.step):
             for number in range(len(batch.mini_batches)):
                 totals += self._mini_batch(batch, number)
         self._tracer.flush()
-        for store in (self._samples, self._old, self._ref, self._kl_to_come):
+        for store in (self._samples, self._old, self._ref, self._kl_to_go):
             store.clear()
         return totals
 
     def _mini_batch(self, batch: TrainBatch, number: int) -> UpdateStats:
         mini, sums = batch.mini_batches[number], dict[str, Any]()
         for count, micro in enumerate(mini.micro_batches, start=1):
-            packed = to_tensors(micro, self._samples, self._device)
+            packed = to_tensors(micro, self._samples, self._device, self._varlen)
             cast(FSDPModule, self._policy).set_requires_gradient_sync(count == len(mini.micro_batches))
             logprobs_S, entropy_S = self._forward(self._policy, packed)
             loss, parts = self._loss(batch, mini, packed, logprobs_S, entropy_S)
             (loss * self._world).backward()
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().double()
-        return self._optimizer_step(batch, number, {name: float(value) for name, value in sums.items()})
+        return self._optimizer_step(batch, number, sums)
 
     def _loss(
         self, batch: TrainBatch, mini: MiniBatch, packed: Packed, logprobs_S: Tensor, entropy_S: Tensor
@@ -230,28 +243,32 @@ class FsdpTrainer:
             mini,
             logprobs_S,
             entropy_S,
-            self._stored(self._old, packed),
-            self._stored(self._ref, packed),
+            self._logprobs_from(self._old, packed),
+            self._logprobs_from(self._ref, packed),
             self._config.generation.max_response_length,
         )
 
-    def _stored(self, store: dict[Key, Tensor], packed: Packed) -> Tensor | None:
+    def _logprobs_from(self, store: dict[Key, Tensor], packed: Packed) -> Tensor | None:
         if not store:
             return None
         if packed.is_padding:
             return torch.zeros(1, device=self._device)
         return torch.cat([store[key] for key in packed.keys])
 
-    def _optimizer_step(self, batch: TrainBatch, number: int, sums: Mapping[str, float]) -> UpdateStats:
+    def _optimizer_step(self, batch: TrainBatch, number: int, sums: Mapping[str, Tensor]) -> UpdateStats:
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.training.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self._learning_rate(batch, number)
-        finite = math.isfinite(grad_norm)
-        if finite:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if self._device.type == "cuda":  # launched before the host knows the norm: the kernel skips infinite gradients
+            cast(Any, self._optimizer).found_inf = (~torch.isfinite(norm)).float()
             self._optimizer.step()
-            self.updates += 1
+        grad_norm = float(norm)
+        finite = math.isfinite(grad_norm)
+        if finite and self._device.type != "cuda":
+            self._optimizer.step()
+        self.updates += finite
         self._optimizer.zero_grad(set_to_none=True)
         if not finite:
             self._dump(batch, number)
@@ -262,11 +279,12 @@ class FsdpTrainer:
                 f"are in {self._config.run.folder / bad_batches.FOLDER}); lower training.lr, or raise "
                 "training.max_bad_updates to skip more"
             )
-        return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, sums)
+        logged = {name: float(value) for name, value in sums.items()}
+        return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, logged)
 
     @torch.no_grad()
     def _dump(self, batch: TrainBatch, number: int) -> None:
-        """Write down what this rank computed the gradients from. All ranks are here: the forward pass is collective."""
+        """Write the samples of this rank to a file. All ranks call this, because the forward pass is collective."""
         mini, now = batch.mini_batches[number], dict[Key, Tensor]()
         self._logprobs(self._policy, mini.micro_batches, now)
         if not bad_batches.may_dump(self._config.run.folder, self._rank):
@@ -276,7 +294,7 @@ class FsdpTrainer:
         bad_batches.dump(self._config.run.folder, (batch.step, number + 1, self._rank), samples, columns)
 
     def _learning_rate(self, batch: TrainBatch, number: int) -> float:
-        """Of the mini-batch `number` of a step. Progress goes by steps: a step may have fewer mini-batches, or none."""
+        """For mini-batch `number` of a step. Progress counts steps: a step may have fewer mini-batches, or none."""
         training, planned = self._config.training, self._config.algorithm.mini_batches
         if batch.objective == "imitation":
             assert training.warm_start is not None
@@ -311,10 +329,10 @@ class FsdpTrainer:
     def _load(self, folder: Path, begun: bool) -> None:
         self._bad_in_a_row = 0
         self.updates = state.load(folder, self._policy.network, self._optimizer, self._adapters)
-        if self._config.algorithm.kl_coef > 0 and begun:  # a warm start has no reference yet: `begin` makes it
+        if self._config.algorithm.kl_coef > 0 and begun:  # a warm start has no reference until `begin`
             if not (folder / "reference.safetensors").is_file():
                 raise UserError(
-                    f"{folder} has no reference model: it was made with algorithm.kl_coef=0; resume with that"
+                    f"{folder} has no reference model: it was saved with algorithm.kl_coef=0; resume with 0 too"
                 )
             if self._adapters is not None:
                 self._reference_adapters = state.read_like(folder / "reference.safetensors", self._policy.network)

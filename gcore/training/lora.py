@@ -1,9 +1,9 @@
-"""Low-rank adapters beside frozen weights (model.lora).
+"""Low-rank adapters on frozen weights (model.lora).
 
-    y = W x + b + alpha / rank * B (A x)        W and b stay as they are; A starts small and random, B at zero
+    y = W x + b + alpha / rank * B (A x)        W and b are frozen; A starts small and random, B at zero
 
-At the start nothing is added, so the policy is the model it was. What was added at some moment can be put back later:
-that is the reference of the KL, for which no second network is held.
+At the start B A = 0, so the policy equals the base model. A copy of the adapters can be swapped in later: the KL
+reference is such a copy, so no second network is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gcore.models import LORA_A, LORA_B, Adapters, adapters_of
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer that learns an addition to its weight. Parameters keep their names; the new ones have PEFT's."""
+    """A linear layer that learns an addition to its weight. Old names stay; new parameters are named as in PEFT."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
         nn.Module.__init__(self)
@@ -40,8 +40,8 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(network: Any, lora: Lora, seed: int, dtype: torch.dtype) -> Adapters:
-    """Put adapters into the network. All else is frozen, and held in the precision it is computed in: no optimizer
-    needs more. The same seed makes the same adapters on every rank."""
+    """Put adapters into the network. All other parameters are frozen and stored in the compute dtype, because no
+    optimizer needs more. The same seed makes the same adapters on every rank."""
     adapters = adapters_of(network, lora)
     for parameter in network.requires_grad_(False).parameters():
         parameter.data = parameter.data.to(dtype)
@@ -49,7 +49,7 @@ def adapt(network: Any, lora: Lora, seed: int, dtype: torch.dtype) -> Adapters:
         parent, _, name = layer.rpartition(".")
         adapted = LoraLinear(network.get_submodule(layer), adapters.rank, adapters.scale)
         rng = np.random.default_rng([seed % 2**64, zlib.crc32(layer.encode())])
-        bound = adapted.in_features**-0.5  # as wide as a new linear layer's own
+        bound = adapted.in_features**-0.5  # as in the default initialization of a linear layer
         values = rng.uniform(-bound, bound, (adapters.rank, adapted.in_features)).astype(np.float32)
         with torch.no_grad():
             adapted.lora_A.weight.copy_(torch.from_numpy(values))
@@ -58,37 +58,37 @@ def adapt(network: Any, lora: Lora, seed: int, dtype: torch.dtype) -> Adapters:
 
 
 def trainable_parameters(network: Any) -> dict[str, Tensor]:
-    """The parameters that training changes, by name: of adapters where there are some, else all."""
+    """The parameters that training changes, by name: those of adapters if there are any, else all."""
     found = dict(network.named_parameters())
     return {name: p for name, p in found.items() if name.endswith((LORA_A, LORA_B))} or found
 
 
-def remember(policy: nn.Module) -> dict[str, Tensor]:
-    """The adapters as they are now, each rank its shard."""
-    _settle(policy)
+def copy_adapters(policy: nn.Module) -> dict[str, Tensor]:
+    """A copy of the current adapters; each rank copies its shard."""
+    _reshard(policy)
     return {name: parameter.detach().clone() for name, parameter in trainable_parameters(policy.network).items()}
 
 
 @contextmanager
-def put_back(policy: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """The policy with adapters of another time; after that, with its own again."""
-    own = remember(policy)
+def with_adapters(policy: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """The policy with other adapters. Its current ones are restored at the end of the block."""
+    current = copy_adapters(policy)
     _write(policy, adapters)
     try:
         yield policy
     finally:
-        _write(policy, own)
+        _write(policy, current)
 
 
 @torch.no_grad()
 def _write(policy: nn.Module, adapters: Mapping[str, Tensor]) -> None:
-    _settle(policy)
+    _reshard(policy)
     for name, parameter in trainable_parameters(policy.network).items():
         parameter.copy_(adapters[name])
 
 
-def _settle(policy: nn.Module) -> None:
-    """FSDP keeps what it gathered for the last pass, which would go on being used whatever the shards say."""
+def _reshard(policy: nn.Module) -> None:
+    """Drop the parameters that FSDP gathered for the last pass: otherwise it would use them instead of the shards."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

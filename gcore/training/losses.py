@@ -1,8 +1,8 @@
-"""Policy losses. Pure functions over the steps of a packed micro-batch; nothing here knows about ranks or devices.
+"""Policy losses: pure functions of the steps of a packed micro-batch, independent of ranks and devices.
 
-`_S` runs over all response steps of the micro-batch, sample after sample. A loss gives one number a step; `weights`
-says how much each step counts, with *global* denominators, so that the sum over micro-batches and ranks is the loss
-of one process that holds the whole batch.
+`_S` runs over all response steps of the micro-batch, sample after sample. A loss returns one number per step.
+`step_weights` returns the weight of each step, with *global* denominators, so that the sum over micro-batches and ranks
+is the loss of one process that holds the whole batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_K3 = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a policy loss sees. `sample_S` numbers the sample each step belongs to; `mask_S` is 1.0 where it counts."""
+    """Input of a policy loss. `sample_S`: index of each step's sample; `mask_S`: 1.0 where the step is an action."""
 
     logprobs_S: Tensor
     old_logprobs_S: Tensor
@@ -32,25 +32,25 @@ class Steps:
 
 
 def ppo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate, -min(r A, clip(r) A), with separate ranges below and above, and dual clip where asked for.
+    """Clipped surrogate, -min(r A, clip(r) A), with separate lower and upper ranges, and an optional dual clip.
 
-    Returns the loss and, for the log, which steps the clip decided.
+    Returns the loss and, for logging, the steps where the clip was active.
     """
     ratio = _log_ratio(steps).exp()
     return _clipped(ratio, steps.advantages_S, algorithm)
 
 
 def gspo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """The same surrogate with one ratio a sample: the geometric mean of its steps' ratios (GSPO)."""
+    """The same surrogate with one ratio per sample: the geometric mean of its steps' ratios (GSPO)."""
     log_ratio = _log_ratio(steps)
     mean = _sample_mean(log_ratio, steps)[steps.sample_S]
-    # the value is the sample's ratio; the gradient flows through each step's own logprob
+    # value: the ratio of the sample; gradient: through each step's own logprob
     ratio = (mean.detach() + steps.logprobs_S - steps.logprobs_S.detach()).exp()
     return _clipped(ratio, steps.advantages_S, algorithm)
 
 
 def cispo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """REINFORCE weighted by the clipped ratio, which itself carries no gradient: no step loses its gradient (CISPO)."""
+    """REINFORCE weighted by the clipped ratio, which has no gradient. So every step keeps its gradient (CISPO)."""
     ratio = _log_ratio(steps).exp().detach()
     clipped = ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
     return -clipped * steps.advantages_S * steps.logprobs_S, clipped != ratio
@@ -63,12 +63,12 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo
 def importance(
     before_S: Tensor, rollout_S: Tensor, steps: Steps, algorithm: Algorithm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How much each step counts because another policy sampled it, without gradient.
+    """Importance weights, without gradient: they correct for the engine's policy, which sampled the steps.
 
-    `before_S` are the trainer's logprobs before the update, `rollout_S` those the tokens were sampled with. The ratio
-    p_trainer / p_engine is that of the step (`token`, and for the log where there are no weights), the product over
-    the actions of the sample (`sequence`) or their geometric mean (`geometric`); its logarithm is kept within +-20.
-    Returns the weights, and where the ratio was above the cap and below the floor.
+    `before_S`: the trainer's logprobs before the update. `rollout_S`: the engine's logprobs at sampling. The ratio
+    p_trainer / p_engine is that of the step (`token`; also `none`, for logging only), the product over the actions of
+    the sample (`sequence`) or their geometric mean (`geometric`). Its logarithm is clamped to +-20.
+    Returns the weights, and the steps where the ratio was above the cap and below the floor.
     """
     log_ratio = (before_S - rollout_S).detach()
     if algorithm.importance == "sequence":
@@ -85,8 +85,8 @@ def importance(
 def kl_penalty(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: str = "k3") -> Tensor:
     """Schulman's estimates of KL(policy || reference) per step; algorithm.kl_estimator has the formulas.
 
-    Only k3 is bounded. The value of k1 and k3 is unbiased, their gradient is not that of the KL; k2's is. `k1+` and
-    `k3+` take the value of the one and the gradient of the other.
+    Only k3 is bounded. The values of k1 and k3 are unbiased, but their gradients are not the gradient of the KL. The
+    gradient of k2 is. `k1+` and `k3+` have the value of k1 or k3 and the gradient of k2.
     """
     difference = logprobs_S - ref_logprobs_S
     match estimator.removesuffix("+"):
@@ -115,7 +115,7 @@ def step_weights(
     num_samples: int,
     max_response_length: int,
 ) -> Tensor:
-    """How much each step's loss counts. The denominators are those of the global mini-batch."""
+    """The weight of each step's loss. The denominators are those of the global mini-batch."""
     match aggregation:
         case "token_mean":
             return steps_mask_S / max(num_actions, 1)
@@ -135,7 +135,7 @@ def _log_ratio(steps: Steps) -> Tensor:
 
 
 def _sample_sum(values_S: Tensor, steps: Steps) -> Tensor:
-    """Over the actions of each sample."""
+    """Sum over the actions of each sample."""
     zeros = torch.zeros(steps.num_samples, device=values_S.device, dtype=values_S.dtype)
     return zeros.index_add(0, steps.sample_S, values_S * steps.mask_S)
 

@@ -1,11 +1,12 @@
 """A packed micro-batch as tensors.
 
 Each row holds whole samples one after another. Positions restart at every sample and attention stays inside it, so a
-packed row computes exactly what its samples would alone. Logits are wanted only where a response step is predicted.
+packed row gives exactly the results of its samples alone. Logits are computed only where a response step is predicted.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,16 +15,17 @@ import torch
 from torch import Tensor
 
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
+from gcore.training.varlen import rounded
 from gcore.types import MicroBatch, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """R rows of W tokens; S response steps in all. `select_S` are flat positions whose logits predict `targets_S`."""
+    """R rows of W tokens; S response steps in all. The logits at flat positions `select_S` predict `targets_S`."""
 
     tokens_RW: Tensor
     positions_RW: Tensor
-    mask_R1WW: Tensor | None  # None: one sample a row, plain causal attention
+    mask_R1WW: Tensor | None  # None: one sample per row, plain causal attention
     select_S: Tensor
     targets_S: Tensor
     loss_mask_S: Tensor
@@ -32,6 +34,8 @@ class Packed:
     temperature_S: Tensor
     sample_S: Tensor
     keys: tuple[tuple[int, int], ...]  # samples in the order of sample_S
+    starts: Tensor | None = None  # varlen: where each sample of the one row begins, and the end; int32
+    longest: int = 0  # varlen: of the samples, rounded up
     sampling_mask: tuple[Tensor, Tensor] | None = None  # ids_K, counts_S, as in content.tokens.SamplingMask
     is_padding: bool = False  # dummy batch so that this rank joins the collectives
 
@@ -46,10 +50,19 @@ class Packed:
             self.targets_S,
             self.temperature_S,
             *(self.sampling_mask or (None, None)),
+            self.starts,
+            self.longest,
         )
 
 
-def to_tensors(batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], device: torch.device) -> Packed:
+def to_tensors(
+    batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], device: torch.device, varlen: bool = False
+) -> Packed:
+    """`varlen`: all samples in one row as long as they are, for attention that needs no mask (varlen.py)."""
+    if varlen:
+        keys = tuple(key for row in batch.rows for key in row)
+        total = sum(samples[key].content.size for key in keys)
+        batch = MicroBatch((keys,) if keys else (), max(total, batch.width if not keys else 0))
     num_rows, width = max(len(batch.rows), 1), batch.width
     tokens = np.zeros((num_rows, width), np.int64)
     positions = np.zeros((num_rows, width), np.int64)
@@ -68,10 +81,15 @@ def to_tensors(batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], dev
             contents.append(content)
             start += length
     if not ordered:
-        return _padding(tokens, positions, device)
+        return _padding(tokens, positions, device, varlen)
     segment_RW = torch.from_numpy(segments)
-    mask = None
-    if any(len(row) > 1 for row in batch.rows):
+    mask = starts = None
+    longest = 0
+    if varlen:
+        lengths = [content.size for content in contents]
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        longest = rounded(max(lengths))
+    elif any(len(row) > 1 for row in batch.rows):
         causal = torch.ones(width, width, dtype=torch.bool).tril()
         mask = ((segment_RW[:, :, None] == segment_RW[:, None, :]) & causal)[:, None].to(device)
 
@@ -91,6 +109,8 @@ def to_tensors(batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], dev
         sample_S=steps([np.full(s.num_steps, i) for i, s in enumerate(ordered)], torch.int64),
         keys=tuple(s.key for s in ordered),
         sampling_mask=_sampling_mask(contents, device),
+        starts=starts,
+        longest=longest,
     )
 
 
@@ -101,7 +121,7 @@ def _sampling_mask(contents: list[Tokens], device: torch.device) -> tuple[Tensor
     return torch.from_numpy(mask.ids_K).to(device, torch.int64), torch.from_numpy(mask.counts_S).to(device, torch.int64)
 
 
-def _padding(tokens: np.ndarray, positions: np.ndarray, device: torch.device) -> Packed:
+def _padding(tokens: np.ndarray, positions: np.ndarray, device: torch.device, varlen: bool) -> Packed:
     zero, index = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     return Packed(
         torch.from_numpy(tokens).to(device),
@@ -115,5 +135,7 @@ def _padding(tokens: np.ndarray, positions: np.ndarray, device: torch.device) ->
         zero + 1,
         index,
         ((-1, -1),),
+        starts=torch.tensor([0, tokens.size], dtype=torch.int32, device=device) if varlen else None,
+        longest=rounded(tokens.size) if varlen else 0,
         is_padding=True,
     )

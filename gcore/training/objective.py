@@ -1,6 +1,6 @@
-"""From a micro-batch and its logprobs to the loss and the sums that are logged. Pure.
+"""From a micro-batch and its logprobs to the loss and the logged sums. Pure functions.
 
-All sums run over the steps that count. Denominators belong to the global mini-batch (losses.step_weights), so the
+All sums run over the actions (mask_S). Denominators are those of the global mini-batch (losses.step_weights), so the
 losses of all micro-batches and ranks add up.
 """
 
@@ -34,7 +34,7 @@ def policy(
     ref_S: Tensor | None,
     max_response_length: int,
 ) -> tuple[Tensor, Parts]:
-    """`old_S`: logprobs before the update, where other updates came between; `ref_S`: those of the reference."""
+    """`old_S`: logprobs before the first mini-batch; None: same as `logprobs_S`. `ref_S`: those of the reference."""
     weights_S = _weights(packed, mini, algorithm.loss_aggregation, max_response_length)
     mask_S, num_local = packed.loss_mask_S, len(packed.keys)
     before_S = logprobs_S.detach() if old_S is None else old_S
@@ -56,8 +56,8 @@ def policy(
         "actions": mask_S.sum(),
     }
     if ref_S is not None:
-        charged_S = before_S if algorithm.kl_in_reward else logprobs_S  # of which the KL is taken
-        kl_S = losses.kl_penalty(charged_S, ref_S, algorithm.kl_estimator)
+        policy_S = before_S if algorithm.kl_in_reward else logprobs_S
+        kl_S = losses.kl_penalty(policy_S, ref_S, algorithm.kl_estimator)
         if algorithm.kl_in == "loss":
             loss = loss + algorithm.kl_coef * (kl_S * applied_S * weights_S).sum()
         parts["kl"] = (kl_S * mask_S).sum()
@@ -76,12 +76,12 @@ def _weights(packed: Packed, mini: MiniBatch, aggregation: str, max_response_len
     )
 
 
-def kl_to_come(kl_S: Floats, mask_S: Bools) -> tuple[np.ndarray, KlSums]:
-    """KL of each action of a sample and all after it, and the sums that the controllers need of it.
+def kl_to_go(kl_S: Floats, mask_S: Bools) -> tuple[np.ndarray, KlSums]:
+    """KL-to-go: the KL of each action and of all later actions of the sample. Also its sums, for the controllers.
 
-    [0.1, 0.2, 0.3], the second no action -> [0.4, 0.3, 0.3], KlSums(0.4, 0.7, 0.25)
+    [0.1, 0.2, 0.3], where the second is no action -> [0.4, 0.3, 0.3], KlSums(0.4, 0.7, 0.25)
     """
     counted_S = np.where(mask_S, kl_S.astype(np.float64), 0.0)
-    to_come_S = np.cumsum(counted_S[::-1])[::-1]
-    own = to_come_S[mask_S]
-    return to_come_S, KlSums(float(counted_S.sum()), float(own.sum()), float((own**2).sum()))
+    kl_to_go_S = np.cumsum(counted_S[::-1])[::-1]
+    actions = kl_to_go_S[mask_S]
+    return kl_to_go_S, KlSums(float(counted_S.sum()), float(actions.sum()), float((actions**2).sum()))

@@ -2,7 +2,7 @@
 
     pairs ──sort by length, cut to the token budget──> scores of chosen and rejected ──-log sigmoid(difference)──> AdamW
 
-Both answers of a pair stand in the same batch. The loss of a step is the mean over its pairs, whatever the cuts.
+Both answers of a pair are in the same batch. The loss of a step is the mean over its pairs, however they are batched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-Pair = tuple[Ints, Ints]  # (chosen_T, rejected_T): two conversations as tokens, the first preferred
+Pair = tuple[Ints, Ints]  # (chosen_T, rejected_T): the tokens of two conversations, the first is preferred
 
 
 def bradley_terry(differences_B: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def bradley_terry(differences_B: Tensor) -> Tensor:
 
 
 class PairTrainer:
-    """Trains the network it is given, in place: float32 weights, forward and backward in `dtype`."""
+    """Trains the given network in place: float32 weights, forward and backward in `dtype`."""
 
     def __init__(self, network: PreTrainedModel, training: PairTraining, dtype: torch.dtype) -> None:
         self.network, self._training, self._dtype = network, training, dtype
@@ -44,7 +44,7 @@ class PairTrainer:
         self.updates = self._bad_in_a_row = 0
 
     def update(self, pairs: Sequence[Pair]) -> dict[str, float]:
-        """One optimizer step. A loss or gradient that is not finite moves nothing."""
+        """One optimizer step. It is skipped if the loss or the gradient is not finite."""
         training, rows = self._training, list[Tensor]()
         for part in self._parts(pairs):
             differences_B = self._differences(part)
@@ -76,7 +76,7 @@ class PairTrainer:
 
     @torch.no_grad()
     def evaluate(self, pairs: Sequence[Pair]) -> dict[str, float]:
-        """Means over the pairs: `loss`, `accuracy` (how often the chosen one scores higher), `margin` (by how much)."""
+        """Means over the pairs: `loss`, `accuracy` (how often chosen scores higher), `margin` (by how much)."""
         return _summary(torch.cat([self._differences(part) for part in self._parts(pairs)]))
 
     def _parts(self, pairs: Sequence[Pair]) -> Iterator[list[Pair]]:

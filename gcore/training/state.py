@@ -1,7 +1,7 @@
-"""Weights and optimizer state of a sharded network: gathered whole on rank 0, written as safetensors, read by any
-number of ranks. Every function here is called by all ranks together (gathering a shard is a collective).
+"""Weights and optimizer state of a sharded network: gathered on rank 0, written as safetensors, read by any number of
+ranks. All ranks must call each function together, because gathering is a collective.
 
-If the network has adapters, only they are written and read.
+If the network has adapters, only the adapters are written and read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def gather_weights(network: Any, everywhere: bool = False) -> dict[str, np.ndarray]:
-    """Parameter name -> whole float32 array, on rank 0 (or everywhere). Copies: later updates do not show in it."""
+    """Parameter name -> whole float32 array, on rank 0 (or everywhere). A copy: later updates do not change it."""
     return _gather(trainable_parameters(network), everywhere)
 
 
@@ -43,8 +43,8 @@ def _gather(parameters: Mapping[str, Tensor], everywhere: bool = False) -> dict[
 def save_weights(path: Path, parameters: Mapping[str, Tensor], adapters: Adapters | None = None) -> None:
     weights = _gather(parameters)
     if dist.get_rank() == 0:
-        about = {"rank": str(adapters.rank), "alpha": str(adapters.alpha)} if adapters else None
-        save_file({name: torch.from_numpy(value) for name, value in weights.items()}, path, about)
+        metadata = {"rank": str(adapters.rank), "alpha": str(adapters.alpha)} if adapters else None
+        save_file({name: torch.from_numpy(value) for name, value in weights.items()}, path, metadata)
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:
@@ -53,7 +53,7 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_like(path: Path, network: Any) -> dict[str, Tensor]:
-    """What save_weights wrote, sharded and placed as the network's parameters are."""
+    """Read what save_weights wrote, sharded and placed like the network's parameters."""
     with safe_open(path, framework="pt") as file:
         return {
             name: _like(file.get_tensor(name), parameter) for name, parameter in trainable_parameters(network).items()
@@ -63,7 +63,7 @@ def read_like(path: Path, network: Any) -> dict[str, Tensor]:
 def save(
     folder: Path, network: Any, optimizer: torch.optim.Optimizer, updates: int, adapters: Adapters | None = None
 ) -> None:
-    """model.safetensors and optimizer.safetensors, by rank 0."""
+    """Rank 0 writes model.safetensors and optimizer.safetensors."""
     save_weights(folder / "model.safetensors", trainable_parameters(network), adapters)
     moments: dict[str, Tensor] = {"updates": torch.tensor(updates)}
     for name, parameter in trainable_parameters(network).items():
@@ -99,26 +99,26 @@ def load(folder: Path, network: Any, optimizer: torch.optim.Optimizer, adapters:
 
 
 def _check(folder: Path, weights: Any, adapters: Adapters | None) -> None:
-    """A checkpoint is of adapters or of all weights; adapters of another kind would be read as if they fitted."""
-    about = weights.metadata() or {}
+    """Raise if the checkpoint has another kind of weights: other adapters could be loaded without an error."""
+    metadata = weights.metadata() or {}
     layers = sorted(name.removesuffix(LORA_A) for name in weights.keys() if name.endswith(LORA_A))  # noqa: SIM118
     if bool(layers) != (adapters is not None):
         raise UserError(
-            f"{folder} holds adapters, and this run trains all weights; resume with the model.lora it was made with"
+            f"{folder} holds adapters, and this run trains all weights; resume with the model.lora it was saved with"
             if layers
             else f"{folder} holds all weights, and this run trains adapters; resume without model.lora, or export it "
-            "and start anew from there with model.path"
+            "and start a new run from it with model.path"
         )
     if adapters is None:
         return
-    made = f"rank={about.get('rank')}, alpha={about.get('alpha')}, {len(layers)} layers"
-    now = f"rank={adapters.rank}, alpha={adapters.alpha}, {len(adapters.layers)} layers"
-    if made != now or layers != sorted(adapters.layers):
-        raise UserError(f"{folder} holds adapters of {made}; model.lora (rank, alpha, targets) now says {now}")
+    saved = f"rank={metadata.get('rank')}, alpha={metadata.get('alpha')}, {len(layers)} layers"
+    expected = f"rank={adapters.rank}, alpha={adapters.alpha}, {len(adapters.layers)} layers"
+    if saved != expected or layers != sorted(adapters.layers):
+        raise UserError(f"{folder} holds adapters of {saved}; model.lora (rank, alpha, targets) now gives {expected}")
 
 
 def _like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """`whole` sharded and placed as the parameter is."""
+    """`whole`, sharded and placed like the parameter."""
     whole = whole.to(device=parameter.device, dtype=parameter.dtype)
     if isinstance(parameter, DTensor):
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements)

@@ -1,11 +1,11 @@
-"""The policy's weights on the way from the trainer to the engines.
+"""Transfer of the policy's weights from the trainer to the engines.
 
     trainer rank                       controller 0             engine
     WeightPublisher ──bucket (Ref)──>  WeightTransfer  ──Ref──> WeightReceiver ──tensors──> the engine's parameters
     gathers, converts, packs           orders, retries          unpacks, checks, merges adapters
 
-The bytes of a bucket travel by one of four methods (method.py). The controller only passes a reference on: no weights
-pass through it. Every bucket has a checksum, and every engine answers with the version that it serves.
+The bytes of a bucket are sent by one of four methods (method.py). Only references pass through the controller, no
+weights. Every bucket has a checksum, and every engine returns the version that it serves.
 
     method.py      which of the four methods a run uses
     publisher.py   trainer side
@@ -14,5 +14,5 @@ pass through it. Every bucket has a checksum, and every engine answers with the 
     transfer.py    controller side
     receiver.py    engine side
 
-The stage rooms `training` and `generation` import this room. It imports neither of them.
+The packages `training` and `generation` import this package. It imports neither of them.
 """

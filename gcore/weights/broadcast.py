@@ -3,10 +3,10 @@
     BroadcastSender.send (trainer rank 0) ──starts the broadcast──> BroadcastTicket
                           ticket ──RPC──> receive_broadcast (engine): joins the group once, then receives the bytes
 
-gloo on CPUs, NCCL between GPUs. The ticket is small and travels like any weights; the bytes travel in the group. An
-engine that gets a ticket of a group it has not joined joins it first. Ranks are given in the order of joining: all
-receivers are equal. If a member dies, both sides raise BroadcastError within TIMEOUT_S; the next transfer makes a new
-group.
+gloo on CPUs, NCCL between GPUs. The ticket is small and is sent by RPC like any weights; the bytes are sent in the
+group. An engine that gets a ticket of a group it has not joined joins it first. Ranks are assigned in the order of
+joining: all receivers are equal. If a member dies, both sides raise BroadcastError within TIMEOUT_S; the next transfer
+makes a new group.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ TIMEOUT_S = 30.0
 
 
 class BroadcastError(RuntimeError):
-    """A member of the group is gone or late."""
+    """A member of the group died or is late."""
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastTicket:
-    """What a receiver must know to join in. BroadcastTicket("10.0.0.1:4242", "group-3", 5, 1048576, device="cuda")"""
+    """What a receiver needs to join. BroadcastTicket("10.0.0.1:4242", "group-3", 5, 1048576, device="cuda")"""
 
     address: str  # of the store where the members find each other
     group: str
     size: int  # members, the sender included
     num_bytes: int
-    device: str = "cpu"  # type of device at both ends
+    device: str = "cpu"  # device type of the sender and the receivers
 
 
 class BroadcastSender:
-    """Rank 0 of its groups. It keeps one group: that of the last receivers."""
+    """Rank 0 of its groups. It keeps one group, that of the last receivers."""
 
     def __init__(self, device: torch.device, host: str) -> None:
         self._device, self._host = device, host
@@ -52,11 +52,11 @@ class BroadcastSender:
         self._receivers: tuple[str, ...] = ()
         self._name, self._group = "", _no_group()
         self._pool = ThreadPoolExecutor(1)
-        self._in_flight: list[tuple[Future[None], torch.Tensor]] = []  # with the memory that is being read
+        self._in_flight: list[tuple[Future[None], torch.Tensor]] = []  # each with the memory that it reads
 
     def connect(self, receivers: Sequence[str], restarted: bool = False) -> None:
-        """The next blocks go to these engines, by name. The group is kept if they are the same as before; `restarted`:
-        some of them are new processes under an old name."""
+        """Send the next blocks to these engines, by name. The group is reused if they are the same as before.
+        `restarted`: some of them are new processes with an old name."""
         if self._store is None:
             self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         broken = self._group.done() and self._group.exception() is not None
@@ -105,7 +105,7 @@ def receive_broadcast(ticket: BroadcastTicket) -> torch.Tensor:
             store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
             rank = store.add(f"{ticket.group}/receivers", 1)
         except Exception as error:
-            raise BroadcastError(f"{key}: the sender does not answer ({error})") from error
+            raise BroadcastError(f"{key}: the sender does not respond ({error})") from error
         _GROUPS[key] = _join(store, ticket.group, rank, ticket.size, device)
     block = torch.empty(ticket.num_bytes, dtype=torch.uint8, device=device)
     try:
@@ -128,7 +128,7 @@ def _join(store: Any, name: str, rank: int, size: int, device: torch.device) -> 
             options._timeout = limit
             return dist.ProcessGroupNCCL(members, rank, size, options)
     except Exception as error:
-        raise BroadcastError(f"{name}: {size} members did not meet within {TIMEOUT_S:g} s ({error})") from error
+        raise BroadcastError(f"{name}: {size} members did not connect within {TIMEOUT_S:g} s ({error})") from error
 
 
 @contextmanager

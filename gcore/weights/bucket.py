@@ -118,7 +118,7 @@ def _offsets(table: Table) -> list[int]:
 
 
 def _checksum(table: Table, block: torch.Tensor) -> int:
-    """Of names, shapes and bytes. It depends on the order of the rows of words; sums of a row wrap around."""
+    """Checksum of names, shapes and bytes. It depends on the order of the rows; the sum of a row may wrap around."""
     words = block.view(torch.int64)
     whole = len(words) // ROW * ROW
     sums = [*words[:whole].view(-1, ROW).sum(1).tolist(), int(words[whole:].sum())]

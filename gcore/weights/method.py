@@ -1,9 +1,9 @@
-"""How the bytes of a weight update travel from the trainer to the engines.
+"""How the bytes of a weight update get from the trainer to the engines.
 
 in_process    the tensors themselves: trainer and engines share one process (runtime: local)
 cuda_ipc      a handle to GPU memory: rank i and engine i share GPU i (controller/gpu_assignment.py)
-broadcast     one collective from rank 0 to the engines: they are on different GPUs, or placement.weights asks for it
-host_memory   an array in the shared memory of the machine: everything else
+broadcast     one collective from rank 0 to the engines: they are on different GPUs, or placement.weights=broadcast
+host_memory   an array in the shared memory of the machine: all other cases
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
                                                         by the transfer method: array, CUDA handle, ticket, or tensors
 
 The trainer passes its named parameters with every call: FSDP may have replaced the tensors since the last one. With
-adapters (model.lora) these are the factors alone.
+adapters (model.lora) these are only the factors.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class WeightPublisher:
             self._sender.wait_sent()
 
     def _dtype_of(self, parameters: Mapping[str, Tensor]) -> torch.dtype:
-        """Factors of adapters travel in float32: engines merge them in float32."""
+        """Factors of adapters are sent in float32: engines merge them in float32."""
         return torch.float32 if any(name.endswith((LORA_A, LORA_B)) for name in parameters) else self._dtype
 
 

@@ -4,7 +4,7 @@
                                                             └──> factors of adapters ──base + scale B A──┘
 
 With adapters (model.lora) only their factors arrive. The engine keeps a copy of the base weights from its start and
-computes every version from that copy: rounding errors do not accumulate, and a missed update leaves no trace.
+computes every version from that copy: rounding errors do not accumulate, and a missed update has no lasting effect.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Base:
 
     def unpaired(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Factors whose partner has not arrived yet."""
-        other = {LORA_A: LORA_B, LORA_B: LORA_A}
-        return {n: t for n, t in factors.items() if n[: -len(LORA_A)] + other[n[-len(LORA_A) :]] not in factors}
+        partner = {LORA_A: LORA_B, LORA_B: LORA_A}
+        return {n: t for n, t in factors.items() if n[: -len(LORA_A)] + partner[n[-len(LORA_A) :]] not in factors}
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _Update:
     count: int
     next: int = 0
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the tensors that have arrived
-    kept: dict[str, Tensor] = field(default_factory=dict)  # arrived, but not loaded yet
+    pending: dict[str, Tensor] = field(default_factory=dict)  # arrived, but not loaded yet
 
 
 class WeightReceiver:
@@ -98,16 +98,16 @@ class WeightReceiver:
         last = index + 1 == count
         tensors = self._checked(version, unpack_bucket(weights), update.shapes.keys() if last else None)
         self._update = update
-        yield self._loads({**update.kept, **tensors}, last)
+        yield self._loads({**update.pending, **tensors}, last)
         update.next += 1
         update.shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if last:
             self._shapes, self._update = self._shapes or update.shapes, None
         else:  # copies: the sender may overwrite its memory
             copies = {name: tensor.clone() for name, tensor in tensors.items()} if self._whole or self._base else {}
-            update.kept |= copies
+            update.pending |= copies
             if self._base is not None and not self._whole:
-                update.kept = self._base.unpaired(update.kept)
+                update.pending = self._base.unpaired(update.pending)
 
     def _loads(self, tensors: dict[str, Tensor], last: bool) -> Iterator[tuple[dict[str, Tensor], bool]]:
         if self._whole and not last:
@@ -169,7 +169,7 @@ def base_of(
     tensors = {name: file.get_tensor(name) for file in _files(folder) for name in file.keys() if name in names}  # noqa: SIM118
     if missing := sorted({f"{layer}.weight" for layer in adapters.layers} - tensors.keys()):
         raise UserError(
-            f"model.lora: {folder} has no safetensors with {missing[0]} ({len(missing)} in all), which adapters add to"
+            f"model.lora: {folder} has no safetensors with {missing[0]} ({len(missing)} in all), which adapters need"
         )
     return Base(adapters, tensors, torch.device(device), dtype)
 

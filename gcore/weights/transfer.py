@@ -3,8 +3,8 @@
     for every bucket:   trainer ranks gather it together ──Ref──> engines load it
                         (bucket i + 1 is gathered while bucket i is loaded; at most two are held)
 
-Only references pass through the controller: the bytes go from a rank's process to the engines' (see method.py). An
-engine answers with the version that it serves, so an engine that missed an update is found here, not in the gradients.
+Only references pass through the controller: the bytes go from a rank's process to the engines' (see method.py). Every
+engine returns the version that it serves, so an engine that missed an update is detected here.
 
 An engine that dies is left out; the supervisor starts it again. If that breaks a broadcast group, the other engines
 report BroadcastError, and the update starts again without the dead engine.
@@ -23,7 +23,7 @@ ATTEMPTS = 3
 
 
 class WeightTransfer:
-    """Of controller 0. Every rank publishes: engine i reads from rank i if all ranks have the weights, else from 0."""
+    """Runs in controller 0. All ranks publish. Engine i reads from rank i if all ranks hold weights, else from 0."""
 
     def __init__(self, trainers: Sequence[TrainerClient]) -> None:
         self._trainers = trainers
@@ -68,7 +68,7 @@ class WeightTransfer:
                     break
             else:
                 if late := [engine.name for i, engine in living.items() if answers[i] != version]:
-                    raise RuntimeError(f"{', '.join(late)} did not take the weights of version {version}")
+                    raise RuntimeError(f"{', '.join(late)} did not load the weights of version {version}")
                 return [engine.name for engine in living.values()]
         assert broken is not None
         raise broken

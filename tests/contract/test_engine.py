@@ -308,7 +308,7 @@ def test_impossible_requests_are_refused_and_harm_nobody(make, networks):
     (expected,) = run(engine, fine)
     for bad, words in (
         (ask(prompt(0), 5), "empty prompt"),
-        (ask(prompt(4), 0), "asks for 0 tokens"),
+        (ask(prompt(4), 0), "max_tokens 0|asks for 0 tokens"),
         (ask(prompt(MAX_LENGTH - 9), 10), f"= {MAX_LENGTH + 1} exceeds the engine's {MAX_LENGTH}"),
     ):
         with pytest.raises(UserError, match=words):

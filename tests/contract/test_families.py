@@ -306,7 +306,7 @@ def refused(config: Any, folder: Path, **options: Any) -> str:
         (family("PhimoeConfig", sliding_window=7), "sliding_attention (sliding_window=7)"),
         (family("NanoChatConfig"), "scales its logits (final_logit_softcapping=15.0)"),
         (family("Gemma3TextConfig", use_bidirectional_attention=True), "attends to later tokens"),
-        (lambda: transformers.Gemma3Config(), "holds more than a decoder of text"),
+        (lambda: transformers.Gemma3Config(), "has more than a text decoder"),
         (family("LlamaConfig", quantization_config={"quant_method": "mxfp4"}), "quantised weights (mxfp4)"),
     ],
 )
@@ -329,7 +329,7 @@ def test_other_families_are_compared_at_the_start(tmp_path):
         assert not ours(tmp_path / name).training
     sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
     save(family("BartConfig", **sizes)(), tmp_path / "bart")  # takes positions from the place in the row
-    with pytest.raises(UserError, match="type bart gives packed samples other logprobs"):
+    with pytest.raises(UserError, match="type bart gives packed samples different logprobs"):
         ours(tmp_path / "bart")
 
 

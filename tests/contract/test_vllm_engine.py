@@ -289,11 +289,11 @@ def test_sleep_and_weights(engine, network):
             await engine.wake("everything")
         await engine.wake("weights")
         assert await engine.load_weights(1, weights_of(network)) == 1
-        with pytest.raises(RuntimeError, match="half awake"):
+        with pytest.raises(RuntimeError, match="partly awake"):
             await engine.sleep(1)
         await engine.wake("kv_cache")
         await engine.load_weights(2, in_parts(network, 2)[0], (0, 2))
-        with pytest.raises(RuntimeError, match="while weights arrive"):
+        with pytest.raises(RuntimeError, match="during a weight update"):
             await engine.sleep(1)
 
     asyncio.run(asyncio.wait_for(calls(), 60))

@@ -115,7 +115,7 @@ def test_auto_without_a_checkpoint_starts_anew_and_says_so(tmp_path):
         shutil.rmtree(tmp_path / "runs" / "none" / checkpoint)
     done = gcore("train", str(recipe), "run.name=none", "runtime=local", "run.steps=2", "run.resume=auto")
     assert done.returncode == 0, done.stderr
-    assert "no complete checkpoint; starting anew; the warm start begins again" in done.stdout
+    assert "no complete checkpoint; starting from the beginning, with the warm start" in done.stdout
     assert [row["step"] for row in rows(tmp_path / "runs" / "none") if "samples_digest" in row] == [1, 2]
 
 

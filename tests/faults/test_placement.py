@@ -90,7 +90,7 @@ def test_kill_a_judge_and_an_engine_while_slots_change_hands(tmp_path, calm):
             running.find(role).send_signal(signal.SIGKILL)
         for role in ("judge-critic-3", "engine-0"):
             running.wait_for(f"{role} died")
-            running.wait_for(f"{role} is back")
+            running.wait_for(f"{role} is restarted")
         running.go.touch()
         found = running.steps()
         same(found, calm)

@@ -95,7 +95,7 @@ def test_kill_an_engine(tmp_path, undisturbed, replicas):
         running.wait_for_steps()
         running.find("engine-0").send_signal(signal.SIGKILL)
         running.wait_for("engine-0 died")
-        running.wait_for("engine-0 is back, with current weights")
+        running.wait_for("engine-0 is restarted, with current weights")
         running.go.touch()
         found = running.steps()
         assert [row["samples_digest"] for row in found] == undisturbed
@@ -158,7 +158,7 @@ def test_kill_who_scores(tmp_path, panel, calm, roles):
             victim.send_signal(signal.SIGKILL)
         for role in roles:
             running.wait_for(f"{role} died")
-            running.wait_for(f"{role} is back")
+            running.wait_for(f"{role} is restarted")
         found = running.steps()
         for name in ("samples_digest", "reward/mean", "reward/critic", "reward/scorer"):
             assert [row[name] for row in found] == [row[name] for row in calm], name

@@ -21,7 +21,7 @@ from gcore.controller.collect import Collected, Collector, spread
 from gcore.controller.workflow import SharedContext, generate_and_reward
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
-from gcore.rewarding.client import Pauses
+from gcore.rewarding.client import RetryDelays
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import EngineBackend
@@ -175,7 +175,7 @@ def test_a_server_that_fails(fault):
         spec = HttpReward(
             name="server", url=f"http://127.0.0.1:{port}/", timeout_s=0.5 if fault == "slow" else 30, attempts=3
         )
-        rewarders = [WeightedRewarder([HttpSource(spec, pauses=Pauses(first_s=0.01))]) for _ in range(CONTROLLERS)]
+        rewarders = [WeightedRewarder([HttpSource(spec, delays=RetryDelays(first_s=0.01))]) for _ in range(CONTROLLERS)]
         try:
             return await run(rewarders), rewarders
         finally:

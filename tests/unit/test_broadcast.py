@@ -122,7 +122,7 @@ def test_a_dead_receiver_breaks_its_group_and_not_the_next(start, sender, monkey
 
 def test_a_ticket_without_a_sender(monkeypatch):
     monkeypatch.setattr(broadcast, "TIMEOUT_S", 1.0)
-    with pytest.raises(BroadcastError, match="the sender does not answer"):
+    with pytest.raises(BroadcastError, match="the sender does not respond"):
         receive_broadcast(BroadcastTicket("127.0.0.1:9", "group-0", 2, 0))
 
 
@@ -130,6 +130,6 @@ def test_members_that_never_join(sender, monkeypatch):
     monkeypatch.setattr(broadcast, "TIMEOUT_S", 1.0)
     sender.connect(["engine-0"])
     sender.send(numbers(100))
-    assert "2 members did not meet within 1 s" in str(sender._group.exception(timeout=60))
+    assert "2 members did not connect within 1 s" in str(sender._group.exception(timeout=60))
     sender.connect(["engine-0"])
     assert sender.send(numbers(100)).group == "group-1"  # not the broken one

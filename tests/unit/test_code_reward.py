@@ -10,14 +10,14 @@ import pytest
 
 from gcore.config.tree import RewardFunction, Rewards
 from gcore.rewarding import code
-from gcore.rewarding.code import Limits, Ran, python_tests
+from gcore.rewarding.code import Limits, RunResult, python_tests
 from gcore.rewarding.threads import FunctionSource
 from gcore.rewarding.workers import sources_of
 from gcore.types import UserError
 from tests.unit.test_reward_workers import group_of
 
-COMPLAINT = code._complaint()
-needs_bwrap = pytest.mark.skipif(COMPLAINT is not None, reason=f"bwrap is not usable: {COMPLAINT}")
+BWRAP_PROBLEM = code._bwrap_problem()
+needs_bwrap = pytest.mark.skipif(BWRAP_PROBLEM is not None, reason=f"bwrap is not usable: {BWRAP_PROBLEM}")
 SANDBOXES = pytest.mark.parametrize("sandbox", [pytest.param("bwrap", marks=needs_bwrap), "rlimits"])
 DOUBLE = "print(int(input()) * 2)"
 PAIRS = [{"input": "1\n", "output": "2\n"}, {"input": "2", "output": "4"}, {"input": "3", "output": "6"}]
@@ -26,18 +26,18 @@ PAIRS = [{"input": "1\n", "output": "2\n"}, {"input": "2", "output": "4"}, {"inp
 @pytest.fixture(params=["ours", "of a user"])
 def walls(request, monkeypatch):
     """Root builds the sandbox without a user namespace; here it builds both kinds."""
-    if COMPLAINT is not None:
-        pytest.skip(f"bwrap is not usable: {COMPLAINT}")
+    if BWRAP_PROBLEM is not None:
+        pytest.skip(f"bwrap is not usable: {BWRAP_PROBLEM}")
     if request.param == "of a user":
         if os.geteuid() != 0:
             pytest.skip("the same as ours")
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    code._walls.cache_clear()
+    code._bwrap_command.cache_clear()
     yield request.param
-    code._walls.cache_clear()
+    code._bwrap_command.cache_clear()
 
 
-def run(program: str, sandbox: str = "bwrap", cpu_s: int = 5, wall_s: float = 30.0, given: str = "") -> Ran:
+def run(program: str, sandbox: str = "bwrap", cpu_s: int = 5, wall_s: float = 30.0, given: str = "") -> RunResult:
     return code._run(program, None, given, Limits(sandbox, cpu_s, wall_s, 512))
 
 
@@ -212,7 +212,7 @@ os._exit(0)
 
 def test_a_fork_bomb_is_bounded_and_gone(walls):
     if walls == "of a user" and os.getuid() == 0:
-        pytest.skip("the kernel limits processes of everybody but root")
+        pytest.skip("the kernel does not limit processes of root")
     num, error = said(FORKS).split()
     assert 0 < int(num) < code.PROCESSES
     assert error == "BlockingIOError"
@@ -230,7 +230,7 @@ def test_a_memory_bomb_fails(walls):
     [("while True: pass", 30.0), ("import time; time.sleep(1000)", 1.0), ("import os; os.close(1)\nwhile 1: 0", 1.0)],
 )
 def test_an_endless_loop_ends(sandbox, program, wall_s):
-    assert run(f"print('begun', flush=True)\n{program}", sandbox, cpu_s=1, wall_s=wall_s) == Ran(b"begun\n", None)
+    assert run(f"print('begun', flush=True)\n{program}", sandbox, cpu_s=1, wall_s=wall_s) == RunResult(b"begun\n", None)
 
 
 @SANDBOXES
@@ -238,7 +238,7 @@ def test_a_flood_of_output_is_cut(sandbox):
     ran = run("while True: print('x' * 1000)", sandbox, cpu_s=20)
     assert ran.code is None
     assert code.OUTPUT_BYTES - 20 < len(ran.output) <= code.OUTPUT_BYTES + (1 << 16)
-    assert run("import sys\nfor _ in range(10**4): print('x' * 1000, file=sys.stderr)", sandbox) == Ran(b"", 0)
+    assert run("import sys\nfor _ in range(10**4): print('x' * 1000, file=sys.stderr)", sandbox) == RunResult(b"", 0)
 
 
 @SANDBOXES
@@ -278,20 +278,20 @@ def source():
 
 @pytest.fixture
 def fresh():
-    code._complaint.cache_clear()
-    code._walls.cache_clear()
+    code._bwrap_problem.cache_clear()
+    code._bwrap_command.cache_clear()
     yield
-    code._complaint.cache_clear()
-    code._walls.cache_clear()
+    code._bwrap_problem.cache_clear()
+    code._bwrap_command.cache_clear()
 
 
 def test_a_missing_bwrap_is_found_before_the_run(fresh, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
-        UserError, match=r"there is no bwrap; install .*or set the function's args to {sandbox: rlimits}"
+        UserError, match=r"bwrap is not installed; install .*or set the function's args to {sandbox: rlimits}"
     ):
         source().check(["tests"])
-    with pytest.raises(UserError, match="there is no bwrap"):
+    with pytest.raises(UserError, match="bwrap is not installed"):
         score(DOUBLE, PAIRS)
 
 

@@ -99,7 +99,7 @@ def test_a_reward_that_cannot_be_had_drops_its_group_alone():
         ([scored(0, 0)], "returned 1 sample for prompt 0; algorithm.adv_estimator compares at least 2"),
         ([scored(0, 0), scored(0, 0)], "twice"),
         ([scored(0, 0), scored(7, 1)], "another prompt"),
-        ([scored(0, 0), scored(0, 1, versions=())], "without a token"),
+        ([scored(0, 0), scored(0, 1, versions=())], "without steps"),
         ([], "expected a non-empty list"),
         (None, "returned NoneType for prompt 0; expected a non-empty list"),
         ([1.0, 2.0], "expected a non-empty list"),
@@ -496,7 +496,7 @@ def test_exhausted_steps_end_the_run_where_asked_to(mode):
 
     for error in run(steps()):  # all of them know
         assert isinstance(error, UserError)
-        assert "step 1: 1 of 6 groups from 12 prompts (no_spread 11); raise sampling.max_draws" in str(error)
+        assert "step 1: 1 of 6 groups from 12 prompts (no_spread 11); increase sampling.max_draws" in str(error)
 
 
 def test_a_step_that_is_just_enough_is_not_exhausted():
@@ -599,9 +599,9 @@ def test_any_number_of_controllers_goes_on_where_any_other_stopped(before, after
 def test_pending_prompts_come_first_then_those_left_behind():
     world = World(sampling(prompts_per_step=6, deterministic=False), 3)
     places = [
-        {"base": 0, "head": 12, "pending": [9, 3], "fresh": [], "rate": 0.5, "drawn": 2, "dropped": {"no_spread": 1}},
-        {"base": 0, "head": 4, "pending": [], "fresh": [1], "rate": 0.5, "drawn": 1, "dropped": {}},
-        {"base": 0, "head": 8, "pending": [5], "fresh": [], "rate": 0.5, "drawn": 0, "dropped": {"no_spread": 2}},
+        {"base": 0, "head": 12, "pending": [9, 3], "undrawn": [], "rate": 0.5, "drawn": 2, "dropped": {"no_spread": 1}},
+        {"base": 0, "head": 4, "pending": [], "undrawn": [1], "rate": 0.5, "drawn": 1, "dropped": {}},
+        {"base": 0, "head": 8, "pending": [5], "undrawn": [], "rate": 0.5, "drawn": 0, "dropped": {"no_spread": 2}},
     ]
     state = merge_places(places, strict=False)
     assert state == {

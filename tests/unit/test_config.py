@@ -71,9 +71,9 @@ def test_missing_sections_are_named(tmp_path):
     path.write_text("run: {steps: 1}\n")
     assert refused(path).splitlines() == [
         f"{path}: 3 problems",
-        "  model: missing; this key must be set",
-        "  data: missing; this key must be set",
-        "  rewards: missing; this key must be set",
+        "  model: not set; expected a value (this key is required)",
+        "  data: not set; expected a value (this key is required)",
+        "  rewards: not set; expected a value (this key is required)",
     ]
 
 
@@ -88,7 +88,7 @@ def test_missing_sections_are_named(tmp_path):
         (["runtime=local", "placement.trainer.ranks=2"], "got placement.trainer.ranks=2"),
         (["training.max_tokens_per_gpu=19"], "= 20 exceeds training.max_tokens_per_gpu=19"),
         (["generation.max_response_length=13"], "= 25 exceeds model.build.max_length=24"),
-        (["rewards.accuracy=speed"], "rewards.accuracy='speed' names none of ['exact']"),
+        (["rewards.accuracy=speed"], "rewards.accuracy: got 'speed'; expected one of ['exact']"),
     ],
 )
 def test_contradictions(recipe, overrides, words):
@@ -97,7 +97,7 @@ def test_contradictions(recipe, overrides, words):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a: [", "not valid YAML"), ("- 1", "expected keys and values at the top, got list"), ("", "got NoneType")],
+    [("a: [", "not valid YAML"), ("- 1", "got list; expected keys and values at the top level"), ("", "got NoneType")],
 )
 def test_files_that_are_no_recipe(tmp_path, text, words):
     path = tmp_path / "bad.yaml"
@@ -245,7 +245,7 @@ def test_reference_is_up_to_date():
 def test_a_run_has_a_plain_name(recipe, name):
     """`run.dir/run.name` must stay in run.dir, and must not be run.dir."""
     shown = repr(name.strip("'"))
-    expected = f"run.name: got {shown}; expected the plain name of a folder, without / or \\ (its place is run.dir)"
+    expected = f"run.name: got {shown}; expected a folder name without / or \\ (its parent folder is run.dir)"
     assert refused(recipe, f"run.name={name}") == f"{recipe}: {expected}"
     with pytest.raises(UserError) as error:
         load_config(ROOT / "recipes" / "reward_model.yaml", [f"run.name={name}"], into=RewardModelConfig)
@@ -256,8 +256,8 @@ def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path):
     path = tmp_path / "twice.yaml"
     path.write_text("run: {name: x}\ntraining:\n  lr: 1\n  eps: 1\n  lr: 2\nrewards:\n  http: [{name: a, name: b}]\n")
     assert refused(path) == (
-        f"{path}: not valid YAML: training.lr is given twice, in lines 3 and 5; "
-        "rewards.http.0.name is given twice, in lines 7 and 7"
+        f"{path}: not valid YAML: training.lr is set twice, in lines 3 and 5; "
+        "rewards.http.0.name is set twice, in lines 7 and 7"
     )
 
 

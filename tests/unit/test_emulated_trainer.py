@@ -162,15 +162,15 @@ def test_a_recipe_may_emulate_all_roles_or_only_the_engines():
     [
         (
             {"generation": {"engine": "emulated", "max_response_length": 32}},
-            "engine=emulated, section `emulated` is missing",
+            "engine=emulated, section `emulated` is not set",
         ),
-        ({"generation": {"emulated": {}, "max_response_length": 32}}, "engine=embedded, section `emulated` is there"),
-        ({"training": {"backend": "emulated"}}, "section `training.emulated` is missing"),
-        ({"training": {"emulated": {}}}, "training.backend=fsdp, section `training.emulated` is there"),
-        ({"generation": {"max_response_length": 32}}, "has no weights to give, got generation.engine=embedded"),
+        ({"generation": {"emulated": {}, "max_response_length": 32}}, "engine=embedded, section `emulated` is set"),
+        ({"training": {"backend": "emulated"}}, "section `training.emulated` is not set"),
+        ({"training": {"emulated": {}}}, "training.backend=fsdp, section `training.emulated` is set"),
+        ({"generation": {"max_response_length": 32}}, "has no weights for engines, got generation.engine=embedded"),
         (
             {"training": {"backend": "emulated", "emulated": {"speed": 3.0}}},
-            r"one clock, got emulated.speed \[1.0, 3.0\]",
+            r"emulated.speed: got \[1.0, 3.0\]",
         ),
     ],
 )

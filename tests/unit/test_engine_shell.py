@@ -22,7 +22,7 @@ from gcore.weights.receiver import WeightReceiver
 class Counter:
     """The tokens of a job are 0, 1, 2, ... `slots` jobs at a time; `log` has the calls."""
 
-    turn = nullcontext()
+    compute_lock = nullcontext()
 
     def __init__(self, slots: int = 2) -> None:
         self.jobs: list[Job] = []
@@ -57,8 +57,8 @@ class Counter:
         self.jobs = [job for job in self.jobs if job not in ended]
         return Step(num_tokens, [(job, job.finish) for job in ended])
 
-    def land(self) -> Sequence[Step]:
-        self.log.append("land")
+    def flush_steps(self) -> Sequence[Step]:
+        self.log.append("flush")
         return ()
 
     def remove(self, jobs: Collection[Job]) -> None:
@@ -140,7 +140,7 @@ def test_nothing_is_decoded_between_the_first_bucket_and_the_last():
         assert [c.versions_S.tolist() for c in await answers] == [[4, 4, 4]] * 2
 
     run(backend, calls)
-    assert backend.log == ["land", ("load", "a", "b"), "land", ("load", "a"), "land", ("load", "b"), "close"]
+    assert backend.log == ["flush", ("load", "a", "b"), "flush", ("load", "a"), "flush", ("load", "b"), "close"]
 
 
 def test_a_job_keeps_the_version_of_each_token():
@@ -204,21 +204,23 @@ def test_a_backend_that_cannot_open_says_why_and_is_closed():
 
 def test_sleep_is_refused_at_work_and_while_weights_arrive():
     state = SleepState()
-    with pytest.raises(RuntimeError, match="asked to sleep with 3 requests under way"):
+    with pytest.raises(RuntimeError, match="sleep called with 3 requests in progress"):
         state.may_sleep(1, 3, False)
-    with pytest.raises(RuntimeError, match="asked to sleep while weights arrive"):
+    with pytest.raises(RuntimeError, match="sleep called during a weight update"):
         state.may_sleep(1, 0, True)
     assert state.may_sleep(1, 0, False) and state.awake
     state.sleep(1)
     assert not state.awake and not state.may_sleep(1, 3, True)  # it sleeps already
-    with pytest.raises(RuntimeError, match="weights of version 4 for an engine that sleeps; wake 'weights' first"):
+    with pytest.raises(RuntimeError, match="version 4 sent to an engine that is asleep; wake 'weights' first"):
         state.check_load(4)
-    with pytest.raises(ValueError, match=r"asked to wake \['all'\], expected some of \['weights', 'kv_cache'\]"):
+    with pytest.raises(
+        ValueError, match=r"wake called with tags \['all'\], expected some of \['weights', 'kv_cache'\]"
+    ):
         state.due(["all"])
     assert state.due(["weights"]) == ["weights"]
     state.wake(["weights"])
     state.check_load(4)
-    with pytest.raises(RuntimeError, match="asked to sleep when half awake"):
+    with pytest.raises(RuntimeError, match="sleep called on an engine that is partly awake"):
         state.may_sleep(1, 0, False)
     assert state.due([]) == ["kv_cache"]
     state.wake(["kv_cache"])

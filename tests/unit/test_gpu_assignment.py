@@ -7,9 +7,9 @@ import yaml
 
 from gcore.config import load_config
 from gcore.config.load import dump_config
-from gcore.controller.auto import settle
+from gcore.controller.auto import choose_mode
 from gcore.controller.build import sleep_level
-from gcore.controller.gpu_assignment import GpuAssignment, apart, together
+from gcore.controller.gpu_assignment import GpuAssignment, separate_gpus, shared_gpus
 from gcore.controller.plan import Machine, make_plan
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
@@ -32,17 +32,17 @@ def config(tmp_path):
 
 
 def test_together_replica_i_of_every_kind_is_on_gpu_i():
-    gpu_assignment = together(2, {"engine": 2, "judge-critic": 1, "trainer": 2})
+    gpu_assignment = shared_gpus(2, {"engine": 2, "judge-critic": 1, "trainer": 2})
     assert gpu_assignment == GpuAssignment((1, 1), share=round(0.95 / 3, 4))
     assert [gpu_assignment.of("engine", rank) for rank in (0, 1, 2)] == [(0, 0.3167), (1, 0.3167), (0, 0.3167)]
 
 
 def test_more_replicas_than_gpus_take_smaller_shares():
-    assert together(2, {"engine": 4, "trainer": 2}).share == round(0.95 / 3, 4)  # two engines and a rank on each
+    assert shared_gpus(2, {"engine": 4, "trainer": 2}).share == round(0.95 / 3, 4)  # two engines and a rank on each
 
 
 def test_apart_every_replica_has_its_own():
-    gpu_assignment = apart(8, {"engine": 2, "judge-critic": 1, "trainer": 2}, {"engine": 1, "judge-critic": 4})
+    gpu_assignment = separate_gpus(8, {"engine": 2, "judge-critic": 1, "trainer": 2}, {"engine": 1, "judge-critic": 4})
     assert gpu_assignment.bundles == (1, 1, 4, 1, 1)
     places = [
         gpu_assignment.of("engine", 1),
@@ -55,7 +55,7 @@ def test_apart_every_replica_has_its_own():
 
 def test_apart_refuses_what_does_not_fit():
     with pytest.raises(UserError, match=r"engine 2 x 4, trainer 2 x 1 = 10 GPUs, got 8 .*placement\.trainer\.ranks"):
-        apart(8, {"engine": 2, "trainer": 2}, {"engine": 4})
+        separate_gpus(8, {"engine": 2, "trainer": 2}, {"engine": 4})
 
 
 def test_disaggregated_shares_the_gpus_out(config):
@@ -89,7 +89,7 @@ def test_disaggregated_engines_stay_awake(config):
 
 
 def auto(config, names=("NVIDIA H100 80GB HBM3",) * 8, machine=EIGHT):
-    return settle(config, machine, names)
+    return choose_mode(config, machine, names)
 
 
 def test_another_mode_is_left_alone(config):
@@ -111,7 +111,7 @@ def test_auto_takes_what_the_planner_ranks_first(config):
 
 
 def test_auto_with_a_static_split_names_it(config, monkeypatch):
-    monkeypatch.setattr("gcore.controller.auto.DIVIDED", ("static",))
+    monkeypatch.setattr("gcore.controller.auto.SLOT_MODES", ("static",))
     found, _ = auto(config("placement.mode=auto"))
     assert found.placement.mode == "static" and sum(found.placement.split.values()) == 8
     assert set(found.placement.split) == {"policy", "critic"}
@@ -124,14 +124,14 @@ def test_auto_with_a_static_split_names_it(config, monkeypatch):
         (("training.device=cpu",), EIGHT, (), "shared", "no GPU"),
         (("sampling.max_staleness=1",), EIGHT, (), "disaggregated", "asynchronous"),
         (("sampling.max_staleness=1",), Machine(8, 2), (), "shared", "asynchronous"),
-        ((), EIGHT, ("NVIDIA GeForce RTX 5090",) * 8, "dynamic", "no data of 'NVIDIA GeForce RTX 5090'"),
-        ((), Machine(8, 1), ("NVIDIA GeForce RTX 5090",), "colocated", "no data of"),
-        ((), EIGHT, ("NVIDIA H100", "NVIDIA A100"), "dynamic", "no data of"),
-        ((), EIGHT, (), "dynamic", "no name"),
+        ((), EIGHT, ("NVIDIA GeForce RTX 5090",) * 8, "dynamic", "no data for 'NVIDIA GeForce RTX 5090'"),
+        ((), Machine(8, 1), ("NVIDIA GeForce RTX 5090",), "colocated", "no data for"),
+        ((), EIGHT, ("NVIDIA H100", "NVIDIA A100"), "dynamic", "no data for"),
+        ((), EIGHT, (), "dynamic", "name of the GPUs is unknown"),
     ],
 )
 def test_auto_without_the_planner(config, overrides, machine, names, mode, why):
-    found, said = settle(config("placement.mode=auto", *overrides), machine, names)
+    found, said = choose_mode(config("placement.mode=auto", *overrides), machine, names)
     assert found.placement.mode == mode and why in said and f"placement.mode=auto: {mode}" in said
 
 
@@ -146,5 +146,5 @@ def test_auto_refuses_what_cannot_fit(config, tmp_path):
         '"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064}'
     )
     asked = config("placement.mode=auto", model={"path": str(tmp_path)})
-    with pytest.raises(UserError, match=r"placement\.mode=auto: the planner finds no way on 1 x .*what would help"):
-        settle(asked, Machine(8, 1), ("NVIDIA H100",))
+    with pytest.raises(UserError, match=r"placement\.mode=auto: no placement fits on 1 x .*possible changes"):
+        choose_mode(asked, Machine(8, 1), ("NVIDIA H100",))

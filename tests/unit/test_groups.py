@@ -106,7 +106,7 @@ def test_a_line_has_the_time_limit_of_the_group():
 
 def test_a_line_of_a_line_is_refused_where_numbers_would_clash():
     group = LocalGroup(Rendezvous(0, 1, None, Hub(1)))
-    with pytest.raises(AssertionError, match="asked for from the first"):
+    with pytest.raises(AssertionError, match="only the first group can make subgroups"):
         group.subgroup().subgroup()
 
 

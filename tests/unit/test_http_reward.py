@@ -16,7 +16,7 @@ from aiohttp import web
 
 from gcore.config.tree import HttpReward
 from gcore.rewarding import client
-from gcore.rewarding.client import Pauses, _seconds
+from gcore.rewarding.client import RetryDelays, _retry_after_s
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.types import RewardError, UserError
@@ -65,9 +65,9 @@ def http(server: Server, scenario, path="/score", **spec):
     """Runs `await scenario(blend, source)` against the server; the source is closed at the end."""
 
     async def main():
-        pauses = Pauses(first_s=0.001, longest_retry_after_s=spec.pop("longest_retry_after_s", 60.0))
+        delays = RetryDelays(first_s=0.001, longest_retry_after_s=spec.pop("longest_retry_after_s", 60.0))
         async with served(server) as url:
-            source = HttpSource(HttpReward(name="remote", url=f"{url}{path}", **spec), pauses=pauses)
+            source = HttpSource(HttpReward(name="remote", url=f"{url}{path}", **spec), delays=delays)
             try:
                 return await asyncio.wait_for(scenario(WeightedRewarder([source]), source), 20)
             finally:
@@ -180,8 +180,8 @@ def test_retry_after_counts_once():
     asked = []
 
     async def scenario(blend, source):
-        pause = source.client.pause_s
-        source.client.pause_s = lambda turn, after_s: asked.append((turn, after_s)) or pause(turn, after_s)
+        pause = source.client.delay_s
+        source.client.delay_s = lambda turn, after_s: asked.append((turn, after_s)) or pause(turn, after_s)
         await blend.reward(group_of("2", "3"))
 
     http(server, scenario, longest_retry_after_s=0.001)
@@ -189,10 +189,10 @@ def test_retry_after_counts_once():
 
 
 def test_retry_after_in_seconds_or_as_a_date(monkeypatch):
-    assert _seconds("7") == 7.0
+    assert _retry_after_s("7") == 7.0
     monkeypatch.setattr(client, "time", SimpleNamespace(time=lambda: 1000.0))
-    assert _seconds(formatdate(1060, usegmt=True)) == 60.0
-    assert [_seconds(text) for text in ("", "soon", "-3", formatdate(0), "nan")] == [0.0] * 5
+    assert _retry_after_s(formatdate(1060, usegmt=True)) == 60.0
+    assert [_retry_after_s(text) for text in ("", "soon", "-3", formatdate(0), "nan")] == [0.0] * 5
 
 
 def test_a_server_that_hangs():
@@ -252,10 +252,10 @@ def test_garbage_is_a_failed_try(answer, message):
 
 
 def test_nobody_there():
-    with socket.socket() as taken:  # bound and not listening: nobody else gets the port meanwhile
+    with socket.socket() as taken:  # bound, so that no other process gets the port, but not listening
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"
-        source = HttpSource(HttpReward(name="remote", url=url, attempts=3), pauses=Pauses(first_s=0.001))
+        source = HttpSource(HttpReward(name="remote", url=url, attempts=3), delays=RetryDelays(first_s=0.001))
         blend = WeightedRewarder([source])
 
         async def main():
@@ -276,17 +276,17 @@ def test_a_server_that_hangs_up():
 
 
 def test_pauses_grow_with_jitter_up_to_a_cap():
-    source = HttpSource(HttpReward(name="remote", url="http://h"), pauses=Pauses(first_s=0.25, longest_s=10.0))
+    source = HttpSource(HttpReward(name="remote", url="http://h"), delays=RetryDelays(first_s=0.25, longest_s=10.0))
     for turn, most in ((1, 0.25), (2, 0.5), (3, 1.0), (6, 8.0), (7, 10.0), (5000, 10.0)):
-        pauses = [source.client.pause_s(turn, 0.0) for _ in range(200)]
-        assert all(most / 2 <= pause <= most for pause in pauses)
-        assert len(set(pauses)) == 200
-    assert 5.125 <= source.client.pause_s(1, 5.0) <= 5.25
-    assert 60.125 <= source.client.pause_s(1, 3600.0) <= 60.25
+        delays = [source.client.delay_s(turn, 0.0) for _ in range(200)]
+        assert all(most / 2 <= pause <= most for pause in delays)
+        assert len(set(delays)) == 200
+    assert 5.125 <= source.client.delay_s(1, 5.0) <= 5.25
+    assert 60.125 <= source.client.delay_s(1, 3600.0) <= 60.25
     random.seed(0)
-    first = source.client.pause_s(1, 0.0)
+    first = source.client.delay_s(1, 0.0)
     random.seed(0)
-    assert source.client.pause_s(1, 0.0) != first  # the run's seeds have no part in it
+    assert source.client.delay_s(1, 0.0) != first  # the run's seeds have no part in it
 
 
 # --- failures that are not
@@ -298,7 +298,7 @@ def test_other_4xx_fail_at_once(status):
     said, counts = score(server)
     assert f"/score answered {status}: 'no such model xxx" in said and "xxx..." in said
     key = "token_env" if status == 401 else "url"
-    assert f"(key: rewards.http.0.{key}) (not tried again)" in said
+    assert f"(key: rewards.http.0.{key}) (not retried)" in said
     assert len(said) < 400
     assert counts == {}
     assert len(server.requests) == 1
@@ -358,7 +358,7 @@ def test_a_token_that_is_gone_is_not_tried_again(monkeypatch):
     monkeypatch.delenv("REWARD_TOKEN", raising=False)
     server = Server(GOOD)
     said, counts = score(server, token_env="REWARD_TOKEN")
-    assert "the environment variable REWARD_TOKEN is not set" in said and "(not tried again)" in said
+    assert "the environment variable REWARD_TOKEN is not set" in said and "(not retried)" in said
     assert (counts, server.requests) == ({}, [])
 
 
@@ -417,7 +417,7 @@ def test_check_refuses_urls(url):
 
 
 def test_check_refuses_passwords_in_the_url():
-    with pytest.raises(UserError, match=r"rewards\.http\.1\.url: expected no user name or password") as caught:
+    with pytest.raises(UserError, match=r"rewards\.http\.1\.url: got a user name or password in the URL") as caught:
         checked(url="http://me:s3cr3t@host/")
     assert "s3cr3t" not in str(caught.value)
 
@@ -430,7 +430,7 @@ def test_check_refuses_a_token_that_is_not_there(monkeypatch):
     with pytest.raises(UserError, match="is not set"):
         checked(token_env="REWARD_TOKEN")
     monkeypatch.setenv("REWARD_TOKEN", "s3c\nr3t")
-    with pytest.raises(UserError, match="no header can hold") as caught:
+    with pytest.raises(UserError, match="invalid in a header") as caught:
         checked(token_env="REWARD_TOKEN")
     assert "s3c" not in str(caught.value)
     monkeypatch.setenv("REWARD_TOKEN", "s3cr3t")
@@ -440,7 +440,7 @@ def test_check_refuses_a_token_that_is_not_there(monkeypatch):
 def test_check_refuses_columns():
     with pytest.raises(UserError, match=r"rewards\.http\.1\.columns: no column level; the dataset has answer, prompt"):
         checked(columns=["level"])
-    with pytest.raises(UserError, match=r"columns: completions is a name of G-Core's own"):
+    with pytest.raises(UserError, match=r"columns: completions is reserved by G-Core"):
         checked(("prompt", "completions"), columns=["completions"])
 
 
@@ -457,7 +457,7 @@ def test_so_many_requests_at_a_time_and_no_more():
         most = max(most, inside)
         if inside == 3:
             full.set()
-        await full.wait()  # nobody leaves before three are inside
+        await full.wait()  # no request returns before three are inside
         await asyncio.sleep(0.01)  # time for a fourth to come
         inside -= 1
         return [1.0]

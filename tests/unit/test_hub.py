@@ -162,7 +162,7 @@ def test_revisions_and_tokenizers_of_their_own(hub, tmp_path):
         ("org/model", ", revision='v9'", {}, "model.revision=v9: org/model has no such branch, tag or commit"),
         ("org/gated", "", {}, "model.path=org/gated: gated on the hub; accept its terms at http"),
         ("org/model", "", {"HF_HUB_OFFLINE": "1"}, "not in the local cache (HOME/hub), and HF_HUB_OFFLINE forbids"),
-        ("org/model", "", {"HF_ENDPOINT": NOWHERE}, f"and {NOWHERE} does not answer: Connect"),
+        ("org/model", "", {"HF_ENDPOINT": NOWHERE}, f"and {NOWHERE} does not respond: Connect"),
         ("a--b/c", "", {}, "model.path=a--b/c: no such folder here, and not an id of the hub"),
         ("/none/of/it", "", {}, "model.path: no such folder: /none/of/it (expected a Hugging Face folder"),
         ("HOME", ", revision='v1'", {}, "model.revision=v1: model.path=HOME is a folder; expected a hub id"),
@@ -216,7 +216,12 @@ def test_a_dataset_is_pinned_downloaded_once_and_then_found_without_a_hub(hub, g
         ("", "data.train", {}, "data.train.subset: not set, and openai/gsm8k has main, socratic"),
         (", subset='x'", "data.train", {}, "data.train.subset: 'x', and openai/gsm8k has main, socratic"),
         (", subset='main'", "data.eval", {}, "data.eval.split: not set, and openai/gsm8k has train, test"),
-        (", subset='main', split='dev'", "data.eval", {}, "data.eval.split=dev: openai/gsm8k has train, test"),
+        (
+            ", subset='main', split='dev'",
+            "data.eval",
+            {},
+            "data.eval.split=dev: no such split in openai/gsm8k; expected one of train, test",
+        ),
         (", subset='main', revision='v9'", "data.train", {}, "data.train.revision=v9: openai/gsm8k has no such branch"),
         (
             ", subset='main'",
@@ -224,7 +229,7 @@ def test_a_dataset_is_pinned_downloaded_once_and_then_found_without_a_hub(hub, g
             {"HF_HUB_OFFLINE": "1"},
             "data.train.path=openai/gsm8k: no such file or folder",
         ),
-        (", subset='main'", "data.train", {"HF_ENDPOINT": NOWHERE}, f"{NOWHERE} does not answer"),
+        (", subset='main'", "data.train", {"HF_ENDPOINT": NOWHERE}, f"{NOWHERE} does not respond"),
     ],
 )
 def test_one_line_for_a_dataset_that_is_not_there(hub, gsm8k, tmp_path, more, key, env, words):

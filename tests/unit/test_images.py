@@ -112,9 +112,9 @@ def test_engines_of_text_refuse_images(make: Callable[[], Any]):
     "bad", [image().astype(np.float32), image()[0], image()[..., :1], image()[:0], image().transpose(2, 0, 1)]
 )
 def test_only_pixels_are_images(bad: Any):
-    check_request(ask(image(0), image(1)), max_length=64, vocabulary=16, sees=True)
+    check_request(ask(image(0), image(1)), max_length=64, vocabulary=16, accepts_images=True)
     with pytest.raises(UserError, match=r"expected uint8, height x width x 3"):
-        check_request(ask(image(0), bad), max_length=64, vocabulary=16, sees=True)
+        check_request(ask(image(0), bad), max_length=64, vocabulary=16, accepts_images=True)
 
 
 # --- what vLLM is told

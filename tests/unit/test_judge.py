@@ -211,11 +211,11 @@ def test_functions():
 
 def test_a_function_that_raises_is_counted_and_named():
     source, _ = judge_of(lambda prompt, key: "absent", verdict=f"{__name__}:strict", attempts=2)
-    with pytest.raises(RewardError, match=r"said last 'absent': .*:strict raised KeyError\('absent'\)"):
+    with pytest.raises(RewardError, match=r"last answer was 'absent': .*:strict raised KeyError\('absent'\)"):
         answer(source, group_of("2"))
     assert source.counts == {"verdicts": 2, "unparsed": 2, "verdict_errors": 2}
     source, _ = judge_of(lambda prompt, key: "none", verdict=f"{__name__}:strict", attempts=2)
-    with pytest.raises(RewardError, match="said last 'none': read as None; expected a finite number"):
+    with pytest.raises(RewardError, match="last answer was 'none': parsed as None; expected a finite number"):
         answer(source, group_of("2"))
     assert source.counts == {"verdicts": 2, "unparsed": 2}
 
@@ -228,7 +228,7 @@ def test_never_in_format():
     with pytest.raises(RewardError) as caught:
         answer(source, group_of("2"))
     assert str(caught.value) == (
-        "reward 'wise', prompt 70: no verdict on sibling 0 could be read in 3 tries; the judge said last "
+        "reward 'wise', prompt 70: no verdict on sibling 0 could be parsed in 3 attempts; the judge's last answer was "
         f"'...{'x' * 93}the end': no match of (-?\\d+(?:\\.\\d+)?) (see rewards.judges.0: verdict, template)"
     )
     assert source.counts == {"verdicts": 3, "unparsed": 3}
@@ -245,7 +245,9 @@ def test_in_format_at_the_third_try():
 
 def test_one_sibling_without_a_verdict_fails_the_group():
     source, _ = judge_of(lambda text, key: "5" if key[2] == 0 else "hm", attempts=2)
-    with pytest.raises(RewardError, match=r"no verdict on sibling 1 could be read in 2 tries; .*said last 'hm'"):
+    with pytest.raises(
+        RewardError, match=r"no verdict on sibling 1 could be parsed in 2 attempts; .*last answer was 'hm'"
+    ):
         answer(source, group_of("2", "3"))
 
 
@@ -278,7 +280,7 @@ def test_a_failing_engine_is_no_reward_error():
 
 def test_half_a_verdict_is_none():
     source, engine = judge_of(Script(lambda text, key: "1", finish="abort"))
-    with pytest.raises(RewardError, match="judge 'wise' was aborted"):
+    with pytest.raises(RewardError, match="judge 'wise': the request was aborted"):
         answer(source, group_of("2"))
     assert len(engine.keys) == 1
     assert read("1") == 1.0
@@ -306,7 +308,7 @@ def test_one_readable_repeat_is_enough():
     assert (result.values, result.extras) == ([8.0], [{}])
     assert source.counts == {"verdicts": 6, "unparsed": 5}
     source, _ = judge_of(lambda text, key: "hm", repeats=3, attempts=2)
-    with pytest.raises(RewardError, match="could be read in 2 tries of each of 3;"):
+    with pytest.raises(RewardError, match="could be parsed in 2 attempts for each of 3 verdicts;"):
         answer(source, group_of("2"))
 
 
@@ -387,7 +389,7 @@ def test_pairwise_numbers_are_shared_out():
     source, _ = judge_of(lambda text, key: "0.75" if key[2:4] == (0, 1) else "0.5", mode="pairwise")
     assert answer(source, group_of("a", "b")).values == [0.625, 0.375]
     source, _ = judge_of(lambda text, key: "7", mode="pairwise", attempts=1)
-    with pytest.raises(RewardError, match=r"read as 7\.0; expected a number between 0 and 1"):
+    with pytest.raises(RewardError, match=r"parsed as 7\.0; expected a number between 0 and 1"):
         answer(source, group_of("a", "b"))
 
 
@@ -406,7 +408,9 @@ def test_a_pair_heard_in_one_order_does_not_count():
     assert answer(source, group_of("1", "2", "3")).values == [0.0, 0.0, 1.0]
     assert source.counts == {"verdicts": 7, "unparsed": 2}
     source, _ = pairwise(lambda text, key: "hm" if key[2:4] == (1, 0) else "A", attempts=2)
-    with pytest.raises(RewardError, match=r"no verdict on sibling 0 could be read in 2 tries of each of 2; .*'hm'"):
+    with pytest.raises(
+        RewardError, match=r"no verdict on sibling 0 could be parsed in 2 attempts for each of 2 verdicts; .*'hm'"
+    ):
         answer(source, group_of("1", "2"))
 
 
@@ -475,24 +479,30 @@ def test_say():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"template": "{{ response"}, r"template: no Jinja template: line 1: unexpected end of template"),
-        ({"template": "{{ response | shout }}"}, r"template: no Jinja template: line 1: No filter named 'shout'"),
+        ({"template": "{{ response"}, r"template: not a valid Jinja template: line 1: unexpected end of template"),
+        (
+            {"template": "{{ response | shout }}"},
+            r"template: not a valid Jinja template: line 1: No filter named 'shout'",
+        ),
         ({"template": "gone.jinja"}, r"template: no such file: gone\.jinja"),
-        ({"template": "{{ response }} {{ anser }}"}, "nothing is called anser; there are answer, messages, prompt, r"),
-        ({"template": "{{ response_a }} {{ response_b }}"}, r"nothing is called response_a, response_b; .*pointwise"),
-        ({"template": "{{ response }}", "mode": "pairwise"}, r"nothing is called response; .*mode: pairwise"),
+        (
+            {"template": "{{ response }} {{ anser }}"},
+            "unknown name anser; expected names among answer, messages, prompt, r",
+        ),
+        ({"template": "{{ response_a }} {{ response_b }}"}, r"unknown name response_a, response_b; .*pointwise"),
+        ({"template": "{{ response }}", "mode": "pairwise"}, r"unknown name response; .*mode: pairwise"),
         ({"template": "{{ prompt }}"}, r"template: expected \{\{ response \}\} in it"),
         ({"template": "{{ response_a }}", "mode": "pairwise"}, r"expected \{\{ response_b \}\} in it"),
         ({"template": "{{ response }} Q\n{% if answer %}é{% endif %}"}, r"template: no token for .* '\\nQé' "),
         ({"system_prompt": "Q"}, r"system_prompt: no token for the characters 'Q' .*rewards\.judges\.3\.model\.build"),
-        ({"verdict": "(yes"}, r"verdict: '\(yes' is no regular expression: missing \)"),
+        ({"verdict": "(yes"}, r"verdict: '\(yes' is not a regular expression: missing \)"),
         ({"verdict": r"score: \d"}, r"verdict: got 'score: .*expected a regular expression with a group"),
         ({"verdict": "(?:a|b)"}, "expected a regular expression with a group"),
         ({"verdict": "nowhere:f"}, r"verdict: nowhere does not import"),
         ({"verdict": f"{__name__}:stricter"}, r"no 'stricter'; did you mean strict\?"),
         ({"verdict": f"{__name__}:later"}, "is async"),
-        ({"verdict": f"{__name__}:strict", "values": {"a": 1}}, r"values: expected none: the function"),
-        ({"verdict": "(yes|no)"}, r"values: not set, but '\(yes\|no\)' finds words"),
+        ({"verdict": f"{__name__}:strict", "values": {"a": 1}}, r"values: expected none, because the function"),
+        ({"verdict": "(yes|no)"}, r"values: not set, but '\(yes\|no\)' matches words"),
         ({"verdict": r"(?i)\((?:the )*(?P<who>[AB])", "mode": "pairwise", "template": PAIRWISE}, "values: not set"),
         ({"values": {"Yes": 1, "yes": 0}}, r"values: got Yes, yes; expected each word once"),
         ({"values": {"yes": float("nan")}}, r"values\.yes: got nan; expected a finite number"),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from gcore.config.tree import Rewards
-from gcore.observe.logs import Log, Peek, last_lines, trim
+from gcore.observe.logs import Log, OutputPreview, last_lines, trim
 from gcore.rewarding.workers import WorkerPool
 from tests.unit.rollouts import scored
 
@@ -78,17 +78,17 @@ def test_last_lines(tmp_path: Path) -> None:
 def test_the_screen_gets_the_first_lines_once(tmp_path: Path) -> None:
     (tmp_path / "rewards-0.log").write_text("before the resume\n")
     (tmp_path / "engine-0.log").write_text("")
-    peek = Peek(tmp_path)
+    preview = OutputPreview(tmp_path)
     (tmp_path / "engine-0.log").write_text("engines are not shown\n")
     (tmp_path / "controller-1.log").write_text("--- controller-1, process 7\n")
-    assert peek.look() == []
+    assert preview.poll() == []
     with (tmp_path / "rewards-0.log").open("a") as file:
         file.write("one\ntwo\nthree\nfour\nunfin")
     log = tmp_path / "rewards-0.log"
-    assert peek.look() == [f"rewards print to {log}:", "  one", "  two", "  three", "  ..."]
+    assert preview.poll() == [f"rewards print to {log}:", "  one", "  two", "  three", "  ..."]
     (tmp_path / "rewards-1.log").write_text("other\n")
-    assert peek.look() == []
-    assert Peek(None).look() == []
+    assert preview.poll() == []
+    assert OutputPreview(None).poll() == []
 
 
 def test_rewards_print_to_their_log(tmp_path: Path, capfd) -> None:

@@ -116,7 +116,7 @@ def test_a_judge_has_no_lora(tmp_path):
 def test_engines_keep_their_weights_while_they_sleep(monkeypatch):
     from gcore.controller import build, plan
 
-    monkeypatch.setattr(plan, "see_machine", lambda: plan.Machine(8, 1))
+    monkeypatch.setattr(plan, "detect_machine", lambda: plan.Machine(8, 1))
     for config, level in ((config_of(), 2), (lora_of(), 1)):
         on_gpu = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})
         assert build.sleep_level(on_gpu) == level
@@ -135,9 +135,7 @@ def test_targets_are_the_ends_of_names():
     chosen = adapters_of(network, Lora(targets=["q_proj", "mlp.up_proj"]))
     assert list(chosen.layers) == [LAYERS[0], LAYERS[5], LAYERS[7], LAYERS[12]]
     for targets, strange in ((["q_proj", "proj"], "proj"), (["lm_head"], "lm_head"), (["attn.q_proj"], "attn.q_proj")):
-        words = (
-            rf"model\.lora\.targets: no linear layer is called {strange}; expected some of \['down_proj', .*'v_proj'\]"
-        )
+        words = rf"model\.lora\.targets: no linear layer named {strange}; expected some of \['down_proj', .*'v_proj'\]"
         with pytest.raises(UserError, match=words):
             adapters_of(network, Lora(targets=targets))
 
@@ -350,7 +348,7 @@ def test_logits_and_gradients_are_those_of_peft():
     def look(batch: Any, number: int, sums: Any) -> UpdateStats:
         parameters = trainer._policy.network.named_parameters()
         gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
-        return UpdateStats(sums=sums)
+        return UpdateStats(sums={name: float(value) for name, value in sums.items()})
 
     trainer._optimizer_step = look
     update(trainer, samples, batch_of(samples, objective="imitation"))
@@ -385,7 +383,7 @@ def test_an_export_is_merged_and_peft_reads_the_adapters_beside_it(tmp_path):
     assert beside == tmp_path / "out" / "model-adapter"
     about = json.loads((beside / "adapter_config.json").read_text())
     assert about["target_modules"] == sorted({layer.split(".")[-1] for layer in LAYERS}) and about["r"] == 4
-    with pytest.raises(UserError, match="model-adapter: is not empty"):
+    with pytest.raises(UserError, match="model-adapter: the folder is not empty"):
         _export_again(run, folder)
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(network_of(config), str(beside))

@@ -100,7 +100,7 @@ def test_kl_in_the_reward_is_logged_and_no_part_of_the_loss():
 
 def test_kl_to_come_by_hand():
     mask = np.array([True, False, True, True])
-    to_come, sums = objective.kl_to_come(np.array([0.5, 9.0, 0.25, -1.0], np.float32), mask)
+    to_come, sums = objective.kl_to_go(np.array([0.5, 9.0, 0.25, -1.0], np.float32), mask)
     assert to_come.tolist() == [-0.25, -0.75, -0.75, -1.0]
     assert sums == KlSums(total=-0.25, to_come=-2.0, to_come_squares=0.0625 + 0.5625 + 1.0)
-    assert objective.kl_to_come(np.ones(2, np.float32), np.zeros(2, bool))[1] == KlSums(0.0, 0.0, 0.0)
+    assert objective.kl_to_go(np.ones(2, np.float32), np.zeros(2, bool))[1] == KlSums(0.0, 0.0, 0.0)

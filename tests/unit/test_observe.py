@@ -195,7 +195,9 @@ def test_a_tracker_that_fails_is_reported_once_and_the_file_goes_on(
         writer.log({"step": 1, "reward/mean": 0.5})
         writer.log({"step": 2, "reward/mean": 0.5})
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["MLflow stopped at step 1"]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "MLflow failed at step 1 and is disabled"
+    ]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])

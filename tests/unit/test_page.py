@@ -112,10 +112,10 @@ def test_a_simulation_in_numbers(tmp_path: Path) -> None:
     )
     (source,) = model["sources"]
     assert source["tiles"] == [
-        ("Rollout time", "40 s", "20 s a step"),
-        ("Idle share", "25.0 %", "of the slots, while rolling out"),
-        ("Moves", "1", "0.5 a step"),
-        ("Tokens a second", "1.2k", ""),
+        ("Rollout time", "40 s", "20 s per step"),
+        ("Idle share", "25.0 %", "of the slots, during rollouts"),
+        ("Moves", "1", "0.5 per step"),
+        ("Tokens per second", "1.2k", ""),
         ("Last split", "1 : 1", "from 1 : 1"),
     ]
     assert source["roles"] == ["policy", "judge", "trainer", "switch"]
@@ -134,7 +134,7 @@ def test_a_simulation_in_numbers(tmp_path: Path) -> None:
 def test_curves_of_a_simulation(tmp_path: Path) -> None:
     model = model_of(tmp_path, small())
     assert [one["title"] for one in model["charts"]] == [
-        "Rollout time", "Idle share", "Busy share by role", "Slots by role", "Moves a step", "Answer length",
+        "Rollout time", "Idle share", "Busy share by role", "Slots by role", "Moves per step", "Answer length",
         "Accepted share",
     ]  # fmt: skip
     assert chart(model, "Idle share") == {
@@ -151,7 +151,7 @@ def test_curves_of_a_simulation(tmp_path: Path) -> None:
     calm = small()
     for step in calm["steps"]:
         step["moves"] = 0
-    assert "Moves a step" not in [one["title"] for one in model_of(tmp_path, calm)["charts"]]
+    assert "Moves per step" not in [one["title"] for one in model_of(tmp_path, calm)["charts"]]
 
 
 def test_bars_are_against_our_own_policy(tmp_path: Path) -> None:
@@ -350,8 +350,8 @@ def test_a_run_in_numbers(tmp_path: Path) -> None:
         ("Held-out accuracy", "0.500", "from 0.250"),
         ("Reward", "0.750", "from 0.500"),
         ("Total time", "26 s", "2 steps"),
-        ("Rollout time", "11 s", "5.5 s a step"),
-        ("Tokens a second", "200", ""),
+        ("Rollout time", "11 s", "5.5 s per step"),
+        ("Tokens per second", "200", ""),
     ]
     assert [row["step"] for row in read_source(tmp_path / "sums").steps] == [0, 1, 2]
     raw, smoothed, accuracy = chart(model, "Reward")["series"]
@@ -411,7 +411,7 @@ def test_two_judges_are_two_roles(tmp_path: Path) -> None:
 def test_a_trace_that_grew_is_merged_anew(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "sums")
     a_trace(folder)
-    assert len(read_source(folder).spans) == 2  # nobody had merged it: the run goes on
+    assert len(read_source(folder).spans) == 2  # not merged yet: the run is in progress
     tracer = Tracer(folder, "controller-0")
     tracer.span_at("step", 1030.0, 1040.0, step=3)
     tracer.flush()
@@ -505,9 +505,9 @@ def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.Monkey
     """Also one that fails, and a page that cannot be made does not hide why."""
     folder = tmp_path / "sums"
     config = SimpleNamespace(run=SimpleNamespace(folder=folder))
-    monkeypatch.setattr(supervise, "settle", lambda config, machine: (config, ""))
+    monkeypatch.setattr(supervise, "choose_mode", lambda config, machine: (config, ""))
     monkeypatch.setattr(supervise, "pin", lambda config: config)
-    for name in ("make_plan", "see_machine", "model_megabytes", "check_models", "fetch"):
+    for name in ("make_plan", "detect_machine", "model_megabytes", "check_models", "fetch"):
         monkeypatch.setattr(supervise, name, lambda *args: None)
     monkeypatch.setattr(supervise, "preflight", lambda *args: Checked([], [], None))
     monkeypatch.setattr(supervise, "open_folder", lambda config: a_run(folder))

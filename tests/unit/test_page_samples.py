@@ -83,7 +83,7 @@ def test_a_large_log_is_thinned_by_whole_steps(monkeypatch: pytest.MonkeyPatch) 
     size = len(json.dumps(rows[0]))
     monkeypatch.setattr(page_samples, "MAX_BYTES", 9 * size)
     assert [r["step"] for r in thinned(rows)] == [1, 1, 4, 4, 7, 7, 10, 10]
-    assert samples_model(rows, "sums")["lead"].endswith("6 of the logged steps are left out, evenly chosen")
+    assert samples_model(rows, "sums")["lead"].endswith("6 of the logged steps are omitted, at even intervals")
     monkeypatch.setattr(page_samples, "MAX_BYTES", 1)
     assert [r["step"] for r in thinned(rows)] == [1, 1]
 

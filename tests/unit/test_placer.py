@@ -505,7 +505,7 @@ def test_the_owner_dies_in_the_move(method, restart_s):
 @pytest.mark.parametrize("method", ["wake", "load_weights"])
 def test_the_new_owner_dies_in_the_move(method):
     world = play(faulty(to_policy(), POLICY, 2, method, die))
-    stays(world, 2, JUDGE, "engine-2 died: " + ("gone" if method == "wake" else "it took no weights"))
+    stays(world, 2, JUDGE, "engine-2 died: " + ("gone" if method == "wake" else "it did not load the weights"))
 
 
 def test_the_old_owner_gets_weights_when_the_new_one_dies():

@@ -50,7 +50,7 @@ def test_every_role_has_a_replica_on_every_block(config, mode):
     plan = make_plan(config(judge(replicas=3), placement=placement), MACHINE)
     assert plan.grid == DeviceGrid(4, {POLICY: 1, "critic": 1})
     assert (plan.engines, plan.judges) == (4, {"critic": 4})
-    assert f"placement    {mode}: 4 slots in 4 places" in plan.lines(config(judge(), placement=placement))
+    assert f"placement    {mode}: 4 slots in 4 blocks" in plan.lines(config(judge(), placement=placement))
 
 
 def test_auto_slots_are_the_gpus_or_the_cores(config):
@@ -98,10 +98,13 @@ def test_the_first_split(config, placement, owners):
 def test_no_judge_to_share_with(config):
     message = refused(lambda: config(placement={"mode": "dynamic"}))
     assert message.endswith(
-        "placement.mode=dynamic divides slots between the policy and judges; rewards.judges has none"
+        "placement.mode=dynamic divides slots between the policy and judges, but rewards.judges has no judge "
+        "with a model; expected at least one"
     )
     elsewhere = {"name": "critic", "url": "http://127.0.0.1:1/v1", "template": "{{ response }}"}
-    assert refused(lambda: config(elsewhere, placement={"mode": "static"})).endswith("rewards.judges has none")
+    assert refused(lambda: config(elsewhere, placement={"mode": "static"})).endswith(
+        "no judge with a model; expected at least one"
+    )
 
 
 def test_the_trainer_owns_the_devices_between_steps(config):
@@ -115,8 +118,8 @@ def test_the_trainer_owns_the_devices_between_steps(config):
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        ({"policy": 3, "critc": 1}, "placement.split names ['critc']; expected ['policy', 'critic']"),
-        ({"policy": 4}, "placement.split={'policy': 4} must name all of ['policy', 'critic']"),
+        ({"policy": 3, "critc": 1}, "placement.split: got ['critc']; expected names among ['policy', 'critic']"),
+        ({"policy": 4}, "placement.split: got {'policy': 4}; expected all of ['policy', 'critic']"),
         ({"policy": 3, "critic": 0}, "placement.split.critic"),
     ],
 )
@@ -162,7 +165,7 @@ def test_replicas_that_do_not_fill_a_block(config):
 
 
 def test_fewer_blocks_than_roles(config):
-    words = "placement.slots={} are 1 place(s) for 2 roles; use placement.mode=colocated, or more slots"
+    words = "placement.slots={} make 1 block(s) for 2 roles; use placement.mode=colocated, or more slots"
     assert wide(config, 4, 1, 4) == words.format(4)
     made = config(judge(), placement={"mode": "static", "slots": 1})
     assert refused(lambda: make_plan(made, MACHINE)) == words.format(1)

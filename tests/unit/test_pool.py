@@ -653,7 +653,7 @@ def test_replicas_are_checked_until_the_run_ends():
         weights = CurrentWeights([], lambda: 0)
         with Replicas(EnginePool(engines(engine)), [EnginePool(engines(judge))], weights, notes.append).watched():
             await asyncio.sleep(CHECK_S + ANSWER_S + 1)
-            assert notes == ["engine-0 has not answered for 20 s; it is sent nothing new until it does"]
+            assert notes == ["engine-0 has not answered for 20 s; it gets no new requests until it answers"]
             await asyncio.sleep(CHECK_S + ANSWER_S)
             assert len(notes) == 1
             well.set()

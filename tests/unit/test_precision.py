@@ -101,7 +101,13 @@ def roles(folder: Path) -> dict[str, Any]:
 
 
 def network_in(role: Any) -> Any:
-    return role._policy.network if hasattr(role, "_policy") else role._model
+    return (
+        role._policy.network
+        if hasattr(role, "_policy")
+        else role.backend._model
+        if hasattr(role, "backend")
+        else role._model
+    )
 
 
 @pytest.mark.parametrize("name", ["engine", "judge", "scorer", "trainer"])
@@ -125,7 +131,7 @@ def test_adapters_leave_buffers_in_float32(folder):
 def test_a_decoding_step_turns_by_the_same_angles(roles):
     """The engine's table: cosines and sines rounded to bfloat16, of exact angles."""
     for name in ("engine", "judge"):
-        fused = roles[name]._fused
+        fused = roles[name].backend._fused
         positions = np.arange(len(fused.cos))
         for table, function in ((fused.cos, np.cos), (-fused.sin, np.sin)):
             exact = function(positions[:, None] * EXACT)

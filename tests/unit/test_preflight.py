@@ -100,7 +100,7 @@ NO_FILE = "data.train.path: no such file or folder: none.jsonl"
         (["train", "RECIPE", "data.train.path=PLACE/broken.jsonl"], 2, "line 1: not JSON"),
         (["train", "RECIPE", "data.train.path=PLACE/null.jsonl"], 2, "row 1 has no prompt"),
         (["train", "RECIPE", "run.resume=PLACE/none"], 2, "no complete checkpoint there"),
-        (["train", "RECIPE", "run.dir=/dev/null/runs"], 2, "cannot write there"),
+        (["train", "RECIPE", "run.dir=/dev/null/runs"], 2, "cannot write to it"),
         (["train", "RECIPE", "training.device=cuda"], 2, "training.device=cuda: "),
         (["train", "RECIPE", "model={path: PLACE/none}"], 2, "no such folder"),
         (["train", "RECIPE", "workflow=none.py:f"], 2, "workflow: no such file: none.py"),
@@ -238,7 +238,7 @@ def test_prompts_that_are_too_long_are_counted(place, capsys):
         row["prompt"] = "1+1+1+1+1+1+1="
     write_rows(place / "rows.jsonl", rows)
     assert (
-        "data.train   25 rows, all looked at: the longest prompt has 15 tokens; 20 are over data.max_prompt_length=12 "
+        "data.train   25 rows, all checked: the longest prompt has 15 tokens; 20 are over data.max_prompt_length=12 "
         "and will be dropped (rows 0, 1, 2, 3, 4, ...)\n"
     ) in shown(capsys, place)
     assert refused(capsys, place, "data.max_prompt_length=3") == (
@@ -256,7 +256,7 @@ def test_what_a_dry_run_shows(place, capsys):
     ]
     out = shown(capsys, place, f"rewards.functions={json.dumps(rules)}")
     assert out[out.index("data.train") :] == (
-        "data.train   25 rows, all looked at: the longest prompt has 5 tokens, none is over data.max_prompt_length=12\n"
+        "data.train   25 rows, all checked: the longest prompt has 5 tokens, none is over data.max_prompt_length=12\n"
         "\n"
         "prompt       row 0 as the model reads it, 5 tokens\n"
         "             │ <bos>0+0=\n"
@@ -268,9 +268,9 @@ def test_what_a_dry_run_shows(place, capsys):
         "             right      0.5           0           1\n"
         "             bonus        1           6           3\n"
         "             the reference answer gets 3.5 and the made-up one 6: a reference answer usually gets more\n"
-        "             (is the answer column the right one, in the form that the rewards expect?)\n"
+        "             (is the answer column the right one, in the format that the rewards expect?)\n"
     )
-    assert "the reference answer gets 1 and the made-up one 0: as it should be\n" in shown(capsys, place)
+    assert "the reference answer gets 1 and the made-up one 0: as expected\n" in shown(capsys, place)
 
 
 @pytest.mark.parametrize("runtime", ["ray", "local"])
@@ -306,8 +306,8 @@ def test_judges_show_what_they_read_and_are_not_called(place, capsys):
     pair = {**judge, "name": "pair", "mode": "pairwise", "template": "{{ response_a }}={{ response_b }}"}
     out = shown(capsys, place, f"rewards.judges={json.dumps([judge, pair])}")
     assert "wise         1  not called: a judge that the run serves\n" in out
-    assert "judge        wise reads of the made-up answer\n             │ <bos>0+0=42?\n" in out
-    assert "judge        pair reads of the two answers\n             │ <bos>42=0\n" in out
+    assert "judge        prompt of wise for the made-up answer\n             │ <bos>0+0=42?\n" in out
+    assert "judge        prompt of pair for the two answers\n             │ <bos>42=0\n" in out
     assert main(["train", str(place / "recipe.yaml"), "--dry-run", f"rewards.judges={json.dumps([judge])}",
                  "rewards.judges.0.max_prompt_length=4"]) == 2  # fmt: skip
     assert (

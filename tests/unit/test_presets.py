@@ -59,11 +59,9 @@ def test_explicit_keys_win_and_departures_are_told():
     config = config_of(algorithm={"preset": "gspo", "clip_ratio_high": 0.2, "mini_batches": 2})
     assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high) == (3e-4, 0.2)
     first, *_ = warnings(config)
-    assert first == "algorithm.clip_ratio_high=0.2 where algorithm.preset=gspo has 0.0004; the recipe's value is used"
+    assert first == "algorithm.clip_ratio_high=0.2 differs from algorithm.preset=gspo (0.0004); 0.2 is used"
     config = config_of(algorithm={"preset": "dapo"}, sampling={"filter": "none"})
-    assert warnings(config) == [
-        "sampling.filter=none where algorithm.preset=dapo has spread; the recipe's value is used"
-    ]
+    assert warnings(config) == ["sampling.filter=none differs from algorithm.preset=dapo (spread); none is used"]
 
 
 def test_without_a_preset_nothing_changes():
@@ -102,7 +100,7 @@ CONTRADICTIONS = {
     "GSPO uses 3e-4 and 4e-4": {
         "algorithm": {"policy_loss": "gspo", "loss_aggregation": "sequence_mean", "mini_batches": 2}
     },
-    "ranges of policy_loss=gspo": {"algorithm": {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}},
+    "ranges are for policy_loss=gspo": {"algorithm": {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}},
     "all ratios are 1": {"algorithm": {"policy_loss": "cispo"}},
     "no effect with policy_loss=cispo": {
         "algorithm": {"policy_loss": "cispo", "mini_batches": 2, "clip_ratio_dual": 3.0}
@@ -113,9 +111,9 @@ CONTRADICTIONS = {
     "a reward has no gradient, so this is k3": {
         "algorithm": {"kl_coef": 0.1, "kl_estimator": "k3+", "kl_in": "reward", "adv_estimator": "rloo"}
     },
-    "divided by its own spread": {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}},
+    "its own standard deviation": {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}},
     "up to 2 version(s) old": {"algorithm": {"importance": "none"}, "sampling": {"max_staleness": 2}},
-    "DAPO uses one of the two": {"algorithm": {"mask_truncated": True, "overlong_buffer": 2}},
+    "DAPO uses only one of the two": {"algorithm": {"mask_truncated": True, "overlong_buffer": 2}},
     "generation.top_p=0.9, top_k=0": {"generation": {"top_p": 0.9}},
 }
 

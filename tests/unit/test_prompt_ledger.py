@@ -247,7 +247,7 @@ def test_drawn_is_trained_dropped_and_pending(seed):
         assert summary.pending == len(pending) and summary.trained == len(chosen)
         if mode != "forget" and dice.random() < 0.3:  # a checkpoint: what runs is started again
             place, groups = ledger.place(1.0), [ledger.ready[number] for number in sorted(ledger.ready)]
-            assert sorted([*place["pending"], *ledger.ready]) == sorted(pending) and place["fresh"] == []
+            assert sorted([*place["pending"], *ledger.ready]) == sorted(pending) and place["undrawn"] == []
             if size == 1:
                 ledger = PromptLedger(rank, size)
                 ledger.restore(merge_places([place], strict=False), groups)

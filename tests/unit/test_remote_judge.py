@@ -21,7 +21,7 @@ from gcore.controller.plan import Machine, make_plan
 from gcore.controller.preflight import preflight
 from gcore.generation.noise import noise_key
 from gcore.rewarding import client, judge_backend
-from gcore.rewarding.client import Pauses
+from gcore.rewarding.client import RetryDelays
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import RemoteBackend
 from gcore.rewarding.rewarder import WeightedRewarder
@@ -47,7 +47,7 @@ def judge_at(url, **spec):
     mode = spec.get("mode", "pointwise")
     defaults = {"name": "wise", "url": url, "template": POINTWISE if mode == "pointwise" else PAIRWISE}
     judge, key = Judge(**{**defaults, **spec}), "rewards.judges.0"
-    return JudgeSource(judge, RemoteBackend(judge, seed_of, key, Pauses(first_s=0.001)), key)
+    return JudgeSource(judge, RemoteBackend(judge, seed_of, key, RetryDelays(first_s=0.001)), key)
 
 
 def asked(server, scenario, **spec):
@@ -157,15 +157,15 @@ def test_what_counts_as_text(said, text):
 def test_silence_is_a_verdict_that_cannot_be_read():
     server = Server(says(None, refusal="no"))
     said, counts = score(server, attempts=2)
-    assert "no verdict on sibling 0 could be read in 2 tries; the judge said last '': no match" in said
+    assert "no verdict on sibling 0 could be parsed in 2 attempts; the judge's last answer was '': no match" in said
     assert counts == {"verdicts": 2, "unparsed": 2}
 
 
 def test_never_in_format():
     server = Server(says("hm"), says("hm"), says("still hm"))
     said, counts = score(server, attempts=3)
-    assert "reward 'wise', prompt 70: no verdict on sibling 0 could be read in 3 tries" in said
-    assert "the judge said last 'still hm': no match" in said
+    assert "reward 'wise', prompt 70: no verdict on sibling 0 could be parsed in 3 attempts" in said
+    assert "the judge's last answer was 'still hm': no match" in said
     assert counts == {"verdicts": 3, "unparsed": 3}
     assert len({body["seed"] for body in server.bodies}) == 3  # fresh noise each time
 
@@ -285,15 +285,15 @@ def test_a_server_that_hangs_up():
     assert score(Server(hang_up, says("7"))) == ([7.0], {"verdicts": 1, "http_retries": 1})
 
 
-def nobody():
-    """An address that nobody else gets meanwhile: bound and not listening."""
+def closed_port():
+    """An address without a server: the socket is bound, so that no other process gets the port, but not listening."""
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     return taken, f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
 
 
 def test_nobody_there():
-    taken, url = nobody()
+    taken, url = closed_port()
     with taken:
         source = judge_at(url, retries=2)
         with pytest.raises(RewardError, match=rf"{url}/chat/completions: ClientConnectorError: .*\(tried 3 times\)"):
@@ -311,7 +311,7 @@ def test_other_4xx_fail_at_once_with_the_servers_own_words(status):
     said, counts = score(server)
     key = "key: rewards.judges.0.token_env" if status in (401, 403) else "see rewards.judges.0: url, served_model"
     assert f"/v1/chat/completions answered {status}: 'The model `x` does not exist.' ({key}" in said
-    assert said.endswith(") (not tried again)")
+    assert said.endswith(") (not retried)")
     assert (counts, len(server.requests)) == ({"verdicts": 1}, 1)
 
 
@@ -361,7 +361,7 @@ def test_the_token_is_sent_and_never_shown(monkeypatch, caplog, capfd):
         return says(f"{request.headers['Authorization']}? hm")
 
     said, _ = score(Server(repeat), token_env="JUDGE_TOKEN", attempts=1)
-    assert "the judge said last 'Bearer ***? hm'" in said and "s3cr3t" not in said
+    assert "the judge's last answer was 'Bearer ***? hm'" in said and "s3cr3t" not in said
     assert "s3cr3t" not in caplog.text + "".join(capfd.readouterr())
     config = config_of({"url": "http://h/v1", "token_env": "JUDGE_TOKEN"})
     assert "token_env: JUDGE_TOKEN" in dump_config(config) and "s3cr3t" not in dump_config(config)
@@ -379,7 +379,7 @@ def test_so_many_requests_at_a_time_and_no_more():
         most = max(most, inside)
         if inside == 3:
             full.set()
-        await full.wait()  # nobody leaves before three are inside
+        await full.wait()  # no request returns before three are inside
         await asyncio.sleep(0.01)  # time for a fourth to come
         inside -= 1
         return says("7")
@@ -416,9 +416,12 @@ def test_exactly_one_of_model_and_url(both):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"url": "http://h/v1", "replicas": 2}, "replicas: of judges with model; this one has none"),
-        ({"url": "http://h/v1", "engine": "vllm", "max_prompt_length": 9}, "engine, max_prompt_length: of judges with"),
-        ({"model": Model(path="x"), "retries": 1, "extra": {"x": 1}}, "retries, extra: of judges with url"),
+        ({"url": "http://h/v1", "replicas": 2}, "replicas: only for judges with model; this judge has no model"),
+        (
+            {"url": "http://h/v1", "engine": "vllm", "max_prompt_length": 9},
+            "engine, max_prompt_length: only for judges with",
+        ),
+        ({"model": Model(path="x"), "retries": 1, "extra": {"x": 1}}, "retries, extra: only for judges with url"),
     ],
 )
 def test_keys_that_would_do_nothing(spec, message):
@@ -455,16 +458,22 @@ def test_no_replicas_and_no_tokenizer():
     [
         ({"url": "host:80/v1"}, r"url: got 'host:80/v1'; expected http://HOST"),
         ({"url": "http://[::1/v1"}, "url: got"),
-        ({"url": "http://me:s3cr3t@host/v1"}, "url: expected no user name or password"),
-        ({"url": "http://h/v1/chat/completions/?a=b"}, "url: expected what stands before /chat/completions"),
+        ({"url": "http://me:s3cr3t@host/v1"}, "url: got a user name or password in the URL"),
+        (
+            {"url": "http://h/v1/chat/completions/?a=b"},
+            "url: got a URL that ends in /chat/completions; expected the part before it",
+        ),
         ({"token_env": "NO_SUCH_TOKEN"}, "token_env: the environment variable NO_SUCH_TOKEN is not set"),
         ({"extra": {"messages": None}}, r"extra\.messages: made from template"),
-        ({"extra": {"model": "x"}}, r"extra\.model: that is served_model; expected .* null to leave it out"),
-        ({"extra": {"stream": True}}, r"extra\.stream: answers are read as a whole"),
+        ({"extra": {"model": "x"}}, r"extra\.model: set by served_model; expected .* null to omit it"),
+        ({"extra": {"stream": True}}, r"extra\.stream: streaming is not supported"),
         ({"extra": {"until": datetime.date(2030, 1, 1)}}, r"extra\.until: cannot be sent as JSON"),
         ({"extra": {"bias": math.nan}}, r"extra\.bias: cannot be sent as JSON"),
-        ({"extra": {"max_completion_tokens": "<redacted>"}}, r"extra\.max_completion_tokens: was not kept"),
-        ({"template": "{{ anser }}"}, "template: nothing is called anser"),
+        (
+            {"extra": {"max_completion_tokens": "<redacted>"}},
+            r"extra\.max_completion_tokens: got <redacted>; expected its value",
+        ),
+        ({"template": "{{ anser }}"}, "template: unknown name anser"),
         ({"verdict": "(yes|no)"}, "values: not set"),
     ],
 )
@@ -517,9 +526,9 @@ def test_a_token_that_is_refused(status, monkeypatch):
 
     said = reach(Server(tell), token_env="JUDGE_TOKEN")
     assert said.startswith("rewards.judges.0.token_env: http://127.0.0.1:")
-    assert f"answered {status}: 'bad key Bearer ***' (expected the token in JUDGE_TOKEN)" in said
+    assert f"answered {status}: 'bad key Bearer ***' (expected a valid token in JUDGE_TOKEN)" in said
     assert "s3cr3t" not in said
-    assert "(expected a token, and none is set)" in reach(Server(tell))
+    assert "(expected a token, but none is set)" in reach(Server(tell))
 
 
 def test_a_server_that_says_nothing(monkeypatch):
@@ -533,7 +542,7 @@ def test_a_server_that_says_nothing(monkeypatch):
 
 
 def test_preflight_asks_whether_somebody_is_there(tmp_path):
-    taken, url = nobody()
+    taken, url = closed_port()
     with taken:
         config = config_of({"url": f"{url}?key=s3cr3t"}, run={"name": "x", "steps": 1, "dir": str(tmp_path)})
         with pytest.raises(UserError) as caught:

@@ -132,7 +132,8 @@ def tenth(completions, file):
 inside = 0
 everyone = asyncio.Event()
 async def together(completions, num, file):
-    """Nobody answers before `num` are inside; `hang` and `stubborn` never do, `slow` does after `stubborn` was told."""
+    """No call returns before `num` are inside. `hang` and `stubborn` never return; `slow` returns after `stubborn` was
+    cancelled."""
     global inside
     inside += 1
     told = "cancelled" in Path(file).read_text()
@@ -686,7 +687,7 @@ def test_a_cancelled_call_ends_its_worker_and_no_other(place, pool_of):
         await asyncio.sleep(0)
         other = asyncio.create_task(tenth.answer(group_of("2"), 0))
         await asyncio.sleep(0)
-        worker = next(iter(pool._lanes[False].workers[0].calls.values())).worker
+        worker = next(iter(pool._dispatchers[False].workers[0].calls.values())).worker
         waiting = [asyncio.create_task(tenth.answer(group_of("2"), 0)) for _ in range(3)]
         await asyncio.sleep(0)
         waiting[1].cancel()
@@ -711,7 +712,7 @@ def test_a_cancelled_async_call_leaves_its_worker_alone(place, pool_of):
         await other
         doomed.cancel()
         await until(lambda: "cancelled" in log.read_text())
-        await until(lambda: not pool._lanes[True].workers[0].calls)
+        await until(lambda: not pool._dispatchers[True].workers[0].calls)
         return only_pid(pool), (await source.answer(group_of("3"), 0)).extras, (await other).extras
 
     pid, *extras = asyncio.run(cancel())
@@ -726,7 +727,7 @@ def test_close_leaves_no_process_and_tells_who_waits(place, pool_of):
     async def close():
         waiting = [asyncio.create_task(pool.sources[0].answer(group_of("2"), 0)) for _ in range(3)]
         waiting.append(asyncio.create_task(pool.sources[1].answer(group_of("hang"), 0)))
-        await until(lambda: (place / "log").read_text() and sum(w.ready for w in pool._lanes[False].workers) == 2)
+        await until(lambda: (place / "log").read_text() and sum(w.ready for w in pool._dispatchers[False].workers) == 2)
         pids.extend(process.pid for process in pool.processes)
         pool.close()
         assert not pool.processes

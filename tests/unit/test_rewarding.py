@@ -336,7 +336,11 @@ def test_a_reward_keeps_its_args_as_keyword_arguments():
         (Longer, {"then": 1}, r"0\.path: got the signature Longer\(than: int = 0\); .*got an unexpected .*'then'"),
         (Exception, {}, r"0\.path: Exception is a class without __call__; expected one whose instances are called"),
         (lambda text, label: 1.0, {}, r"got the signature .*\(text, label\); .*missing a required argument: 'text'"),
-        (lambda scale=1: scale, {}, r"\(scale=1\) has no reward's signature, .* and returned 1; expected f\("),
+        (
+            lambda scale=1: scale,
+            {},
+            r"\(scale=1\) does not have a reward signature, .* but it returned 1; expected f\(",
+        ),
         (lambda **k: k["x"], {}, r"0\.args: .*\(\*\*k\) raised KeyError: 'x' \(got {}\)"),
         (lambda: lambda text: 1.0, {}, r"0\.path: got the signature .*\(text\); expected f\("),
     ],

@@ -20,7 +20,7 @@ def send(router: Router, work: int = 1, count: int = 1, key: Hashable = None) ->
 
 
 def test_the_least_work_first_and_ties_from_our_turn_on():
-    router = Router(3, turn=(1, 3))
+    router = Router(3, controller=(1, 3))
     assert [send(router, work) for work in (30, 10, 10, 10, 10)] == [1, 2, 0, 2, 0]
     assert router.loads == [20, 30, 20] and router.counts == [2, 1, 2]
     router.done(1, 30)
@@ -113,7 +113,7 @@ def test_a_call_larger_than_the_limit_goes_to_an_empty_replica():
 
 
 def test_others_replicas_are_asked_when_no_own_one_has_room():
-    router = Router(4, turn=(1, 2), own={1, 3}, limit=2, guest_limit=1)
+    router = Router(4, controller=(1, 2), own={1, 3}, limit=2, guest_limit=1)
     assert [send(router, 10) for _ in range(7)] == [3, 1, 3, 1, 2, 0, None]
     router.done(3, 10)
     router.done(2, 10)
@@ -166,10 +166,10 @@ def test_a_key_does_not_lead_to_strangers():
 
 
 def test_the_keys_that_were_not_asked_for_are_forgotten(monkeypatch):
-    monkeypatch.setattr(routing, "REMEMBERED", 2)
+    monkeypatch.setattr(routing, "MAX_KEYS", 2)
     router = Router(8)
     assert [send(router, 10, key=key) for key in "abac"] == [0, 1, 0, 2]  # b goes, a was asked for since
-    assert [send(router, 10, key=key) for key in "ab"] == [0, 3] and len(router._memory) == 2
+    assert [send(router, 10, key=key) for key in "ab"] == [0, 3] and len(router._replica_of) == 2
 
 
 def test_own_replicas():

@@ -1,4 +1,4 @@
-"""The log of samples: the same few groups whoever holds them, in bounded size, and back to a step at a resume."""
+"""The log of samples: the same groups for any number of controllers, bounded size, rewound at a resume."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def mask_of(*steps) -> SamplingMask:
     )
 
 
-def plain(kept: SamplingMask | None):
-    return None if kept is None else (kept.ids_K.tolist(), kept.counts_S.tolist())
+def plain(mask: SamplingMask | None):
+    return None if mask is None else (mask.ids_K.tolist(), mask.counts_S.tolist())
 
 
 def test_joined_by_hand():
@@ -52,8 +52,8 @@ def test_sampling_gives_what_was_left_and_logprobs_among_it(limits):
     for i in range(6):  # every other row is asked
         params = SamplingParams(1, **limits, keep_mask=i % 2 == 0)
         rows.put(i, Request(Tokens(PROMPT), params, noise_key(i)))
-    tokens, logprobs, kept = sample(logits, rows)
-    assert sorted(kept) == [0, 2, 4]
+    tokens, logprobs, candidates = sample(logits, rows)
+    assert sorted(candidates) == [0, 2, 4]
     full = torch.log_softmax(logits / limits.get("temperature", 1.0), -1).double()
     for i in range(6):
         whole, token = float(full[i, tokens[i]]), tokens[i]
@@ -63,7 +63,7 @@ def test_sampling_gives_what_was_left_and_logprobs_among_it(limits):
         order = full[i].argsort(descending=True)[: limits.get("top_k", 20)]
         inner = full[i, order].exp() / full[i, order].exp().sum()
         count = int((inner.cumsum(0) - inner < limits.get("top_p", 1.0)).sum())
-        assert sorted(kept[i].tolist()) == sorted(order[:count].tolist()) and token in kept[i]
+        assert sorted(candidates[i].tolist()) == sorted(order[:count].tolist()) and token in candidates[i]
         assert logprobs[i] == pytest.approx(whole - float(full[i, order[:count]].exp().sum().log()), abs=1e-5)
 
 
@@ -111,22 +111,22 @@ def test_engine_and_trainer_agree():
 # --- the trainer
 
 
-def sample_of(target: int, kept: SamplingMask | None, sibling: int = 0):
+def sample_of(target: int, mask: SamplingMask | None, sibling: int = 0):
     prompt = Prompt(0, 0, (), "", Tokens(PROMPT))
     one = np.array([target], np.int32)
-    content = Tokens(PROMPT, one, kept)
+    content = Tokens(PROMPT, one, mask)
     floats = np.zeros(1, np.float32)
     return to_sample(Scored(Rollout(prompt, sibling, content, floats, one >= 0, "", one, "stop"), 1.0), 1.0)
 
 
 @pytest.mark.parametrize("corrected", [True, False])
 def test_the_gradient_of_the_sampled_policy_has_mean_zero(corrected):
-    """With one reward for all, nothing is to be learned: the mean gradient over what is sampled, each kept token as
-    often as it comes, must be 0. Without the kept tokens it pushes the policy towards them."""
+    """With one reward for all, nothing is to be learned: the mean gradient over what is sampled, each candidate as
+    often as it comes, must be 0. Without the mask it pushes the policy towards the candidates."""
     network = network_of(config_of())
     policy, ids = LogprobModel(network), [4, 7, 9, 12]
-    kept = mask_of(ids)
-    samples = {(0, i): sample_of(target, kept, i) for i, target in enumerate(ids)}
+    mask = mask_of(ids)
+    samples = {(0, i): sample_of(target, mask, i) for i, target in enumerate(ids)}
     packed = to_tensors(MicroBatch(tuple(((0, i),) for i in range(4)), 8), samples, CPU)
     sampled_S = policy(*packed.inputs)[0].exp().detach()
     assert float(sampled_S.sum()) == pytest.approx(1, abs=1e-6)

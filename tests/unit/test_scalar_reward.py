@@ -219,7 +219,7 @@ def test_a_scorer_without_a_pad_token_reads_the_end_of_a_conversation(tmp_path):
 def test_folders_that_are_no_scorer(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         load_scorer(Model(path=str(tmp_path / "none")), 0, torch.float32, CPU)
-    with pytest.raises(UserError, match="has learned nothing"):
+    with pytest.raises(UserError, match="scorer with random weights"):
         load_scorer(model_of(), 0, torch.float32, CPU)
     config = scorer_of().config
     config.num_labels = 3
@@ -231,7 +231,7 @@ def test_folders_that_are_no_scorer(tmp_path):
         network = scorer_of()
         kept = {name: value for name, value in network.state_dict().items() if name != lost}
         network.save_pretrained(tmp_path / lost, state_dict=kept)
-        with pytest.raises(UserError, match=f"lacks the weights {lost}"):
+        with pytest.raises(UserError, match=f"has no weights for {lost}"):
             load_scorer(Model(path=str(tmp_path / lost)), 0, torch.float32, CPU, new_head=new_head)
     network = scorer_of()
     network.config.pad_token_id = None
@@ -409,8 +409,8 @@ def test_callers_of_several_event_loops(serve, networks):
     ("bad", "words"),
     [
         (text(POSITIONS), f"a text of {POSITIONS} tokens; this reward model takes 1 to {POSITIONS - 1}"),
-        (text(0), "a text of 0 tokens"),
-        (np.array([1, 16], np.int32), "a text has token 16; the reward model's vocabulary has 16"),
+        (text(0), "got a text of 0 tokens"),
+        (np.array([1, 16], np.int32), "got a text with token 16; the reward model's vocabulary has 16"),
     ],
     ids=["long", "empty", "stranger"],
 )
@@ -545,7 +545,7 @@ def test_conversations_that_are_too_long_have_no_reward():
     source, asked = source_of([0.0], [0.0])
     assert blend(source, group_of("123456")) == [0.0]  # <bos>, 4, 6, <eos>
     with pytest.raises(
-        RewardError, match=r"reward 'taste', prompt 70: a conversation of 13 tokens; expected at most 12"
+        RewardError, match=r"reward 'taste', prompt 70: got a conversation of 13 tokens; expected at most 12"
     ):
         blend(source, group_of("2", "1234567"))
     assert len(asked) == 1
@@ -553,7 +553,11 @@ def test_conversations_that_are_too_long_have_no_reward():
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [([1.0, math.nan], "returned nan"), ([math.inf, 0.0], "returned inf"), ([1.0], "returned 1 scores for 2 texts")],
+    [
+        ([1.0, math.nan], "returned nan"),
+        ([math.inf, 0.0], "returned inf"),
+        ([1.0], "returned 1 scores; expected 2, one per text"),
+    ],
     ids=["nan", "inf", "short"],
 )
 def test_scores_that_are_no_reward_are_asked_for_again(answer, words):
@@ -571,7 +575,7 @@ def test_scores_that_are_no_reward_are_asked_for_again(answer, words):
     [
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "leaves out a message"),
         ("{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}", "leaves out a message"),
-        ("{{ raise_exception('no system here') }}", "refuses the messages of roles .*: no system here"),
+        ("{{ raise_exception('no system here') }}", "rejects messages of roles .*: no system here"),
     ],
     ids=["deaf", "blind", "picky"],
 )
@@ -588,7 +592,7 @@ def test_a_template_that_refuses_a_prompt_is_not_asked_again():
     tokenizer = load_tokenizer(model_of())
     tokenizer.chat_template = "{{ raise_exception('no system here') }}"
     source, asked = source_of(tokenizer=tokenizer)
-    with pytest.raises(RewardError, match="reward 'taste', prompt 70: the chat template refuses"):
+    with pytest.raises(RewardError, match="reward 'taste', prompt 70: the chat template rejects"):
         blend(source, group_of("2"))
     assert asked == []
 
@@ -637,8 +641,8 @@ def test_columns_by_name():
         ({"prompt": "1", "chosen": "2"}, "column 'rejected' holds None"),
         ({"prompt": "1", "chosen": "2", "rejected": []}, "column 'rejected' holds []"),
         ({"chosen": said("1", "2", "3"), "rejected": said("1", "3")}, "ends with a message of 'user'"),
-        ({"chosen": said("1", "2"), "rejected": said("4", "3")}, "begin differently"),
-        ({"prompt": "4", "chosen": said("1", "2"), "rejected": said("1", "3")}, "does not begin with the prompt"),
+        ({"chosen": said("1", "2"), "rejected": said("4", "3")}, "start with different messages"),
+        ({"prompt": "4", "chosen": said("1", "2"), "rejected": said("1", "3")}, "does not start with the prompt"),
     ],
     ids=["no prompt", "number", "missing", "empty", "user last", "strangers", "other prompt"],
 )

@@ -516,7 +516,7 @@ def test_command_prints_a_table_and_writes_what_the_report_reads(tiny, tmp_path,
     data = json.loads(file.read_text())
     assert data["policy"] == "dynamic" and set(data["compare"]) == {"dynamic", "colocated", "best-static"}
     source = read_source(file)
-    assert (source.name, source.policy, len(source.rows), len(source.steps)) == ("tiny", "dynamic", 8, 5)
+    assert (source.name, source.rule, len(source.rows), len(source.steps)) == ("tiny", "dynamic", 8, 5)
     assert sorted(source.spans) == [1, 2, 3, 4, 5] and {s.role for s in source.segments} >= {POLICY, JUDGE, "trainer"}
     assert {"rollout_s", "update_s", "idle", "busy/policy", "split/judge", "moves", "length"} <= set(source.steps[0])
     split = source.steps[0]

@@ -21,6 +21,7 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Receivers, Rendezvous, UpdateStats
 from gcore.runtime.gloo import join
 from gcore.training import logprob_model as policy_module
+from gcore.training import varlen
 from gcore.training.fsdp import FsdpTrainer
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import to_tensors
@@ -128,22 +129,25 @@ def alone(network, sample: Sample, temperature: float = 1.0) -> tuple[torch.Tens
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("max_tokens", [10_000, 40])
-def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens):
+@pytest.mark.parametrize("in_one_row", [False, True], ids=["masked", "varlen"])
+def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens, in_one_row):
     config = config_of(model={"build": {**RECIPE["model"]["build"], "architecture": architecture}})
     network = network_of(config)
     samples = [dataclasses.replace(s, temperature=(0.7, 1.0, 1.3)[s.sibling % 3]) for s in samples_of(prompts=6)]
     by_key = {s.key: s for s in samples}
-    policy = LogprobModel(network)
+    policy, reference = LogprobModel(network), copy.deepcopy(network)
+    if in_one_row:
+        varlen.install(network)
     micros = batch_of(samples, max_tokens).mini_batches[0].micro_batches
     assert any(len(row) > 1 for micro in micros for row in micro.rows)
     assert (len(micros) > 1) == (max_tokens == 40)
     seen = []
     with torch.no_grad():
         for micro in micros:
-            packed = to_tensors(micro, by_key, CPU)
+            packed = to_tensors(micro, by_key, CPU, in_one_row)
             logprobs, entropies = policy(*packed.inputs)
             for i, key in enumerate(packed.keys):
-                expected, entropy = alone(network, by_key[key], by_key[key].temperature)
+                expected, entropy = alone(reference, by_key[key], by_key[key].temperature)
                 assert torch.allclose(logprobs[packed.sample_S == i], expected, atol=1e-5, rtol=0), key
                 assert torch.allclose(entropies[packed.sample_S == i], entropy, atol=1e-5, rtol=0), key
                 seen.append(key)
@@ -212,7 +216,7 @@ def gradients_of(trainer: FsdpTrainer, samples, batch: TrainBatch) -> tuple[dict
         for name, parameter in trainer._policy.network.named_parameters():
             found[name] = parameter.grad.full_tensor().clone()
         trainer._optimizer.zero_grad(set_to_none=True)
-        return UpdateStats(sums=sums)
+        return UpdateStats(sums={name: float(value) for name, value in sums.items()})
 
     trainer._optimizer_step = look
     stats = update(trainer, samples, batch)

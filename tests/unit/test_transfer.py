@@ -112,5 +112,5 @@ def test_other_errors_are_not_retried():
 
 
 def test_an_engine_that_serves_an_old_version_is_named():
-    with pytest.raises(RuntimeError, match="engine-1 did not take the weights of version 7"):
+    with pytest.raises(RuntimeError, match="engine-1 did not load the weights of version 7"):
         run(Engine("engine-0"), Engine("engine-1", None, 6))

@@ -1,0 +1,245 @@
+"""Training alone on one GPU: tokens per second, share of the GPU's matrix rate, peak memory, and agreement of logprobs.
+
+    python bench/gpu_train.py --model 1.5B                      # one H200: about three minutes
+    python bench/gpu_train.py --model tiny --sequences 8        # a rehearsal on a CPU
+
+The policy is a Qwen2 shape with random weights and the full vocabulary. `fixed`: all sequences have --prompt and
+--response tokens. `mix`: response lengths are log-normal, cut at --response. AdamW is included.
+Model FLOPs per token: 6 x parameters (body and output layer) + 6 x layers x width x length for causal attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gcore.config.tree import Config  # noqa: E402
+from gcore.content.tokens import Tokens  # noqa: E402
+from gcore.observe.trace import Tracer  # noqa: E402
+from gcore.preparation.balance import make_layout  # noqa: E402
+from gcore.preparation.samples import meta_of  # noqa: E402
+from gcore.preparation.workload import CostModel  # noqa: E402
+from gcore.protocols import Rendezvous  # noqa: E402
+from gcore.runtime.gloo import join  # noqa: E402
+from gcore.training.fsdp import FsdpTrainer  # noqa: E402
+from gcore.types import Sample  # noqa: E402
+
+SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary
+    "tiny": (64, 128, 2, 4, 2, 512),
+    "0.5B": (896, 4864, 24, 14, 2, 151_936),
+    "1.5B": (1536, 8960, 28, 12, 2, 151_936),
+    "7B": (3584, 18944, 28, 28, 4, 152_064),
+}
+VARIANTS = {  # training.compile, training.activation_checkpointing
+    "eager, checkpointing": (False, True),
+    "compiled, checkpointing": (True, True),
+    "eager": (False, False),
+    "compiled": (True, False),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="1.5B")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--response", type=int, default=512)
+    parser.add_argument("--micro-tokens", type=int, default=0, help="training.max_tokens_per_gpu; 0: one micro-batch")
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--lengths", nargs="+", choices=["fixed", "mix"], default=["fixed", "mix"])
+    parser.add_argument("--profile", action="store_true", help="and the kernels that take the most time")
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    args = parser.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    join(Rendezvous(0, 1, None), "nccl" if device.type == "cuda" else "gloo", device=device)
+    rate = matrix_rate(device)
+    print(f"{args.model}, {args.sequences} sequences, torch {torch.__version__}, matrix rate {rate / 1e12:.0f} TFLOP/s")
+    widths = {"lengths": 8, "tokens/s": 10, "of matrix rate": 16, "peak GiB": 10, "first s": 9, "update s": 10}
+    print(f"{'training path':<26}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
+    for name, lengths in itertools.product(args.only, args.lengths):
+        row = measure(args, name, lengths, device, rate)
+        print(f"{name:<26}{lengths:>8}{row}", flush=True)
+        gc.collect()  # the trainer of this row
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    agreement(args, device)
+
+
+def matrix_rate(device: torch.device) -> float:
+    """FLOP/s of a large matrix product in bfloat16, the best of a few."""
+    n = 8192 if device.type == "cuda" else 256
+    a = torch.randn(n, n, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    best = 1e9
+    for _ in range(10):
+        synchronize(device)
+        started = time.perf_counter()
+        for _ in range(5):
+            a @ a
+        synchronize(device)
+        best = min(best, (time.perf_counter() - started) / 5)
+    return 2 * n**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def network_of(args: argparse.Namespace, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[args.model]
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def flops_per_token(args: argparse.Namespace, length: float) -> float:
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[args.model]
+    attention = hidden * hidden * 2 + 2 * hidden * hidden * kv_heads // heads
+    parameters = layers * (attention + 3 * hidden * intermediate) + vocabulary * hidden
+    return 6.0 * parameters + 6.0 * layers * hidden * length
+
+
+def samples_of(args: argparse.Namespace, lengths: str) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    vocabulary, found = SHAPES[args.model][-1], []
+    for i in range(args.sequences):
+        steps = args.response
+        if lengths == "mix":
+            steps = int(np.clip(rng.lognormal(np.log(args.response / 4), 0.8), 1, args.response))
+        tokens = rng.integers(4, vocabulary, args.prompt + steps).astype(np.int32)
+        numbers = rng.normal(size=steps).astype(np.float32)
+        content = Tokens.split(tokens, steps)
+        found.append(Sample(i // 8, i % 8, content, numbers < 9, -np.abs(numbers), numbers))
+    return found
+
+
+def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> FsdpTrainer:
+    compiles, checkpoints = VARIANTS[variant]
+    config = Config.model_validate(
+        {
+            "run": {"name": "gpu-train", "steps": 100},
+            "model": {"build": {"alphabet": "0123456789"}},
+            "data": {"train": {"task": "arithmetic"}, "max_prompt_length": 4},
+            "generation": {"max_response_length": 8},
+            "rewards": {"functions": [{"name": "exact", "path": "gcore.rewarding.rules:exact_answer"}]},
+            "sampling": {"prompts_per_step": 4, "samples_per_prompt": 8},
+            "training": {"lr": 1e-6, "compile": compiles, "activation_checkpointing": checkpoints},
+        }
+    )
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return FsdpTrainer(config, lambda: network_of(args, device), device, dtype, 2, 1, Tracer(None, "trainer-0"))
+
+
+def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.device, rate: float) -> str:
+    torch._dynamo.reset()
+    samples = samples_of(args, lengths)
+    total = sum(sample.content.size for sample in samples)
+    budget = args.micro_tokens or 2 * args.sequences * (args.prompt + args.response)
+    metas = [meta_of(sample) for sample in samples]
+    (batch,) = make_layout(
+        metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=CostModel(6.0 * SHAPES[args.model][0])
+    )
+    trainer = trainer_of(args, variant, device)
+
+    async def update() -> float:
+        await trainer.push(0, samples)
+        synchronize(device)
+        started = time.perf_counter()
+        await trainer.update(batch)
+        synchronize(device)
+        return time.perf_counter() - started
+
+    async def updates() -> list[float]:
+        return [await update() for _ in range(args.updates)]
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = asyncio.run(updates())
+    if args.profile:
+        show_profile(lambda: asyncio.run(update()))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
+    best = min(seconds[1:])
+    mean_length = sum(sample.content.size**2 for sample in samples) / total
+    share = total * flops_per_token(args, mean_length) / best / rate
+    return f"{total / best:>10,.0f}{share:>16.1%}{peak:>10.1f}{seconds[0]:>9.1f}{best:>10.3f}"
+
+
+def show_profile(update: Callable[[], float]) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        update()
+    print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70))
+
+
+def agreement(args: argparse.Namespace, device: torch.device) -> None:
+    """Logprobs and gradients of the trainer, and logprobs of the library in the same precision, against the library in
+    float32, one sequence at a time."""
+    from gcore.training.micro import to_tensors
+
+    samples = samples_of(args, "mix")[:8]
+    by_key = {sample.key: sample for sample in samples}
+    (batch,) = make_layout(
+        [meta_of(s) for s in samples], step=1, num_ranks=1, mini_batches=1, max_tokens=1 << 20, cost=CostModel(1e4)
+    )
+    trainer = trainer_of(args, "compiled" if device.type == "cuda" else "eager", device)
+    exact = network_of(args, device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    plain, ours, theirs = network_of(args, device).to(dtype), [], []
+    for micro in batch.mini_batches[0].micro_batches:
+        packed = to_tensors(micro, by_key, device, trainer._varlen)
+        found, _ = trainer._forward(trainer._policy, packed)
+        for i, key in enumerate(packed.keys):
+            content = by_key[key].content
+            tokens = torch.from_numpy(content.tokens_T.astype(np.int64)).to(device)
+            first = len(tokens) - content.num_steps
+
+            def logprobs(network: Any, tokens: Any = tokens, first: int = first) -> Any:
+                logits = network(tokens[None]).logits[0, first - 1 : -1].float()
+                return torch.log_softmax(logits, -1).gather(-1, tokens[first:, None])[:, 0]
+
+            expected = logprobs(exact)
+            (-expected.sum()).backward()
+            ours.append((found[packed.sample_S == i] - expected).detach().abs())
+            with torch.no_grad():
+                theirs.append((logprobs(plain) - expected).abs())
+        (-found.sum()).backward()
+    pairs = zip(trainer._policy.network.parameters(), exact.parameters(), strict=True)
+    products = torch.zeros(3, device=device, dtype=torch.float64)
+    for mine, reference in pairs:
+        a, b = (gradient.double().flatten() for gradient in (mine.grad.full_tensor(), reference.grad))
+        products += torch.stack([a @ b, a @ a, b @ b])
+    print(f"cosine of the gradients: {float(products[0] / (products[1] * products[2]).sqrt()):.5f}")
+    for who, parts in (("packed, compiled", ours), ("one by one, eager", theirs)):
+        every = torch.cat(parts)
+        print(f"logprobs in {dtype}, {who}: off by {every.mean():.2e} in the mean, {every.max():.2e} at most")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The output layer in chunks gives the values and gradients of the plain one, without its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gcore.training.fused_head import Scaling, token_logprobs
+
+
+def plain(hidden, weight, targets, temperature, scaling):
+    logits = hidden @ weight.t() * scaling.scale
+    if scaling.cap is not None:
+        logits = torch.tanh(logits / scaling.cap) * scaling.cap
+    logprobs = torch.log_softmax(logits / temperature[:, None], -1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def inputs(steps=37, width=12, vocabulary=53, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(steps, width, generator=generator, dtype=dtype)
+    weight = torch.randn(vocabulary, width, generator=generator, dtype=dtype)
+    targets = torch.randint(vocabulary, (steps,), generator=generator)
+    temperature = 0.5 + torch.rand(steps, generator=generator, dtype=torch.float32).to(dtype)
+    return hidden, weight, targets, temperature
+
+
+def gradients(function, hidden, weight, loss_of):
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = loss_of(*function(hidden, weight))
+    return (loss.detach(), *torch.autograd.grad(loss, (hidden, weight)))
+
+
+LOSSES = {
+    "logprobs": lambda logprobs, entropy: (logprobs * torch.linspace(-1, 2, len(logprobs))).sum(),
+    "entropy": lambda logprobs, entropy: (entropy * torch.linspace(0.5, 1, len(entropy))).sum(),
+    "both": lambda logprobs, entropy: (logprobs.exp() - 0.1 * entropy).sum(),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37, 100])
+@pytest.mark.parametrize("scaling", [Scaling(), Scaling(0.25), Scaling(2.0, 3.0)], ids=["plain", "scaled", "capped"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_values_and_gradients_are_those_of_the_plain_layer(chunk, scaling, loss):
+    hidden, weight, targets, temperature = inputs(dtype=torch.float32)
+    found = gradients(
+        lambda h, w: token_logprobs(h, w, targets, temperature, scaling, chunk), hidden, weight, LOSSES[loss]
+    )
+    expected = gradients(lambda h, w: plain(h, w, targets, temperature, scaling), hidden, weight, LOSSES[loss])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_frozen_weights_get_no_gradient():
+    hidden, weight, targets, temperature = inputs(dtype=torch.float32)
+    hidden.requires_grad_()
+    token_logprobs(hidden, weight, targets, temperature, Scaling(), 8)[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_no_more_than_a_chunk_of_logits_is_held():
+    """Counted in the largest tensor that any operation makes, forward and backward."""
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if isinstance(tensor, torch.Tensor):
+                    self.size = max(self.size, tensor.numel())
+            return result
+
+    hidden, weight, targets, temperature = inputs(steps=4000, width=4, vocabulary=300, dtype=torch.float32)
+    hidden.requires_grad_()
+    with Largest() as fused:
+        token_logprobs(hidden, weight, targets, temperature, Scaling(), 100)[0].sum().backward()
+    with Largest() as naive:
+        plain(hidden, weight, targets, temperature, Scaling())[0].sum().backward()
+    assert naive.size == 4000 * 300 and fused.size == 100 * 300
