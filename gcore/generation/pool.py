@@ -131,10 +131,13 @@ class EnginePool(Pool[EngineClient]):
         """The replica's completions, and whether a drain interrupted them."""
         ticket = f"{self._name}-{next(self._numbering)}"
         self._tickets[i].add(ticket)
+        sent = False
 
         async def generate() -> list[Completion]:
+            nonlocal sent
             if ticket in self._recalled:  # the replica may be asleep already
                 raise _NotSent
+            sent = True
             return await self.replicas[i].generate(requests, ticket)
 
         answer = asyncio.ensure_future(generate())
@@ -144,6 +147,9 @@ class EnginePool(Pool[EngineClient]):
             self._close(i, "dead")
             raise
         except asyncio.CancelledError:
+            if not sent:
+                answer.cancel()
+                raise
             self._aborts.add(answer)
             answer.add_done_callback(self._count_aborted)
             self._abort(i, ticket)

@@ -144,7 +144,7 @@ def test_light_checks_come_before_heavy_ones(place, monkeypatch):
 
 def test_unknown_lora_targets(place, capsys):
     assert refused(capsys, place, "model.lora={targets: [q_proj, foo]}") == (
-        "model.lora.targets: no linear layer is called foo; expected some of "
+        "model.lora.targets: no linear layer named foo; expected some of "
         "['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj']"
     )
 
@@ -156,7 +156,7 @@ def test_unknown_lora_targets_of_a_folder(place, capsys):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaConfig(vocab_size=16, **sizes).save_pretrained(place / "model")  # and no weights: they are not needed
     model = f"model={{path: {place}/model, lora: {{targets: [foo]}}}}"
-    assert refused(capsys, place, model).startswith("model.lora.targets: no linear layer is called foo; expected")
+    assert refused(capsys, place, model).startswith("model.lora.targets: no linear layer named foo; expected")
 
 
 @pytest.mark.parametrize("key", ["training.device", "generation.device"])
