@@ -134,7 +134,8 @@ def exactly(network: Any, request: Request, completion: Completion) -> bool:
         [MARK, WHOLE] + [IMAGE] * SPACE + [MARK] if token == IMAGE else [token] for token in request.content.tokens_T
     ]
     tokens = [int(token) for part in spread for token in part]
-    seen = processor().image_processor(list(request.content.images), input_data_format="channels_last", return_tensors="pt")
+    images = list(request.content.images)
+    seen = processor().image_processor(images, input_data_format="channels_last", return_tensors="pt")
     pixels = {name: seen[name] for name in ("pixel_values", "pixel_attention_mask")}
     with torch.no_grad():
         ids = torch.tensor([tokens + completion.content.tokens_S.tolist()])
