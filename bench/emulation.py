@@ -159,7 +159,7 @@ def config_of(scenario: Scenario, split: Split | None, data: Path, folder: Path,
     here = Path(__file__).resolve()
     longest = scenario.prompt_length + scenario.lengths.longest
     build = {"alphabet": DIGITS, "max_length": longest + judge.verdict.longest}
-    slots = {} if split is None else {role: len(split.blocks(role)) * grid.block for role in grid.roles}
+    slots = {} if split is None else {role: len(split.blocks(role)) * grid.slots_per_block for role in grid.roles}
     return Config.model_validate(
         {
             "run": {"name": "emulation", "dir": str(folder), "steps": steps, "seed": scenario.seed},
@@ -289,10 +289,10 @@ def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int,
     if mode == "static" and policy_slots is None:
         split = best_split(scenario)
     elif mode == "static":
-        blocks = policy_slots // grid.block
+        blocks = policy_slots // grid.slots_per_block
         split = split_by(grid, {POLICY: blocks, scenario.judges[0].name: grid.num_blocks - blocks})
-    policy_slots = 0 if split is None else len(split.blocks(POLICY)) * grid.block
-    policy = f"static:{policy_slots // grid.block}" if split else "dynamic"
+    policy_slots = 0 if split is None else len(split.blocks(POLICY)) * grid.slots_per_block
+    policy = f"static:{policy_slots // grid.slots_per_block}" if split else "dynamic"
     needed = steps * scenario.prompts / scenario.acceptance.start
     load = Load(scenario, min(4096, int(1.5 * needed) + 64))
     with tempfile.TemporaryDirectory() as folder:

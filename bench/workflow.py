@@ -102,7 +102,7 @@ def make_collector(
     tokenizer: Any,
     version: Callable[[], int] = lambda: 0,
 ) -> Any:
-    """The same construction as in controller/opening.py. `engines`: handles."""
+    """The same construction as in controller/start_run.py. `engines`: handles."""
     from gcore.clients import EngineClient
     from gcore.content.text import TextModality
     from gcore.controller.collect import Collector

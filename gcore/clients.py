@@ -1,6 +1,6 @@
 """Typed clients for roles in other processes: one thin class per role, over its Handle.
 
-    runtime.start_group ──> Handle ──> EngineClient, TrainerClient, ... ──> pools, dispatcher, supervisor
+    runtime.start_group ──> Handle ──> EngineClient, TrainerClient, ... ──> pools, dispatcher, driver
 
 The methods are those of protocols.Engine, Trainer and Scorer and of controller/loop.py, so the type checker sees every
 call between processes. Only this file names methods by strings. A client can be sent to another process if its Handle

@@ -1,4 +1,4 @@
-"""Builds the objects of every role from the configuration: the only module that chooses implementations.
+"""Builds the objects of every role from the configuration: chooses runtimes, engines, trainers and reward sources.
 
     config, plan ──> build_runtime (driver), build_engine, build_judge, build_scorer, build_trainer, build_controller
 

@@ -31,6 +31,11 @@ class RunPosition:
     warmed: int | None
 
     @property
+    def before_training(self) -> bool:
+        """The warm start is not done, or there is none and the run is new."""
+        return self.warmed is not None
+
+    @property
     def kind(self) -> store.Kind:
         return "step" if self.warmed is None else "warm"
 
@@ -47,7 +52,7 @@ START = RunPosition(step=0, warmed=0)
 
 class Checkpointer:
     def __init__(self, setup: Setup, source: PromptSource, collector: Collector, num_parameters: int) -> None:
-        self._config, self._group, self._status = setup.config, setup.group, setup.status
+        self._config, self._group, self._status = setup.config, setup.controllers, setup.status
         self._folder = setup.config.run.folder
         self._source, self._collector, self._dispatcher = source, collector, setup.dispatcher
         # weights and two moments of the optimizer; with a KL term also the reference model

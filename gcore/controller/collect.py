@@ -10,6 +10,10 @@
 Workflows of many prompts run at the same time and do not wait for each other. Controllers exchange prompt numbers 20 to
 100 times per second and stop together when the *global* target is met. With `sampling.max_staleness` above 0 the
 workflows of the next steps continue while the trainer works.
+
+Terms of config/sampling.py: `fixed` steps train on the next `prompts_per_step` prompts, without a filter; `strict`
+(deterministic) steps take the first groups that pass in prompt order; `window` is the maximum number of prompts of a
+step; `staleness` is the maximum age of samples, in policy versions.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gcore.config.sampling import Sampling, acceptance_rate
-from gcore.controller.attempt import reason_of, run_workflow
 from gcore.controller.prompt_ledger import Place, PromptLedger, merge_places
+from gcore.controller.run_workflow import reason_of, run_workflow
 from gcore.controller.step_ledger import FAILURES, NO_SPREAD, StepLedger
 from gcore.controller.workflow import SharedContext, Workflow
 from gcore.placement.monitor import RolloutProgress
@@ -143,7 +147,8 @@ class Collector:
     async def _agree(self, step: int) -> list[int]:
         """Exchange progress until all controllers know which prompts the step trains on."""
         sampling, ledger, last_exchange = self._sampling, self.step_ledger, 0.0
-        # Samples may be at most `staleness` versions old. Without staleness, groups in progress are aborted at the end.
+        # Groups that started with this version or an older one can be trained on only in this step, so the step waits
+        # for them. Without staleness, groups in progress are aborted at the end.
         due_version = step - 1 - sampling.staleness if sampling.staleness else None
         while True:
             await self._wait_until_exchange(last_exchange)

@@ -43,14 +43,14 @@ class Dispatcher:
         self._transfer = WeightTransfer(trainers)
         self._sleeps, self._switch = sleep_level > 0, ReplicaSwitch(engines.replicas, sleep_level)
         self._mine = [r for r in range(len(trainers)) if r % group.size == group.rank]
-        self._cost = CostModel(crossover=768.0)
+        self._cost = CostModel(crossover=768.0)  # until `open`
         self._bytes_out = 0
         self.version = 0  # of the weights that the engines serve
 
     async def open(self) -> TrainerInfo:
         """Call once before the first dispatch: the cost model needs the hidden size."""
         info = await self._trainers[0].info()
-        self._cost = CostModel(crossover=6.0 * info.hidden_size)
+        self._cost = CostModel(crossover=6.0 * info.hidden_size)  # see preparation/workload.py
         return info
 
     @property
@@ -82,10 +82,12 @@ class Dispatcher:
 
     async def _push(self, rank: int, batch: TrainBatch, by_key: dict[tuple[int, int], Sample]) -> None:
         keys = (key for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row)
-        bundle = [by_key[key] for key in keys if key in by_key]
-        if bundle:
-            self._bytes_out += sum(s.content.nbytes + 9 * s.num_steps for s in bundle)
-            await self._trainers[rank].push(self._group.rank, bundle)
+        own_samples = [by_key[key] for key in keys if key in by_key]
+        if own_samples:
+            self._bytes_out += sum(
+                s.content.nbytes + 9 * s.num_steps for s in own_samples
+            )  # logprob 4, advantage 4, mask 1
+            await self._trainers[rank].push(self._group.rank, own_samples)
 
     def take_bytes_out(self) -> int:
         """Bytes that were pushed since the last call."""
@@ -95,7 +97,7 @@ class Dispatcher:
     async def begin(self) -> None:
         await self._on_ranks("begin", lambda trainer, rank: trainer.begin())
 
-    async def prepare(self, batches: Sequence[TrainBatch]) -> list[Mapping[Key, KlSums]]:
+    async def compute_logprobs(self, batches: Sequence[TrainBatch]) -> list[Mapping[Key, KlSums]]:
         """Arguments and results of this method and of `update` are lists by rank."""
         return await self._on_ranks("prepare", lambda trainer, rank: trainer.prepare(batches[rank]))
 
@@ -131,6 +133,7 @@ class Dispatcher:
         """Controller 0 starts the transfer; weights go directly from trainer ranks to engines. `engines`: those that
         serve the next rollout; default: all. Returns on every controller when they serve `version`."""
         if self._group.rank == 0:
+            # With slots, placement puts engines to sleep and wakes them; then this switch has nothing to wake.
             async with self._switch.waking(self._engines.alive):
                 alive = self._engines.alive()
                 await self._transfer.send({i: e for i, e in alive.items() if engines is None or i in engines}, version)

@@ -19,12 +19,12 @@ import numpy as np
 
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
-from gcore.controller.auto import choose_mode
+from gcore.controller.auto_placement import choose_mode
 from gcore.controller.build import Roles, build_rewarder
 from gcore.controller.footprint import memory_line, parts
+from gcore.controller.pins import check_models, pin
 from gcore.controller.plan import Plan, detect_machine, make_plan
 from gcore.controller.preflight import Checked, DatasetCheck, model_megabytes, preflight
-from gcore.controller.sources import check_models, pin
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut

@@ -19,7 +19,7 @@ class Evaluator:
     """`held_out`: None if the recipe has no held-out prompts; then evaluations do nothing."""
 
     def __init__(self, setup: Setup, recorder: Recorder, held_out: PromptSource | None) -> None:
-        self._config, self._group, self._status = setup.config, setup.group, setup.status
+        self._config, self._group, self._status = setup.config, setup.controllers, setup.status
         self._workflow, self._placement = setup.workflow, setup.placement
         self._greedy = setup.sample_context(greedy=True)
         self._recorder, self._held_out = recorder, held_out

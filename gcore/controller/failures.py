@@ -14,7 +14,7 @@ async def check_failures(services: Services, step: int, metas: Sequence[SampleMe
     sampling, limit = services.config.sampling, services.config.rewards.max_error_frac
     failed, decided = collected.failed_globally, collected.decided_globally
     if failed:
-        causes = await services.group.all_gather(f"failures of step {step}", collected.cause)
+        causes = await services.controllers.all_gather(f"failures of step {step}", collected.cause)
         cause = next((c for c in causes if c is not None), "unknown")
         if failed / decided > limit or failed == decided:
             raise UserError(

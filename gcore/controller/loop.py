@@ -17,10 +17,10 @@ from typing import Any
 
 from gcore.controller.collect import Collected
 from gcore.controller.failures import check_failures
-from gcore.controller.opening import open_evaluation, open_run
 from gcore.controller.record import skipped_line
 from gcore.controller.services import Services
 from gcore.controller.setup import Setup
+from gcore.controller.start_run import open_evaluation, open_run
 from gcore.preparation.samples import charge_kl, make_samples
 from gcore.protocols import UpdateStats
 from gcore.types import SampleMeta, TrainBatch
@@ -44,7 +44,8 @@ class Controller:
                 step += 1
                 with services.status.timed("step", step):
                     collected = await rollout(services, step)
-                    async with services.weights.trainers_in_use:  # restarted engines get weights before or after
+                    # A restarted engine loads weights before or after this block, not during it.
+                    async with services.weight_resender.trainers_in_use:
                         metas, batches = await prepare(services, step, collected)
                         stats = await train(services, step, batches)
                         await update_weights(services, step)
@@ -75,16 +76,16 @@ async def prepare(services: Services, step: int, collected: Collected) -> tuple[
 
     Returns the metadata of all samples of the step, and the batch of each rank. `step - 1`: the current policy version.
     """
-    config, group, groups = services.config, services.group, collected.groups
+    config, controllers, groups = services.config, services.controllers, collected.groups
     algorithm, longest = config.algorithm, config.generation.max_response_length
     with services.status.timed("preparation", step):
-        samples = await make_samples(groups, algorithm, group, step - 1, config.sampling.staleness, longest)
+        samples = await make_samples(groups, algorithm, controllers, step - 1, config.sampling.staleness, longest)
         metas, batches = await services.dispatcher.dispatch_samples(step, samples)
         await check_failures(services, step, metas, collected)
         if algorithm.needs_logprobs and batches:
-            kl = await services.dispatcher.prepare(batches)  # the ranks compute logprobs before the update
+            kl = await services.dispatcher.compute_logprobs(batches)  # the ranks compute logprobs before the update
             if algorithm.kl_in_reward:
-                batches = await charge_kl(groups, algorithm, group, longest, kl, batches)
+                batches = await charge_kl(groups, algorithm, controllers, longest, kl, batches)
         return metas, batches
 
 

@@ -27,7 +27,7 @@ from gcore.placement.baselines import colocated
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.guard import GuardedRule, GuardState
 from gcore.placement.monitor import Monitor
-from gcore.placement.placer import Placer, Pool, Progress, Rule
+from gcore.placement.placer import PlacedPool, Placer, Progress, Rule
 from gcore.placement.replica_switch import LoadWeights, ReplicaSwitch
 from gcore.placement.rules import Costs, View
 from gcore.protocols import Group
@@ -59,7 +59,7 @@ class ColocatedRule:
 
 @dataclass
 class DynamicRule:
-    """placement.mode: dynamic. Slots move during the rollout. All controllers get the same arguments, so `memory` is
+    """placement.mode: dynamic. Slots move during the rollout. All controllers get the same arguments, so `state` is
     the same on all of them."""
 
     rule: GuardedRule = field(default_factory=GuardedRule)
@@ -120,7 +120,7 @@ class SlotPlacement:
         self,
         config: Config,
         grid: DeviceGrid,
-        pools: Mapping[str, Pool],
+        pools: Mapping[str, PlacedPool],
         group: Group,
         sleep_level: int,
         load: LoadWeights,

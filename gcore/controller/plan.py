@@ -199,12 +199,12 @@ def first_split(config: Config, grid: DeviceGrid) -> Split:
         return Split((POLICY,) * grid.num_blocks)
     if not given:
         return shares(grid, dict.fromkeys(grid.roles, 1.0))
-    if any(slots % grid.block for slots in given.values()) or sum(given.values()) != grid.slots:
+    if any(slots % grid.slots_per_block for slots in given.values()) or sum(given.values()) != grid.slots:
         raise UserError(
-            f"placement.split={given}: expected multiples of {grid.block}, the widest tensor_parallel, that add up "
-            f"to placement.slots={grid.slots}"
+            f"placement.split={given}: expected multiples of {grid.slots_per_block}, the widest tensor_parallel, that "
+            f"add up to placement.slots={grid.slots}"
         )
-    return split_by(grid, {role: given[role] // grid.block for role in grid.roles})
+    return split_by(grid, {role: given[role] // grid.slots_per_block for role in grid.roles})
 
 
 def _reward_workers(config: Config, machine: Machine, controllers: int) -> int:

@@ -38,14 +38,14 @@ from gcore.types import Prompt, UserError
 
 MAX_CHECKED = 200  # rows per dataset
 ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
-Split = Literal["train", "eval"]
+DatasetSplit = Literal["train", "eval"]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenDataset:
     """A dataset and the numbers of the rows to check. OpenDataset("train", Dataset(...), [...], (0, 1, 3, ...))"""
 
-    split: Split
+    split: DatasetSplit
     spec: Dataset
     rows: Sequence[dict[str, Any]]
     sample: tuple[int, ...]
@@ -174,7 +174,7 @@ def _on_cuda(config: Config) -> list[str]:
     return [key for key, device in devices.items() if device == "cuda"]
 
 
-def _open(split: Split, spec: Dataset) -> OpenDataset:
+def _open(split: DatasetSplit, spec: Dataset) -> OpenDataset:
     """Open the dataset; each row of the sample has a prompt."""
     rows = load_rows(spec, f"data.{split}")
     data = OpenDataset(split, spec, rows, sample_of(len(rows)))

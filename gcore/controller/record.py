@@ -32,15 +32,16 @@ class Recorder:
     """`writer`: for metrics.jsonl, only on controller 0. `samples`: the log of a few groups per step, if enabled."""
 
     def __init__(self, setup: Setup, writer: MetricsWriter | None = None, samples: SampleLog | None = None) -> None:
-        self._config, self._group, self._status, self._tracer = setup.config, setup.group, setup.status, setup.tracer
+        self._config, self._group = setup.config, setup.controllers
+        self._status, self._tracer = setup.status, setup.tracer
         self._pool, self._rewarder = setup.pool, setup.rewarder
         self._dispatcher, self._placement = setup.dispatcher, setup.placement
         self._writer, self._samples = writer, samples
 
     async def record_step(
-        self, step: int, collected: Collected, metas: Sequence[SampleMeta], ranks: Sequence[UpdateStats]
+        self, step: int, collected: Collected, metas: Sequence[SampleMeta], rank_stats: Sequence[UpdateStats]
     ) -> None:
-        """Call at the end of a step. `metas`: of all samples of the step; `ranks`: statistics of each trainer rank."""
+        """Call at the end of a step. `metas`: of all samples of the step; `rank_stats`: of each trainer rank."""
         stages = {stage: collected.stage_s.get(stage, 0.0) for stage in ("generation", "rewarding")}
         aborted = self._pool.take_aborted()
         if self._config.sampling.strict:
@@ -59,11 +60,13 @@ class Recorder:
             {
                 "step": step,
                 **rollout_row(gathered, metas),
-                **actor_row(ranks),
+                **actor_row(rank_stats),
                 **self._dispatcher.sleep_metrics,
                 **self._placement.row(),
                 "perf/tokens_per_s": tokens / times["step"],
-                "controller/bytes_in": max(part["tokens"] * 8 for part in gathered),
+                "controller/bytes_in": max(
+                    part["tokens"] * 8 for part in gathered
+                ),  # token id, logprob
                 "controller/bytes_out": max(part["bytes_out"] for part in gathered),
                 **{f"timing_s/{name}": seconds for name, seconds in times.items()},
             }

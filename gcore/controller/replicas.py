@@ -22,7 +22,7 @@ CHECK_S = 30.0  # between two health checks
 ANSWER_S = 20.0  # timeout of a health check; a replica that exceeds it gets no new requests until it answers
 
 
-class CurrentWeights:
+class WeightResender:
     """Sends the weights of the current version to engines that missed an update. Used by controller 0.
 
     Every use of the trainers holds the lock `trainers_in_use`. An evaluation has no trainers and sends nothing."""
@@ -71,7 +71,7 @@ class Replicas:
         self,
         policy: EnginePool,
         others: Sequence[ReplicaPool],
-        weights: CurrentWeights,
+        weights: WeightResender,
         note: Callable[[str], None],
         slots: Slots | None = None,
     ) -> None:

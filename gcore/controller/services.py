@@ -1,4 +1,4 @@
-"""The objects that the training loop (controller/loop.py) uses. controller/opening.py makes them once per run."""
+"""The objects that the training loop (controller/loop.py) uses. controller/start_run.py makes them once per run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gcore.controller.dispatch import Dispatcher
 from gcore.controller.evaluation import Evaluator
 from gcore.controller.placement import RolloutPlacement
 from gcore.controller.record import Recorder
-from gcore.controller.replicas import CurrentWeights
+from gcore.controller.replicas import WeightResender
 from gcore.controller.status import LiveStatus
 from gcore.protocols import Group, Rewarder
 
@@ -21,11 +21,11 @@ class Services:
     """One per controller. All controllers join the collectives; only controller 0 writes the files of the run."""
 
     config: Config
-    group: Group  # the controllers
+    controllers: Group  # the controllers
     collector: Collector  # prompts -> groups of scored samples
     rewarder: Rewarder
     dispatcher: Dispatcher  # samples -> trainer ranks; weights -> engines
-    weights: CurrentWeights  # current weights -> engines that missed an update
+    weight_resender: WeightResender  # current weights -> engines that missed an update
     placement: RolloutPlacement  # which engines serve the next rollout
     recorder: Recorder  # rows of metrics, sample log
     evaluator: Evaluator
@@ -38,4 +38,4 @@ class Services:
         self.collector.close()
         self.rewarder.close()
         self.recorder.close()
-        await self.group.all_gather("end", None)
+        await self.controllers.all_gather("end", None)

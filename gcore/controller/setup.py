@@ -3,7 +3,7 @@
 pools ──requests──> engines, judges, scorers       replicas: which of them are alive
 dispatcher ──samples, calls──> trainer ranks       placement: which engines serve the next rollout
 
-controller/opening.py makes the services of the training loop from it.
+controller/start_run.py makes the services of the training loop from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gcore.controller.collect import Filter
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.placement import AllEngines, RolloutPlacement, SlotPlacement
 from gcore.controller.plan import Plan
-from gcore.controller.replicas import CurrentWeights, Replicas
+from gcore.controller.replicas import Replicas, WeightResender
 from gcore.controller.status import LiveStatus
 from gcore.controller.workflow import SharedContext, Workflow
 from gcore.generation.pool import EnginePool
@@ -32,15 +32,15 @@ from gcore.protocols import Group, Rewarder
 @dataclass(frozen=True, slots=True)
 class Setup:
     config: Config
-    group: Group
+    controllers: Group
     tokenizer: Any
     modality: Modality
     workflow: Workflow
-    keep: Filter  # sampling.filter
+    group_filter: Filter  # sampling.filter
     pool: EnginePool  # of the policy
     rewarder: Rewarder
     dispatcher: Dispatcher
-    weights: CurrentWeights
+    weight_resender: WeightResender
     placement: RolloutPlacement
     replicas: Replicas
     status: LiveStatus
@@ -60,7 +60,7 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
     max_concurrent = config.generation.max_concurrent
     pool = EnginePool.for_controller(roles.engines, group.rank, group.size, max_concurrent, roam=grid is not None)
     dispatcher = Dispatcher(config, group, pool, roles.trainers, level)
-    weights = CurrentWeights(roles.trainers, lambda: dispatcher.version)
+    weights = WeightResender(roles.trainers, lambda: dispatcher.version)
     slot_placement: SlotPlacement | None = None
     if grid is not None and roles.trainers:  # in an evaluation all replicas are awake
         pools = {POLICY: pool} | {
@@ -69,15 +69,15 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
         slot_placement = SlotPlacement(config, grid, pools, group, level, weights.load, status.note)
     return Setup(
         config=config,
-        group=group,
+        controllers=group,
         tokenizer=tokenizer,
         modality=TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer)),
         workflow=load_workflow(config.workflow),
-        keep=load_filter(config.sampling.filter),
+        group_filter=load_filter(config.sampling.filter),
         pool=pool,
         rewarder=rewarder,
         dispatcher=dispatcher,
-        weights=weights,
+        weight_resender=weights,
         placement=slot_placement or AllEngines(dispatcher),
         replicas=Replicas(pool, rewarder.pools, weights, status.note, slot_placement),
         status=status,

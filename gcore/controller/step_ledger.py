@@ -95,7 +95,7 @@ class StepLedger:
             return -self._running  # start no more, not even to replace dropped groups
         gap = math.ceil((wanted - len(self.kept)) / rate - 1e-9) - self._running
         turn = (rank + self._exchanges) % size  # the remainder goes to another controller after each exchange
-        return -(-gap * (turn + 1) // size) + (-gap * turn // size)
+        return _ceil_div(gap * (turn + 1), size) - _ceil_div(gap * turn, size)
 
     def frontier(self) -> int:
         """Strict: all prompts up to this number must be started, because a later one is already decided. If enough
@@ -118,3 +118,7 @@ class StepLedger:
             elif number not in self.dropped:
                 return None
         return found
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 from gcore.checkpoint import store
 from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config import Config, dump_config
-from gcore.controller.auto import choose_mode
+from gcore.controller.auto_placement import choose_mode
 from gcore.controller.build import (
     Roles,
     build_controller,
@@ -33,9 +33,9 @@ from gcore.controller.build import (
     build_trainer,
     log_folder,
 )
+from gcore.controller.pins import check_models, fetch, pin
 from gcore.controller.plan import Plan, detect_machine, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
-from gcore.controller.sources import check_models, fetch, pin
 from gcore.observe.logs import OutputPreview
 from gcore.observe.metrics import read_rows
 from gcore.observe.page import write_report

@@ -22,7 +22,7 @@ from gcore.config import dump_config
 from gcore.config.reward_model import Pairs, PairTraining, RewardModelConfig
 from gcore.config.tree import Model, Observe
 from gcore.controller.build import quiet
-from gcore.controller.sources import pin_pairs
+from gcore.controller.pins import pin_pairs
 from gcore.observe.metrics import MetricsWriter
 from gcore.prompts.files import Rows
 from gcore.prompts.rows import check_media, media_parts, read_rows

@@ -15,7 +15,7 @@ from gcore.types import Sample
 
 async def warm_start(services: Services, source: PromptSource, done: int) -> None:
     """`done`: steps of the warm start that the restored checkpoint has completed."""
-    config, group, status = services.config, services.group, services.status
+    config, group, status = services.config, services.controllers, services.status
     warm, every = config.training.warm_start, config.checkpoint.every
     if warm is None:
         return

@@ -100,7 +100,7 @@ class SampleContext:
         self._branches: Counter[tuple[int, int]] = Counter()  # number of branches from (sibling, step)
 
     async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]:
-        """`n` more responses (default: sampling.samples_per_prompt), each with its own noise.
+        """`n` more responses (default: sampling.samples_per_prompt), each with its own random numbers.
 
         `params` replace fields of SamplingParams; `stop="]"` also ends a turn at that token. Evaluations always make
         one greedy response.
@@ -108,8 +108,17 @@ class SampleContext:
         shared = self._shared
         sampling = shared.modality.params(params, greedy=shared.greedy)
         siblings = self._issue(shared.n if n is None or shared.greedy else n)
-        temperature, none = sampling.temperature or 1.0, np.zeros(0, np.int32)
-        start = Rollout(prompt, 0, prompt.content, none.astype(np.float32), none != 0, "", none, "stop", temperature)
+        start = Rollout(
+            prompt,
+            sibling=0,
+            content=prompt.content,
+            logprobs_S=np.zeros(0, np.float32),
+            mask_S=np.zeros(0, np.bool_),
+            output="",
+            versions_S=np.zeros(0, np.int32),
+            finish="stop",
+            temperature=sampling.temperature or 1.0,
+        )
         return await self._continue(start, siblings, None, sampling)
 
     async def proceed(self, rollout: Rollout, feedback: str | Sequence[Message] = "", **params: Any) -> Rollout:

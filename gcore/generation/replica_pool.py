@@ -243,7 +243,7 @@ async def _responds(replica: Replica, timeout_s: float) -> bool | None:
             await replica.stats()
     except TimeoutError:
         return False
-    except RoleDied:  # the supervisor notices it too, and calls mark_dead
+    except RoleDied:  # the driver notices it too, and calls mark_dead
         return None
     except RoleError:  # it responds; requests will report the error
         return True

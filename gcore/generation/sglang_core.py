@@ -57,7 +57,7 @@ class SglangOptions:
     sleep: bool = False  # memory can be freed between rollouts; on GPUs
     seeds: bool = True  # noise depends on the sample; slower on GPUs
     seed: int = 0
-    dies_with_scheduler: bool = False  # exit if the scheduler dies: the supervisor restarts both
+    dies_with_scheduler: bool = False  # exit if the scheduler dies: the driver restarts both
     adapters: Adapters | None = None  # if given, weight updates contain only their factors
 
 

@@ -32,31 +32,31 @@ class DeviceGrid:
             raise UserError(
                 f"slots per replica: got {dict(self.widths)}; expected at least 1 for every role (tensor_parallel)"
             )
-        not_dividing = {role: width for role, width in self.widths.items() if self.block % width}
+        not_dividing = {role: width for role, width in self.widths.items() if self.slots_per_block % width}
         if not_dividing:
             raise UserError(
-                f"replicas of {not_dividing} slots do not fill a block of {self.block}: the widest role's "
+                f"replicas of {not_dividing} slots do not fill a block of {self.slots_per_block}: the widest role's "
                 "tensor_parallel must be a multiple of the others'"
             )
-        if self.slots < self.block or self.slots % self.block:
+        if self.slots < self.slots_per_block or self.slots % self.slots_per_block:
             raise UserError(
-                f"placement.slots={self.slots} is not a multiple of {self.block}, the widest role's tensor_parallel"
+                f"placement.slots={self.slots} is not a multiple of {self.slots_per_block}, the largest tensor_parallel"
             )
 
     @property
-    def block(self) -> int:
+    def slots_per_block(self) -> int:
         return max(self.widths.values())
 
     @property
     def num_blocks(self) -> int:
-        return self.slots // self.block
+        return self.slots // self.slots_per_block
 
     @property
     def roles(self) -> list[str]:
         return list(self.widths)
 
     def per_block(self, role: str) -> int:
-        return self.block // self.widths[role]
+        return self.slots_per_block // self.widths[role]
 
     def replicas(self, role: str, block: int) -> range:
         """The indices of the role's replicas on a block."""
@@ -64,7 +64,7 @@ class DeviceGrid:
         return range(block * count, (block + 1) * count)
 
     def slots_of(self, block: int) -> range:
-        return range(block * self.block, (block + 1) * self.block)
+        return range(block * self.slots_per_block, (block + 1) * self.slots_per_block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     GuardState + seconds of the last rollout + expected load of the next ──plan──> GuardState: a candidate and its split
     GuardState + Split + View ──decide──> moves
 
-There are three candidates: `moving` (DynamicRule in rules.py), `static` (the split with the best forecast, no moves)
+There are three candidates: `moving` (MovingRule in rules.py), `static` (the split with the best forecast, no moves)
 and `colocated` (all blocks generate, then all judge). Before each rollout, every candidate is forecast on the lengths
 of the last rollout, with the split that was planned for it before those lengths were known: how long would it have
 taken? The measured time of the last rollout corrects the forecast of the candidate that was used. The candidate with
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from gcore.placement.baselines import colocated
 from gcore.placement.forecast import Forecast, best_static_split, poll_interval_s
 from gcore.placement.grid import POLICY, Move, Split, neighbours
-from gcore.placement.rules import Costs, Decide, DynamicRule, View
+from gcore.placement.rules import Costs, Decide, MovingRule, View
 
 MOVING, STATIC, COLOCATED = "moving", "static", "colocated"
 
@@ -47,7 +47,7 @@ class GuardState:
 class GuardedRule:
     """G-Core's placement rule."""
 
-    rule: DynamicRule = field(default_factory=DynamicRule)
+    rule: MovingRule = field(default_factory=MovingRule)
     margin: tuple[float, float] = (0.045, 0.015)  # share of the time that moving must win: steady load, drifting load
     drift_trend: float = 0.06  # the load drifts if the trend of the rollout's time per step is above this
     keep_margin: float = 0.01  # share of the time that a change away from `static` or `colocated` must win
@@ -56,7 +56,7 @@ class GuardedRule:
     decay: float = 0.7  # weight of the older costs at each step
     forecast_error: float = 0.03  # by how much the forecast may be wrong for one candidate and not for the others
     close_margin: float = 0.05  # share of the time: candidates within it are tried from time to time
-    late_factor: float = 1.25  # times the expected seconds, after which blocks may move under any candidate
+    late_factor: float = 1.25  # times the expected seconds, after which blocks also move under `static`
 
     def plan(self, state: GuardState, view: View, costs: Costs, took_s: float | None) -> GuardState:
         """Before a rollout. `took_s`: seconds of the last rollout; None: there was none, or it is not comparable."""

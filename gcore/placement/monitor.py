@@ -1,4 +1,6 @@
-"""Measures the load and the speed of each role, from the reports of all controllers. Pure: equal on all of them.
+"""Measures the load and the speed of each role, from the reports of all controllers.
+
+Deterministic, without a clock or communication of its own: the state is the same on all controllers.
 
     every controller: Report ──all_gather (a poll)──> Monitor.add ──> View and Costs, the same on all controllers
 

@@ -3,6 +3,9 @@
     poll ──> Report ──all_gather──> View ──rule──> moves                  the same on every controller, at every poll
     move ──> drain (all controllers, their own requests) ──> sleep, wake, weights (controller 0) ──> reopen (all)
 
+A move takes at least three polls: it is decided and the drain starts; all controllers have drained and controller 0
+switches the engines; the engines of the new owner are awake and all controllers reopen them.
+
 No role owns a block while it moves. A move that fails or exceeds its timeout is reverted: the block stays with its
 owner. No request is lost: requests of a drained replica continue on another one (generation/replica_pool.py).
 """
@@ -28,7 +31,7 @@ POLL_SHARE = 0.01  # minimum time between two polls, as a share of the last roll
 RETRY_S = 5.0  # seconds without another move of a block whose move was reverted
 
 
-class Pool(Protocol):
+class PlacedPool(Protocol):
     """What the placer needs of a role's pool of replicas (generation/replica_pool.py)."""
 
     replicas: Sequence[EngineClient]
@@ -73,7 +76,7 @@ class Placer:
         grid: DeviceGrid,
         rule: Rule,
         split: Split,
-        pools: Mapping[str, Pool],
+        pools: Mapping[str, PlacedPool],
         switches: Mapping[str, ReplicaSwitch],
         group: Group,
         monitor: Monitor,
@@ -130,7 +133,7 @@ class Placer:
 
     async def _sleep_and_wake(self) -> None:
         """Put replicas to sleep whose block another role owns, then wake the owners. The caller loads the policy's
-        weights. The supervisor restarts a replica that dies; this method does not wait for it."""
+        weights. The driver restarts a replica that dies; this method does not wait for it."""
         roles = [(switch, self.owners(role).keys()) for role, switch in self._switches.items()]
         await asyncio.gather(*(switch.sleep(switch.maybe_awake() - own, skip_dead=True) for switch, own in roles))
         await asyncio.gather(*(switch.wake(switch.maybe_asleep() & own, skip_dead=True) for switch, own in roles))
@@ -182,7 +185,7 @@ class Placer:
             view = replace(view, moving=view.moving | self._no_move_until.keys(), elapsed_s=now - self._began_s)
             for move in self._rule(self.split, view, self.monitor.costs):
                 if move.block not in self._moving and move.block not in self._no_move_until:
-                    self._start(move, now)
+                    self._start_move(move, now)
 
     def _limit_judge_requests(self, view: View) -> None:
         """Limit the requests at each judge replica, in equal parts for all controllers."""
@@ -206,7 +209,7 @@ class Placer:
         drained, arrived = frozenset(self._drained), frozenset(self._arrived)
         return Report(_now(), progress(), roles, drained, arrived, dict(self._failed), stuck, done)
 
-    def _start(self, move: Move, now: float) -> None:
+    def _start_move(self, move: Move, now: float) -> None:
         self.timeline.move_started(move, now)
         self._moving[move.block] = _MoveInProgress(move, now)
         self._last_move = now
@@ -231,15 +234,15 @@ class Placer:
                 if self._rank == 0:
                     moving.task = asyncio.ensure_future(self._switch(moving.move))
             elif moving.draining and late:
-                self._end(moving, now, f"not drained after {self._timeout_s:g} s", (), to_reopen)
+                self._end_move(moving, now, f"not drained after {self._timeout_s:g} s", (), to_reopen)
             elif block in reports[0].arrived:
-                self._end(moving, now, None, (), to_reopen)
+                self._end_move(moving, now, None, (), to_reopen)
             elif block in reports[0].failed:
-                self._end(moving, now, reports[0].failed[block], reports[0].stuck, to_reopen)
+                self._end_move(moving, now, reports[0].failed[block], reports[0].stuck, to_reopen)
         for role, names in to_reopen.items():
             self._pools[role].reopen(*names)
 
-    def _end(
+    def _end_move(
         self,
         moving: _MoveInProgress,
         now: float,
@@ -273,7 +276,7 @@ class Placer:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._switches[move.source].sleep(self.grid.replicas(move.source, move.block))
-                await self._switches[move.target].serve(self.grid.replicas(move.target, move.block))
+                await self._switches[move.target].wake_with_weights(self.grid.replicas(move.target, move.block))
             self._arrived.add(move.block)
         except Exception as error:  # must be reported: all controllers wait for the end of the move
             await self._revert(move)
@@ -293,12 +296,12 @@ class Placer:
         numbers = target.maybe_awake().intersection(self.grid.replicas(move.target, move.block))
         await asyncio.gather(*(one(target.sleep, i) for i in sorted(numbers)))
         numbers = source.maybe_asleep().intersection(self.grid.replicas(move.source, move.block))
-        await asyncio.gather(*(one(source.serve, i) for i in sorted(numbers)))
+        await asyncio.gather(*(one(source.wake_with_weights, i) for i in sorted(numbers)))
 
     # ---- replicas that die ----------------------------------------------------------------------------------------
 
     def mark_dead(self, name: str) -> None:
-        """A replica died. The supervisor restarts it, awake."""
+        """A replica died. The driver restarts it, awake."""
         if (found := self._find(name)) is not None:
             role, i = found
             self._switches[role].mark_dead(i)

@@ -1,6 +1,6 @@
-"""Puts the engine replicas of one role to sleep and wakes them, and keeps the state of each.
+"""An on/off switch for the engine replicas of one role: puts them to sleep, wakes them, and keeps the state of each.
 
-    awake ──sleep: wait for aborted requests to end, free memory──> asleep ──wake, serve──> awake
+    awake ──sleep: wait for aborted requests to end, free memory──> asleep ──wake──> awake
                                      a command that fails or is cancelled ──> unknown, until the next command
 
 Runs without placement have one switch, for the policy (controller/dispatch.py). With placement there is one per role
@@ -51,7 +51,7 @@ class ReplicaSwitch:
     judges, which keep their weights.
 
     A command runs on all given replicas in parallel. The first error is raised after all have ended. With `skip_dead`,
-    the death of a replica is no error: the supervisor restarts it.
+    the death of a replica is no error: the driver restarts it.
     """
 
     def __init__(self, replicas: Sequence[EngineClient], level: int, load: LoadWeights | None = None) -> None:
@@ -87,7 +87,7 @@ class ReplicaSwitch:
 
         return await self._all(numbers, wake, skip_dead)
 
-    async def serve(self, numbers: Collection[int]) -> None:
+    async def wake_with_weights(self, numbers: Collection[int]) -> None:
         """Wake, and load the current weights if the role is trained."""
         await self.wake(numbers)
         if self._load is None:

@@ -84,7 +84,7 @@ class View:
     work: Mapping[int, float] = field(default_factory=dict)  # block -> requests on it
     moving: frozenset[int] = frozenset()  # blocks that change their owner now: no role owns them
     since_move_s: float = math.inf
-    stopping: bool = False  # the target is met: no move pays any more
+    stopping: bool = False  # the target is met, so no move pays; runs stop asking then, the simulator does not
     elapsed_s: float = 0.0  # since the rollout began
     groups: float = 0.0  # before a rollout: groups that it must keep; 0: too little is known for a forecast
     rate: float = 1.0  # share of groups that are kept
@@ -108,7 +108,7 @@ Decide = Callable[[Split, View, Costs], list[Move]]
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicRule:
+class MovingRule:
     """Moves blocks one by one to the role that brings the end nearest, while it pays."""
 
     margin: float = 0.01  # share of the remaining time that moves must win beyond their cost

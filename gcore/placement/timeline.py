@@ -65,7 +65,7 @@ class PlacementTimeline:
         busy = min(max(0.0, self._busy_of(role, block) - busy_at_start), max(0.0, now - start))
         self._add_interval(block, role, start, now, busy / (now - start) if now > start else 0.0)
         for table, seconds in ((self.owned_s, now - start), (self.busy_s, busy)):
-            table[role] = table.get(role, 0.0) + seconds * self._grid.block
+            table[role] = table.get(role, 0.0) + seconds * self._grid.slots_per_block
 
     def _add_interval(self, block: int, role: str, start: float, end: float, busy: float | None) -> None:
         for slot in self._grid.slots_of(block):

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from gcore.protocols import Rendezvous
 
-TIMEOUT_S = 6 * 3600.0  # the supervisor notices dead processes; this limit is for processes that hang
+TIMEOUT_S = 6 * 3600.0  # the driver notices dead processes; this limit is for processes that hang
 
 
 def join(rendezvous: Rendezvous, backend: str, timeout_s: float = TIMEOUT_S, device: Any = None) -> None:

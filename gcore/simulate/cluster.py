@@ -293,7 +293,7 @@ class Simulation:
         self._busy_before[role] -= busy
         busy, owned = (busy - self._busy_then[block]) / fleet.per_block, now - self._since[block]
         for table, seconds in ((self.result.owned_s, owned), (self.result.busy_s, busy)):
-            table[role] = table.get(role, 0.0) + seconds * self.grid.block
+            table[role] = table.get(role, 0.0) + seconds * self.grid.slots_per_block
         self._segment(block, role, self._since[block], now, busy / owned if owned > 0 else 0.0)
 
     def _segment(self, block: int, role: str, start: float, end: float, busy: float) -> None:
@@ -308,7 +308,8 @@ class Simulation:
             if block not in self.moving:
                 self._close(block)
         result.segments = [(b, role, start, min(end, now), busy) for b, role, start, end, busy in result.segments]
-        result.switch_s = self.grid.block * sum(e - s for _, role, s, e, _ in result.segments if role == "switch")
+        switching = sum(end - start for _, role, start, end, _ in result.segments if role == "switch")
+        result.switch_s = self.grid.slots_per_block * switching
         result.seconds, result.split = now, self.split
         result.idle = 1 - sum(result.busy_s.values()) / (now * self.grid.slots)
         result.wasted_tokens += self.policy.wasted()

@@ -19,7 +19,7 @@ from gcore.placement import baselines
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, shares, split_by
 from gcore.placement.guard import GuardedRule, GuardState
 from gcore.placement.monitor import LEAST_RATE
-from gcore.placement.rules import Costs, Decide, DynamicRule, Load, View
+from gcore.placement.rules import Costs, Decide, Load, MovingRule, View
 from gcore.simulate.cluster import PromptCursor, Rollout, Simulation, State
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError
@@ -109,7 +109,7 @@ def rule_of(name: str, scenario: Scenario) -> SimulatedRule:
         guarded = _Guarded()
         return SimulatedRule(name, guarded.begin, guarded)
     if name == "unguarded":
-        dynamic = DynamicRule()
+        dynamic = MovingRule()
         return SimulatedRule(name, lambda view, costs, _: dynamic.begin(view, costs), dynamic)
     if name in START_WITH_POLICY:
         return SimulatedRule(name, lambda view, costs, _: all_policy, START_WITH_POLICY[name])
@@ -229,7 +229,7 @@ def _oracle(scenario: Scenario) -> list[SimulatedRule]:
     grid = scenario.grid
     splits = all_splits(grid)
     stride = max(1, len(splits) // ORACLE_SPLITS)
-    dynamic = DynamicRule()
+    dynamic = MovingRule()
 
     def fixed(split: Split) -> Begin:
         return lambda view, costs, _: split

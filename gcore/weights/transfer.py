@@ -6,7 +6,7 @@
 Only references pass through the controller: the bytes go from a rank's process to the engines' (see method.py). Every
 engine returns the version that it serves, so an engine that missed an update is detected here.
 
-An engine that dies is left out; the supervisor starts it again. If that breaks a broadcast group, the other engines
+An engine that dies is left out; the driver starts it again. If that breaks a broadcast group, the other engines
 report BroadcastError, and the update starts again without the dead engine.
 """
 
@@ -32,9 +32,9 @@ class WeightTransfer:
     async def send(self, engines: Mapping[int, EngineClient], version: int, restarted: bool = False) -> list[str]:
         """Returns the names of the engines that serve `version` now: all but those that died during the transfer.
         `restarted`: some engines are new processes since the last transfer."""
-        living = dict(engines)
+        alive = dict(engines)
         plan = self._plan = self._plan or await self._trainers[0].weight_plan()
-        source = {i: i % len(self._trainers) if plan.every_rank else 0 for i in engines}
+        rank_of = {i: i % len(self._trainers) if plan.every_rank else 0 for i in engines}
         broken: RoleError | None = None
 
         async def load(engine: EngineClient, weights: Ref[Weights], index: int) -> int | RoleError | None:
@@ -49,27 +49,27 @@ class WeightTransfer:
                 return error
 
         for attempt in range(ATTEMPTS):
-            receivers = Receivers(tuple(engine.name for engine in living.values()), restarted or attempt > 0)
-            unread = set(range(len(self._trainers))) - {source[i] for i in living}
-            following = self._gather(0, receivers)
+            receivers = Receivers(tuple(engine.name for engine in alive.values()), restarted or attempt > 0)
+            unread_ranks = set(range(len(self._trainers))) - {rank_of[i] for i in alive}
+            next_refs = self._gather(0, receivers)
             for index in range(plan.num_buckets):
-                ready = following
+                refs = next_refs
                 if index + 1 < plan.num_buckets:
-                    following = self._gather(index + 1, receivers)
-                loads = (load(engine, ready[source[i]], index) for i, engine in living.items())
-                answers = dict(zip(living, await asyncio.gather(*loads), strict=True))
-                living = {i: engine for i, engine in living.items() if answers[i] is not None}
-                for rank in unread:
-                    await ready[rank]
+                    next_refs = self._gather(index + 1, receivers)
+                loads = (load(engine, refs[rank_of[i]], index) for i, engine in alive.items())
+                answers = dict(zip(alive, await asyncio.gather(*loads), strict=True))
+                alive = {i: engine for i, engine in alive.items() if answers[i] is not None}
+                for rank in unread_ranks:  # no engine reads these: await them, so that their errors are raised
+                    await refs[rank]
                 broken = next((answer for answer in answers.values() if isinstance(answer, RoleError)), None)
                 if broken is not None:
                     with contextlib.suppress(RoleError):  # end this attempt before the next one starts
-                        await asyncio.gather(*(_result(ref) for ref in following))
+                        await asyncio.gather(*(_result(ref) for ref in next_refs))
                     break
             else:
-                if late := [engine.name for i, engine in living.items() if answers[i] != version]:
+                if late := [engine.name for i, engine in alive.items() if answers[i] != version]:
                     raise RuntimeError(f"{', '.join(late)} did not load the weights of version {version}")
-                return [engine.name for engine in living.values()]
+                return [engine.name for engine in alive.values()]
         assert broken is not None
         raise broken
 

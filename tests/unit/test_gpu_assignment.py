@@ -7,7 +7,7 @@ import yaml
 
 from gcore.config import load_config
 from gcore.config.load import dump_config
-from gcore.controller.auto import choose_mode
+from gcore.controller.auto_placement import choose_mode
 from gcore.controller.build import sleep_level
 from gcore.controller.gpu_assignment import GpuAssignment, separate_gpus, shared_gpus
 from gcore.controller.plan import Machine, make_plan
@@ -111,7 +111,7 @@ def test_auto_takes_what_the_planner_ranks_first(config):
 
 
 def test_auto_with_a_static_split_names_it(config, monkeypatch):
-    monkeypatch.setattr("gcore.controller.auto.SLOT_MODES", ("static",))
+    monkeypatch.setattr("gcore.controller.auto_placement.SLOT_MODES", ("static",))
     found, _ = auto(config("placement.mode=auto"))
     assert found.placement.mode == "static" and sum(found.placement.split.values()) == 8
     assert set(found.placement.split) == {"policy", "critic"}

@@ -32,7 +32,7 @@ PURE = (
     "gcore.config.reference",
     "gcore.hub",
     "gcore.prompts",
-    "gcore.controller.sources",
+    "gcore.controller.pins",
     "gcore.preparation.balance",
     "gcore.preparation.advantages",
     "gcore.preparation.workload",

@@ -32,7 +32,7 @@ from gcore.controller.dispatch import Dispatcher
 from gcore.controller.evaluation import Evaluator
 from gcore.controller.placement import AllEngines
 from gcore.controller.record import Recorder
-from gcore.controller.replicas import CurrentWeights, Replicas
+from gcore.controller.replicas import Replicas, WeightResender
 from gcore.controller.services import Services
 from gcore.controller.setup import Setup
 from gcore.controller.status import LiveStatus
@@ -274,18 +274,18 @@ class World:
         status, rewarder = LiveStatus(rank, tracer), WeightedRewarder([Closeness()])
         pool = EnginePool.for_controller(engines, rank, 2, max_concurrent=16)
         dispatcher = Dispatcher(config, group, pool, trainers, sleep_level=1)
-        weights = CurrentWeights(trainers, lambda: dispatcher.version)
+        weights = WeightResender(trainers, lambda: dispatcher.version)
         return Setup(
             config=config,
-            group=group,
+            controllers=group,
             tokenizer=None,
             modality=PushModality(),
             workflow=generate_and_reward,
-            keep=spread if self.filters else no_filter,
+            group_filter=spread if self.filters else no_filter,
             pool=pool,
             rewarder=rewarder,
             dispatcher=dispatcher,
-            weights=weights,
+            weight_resender=weights,
             placement=AllEngines(dispatcher),
             replicas=Replicas(pool, (), weights, status.note),
             status=status,
@@ -295,8 +295,8 @@ class World:
     async def open(self, setup: Setup) -> tuple[Services, int]:
         """In place of opening.open_run, which reads a dataset of text."""
         config, source, dispatcher = setup.config, Goals(), setup.dispatcher
-        rest = config.sampling, setup.keep, setup.status.report, source, lambda: dispatcher.version
-        collector = Collector(setup.workflow, setup.sample_context(), setup.group, *rest)  # type: ignore[arg-type]
+        rest = config.sampling, setup.group_filter, setup.status.report, source, lambda: dispatcher.version
+        collector = Collector(setup.workflow, setup.sample_context(), setup.controllers, *rest)  # type: ignore[arg-type]
         info = await dispatcher.open()
         checkpointer = Checkpointer(setup, source, collector, info.num_parameters)  # type: ignore[arg-type]
         found, step = await checkpointer.find(), 0
@@ -304,16 +304,16 @@ class World:
             step = (await checkpointer.restore(found)).step
         await dispatcher.update_weights(step)
         writer = None
-        if setup.group.rank == 0:
+        if setup.controllers.rank == 0:
             writer = MetricsWriter(config.run.folder, config.observe, config.run.name, {})
         recorder = Recorder(setup, writer)
         services = Services(
             config=config,
-            group=setup.group,
+            controllers=setup.controllers,
             collector=collector,
             rewarder=setup.rewarder,
             dispatcher=dispatcher,
-            weights=setup.weights,
+            weight_resender=setup.weight_resender,
             placement=setup.placement,
             recorder=recorder,
             evaluator=Evaluator(setup, recorder, source),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The formulas against calculations by hand, and invariants of DynamicRule and the baselines."""
+"""The formulas against calculations by hand, and invariants of MovingRule and the baselines."""
 
 import math
 import random
@@ -11,9 +11,9 @@ from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, shares, split_
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import (
     Costs,
-    DynamicRule,
     EndEstimate,
     Load,
+    MovingRule,
     View,
     end_s,
     generated_s,
@@ -123,7 +123,7 @@ def test_the_last_verdict_lies_behind_the_last_response():
     assert end_s(view, known, {POLICY: 1, JUDGE: 1}) == pytest.approx(2.0 + 0.75 * 0.4 + 0.2)
 
 
-# ---- DynamicRule --------------------------------------------------------------------------------------------------
+# ---- MovingRule --------------------------------------------------------------------------------------------------
 
 BACKLOG = View(
     {
@@ -136,7 +136,7 @@ BACKLOG = View(
 def test_a_backlog_takes_the_blocks_with_the_least_work():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     view = replace(BACKLOG, work={0: 9, 1: 0, 2: 9, 3: 1, 4: 9, 5: 9})
-    moves = DynamicRule(max_share=0.5)(split, view, costs())
+    moves = MovingRule(max_share=0.5)(split, view, costs())
     assert [(m.block, m.source, m.target) for m in moves] == [
         (1, POLICY, JUDGE),
         (3, POLICY, JUDGE),
@@ -147,14 +147,14 @@ def test_a_backlog_takes_the_blocks_with_the_least_work():
 
 def test_one_decision_takes_a_limited_share():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
-    assert len(DynamicRule(max_share=0.5)(split, BACKLOG, costs())) == 3
-    assert len(DynamicRule(max_share=0.2)(split, BACKLOG, costs())) == 1
+    assert len(MovingRule(max_share=0.5)(split, BACKLOG, costs())) == 3
+    assert len(MovingRule(max_share=0.2)(split, BACKLOG, costs())) == 1
 
 
 def test_one_decision_takes_all_empty_blocks():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     view = replace(BACKLOG, work=dict.fromkeys(range(6), 0.0) | {0: 3.0, 4: 5.0})
-    moves = DynamicRule(max_share=0.2)(split, view, costs())
+    moves = MovingRule(max_share=0.2)(split, view, costs())
     assert sorted(m.block for m in moves) == [1, 2, 3, 5]
 
 
@@ -162,35 +162,35 @@ def test_one_decision_takes_all_empty_blocks():
 def test_no_move_that_does_not_pay(sleep_s):
     slow = {role: replace(SPEED, sleep_s=sleep_s) for role in (POLICY, JUDGE)}
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
-    assert bool(DynamicRule()(split, BACKLOG, costs(speeds=slow))) == (sleep_s == 0.0)
+    assert bool(MovingRule()(split, BACKLOG, costs(speeds=slow))) == (sleep_s == 0.0)
 
 
 def test_no_move_within_the_margin():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
-    assert DynamicRule(margin=0.99)(split, BACKLOG, costs()) == []
+    assert MovingRule(margin=0.99)(split, BACKLOG, costs()) == []
 
 
 def test_no_moves_when_stopping_or_cooling_down():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
-    assert DynamicRule()(split, replace(BACKLOG, stopping=True), costs()) == []
-    assert DynamicRule(cool_down_s=5)(split, replace(BACKLOG, since_move_s=4.9), costs()) == []
-    assert DynamicRule(cool_down_s=5)(split, replace(BACKLOG, since_move_s=5.0), costs()) != []
+    assert MovingRule()(split, replace(BACKLOG, stopping=True), costs()) == []
+    assert MovingRule(cool_down_s=5)(split, replace(BACKLOG, since_move_s=4.9), costs()) == []
+    assert MovingRule(cool_down_s=5)(split, replace(BACKLOG, since_move_s=5.0), costs()) != []
     moving = frozenset(range(5))
-    assert [m.block for m in DynamicRule()(split, replace(BACKLOG, moving=moving), costs())] == [5]
+    assert [m.block for m in MovingRule()(split, replace(BACKLOG, moving=moving), costs())] == [5]
 
 
 def test_the_last_block_of_a_role_with_work_stays():
     split = split_by(costs().grid, {POLICY: 1, JUDGE: 7})
-    assert DynamicRule()(split, BACKLOG, costs()) == []
+    assert MovingRule()(split, BACKLOG, costs()) == []
     done = {**BACKLOG.loads, POLICY: Load()}
-    assert [m.source for m in DynamicRule()(split, replace(BACKLOG, loads=done), costs())] == [POLICY]
+    assert [m.source for m in MovingRule()(split, replace(BACKLOG, loads=done), costs())] == [POLICY]
 
 
 def test_a_role_without_a_block_gets_one_when_it_has_work():
     split = Split((POLICY,) * 8)
-    assert {m.target for m in DynamicRule()(split, BACKLOG, costs())} == {JUDGE}
+    assert {m.target for m in MovingRule()(split, BACKLOG, costs())} == {JUDGE}
     none = {POLICY: BACKLOG.loads[POLICY], JUDGE: Load(needed=3000, lengths=(400,))}
-    assert DynamicRule()(split, replace(BACKLOG, loads=none), costs()) == [], "nothing to judge yet"
+    assert MovingRule()(split, replace(BACKLOG, loads=none), costs()) == [], "nothing to judge yet"
 
 
 def test_two_roles_without_a_block_get_one_each():
@@ -201,9 +201,9 @@ def test_two_roles_without_a_block_get_one_each():
     waits, later = Load(waiting=22, needed=3, lengths=(100,)), Load(needed=11, lengths=(100,))
     starved = Load(waiting=11, needed=11, lengths=(100,))
     view = View({POLICY: waits, JUDGE: later, "critic": later, "guard": starved})
-    assert owners(split, DynamicRule()(split, view, known)) == {JUDGE: 5, "critic": 1, POLICY: 1, "guard": 1}
+    assert owners(split, MovingRule()(split, view, known)) == {JUDGE: 5, "critic": 1, POLICY: 1, "guard": 1}
     done = View({POLICY: waits, JUDGE: later, "critic": Load(), "guard": Load()})
-    assert DynamicRule()(split, done, known)[0].source == "critic", "first from a role that needs none"
+    assert MovingRule()(split, done, known)[0].source == "critic", "first from a role that needs none"
 
 
 def test_the_last_block_of_the_policy_counts_the_move_back_while_groups_may_be_dropped():
@@ -212,11 +212,11 @@ def test_the_last_block_of_the_policy_counts_the_move_back_while_groups_may_be_d
     split = split_by(costs().grid, {POLICY: 1, JUDGE: 7})
     judge = Load(running=100, waiting=4000, needed=4000, lengths=(400,))
     view = View({POLICY: Load(), JUDGE: judge})
-    assert [m.source for m in DynamicRule()(split, view, costs(speeds=quick))] == [POLICY]
+    assert [m.source for m in MovingRule()(split, view, costs(speeds=quick))] == [POLICY]
     gain = end_s(view, costs(), {POLICY: 1, JUDGE: 7}) - end_s(view, costs(), {POLICY: 0, JUDGE: 8})
     slow = {role: replace(SPEED, sleep_s=gain / 2, wake_s=gain / 2, weights_s=0.0) for role in (POLICY, JUDGE)}
-    assert len(DynamicRule()(split, view, costs(speeds=slow))) == 1
-    assert DynamicRule()(split, replace(view, rate=0.7), costs(speeds=slow)) == []
+    assert len(MovingRule()(split, view, costs(speeds=slow))) == 1
+    assert MovingRule()(split, replace(view, rate=0.7), costs(speeds=slow)) == []
 
 
 def test_judges_wait_for_fuller_batches():
@@ -226,11 +226,11 @@ def test_judges_wait_for_fuller_batches():
     split = split_by(costs().grid, {POLICY: 6, JUDGE: 2})
     soon = View({POLICY: Load(running=40, needed=40, age=990, lengths=(1000,)), JUDGE: judge})
     late = View({POLICY: Load(running=40, needed=40, lengths=(100_000,)), JUDGE: judge})
-    least, most = DynamicRule().fill
-    assert DynamicRule()._required_fill(JUDGE, EndEstimate(soon, costs(speeds=speeds)), split.counts()) == least
-    assert DynamicRule()._required_fill(JUDGE, EndEstimate(late, costs(speeds=speeds)), split.counts()) == most
-    assert DynamicRule()(split, soon, costs(speeds=speeds)) != []
-    assert DynamicRule()(split, late, costs(speeds=speeds)) == []
+    least, most = MovingRule().fill
+    assert MovingRule()._required_fill(JUDGE, EndEstimate(soon, costs(speeds=speeds)), split.counts()) == least
+    assert MovingRule()._required_fill(JUDGE, EndEstimate(late, costs(speeds=speeds)), split.counts()) == most
+    assert MovingRule()(split, soon, costs(speeds=speeds)) != []
+    assert MovingRule()(split, late, costs(speeds=speeds)) == []
 
 
 def random_view(rng, roles, blocks):
@@ -253,7 +253,7 @@ def random_view(rng, roles, blocks):
 
 @pytest.mark.parametrize("roles", [(POLICY, JUDGE), (POLICY, JUDGE, "critic")])
 @pytest.mark.parametrize(
-    "decide", [DynamicRule(), Utilisation(cool_down_s=0.0), colocated, colocated_early, early_swap, static]
+    "decide", [MovingRule(), Utilisation(cool_down_s=0.0), colocated, colocated_early, early_swap, static]
 )
 def test_every_move_is_valid(decide, roles):
     rng = random.Random(7)
@@ -269,7 +269,7 @@ def test_every_move_is_valid(decide, roles):
         assert len({m.block for m in moves}) == len(moves)
         assert not {m.block for m in moves} & view.moving
         assert not (view.stopping and moves)
-        if isinstance(decide, DynamicRule):
+        if isinstance(decide, MovingRule):
             for role, load in view.loads.items():
                 if load.needed > 0 and split.blocks(role):
                     assert after.blocks(role), f"the last block of {role} was taken"
@@ -284,7 +284,7 @@ def test_moves_stop_under_constant_load():
         view = replace(random_view(rng, (POLICY, JUDGE), 0), since_move_s=math.inf, stopping=False)
         made = []
         for _ in range(40):
-            moves = DynamicRule()(split, view, known)
+            moves = MovingRule()(split, view, known)
             split = split.after(moves)
             made += [(m.source, m.target) for m in moves]
             if not moves:
@@ -296,17 +296,17 @@ def test_begin():
     """If a move is quick compared with the wait for the first response, one judge is enough; else the best split."""
     view = View({POLICY: Load(waiting=100, needed=100, lengths=(1000,)), JUDGE: Load(needed=100, lengths=(1000,))})
     cheap = {role: replace(SPEED, sleep_s=0.0, wake_s=0.001) for role in (POLICY, JUDGE)}
-    assert DynamicRule().begin(view, costs(speeds=cheap)).counts() == {POLICY: 7, JUDGE: 1}
+    assert MovingRule().begin(view, costs(speeds=cheap)).counts() == {POLICY: 7, JUDGE: 1}
     slow = {role: replace(SPEED, wake_s=1000.0) for role in (POLICY, JUDGE)}
     known = costs(speeds=slow)
-    found = DynamicRule().begin(view, known).counts()
+    found = MovingRule().begin(view, known).counts()
     ends = {n: end_s(view, known, {POLICY: n, JUDGE: 8 - n}) for n in range(1, 8)}
     assert ends[found[POLICY]] == min(ends.values()) and found[POLICY] < 7
-    assert DynamicRule().begin(view, costs(blocks=1)) == Split((POLICY,))
+    assert MovingRule().begin(view, costs(blocks=1)) == Split((POLICY,))
     few = 8 - found[POLICY]
     wait_s = generated_s(view.loads[POLICY], SPEED, 8, 0.1)
     half = {role: replace(SPEED, sleep_s=0.0, wake_s=wait_s / 8) for role in (POLICY, JUDGE)}  # patience is 4
-    assert DynamicRule().begin(view, costs(speeds=half)).counts()[JUDGE] == 1 + (few - 1) // 2, "half of the path"
+    assert MovingRule().begin(view, costs(speeds=half)).counts()[JUDGE] == 1 + (few - 1) // 2, "half of the path"
 
 
 # ---- baselines ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import pytest
 
 from gcore.clients import EngineClient, TrainerClient
 from gcore.content.tokens import Tokens
-from gcore.controller.replicas import CurrentWeights, Replicas
+from gcore.controller.replicas import Replicas, WeightResender
 from gcore.generation.pool import EnginePool
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor, RolloutProgress
@@ -153,7 +153,7 @@ class World:
         for rank in range(self.size):
             self.groups_of = LocalGroup(Rendezvous(rank, self.size, None, hub))
             pools = {role: EnginePool.for_controller(found, rank, self.size, SLOTS) for role, found in clients.items()}
-            weights = CurrentWeights([TrainerClient(Trainer())], lambda: self.version)
+            weights = WeightResender([TrainerClient(Trainer())], lambda: self.version)
             switches = {
                 POLICY: ReplicaSwitch(clients[POLICY], 2, weights.load),
                 JUDGE: ReplicaSwitch(clients[JUDGE], 1),

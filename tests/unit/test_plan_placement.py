@@ -153,8 +153,8 @@ def test_a_split_through_the_middle_of_a_replica(config):
 
 
 def test_slots_that_replicas_do_not_fill(config):
-    assert wide(config, 6, 1, 4) == "placement.slots=6 is not a multiple of 4, the widest role's tensor_parallel"
-    assert wide(config, 2, 1, 4) == "placement.slots=2 is not a multiple of 4, the widest role's tensor_parallel"
+    assert wide(config, 6, 1, 4) == "placement.slots=6 is not a multiple of 4, the largest tensor_parallel"
+    assert wide(config, 2, 1, 4) == "placement.slots=2 is not a multiple of 4, the largest tensor_parallel"
 
 
 def test_replicas_that_do_not_fill_a_block(config):

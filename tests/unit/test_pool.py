@@ -11,7 +11,7 @@ import pytest
 
 from gcore.clients import EngineClient, ScorerClient
 from gcore.content.tokens import Tokens
-from gcore.controller.replicas import ANSWER_S, CHECK_S, CurrentWeights, Replicas
+from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas, WeightResender
 from gcore.generation.pool import EnginePool, ScorerPool
 from gcore.generation.replica_pool import Observation, Outstanding, Pool
 from gcore.protocols import RoleDied, RoleError
@@ -650,7 +650,7 @@ def test_replicas_are_checked_until_the_run_ends():
             pass
 
         engine.script, judge.script = silent, at_once
-        weights = CurrentWeights([], lambda: 0)
+        weights = WeightResender([], lambda: 0)
         with Replicas(EnginePool(engines(engine)), [EnginePool(engines(judge))], weights, notes.append).watched():
             await asyncio.sleep(CHECK_S + ANSWER_S + 1)
             assert notes == ["engine-0 has not answered for 20 s; it gets no new requests until it answers"]

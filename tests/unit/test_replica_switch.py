@@ -101,10 +101,10 @@ def test_a_serving_replica_has_current_weights():
         for _ in range(2):
             await switch.sleep([1])
             if not loaded:
-                await switch.serve([1])
+                await switch.wake_with_weights([1])
                 assert switch.maybe_asleep() == set()
         with pytest.raises(RoleDied, match="it took no weights"):
-            await switch.serve([1])
+            await switch.wake_with_weights([1])
         assert loaded == [[1], [1]] and switch.maybe_asleep() == {1} and a.calls == []
 
     run(main)

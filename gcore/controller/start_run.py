@@ -33,32 +33,32 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
     collector = Collector(
         setup.workflow,
         setup.sample_context(),
-        setup.group,
+        setup.controllers,
         config.sampling,
-        setup.keep,
+        setup.group_filter,
         setup.status.report,
         source,
         lambda: dispatcher.version,
     )
     info = await dispatcher.open()
     checkpointer = Checkpointer(setup, source, collector, info.num_parameters)
-    position = await _resume(setup, checkpointer, collector)
+    position = await _resume(setup, checkpointer, collector)  # sends the first weights too, if training was resumed
     recorder = _open_recorder(setup)
     services = Services(
         config=config,
-        group=setup.group,
+        controllers=setup.controllers,
         collector=collector,
         rewarder=setup.rewarder,
         dispatcher=dispatcher,
-        weights=setup.weights,
+        weight_resender=setup.weight_resender,
         placement=setup.placement,
         recorder=recorder,
         evaluator=Evaluator(setup, recorder, held_out),
         checkpointer=checkpointer,
         status=setup.status,
     )
-    if position.warmed is not None:
-        await warm_start(services, source, position.warmed)
+    if position.before_training:
+        await warm_start(services, source, position.warmed or 0)
         await dispatcher.begin()
         await _send_first_weights(setup, collector, version=0)
         await services.evaluator.evaluate(position.step)
@@ -71,10 +71,10 @@ async def open_evaluation(setup: Setup) -> Evaluator:
     """`gcore eval`: no trainer, no output files. Controller 0 reads the weights and sends them to the engines."""
     _, held_out = await _load_prompts(setup)
     resume = setup.config.run.resume
-    if setup.group.rank == 0 and resume not in ("never", "auto"):
+    if setup.controllers.rank == 0 and resume not in ("never", "auto"):
         weights = load_file(Path(resume) / "model.safetensors")
         await asyncio.gather(*(engine.load_weights(0, weights) for engine in setup.pool.replicas))
-    await setup.group.all_gather("weights to evaluate", None)
+    await setup.controllers.all_gather("weights to evaluate", None)
     return Evaluator(setup, Recorder(setup), held_out)
 
 
@@ -94,8 +94,8 @@ async def _load(setup: Setup, dataset: Dataset, split: Literal["train", "eval"],
     key, limit = f"data.{split}", setup.config.data.max_prompt_length
     rows = load_rows(dataset, key)
     templater = Templater(setup.tokenizer, setup.config.data, split)
-    mine = measure(rows, templater, limit, setup.group.rank, setup.group.size)
-    parts = await setup.group.all_gather(f"prompts of {key}", (mine.kept, mine.too_long))
+    mine = measure(rows, templater, limit, setup.controllers.rank, setup.controllers.size)
+    parts = await setup.controllers.all_gather(f"prompts of {key}", (mine.kept, mine.too_long))
     kept = sorted(i for part in parts for i in part[0])
     too_long = sorted(i for part in parts for i in part[1])
     if too_long:
@@ -124,7 +124,7 @@ async def _resume(setup: Setup, checkpointer: Checkpointer, collector: Collector
     position = await checkpointer.restore(checkpoint)
     if position.warmed is None:
         await _send_first_weights(setup, collector, version=position.step)
-    if setup.group.rank == 0:
+    if setup.controllers.rank == 0:
         rewind(folder, position.step, position.warmed)
         rewind_samples(folder, position.step, position.warmed)
         checkpointer.set_aside_later(position)
@@ -140,7 +140,7 @@ async def _send_first_weights(setup: Setup, collector: Collector, version: int) 
 
 def _open_recorder(setup: Setup) -> Recorder:
     """Call after `_resume`, which truncates the files that the recorder appends to."""
-    config, rank, folder = setup.config, setup.group.rank, setup.config.run.folder
+    config, rank, folder = setup.config, setup.controllers.rank, setup.config.run.folder
     writer = samples = None
     if per_step := config.observe.samples_per_step:
         samples = SampleLog(folder, rank, config.run.seed, per_step, config.run.steps)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gcore.config.tree import Config
-from gcore.controller.sources import check_models, context_window, pin
+from gcore.controller.pins import check_models, context_window, pin
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -108,7 +108,7 @@ def test_a_resumed_run_keeps_its_commits(tmp_path, monkeypatch):
         seen[key] = model.revision
         return model
 
-    monkeypatch.setattr("gcore.controller.sources.pin_model", pin_model)
+    monkeypatch.setattr("gcore.controller.pins.pin_model", pin_model)
     scorer = {"name": "taste", "model": {"path": "org/scorer"}}
     tree = {**RECIPE, "model": {"path": "org/model"}, "rewards": {"models": [scorer]}}
     tree["run"] = {**RECIPE["run"], "dir": str(tmp_path)}
