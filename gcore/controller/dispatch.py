@@ -84,9 +84,8 @@ class Dispatcher:
         keys = (key for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row)
         own_samples = [by_key[key] for key in keys if key in by_key]
         if own_samples:
-            self._bytes_out += sum(
-                s.content.nbytes + 9 * s.num_steps for s in own_samples
-            )  # logprob 4, advantage 4, mask 1
+            step_bytes = 9  # logprob 4, advantage 4, mask 1
+            self._bytes_out += sum(s.content.nbytes + step_bytes * s.num_steps for s in own_samples)
             await self._trainers[rank].push(self._group.rank, own_samples)
 
     def take_bytes_out(self) -> int:

@@ -64,9 +64,7 @@ class Recorder:
                 **self._dispatcher.sleep_metrics,
                 **self._placement.row(),
                 "perf/tokens_per_s": tokens / times["step"],
-                "controller/bytes_in": max(
-                    part["tokens"] * 8 for part in gathered
-                ),  # token id, logprob
+                "controller/bytes_in": max(part["tokens"] * 8 for part in gathered),  # token id, logprob
                 "controller/bytes_out": max(part["bytes_out"] for part in gathered),
                 **{f"timing_s/{name}": seconds for name, seconds in times.items()},
             }
