@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import random
 from collections import Counter
@@ -188,9 +187,9 @@ class World:
         moving = placer._moving.get(block)
         if moving is None:
             assert placer.split[block] == replica.role, f"{replica.name} is not the owner"
-        else:  # the drain was scheduled, but has not started
-            drain = inspect.getcoroutinestate(moving.task.get_coro())
-            assert moving.move.source == replica.role and drain == inspect.CORO_CREATED
+        else:  # the move is decided, and the drain of the pool starts in the next turns of the event loop
+            found = {seen.name: seen.closed for seen in self.pools[rank][replica.role].observe().replicas}
+            assert moving.move.source == replica.role and not found[replica.name]
         if not replica.gone.is_set():
             assert not replica.asleep, f"{replica.name} is asleep"
             assert replica.role == JUDGE or replica.engine.version == self.version, f"{replica.name} has old weights"
