@@ -10,7 +10,8 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
 def test_quickstart_learns(tmp_path):
-    done = gcore_process("train", str(RECIPE), f"run.dir={tmp_path}", "run.steps=30")
+    shorter = ("run.steps=30", "training.warm_start.steps=200")
+    done = gcore_process("train", str(RECIPE), f"run.dir={tmp_path}", *shorter)
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(tmp_path / "quickstart")
     accuracy = [row["eval/accuracy"] for row in found if "eval/accuracy" in row]

@@ -70,6 +70,7 @@ def test_resumed_it_is_the_run_that_was_not_interrupted(tmp_path):
     assert full.returncode == 2 and "holds adapters, and this run trains all weights" in full.stderr, full.stderr
 
 
+@pytest.mark.release
 def test_shards_and_processes_change_nothing(tmp_path):
     """Two engines, and two ranks that share one copy: factors are gathered and travel."""
     alone = run(write_recipe(tmp_path), "alone", *LORA, "run.steps=3", "placement.trainer.threads=1")
