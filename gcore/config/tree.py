@@ -162,7 +162,8 @@ class Training(Section):
     max_tokens_per_gpu: PositiveInt = 16384
     """Maximum number of tokens per micro-batch and rank; a training step has as many micro-batches as it needs."""
     compile: bool | Auto = "auto"
-    """Compile each decoder layer: faster steps, after about ten seconds in the first one. `auto`: on GPUs."""
+    """Compile each decoder layer: faster steps after about ten seconds in the first one. `auto`: on GPUs; a layer that
+    does not compile runs eagerly, with a warning in the trainer's log."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     max_bad_updates: PositiveInt = 3

@@ -58,8 +58,8 @@ class FsdpTrainer:
         self._config, self._device, self._tracer = config, device, tracer
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._make_network, self._dtype = make_network, dtype
-        asked = config.training.compile
-        self._compiles = device.type == "cuda" if asked == "auto" else asked
+        compiles = config.training.compile
+        self._compiles = device.type == "cuda" if compiles == "auto" else compiles
         self._publisher = publisher or WeightPublisher(self._rank)
         self._copies, self._sharded = self._world // shard, shard
         self._samples: dict[Key, Sample] = {}
@@ -95,6 +95,8 @@ class FsdpTrainer:
         mesh = self._mesh if self._copies > 1 else self._mesh["shards"]
         layers = network.get_decoder().layers
         if self._compiles:
+            if self._config.training.compile == "auto":  # a layer that does not compile runs eagerly, with a warning
+                torch._dynamo.config.suppress_errors = True
             for layer in layers:
                 layer.compile()
         if self._sharded > 1 or self._device.type == "cuda":  # else nothing is gathered, and one reduction is enough
