@@ -10,6 +10,7 @@ Processes append to the file themselves. So no output is lost when a process is 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -43,6 +44,8 @@ class Log:
         os.write(self.descriptor, HEADER + f"{name}, process {os.getpid()}, {when}\n".encode())
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)  # a line is in the log when it is printed, also if killed later
         os.dup2(self.descriptor, 1)
         os.dup2(self.descriptor, 2)
 
