@@ -76,6 +76,7 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     agreement(args, device)
+    skipped(args, device)
 
 
 def matrix_rate(device: torch.device) -> float:
@@ -239,6 +240,30 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
     for who, parts in (("packed, compiled", ours), ("one by one, eager", theirs)):
         every = torch.cat(parts)
         print(f"logprobs in {dtype}, {who}: off by {every.mean():.2e} in the mean, {every.max():.2e} at most")
+
+
+def skipped(args: argparse.Namespace, device: torch.device) -> None:
+    """An update with NaN gradients must change no weight, and the next one must train."""
+    from dataclasses import replace
+
+    good = samples_of(args, "mix")[:8]
+    (batch,) = make_layout(
+        [meta_of(s) for s in good], step=1, num_ranks=1, mini_batches=1, max_tokens=1 << 20, cost=CostModel(1e4)
+    )
+    trainer = trainer_of(args, "compiled" if device.type == "cuda" else "eager", device)
+
+    def weights() -> list[Any]:
+        return [parameter.full_tensor().detach().clone() for parameter in trainer._policy.network.parameters()]
+
+    async def update(samples: list[Sample]) -> int:
+        await trainer.push(0, samples)
+        return (await trainer.update(batch)).skipped
+
+    before = weights()
+    bad = asyncio.run(update([replace(s, advantages_S=s.advantages_S * np.float32("nan")) for s in good]))
+    same = all(map(torch.equal, before, weights()))
+    trained = asyncio.run(update(good)) == 0 and not all(map(torch.equal, before, weights()))
+    print(f"NaN gradients: skipped {bad}, weights unchanged {same}; the next update trains {trained}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def static(split: Split, view: View, costs: Costs) -> list[Move]:
 
 
 def colocated(split: Split, view: View, costs: Costs) -> list[Move]:
-    """Each role in turn has all devices: first all generation, then all judging."""
+    """All devices belong to one role at a time: first generation of all samples, then judging of all."""
     now = split[0]
     if view.moving or view.stopping or view.loads[now].in_progress:
         return []

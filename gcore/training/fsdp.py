@@ -83,7 +83,7 @@ class FsdpTrainer:
         self._optimizer = self._new_optimizer()
 
     def _shard(self, network: Any) -> LogprobModel:
-        policy = LogprobModel(network).train()
+        policy = LogprobModel(network, self._compiles).train()
         self._varlen = varlen.usable(network, self._device, self._dtype)
         if self._varlen:
             varlen.install(network)
@@ -200,6 +200,9 @@ class FsdpTrainer:
             logprobs_S, _ = self._forward(policy, packed)
             for i, key in enumerate(packed.keys):
                 store[key] = logprobs_S[packed.sample_S == i]
+        for module in policy.modules():  # FSDP reshards by itself only in a backward pass
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _kl_of(self, batch: TrainBatch) -> dict[Key, KlSums]:
         found: dict[Key, KlSums] = {}

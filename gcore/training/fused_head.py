@@ -6,7 +6,7 @@ gradients of the hidden states and of the weight matrix at once. Peak memory doe
     forward    hidden_SD, weight_VD ──chunk──> logits ──> logprob_S, entropy_S     (kept: logsumexp_S)
     backward   the same chunk again ──> d logits ──> d hidden_SD, d weight_VD
 
-On a GPU the element-wise part of a chunk is one compiled kernel each way: it is limited by memory, not by arithmetic.
+`compiled`: the element-wise part of a chunk is one kernel each way, which reads the logits once in half precision.
 """
 
 from __future__ import annotations
@@ -28,10 +28,18 @@ class Scaling(NamedTuple):
 
 
 def token_logprobs(
-    hidden_SD: Tensor, weight_VD: Tensor, targets_S: Tensor, temperature_S: Tensor, scaling: Scaling, chunk: int
+    hidden_SD: Tensor,
+    weight_VD: Tensor,
+    targets_S: Tensor,
+    temperature_S: Tensor,
+    scaling: Scaling,
+    chunk: int,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each step, in float32, differentiable. `chunk`: steps per piece."""
-    logprobs_S, entropy_S = _TokenLogprobs.apply(hidden_SD, weight_VD, targets_S, temperature_S, scaling, chunk)
+    functions = (_score, _differentiate) if not compiled else (_compiled(_score), _compiled(_differentiate))
+    inputs = hidden_SD, weight_VD, targets_S, temperature_S
+    logprobs_S, entropy_S = _TokenLogprobs.apply(*inputs, scaling, chunk, functions)
     return logprobs_S, entropy_S
 
 
@@ -45,9 +53,10 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature_S: Tensor,
         scaling: Scaling,
         chunk: int,
+        functions: tuple[ChunkFunction, ChunkFunction],
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        score = _compiled(_score, hidden_SD.device.type)
+        score, ctx.differentiate = functions
         parts = [
             score(hidden @ weight_VD.t(), targets, temperature, *scaling)
             for hidden, targets, temperature in _pieces(chunk, hidden_SD, targets_S, temperature_S)
@@ -66,16 +75,16 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         hidden_grad = torch.empty_like(hidden_SD) if wants_hidden else None
         columns = (hidden_SD, targets_S, temperature_S, logsumexp_S, entropy_S, for_logprobs, for_entropy)
-        differentiate = _compiled(_differentiate, hidden_SD.device.type)
         start = 0
         for hidden, *rest in _pieces(ctx.chunk, *columns):
-            logits_grad = differentiate(hidden @ weight_VD.t(), *rest, *ctx.scaling)
+            logits_grad = ctx.differentiate(hidden @ weight_VD.t(), *rest, *ctx.scaling)
             if hidden_grad is not None:
                 hidden_grad[start : start + len(hidden)] = logits_grad @ weight_VD
             if weight_grad is not None:
                 weight_grad += logits_grad.t() @ hidden
             start += len(hidden)
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight_VD.dtype), None, None, None, None
+        weights = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
+        return hidden_grad, weights, None, None, None, None, None
 
 
 def _pieces(chunk: int, *columns: Tensor) -> Any:
@@ -125,9 +134,7 @@ def _differentiate(
 _COMPILED: dict[ChunkFunction, ChunkFunction] = {}
 
 
-def _compiled(function: ChunkFunction, device: str) -> ChunkFunction:
-    if device != "cuda":
-        return function
+def _compiled(function: ChunkFunction) -> ChunkFunction:
     if function not in _COMPILED:
         _COMPILED[function] = torch.compile(function, dynamic=True)
     return _COMPILED[function]

@@ -19,9 +19,9 @@ LOGITS_AT_ONCE = 1 << 27  # elements; above this the vocabulary projection is re
 class LogprobModel(nn.Module):
     """A causal language model that computes logits only at positions that predict a step."""
 
-    def __init__(self, network: Any) -> None:
+    def __init__(self, network: Any, compiled: bool = False) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.compiled = network, compiled
         self.traits = traits_of(network.config)
 
     def forward(
@@ -39,31 +39,22 @@ class LogprobModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`candidate_*`: the tokens that could be sampled per step, as in content.tokens.SamplingMask; None: all.
         `starts`, `longest`: of the samples, where all are in one row and the attention needs no mask (varlen.py)."""
+        attention: dict[str, Any] = {}  # one sample per row: transformers makes positions and mask
         if starts is not None:
-            hidden = self.network.get_decoder()(
-                input_ids=tokens_RW,
-                position_ids=positions_RW,
-                use_cache=False,
-                cu_seq_lens_q=starts,
-                max_length_q=longest,
-            ).last_hidden_state
-        else:
-            hidden = self.network.get_decoder()(
-                input_ids=tokens_RW,
-                position_ids=None if mask is None else positions_RW,
-                attention_mask=None if mask is None else self._masks(mask),
-                use_cache=False,
-            ).last_hidden_state
+            attention = {"position_ids": positions_RW, "cu_seq_lens_q": starts, "max_length_q": longest}
+        elif mask is not None:
+            attention = {"position_ids": positions_RW, "attention_mask": self._masks(mask)}
+        hidden = self.network.get_decoder()(input_ids=tokens_RW, use_cache=False, **attention).last_hidden_state
         hidden_SD = hidden.flatten(0, 1)[select_S]
         head = self.network.get_output_embeddings()
         chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        on_gpu = hidden_SD.device.type == "cuda"
-        if len(hidden_SD) <= chunk and not on_gpu:
+        if len(hidden_SD) <= chunk and not self.compiled:
             return self._score(hidden_SD, targets_S, temperature_S, candidate_ids_K, candidate_counts_S)
         if candidate_ids_K is None and head.bias is None:
             scaling = Scaling(self.traits.scale, self.traits.cap)
-            fused_chunk = 4 * chunk if on_gpu else chunk  # one copy in half precision instead of four in float32
-            return token_logprobs(hidden_SD, head.weight, targets_S, temperature_S, scaling, fused_chunk)
+            size = 4 * chunk if self.compiled else chunk  # one copy in half precision instead of four in float32
+            inputs = hidden_SD, head.weight, targets_S, temperature_S
+            return token_logprobs(*inputs, scaling, size, self.compiled)
         columns = [tensor.split(chunk) for tensor in (hidden_SD, targets_S, temperature_S)]
         columns += _split_candidates(candidate_ids_K, candidate_counts_S, chunk, len(columns[0]))
         parts = [checkpoint(self._score, *row, use_reentrant=False) for row in zip(*columns, strict=True)]

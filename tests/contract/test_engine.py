@@ -303,7 +303,7 @@ def test_the_longest_that_fits(make, networks):
 
 
 @also_emulated
-def test_impossible_requests_are_refused_and_harm_nobody(make, networks):
+def test_impossible_requests_are_refused_and_change_no_other(make, networks):
     engine, fine = make(networks["qwen3"]), ask(prompt(4), 5, key=1)
     (expected,) = run(engine, fine)
     for bad, words in (
@@ -736,7 +736,7 @@ def test_abort_answers_at_once_with_what_there_is(make, networks):
         assert len(c.logprobs_S) == len(c.versions_S) == n
         assert (c.content.tokens_S.dtype, c.logprobs_S.dtype, c.versions_S.dtype) == (np.int32, np.float32, np.int32)
     assert (stats.running, stats.waiting) == (0, 0)
-    assert stats.generated_tokens == sum(lengths) < 60 * 50  # nobody goes on with them
+    assert stats.generated_tokens == sum(lengths) < 60 * 50  # decoding stopped
     assert alike(make, run(engine, *requests[:4]), whole[:4])
 
 
@@ -750,18 +750,18 @@ def test_abort_knows_the_ticket(make, networks):
     async def mixed() -> tuple[list[Completion], list[Completion], list[Completion]]:
         mine = asyncio.ensure_future(engine.generate([ask(prompt(4, i), 50, key=i) for i in range(40)], "mine"))
         theirs = asyncio.ensure_future(engine.generate(kept[:6], "theirs"))
-        nobodys = asyncio.ensure_future(engine.generate(kept[6:]))
+        untagged = asyncio.ensure_future(engine.generate(kept[6:]))
         await until_generated(engine, done + 20)
         await engine.abort("mine")
-        return await mine, await theirs, await nobodys
+        return await mine, await theirs, await untagged
 
-    mine, theirs, nobodys = asyncio.run(asyncio.wait_for(mixed(), 60))
-    assert alike(make, [*theirs, *nobodys], expected)
+    mine, theirs, untagged = asyncio.run(asyncio.wait_for(mixed(), 60))
+    assert alike(make, [*theirs, *untagged], expected)
     assert mine[-1].finish == "abort"
 
 
 @also_emulated
-def test_aborting_what_is_not_there_harms_nobody(make, networks):
+def test_aborting_an_unknown_ticket_changes_nothing(make, networks):
     engine, requests = make(networks["qwen3"], max_concurrent=4), crowd(12)
     expected = run(engine, *requests)
 

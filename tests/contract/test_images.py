@@ -256,7 +256,7 @@ def test_a_moved_sample_takes_its_images_along(engine, network):
 # --- what is refused
 
 
-def test_refused_images_harm_nobody(engine, network):
+def test_refused_images_change_no_other(engine, network):
     good, other = about((image(0),), temperature=0), image(7)
     for bad, words in (
         (with_images(good, image(0), image(1)), "2 images in 7 tokens"),  # one place for two

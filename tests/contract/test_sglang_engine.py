@@ -129,7 +129,7 @@ for _name, _case in list(vars(contract).items()):
 
 
 def test_samples_are_those_of_the_embedded_engine(networks):
-    """The noise belongs to the sample, whoever draws it."""
+    """The noise belongs to the sample, in any engine."""
     requests, other = crowd(40), embedded(networks["qwen3"])
     found, expected = run(sglang(networks["qwen3"]), *requests), run(other, *requests)
     other.close()

@@ -131,7 +131,7 @@ def test_requests_that_wait_within_vllm_start_with_the_new_weights(network):
 # --- requests
 
 
-def test_a_token_outside_the_vocabulary_is_refused_and_harms_nobody(engine, network):
+def test_a_token_outside_the_vocabulary_is_refused_and_changes_no_other(engine, network):
     fine, bad = ask(prompt(5), 5, temperature=0), ask(np.array([4, 10**6], np.int32), 5)
     with pytest.raises(UserError, match="vocabulary"):
         run(engine, fine, bad)
@@ -186,7 +186,7 @@ def test_without_seeds_samples_do_not_repeat(engine):
 
 
 def test_freed_places_are_given_away_several_at_a_time(engine, monkeypatch):
-    """While others wait for one: the last that come are few, and wait for nobody."""
+    """While more jobs wait than fit. The last few jobs do not wait for a full group."""
     room, log = engine.backend.room, list[tuple[int, int, bool]]()  # running before, and after; did more wait than fit?
 
     def watched(waiting: int) -> int:
@@ -241,7 +241,7 @@ def test_parts_come_in_order(engine, network):
 
 
 def test_half_loaded_it_waits_for_whole_weights(engine, network, monkeypatch):
-    """vLLM fails in the middle of loading: what the model is then nobody knows, so nothing is said."""
+    """vLLM fails in the middle of loading: the state of the model is unknown then, so the engine stops answering."""
     p = prompt(9)
 
     def fail(*args: Any, **options: Any) -> None:
@@ -368,7 +368,7 @@ def test_closing_ends_those_who_bring_weights():
         return await asyncio.wait_for(asyncio.gather(answer, command, return_exceptions=True), 60)
 
     assert [type(e) for e in asyncio.run(wait())] == [RuntimeError] * 2
-    asyncio.run(engine.abort("mine"))  # nobody waits: nothing to abort
+    asyncio.run(engine.abort("mine"))  # no request in progress: nothing to abort
 
 
 def test_a_failure_reaches_everyone_who_waits():

@@ -112,7 +112,7 @@ def test_every_verdict_is_accounted_for(tmp_path, server, monkeypatch):
     assert not [path for path in written if TOKEN.encode() in path.read_bytes()]
 
 
-def test_nobody_at_the_url_is_found_at_the_start(tmp_path, monkeypatch):
+def test_a_missing_server_is_found_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", TOKEN)
     done = gcore("train", str(recipe(tmp_path, "http://127.0.0.1:1/v1")))
     assert done.returncode == 2

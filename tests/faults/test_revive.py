@@ -104,7 +104,7 @@ def test_kill_an_engine(tmp_path, undisturbed, replicas):
 
 
 def test_who_calls_before_the_role_is_built_again_finds_it_dead():
-    """Ray brings the process back, and to it what was sent meanwhile: the pool must ask another."""
+    """Ray restarts the process and sends it the calls that were made in between: the pool must use another replica."""
     with pytest.raises(RoleDied, match="engine-0"):
         asyncio.run(Process("engine-0").call("generate", []))
 

@@ -191,7 +191,7 @@ def test_no_network(walls):
         server.accept()[0].close()
 
 
-def test_nobody_inside_is_root_outside(walls):
+def test_no_user_inside_is_root_outside(walls):
     answer = said(attempt("import os; os.setuid(0); os.mkdir('/usr/x')"))
     assert answer in ("OSError", "PermissionError")
 

@@ -71,7 +71,7 @@ def answer(workflow: Any, prompts: int = 3, least: int = 2) -> Collected:
     return run(answer_all(workflow, shared, [prompt_at(i) for i in range(prompts)], lambda _: None))
 
 
-def test_groups_come_in_prompt_order_whoever_is_first():
+def test_groups_come_in_prompt_order_in_any_order_of_arrival():
     async def workflow(ctx: Any, p: Prompt) -> list[Scored]:
         await asyncio.sleep(2 - p.id)
         return group_of(p.id)
@@ -251,7 +251,7 @@ def test_strict_steps_do_not_know_how_many_controllers_there_are(seed):
 
 
 def test_strict_waits_for_a_slow_first_prompt_while_others_draw():
-    """Prompt 0 alone is slow, and bad; meanwhile both controllers have tried the rest of the window. No deadlock."""
+    """Prompt 0 alone is slow, and dropped; before, both controllers have tried the rest of the window. No deadlock."""
     chosen = sampling(prompts_per_step=3, max_draws=4.0)
     good = {4, 7, 10}
     world = World(chosen, 2, delay=lambda p, _: 50.0 if p == 0 else 0.1, outcome=lambda prompt, version: prompt in good)

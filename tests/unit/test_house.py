@@ -84,7 +84,7 @@ def test_stage_rooms_import_common_ground_and_themselves_alone(room):
 
 
 def test_ground_floor():
-    """What everyone imports imports nobody above it."""
+    """Common modules import no module above them."""
     assert imports(PACKAGE / "types.py") == {"gcore.content.base"}  # for the type checker alone
     assert all(
         within(name, ("gcore.content", "gcore.config", "gcore.types")) for p in files("content") for name in imports(p)
@@ -123,7 +123,7 @@ def test_tokens_are_handled_by_engines_and_trainers_alone():
     assert not re.search(r"\btokens_[A-Z]", (PACKAGE / "generation" / "pool.py").read_text())
 
 
-def test_nobody_imports_the_command_line():
+def test_no_module_imports_the_command_line():
     for path in PACKAGE.rglob("*.py"):
         assert not any(within(name, ("gcore.cli",)) for name in imports(path)), path
 

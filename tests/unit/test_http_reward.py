@@ -251,7 +251,7 @@ def test_garbage_is_a_failed_try(answer, message):
     assert score(Server(answer, GOOD)) == ([1.0, 0.0], {"http_retries": 1})
 
 
-def test_nobody_there():
+def test_no_server_at_the_url():
     with socket.socket() as taken:  # bound, so that no other process gets the port, but not listening
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"

@@ -132,7 +132,7 @@ def test_a_response_is_data():
     assert engine.texts[1:] == ["<bos><unk><unk> prompt <unk><unk>?", "<bos><unk>?"]
 
 
-def test_an_over_long_prompt_fails_and_nobody_is_asked():
+def test_an_over_long_prompt_fails_without_a_call():
     source, engine = judge_of(lambda text, key: "7", max_prompt_length=12, template="{{ response }}")
     assert answer(source, group_of("x" * 11)).values == [7.0]
     with pytest.raises(
@@ -414,7 +414,7 @@ def test_a_pair_heard_in_one_order_does_not_count():
         answer(source, group_of("1", "2"))
 
 
-def test_alone_there_is_nobody_to_compare_with():
+def test_a_single_sibling_has_nothing_to_compare_with():
     source, engine = pairwise(better)
     assert answer(source, group_of("3")).values == [None]
     assert engine.keys == []

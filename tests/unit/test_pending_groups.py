@@ -1,4 +1,4 @@
-"""Groups that wait for a later step survive a checkpoint bit by bit, whoever wrote them and whoever reads them."""
+"""Groups that wait for a later step survive a checkpoint bit by bit, for any number of writers and readers."""
 
 from __future__ import annotations
 

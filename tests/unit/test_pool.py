@@ -125,7 +125,7 @@ def test_beyond_the_limit_calls_wait_by_priority_then_arrival():
     run(main)
 
 
-def test_nobody_overtakes_a_large_call_and_it_goes_through():
+def test_no_call_overtakes_a_large_call_and_it_goes_through():
     async def main() -> None:
         replica = Replica("a")
         pool = EnginePool(engines(replica), limit=2)
@@ -161,7 +161,7 @@ def test_who_gives_up_in_the_line_makes_room_for_who_stands_behind():
     run(main)
 
 
-def test_a_turn_that_comes_to_somebody_who_gave_up_is_the_next_ones():
+def test_a_place_granted_to_a_cancelled_call_goes_to_the_next():
     async def main() -> None:
         replica = Replica("a")
         pool = EnginePool(engines(replica), limit=1)
@@ -220,7 +220,7 @@ def test_limits_of_a_controller():
 # ---- death
 
 
-def test_what_a_dead_replica_had_goes_elsewhere_and_waits_when_there_is_nobody():
+def test_what_a_dead_replica_had_goes_elsewhere_and_waits_when_no_replica_is_left():
     async def main() -> None:
         replicas = [Replica("a"), Replica("b")]
         pool = EnginePool(engines(*replicas), limit=1)
@@ -238,7 +238,7 @@ def test_what_a_dead_replica_had_goes_elsewhere_and_waits_when_there_is_nobody()
         await settle()
         assert pool.observe().waiting == 2 and pool.alive() == {}
         pool.mark_alive("a")
-        pool.mark_alive("nobody")
+        pool.mark_alive("unknown")
         await settle()
         assert replicas[0].keys == [[0], [0]]
         replicas[0].answer(1, "0")
@@ -337,7 +337,7 @@ def test_an_abort_with_the_last_token_is_the_end():
     run(main)
 
 
-def test_an_abort_by_somebody_else_is_an_abort():
+def test_an_abort_by_another_caller_is_an_abort():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
         pool = EnginePool(engines(a, b))

@@ -115,7 +115,7 @@ def test_kl_in_the_reward_same_as_verl(case, name, kl_estimator):
 
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))
-def test_every_rank_gets_the_advantages_of_its_samples_whoever_drew_them(name):
+def test_every_rank_gets_the_advantages_of_its_samples_for_any_controller(name):
     groups, sums, _, _ = verl_case(1, "k1")
     algorithm = Algorithm(adv_estimator=name, kl_coef=KL_COEF, kl_in="reward", kl_estimator="k1")
     keys = sorted(sums)

@@ -292,7 +292,7 @@ def closed_port():
     return taken, f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
 
 
-def test_nobody_there():
+def test_no_server_at_the_url():
     taken, url = closed_port()
     with taken:
         source = judge_at(url, retries=2)
@@ -502,14 +502,14 @@ def reach(server, **spec):
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 405, 429, 501])
-def test_somebody_is_there(status):
+def test_a_server_answers(status):
     server = Server((status, "x"))
     assert reach(server) is None
     assert [(request.method, request.path) for request in server.requests] == [("GET", "/v1/models")]
 
 
 @pytest.mark.parametrize("status", [301, 307, 500, 502, 503])
-def test_somebody_who_is_no_use(status):
+def test_a_server_that_refuses(status):
     server = Server((status, '{"detail": "loading"}'))
     said = reach(server)
     assert said.startswith("rewards.judges.0.url: http://127.0.0.1:")
@@ -541,7 +541,7 @@ def test_a_server_that_says_nothing(monkeypatch):
     assert said.endswith("/v1/models in 0.1 s")
 
 
-def test_preflight_asks_whether_somebody_is_there(tmp_path):
+def test_preflight_asks_whether_a_server_answers(tmp_path):
     taken, url = closed_port()
     with taken:
         config = config_of({"url": f"{url}?key=s3cr3t"}, run={"name": "x", "steps": 1, "dir": str(tmp_path)})

@@ -286,7 +286,7 @@ def test_unknown_signatures_show_the_three(function):
         adapt(function)
 
 
-def test_arguments_nobody_takes():
+def test_arguments_that_no_function_takes():
     with pytest.raises(UserError, match=r"rewards\.functions\.0\.args\.scal: .*expected one of \['scale'\]"):
         rewarder_of(lambda completions, scale=1: [1.0], scal=2)
     with pytest.raises(UserError, match=r"args\.completions"):

@@ -29,7 +29,7 @@ def test_the_least_work_first_and_ties_from_our_turn_on():
 
 @pytest.mark.parametrize("opened", [range(12), (0, 1, 2, 7, 8, 9, 10, 11), (4, 5, 6)])
 def test_controllers_that_know_nothing_of_each_other_send_alike_to_all(opened):
-    """Whoever is open, and in however many pieces: of 24 calls each gets as many."""
+    """For any set of open replicas, 24 calls are shared equally."""
     routers = [Router(12, (rank, 4)) for rank in range(4)]
     for router in routers:
         router.close(*(i for i in range(12) if i not in opened))
@@ -56,7 +56,7 @@ def test_closed_replicas_get_nothing():
     assert send(router) == 0
 
 
-def test_beyond_the_limit_nobody_is_chosen():
+def test_beyond_the_limit_no_replica_is_chosen():
     router = Router(2, limit=3)
     assert [send(router, count=2) for _ in range(3)] == [0, 1, None]
     assert [send(router) for _ in range(3)] == [0, 1, None]  # smaller calls still fit
@@ -81,7 +81,7 @@ def test_a_limit_that_changes():
 
 
 def test_a_limit_that_changes_when_some_have_just_opened():
-    """Nobody asked since, so they have no place yet; and so many old entries lie about that they are cleared away."""
+    """No request came since, so they have no place yet; the old entries are many and are removed."""
     router = Router(4, limit=10, opened=range(3))
     for _ in range(24):
         for i in range(3):

@@ -121,7 +121,7 @@ def test_strict_is_the_same_prefix_in_whatever_order_reports_come(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawing_up_to_the_frontier_is_enough(seed):
-    """Whoever draws all prompts up to the frontier, and one more each time it stands still, comes to the end."""
+    """Drawing all prompts up to the frontier, and one more each time it does not advance, reaches the end."""
     dice = random.Random(seed)
     target, window = dice.randint(1, 6), dice.randint(6, 20)
     fate = decide(dice, window)

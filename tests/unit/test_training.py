@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
@@ -431,6 +432,8 @@ def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row(tmp_path):
     moments = [v["exp_avg"].full_tensor().clone() for v in trainer._optimizer.state.values()]
     bad = update(trainer, poisoned(samples), batch_of(samples))
     assert (bad.skipped, bad.grad_norm, bad.updates) == (1.0, 0.0, 1.0)
+    parameters = list(trainer._policy.network.parameters())
+    assert all(isinstance(p, DTensor) for p in parameters)  # sharded again after the dump, so a checkpoint is exact
     assert same(weights_of(trainer), before)
     after = [v["exp_avg"].full_tensor() for v in trainer._optimizer.state.values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
