@@ -13,7 +13,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from gcore.types import Completion, Ints, Key, KlSums, Message, Prompt, Request, Rollout, Sample, Scored, TrainBatch
+from gcore.types import (
+    Completion,
+    Ints,
+    Key,
+    KlSums,
+    Message,
+    Prompt,
+    Request,
+    Rollout,
+    Sample,
+    Scored,
+    TrainBatch,
+    UserError,
+)
 
 Weights = Mapping[str, Any]  # name (Hugging Face; PEFT for adapters) -> array, or packed: see weights/bucket.py
 T_co = TypeVar("T_co", covariant=True)
@@ -341,11 +354,18 @@ class Context(Protocol):
 
 
 class RoleError(RuntimeError):
-    """A role raised an exception. `traceback`: the first one. `user_error`: the user can fix it."""
+    """A role raised an exception. `traceback`: the first one. `user_error`: the user can fix it. `kind`: name of the
+    exception's class, for callers that handle it."""
 
-    def __init__(self, role: str, message: str, traceback: str, user_error: bool = False):
-        super().__init__(role, message, traceback, user_error)
+    def __init__(self, role: str, message: str, traceback: str, user_error: bool = False, kind: str = ""):
+        super().__init__(role, message, traceback, user_error, kind)
         self.role, self.message, self.traceback, self.user_error = role, message, traceback, user_error
+        self.kind = kind
+
+    @classmethod
+    def of(cls, role: str, error: Exception, traceback: str) -> RoleError:
+        kind, is_users = type(error).__name__, isinstance(error, UserError)
+        return cls(role, str(error) if is_users else f"{kind}: {error}", traceback, is_users, kind)
 
     def __str__(self) -> str:
         return f"{self.role}: {self.message}"

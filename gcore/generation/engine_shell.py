@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from gcore.generation.jobs import Job, JobQueue, post, stats_of
+from gcore.generation.jobs import Job, JobQueue, engine_failed, post, stats_of
 from gcore.generation.sleep import SleepState
 from gcore.observe.trace import Tracer
 from gcore.protocols import EngineStats, MemoryChange, Weights
@@ -173,7 +173,7 @@ class SteppedEngine:
                 pending = [job.future for job in (*self.backend.jobs, *self._admitting, *self._queue.clear())]
                 pending += [done for _, done in self._commands]
                 self._commands.clear()
-            post((future, error) for future in pending)
+            post((future, engine_failed(error)) for future in pending)
             try:
                 with self.backend.compute_lock:
                     self.backend.close()

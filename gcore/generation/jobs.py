@@ -117,10 +117,15 @@ def resolve(future: asyncio.Future[Any], result: object) -> None:
         return
     if not isinstance(result, BaseException):
         future.set_result(result)
-    elif isinstance(result, UserError):
-        future.set_exception(result)
     else:
-        future.set_exception(RuntimeError(f"the engine failed: {type(result).__name__}: {result}"))
+        future.set_exception(result)
+
+
+def engine_failed(error: BaseException) -> Exception:
+    """What the callers of an engine get if the engine itself has failed."""
+    return (
+        error if isinstance(error, UserError) else RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
+    )
 
 
 def post(answers: Iterable[tuple[asyncio.Future[Any], object]]) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from gcore.generation.jobs import Job, JobQueue, resolve, stats_of
+from gcore.generation.jobs import Job, JobQueue, engine_failed, resolve, stats_of
 from gcore.generation.request_check import check_request
 from gcore.generation.sglang_core import Server, SglangOptions, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
@@ -165,7 +165,7 @@ class SglangEngine:
             self._failure = error
         self._loop.run_until_complete(asyncio.sleep(0))  # let calls that passed the gate submit
         for future in [*(job.future for job in (*self._jobs.values(), *self._queue.clear())), *self._commands]:
-            resolve(future, error)
+            resolve(future, engine_failed(error))
         self._loop.run_until_complete(asyncio.sleep(0))
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gcore.protocols import Rendezvous, RoleError
-from gcore.types import UserError
 
 
 class LocalHandle:
@@ -28,8 +27,7 @@ class LocalHandle:
         except (RoleError, asyncio.CancelledError):
             raise
         except Exception as error:
-            message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            raise RoleError(self.name, message, traceback.format_exc(), isinstance(error, UserError)) from error
+            raise RoleError.of(self.name, error, traceback.format_exc()) from error
 
 
 class LocalRuntime:
@@ -46,8 +44,7 @@ class LocalRuntime:
             try:
                 role = factory(*arguments, Rendezvous(rank, len(args), None, hub))
             except Exception as error:
-                message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-                raise RoleError(name, message, traceback.format_exc(), isinstance(error, UserError)) from error
+                raise RoleError.of(name, error, traceback.format_exc()) from error
             self._roles.append(role)
             handles.append(LocalHandle(name, role))
         return handles

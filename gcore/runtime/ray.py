@@ -84,8 +84,7 @@ class Process:
         cause = getattr(error, "cause", error)
         if isinstance(cause, RoleError):
             return cause
-        message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        return RoleError(self.name, message, traceback.format_exc(), isinstance(error, UserError))
+        return RoleError.of(self.name, error, traceback.format_exc())
 
     async def until_gone(self) -> None:
         if self.role is None:  # it died between two calls of `watch`

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from gcore.clients import EngineClient, TrainerClient
 from gcore.protocols import Receivers, Ref, RoleDied, RoleError, WeightPlan, Weights
+from gcore.weights.broadcast import BroadcastError
 
 ATTEMPTS = 3
 
@@ -44,7 +45,7 @@ class WeightTransfer:
             except RoleDied:
                 return None
             except RoleError as error:
-                if not error.message.startswith("BroadcastError"):
+                if error.kind != BroadcastError.__name__:
                     raise
                 return error
 

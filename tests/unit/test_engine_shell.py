@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,8 +15,10 @@ from gcore.content.tokens import Tokens
 from gcore.generation.engine_shell import Ended, Step, SteppedEngine
 from gcore.generation.jobs import Job
 from gcore.generation.sleep import SleepState
-from gcore.protocols import MemoryChange
+from gcore.protocols import MemoryChange, RoleError
+from gcore.runtime.local import LocalHandle
 from gcore.types import Completion, Request, SamplingParams, UserError
+from gcore.weights.broadcast import BroadcastError
 from gcore.weights.receiver import WeightReceiver
 
 
@@ -167,6 +170,26 @@ def test_what_the_library_refuses_is_answered_and_the_others_go_on():
         assert len((await fine)[0].content.tokens_S) == 5
 
     run(Counter(), calls)
+
+
+def test_a_failed_command_keeps_its_class_and_the_engine_goes_on():
+    """The sender of weights repeats a broadcast that failed: it knows the failure by its class."""
+
+    class Fails(Counter):
+        def load(self, tensors: Mapping[str, Any]) -> None:
+            if "failed" not in self.log:
+                self.log.append("failed")
+                raise BroadcastError("a member died")
+
+    async def calls(engine: SteppedEngine) -> None:
+        handle = LocalHandle("engine-0", engine)
+        with pytest.raises(RoleError, match="engine-0: BroadcastError: a member died") as found:
+            await handle.call("load_weights", 1, WEIGHTS)
+        assert found.value.kind == "BroadcastError"
+        assert pickle.loads(pickle.dumps(found.value)).kind == "BroadcastError"
+        assert await handle.call("load_weights", 1, WEIGHTS) == 1
+
+    run(Fails(), calls)
 
 
 @pytest.mark.parametrize("where", ["admit", "step"])

@@ -9,9 +9,10 @@ import pytest
 
 from gcore.clients import EngineClient, TrainerClient
 from gcore.protocols import Receivers, RoleDied, RoleError, WeightPlan
+from gcore.weights.broadcast import BroadcastError
 from gcore.weights.transfer import WeightTransfer
 
-BROKEN = RoleError("engine-1", "BroadcastError: the broadcast of weights failed", "")
+BROKEN = RoleError.of("engine-1", BroadcastError("the broadcast of weights failed"), "")
 
 
 class Ref:
