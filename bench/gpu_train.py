@@ -17,6 +17,8 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,9 @@ from gcore.preparation.samples import meta_of  # noqa: E402
 from gcore.preparation.workload import CostModel  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.gloo import join  # noqa: E402
-from gcore.training.fsdp import FsdpTrainer  # noqa: E402
-from gcore.types import Sample  # noqa: E402
+from gcore.training.fsdp import FsdpBackend  # noqa: E402
+from gcore.training.rank import TrainerRank  # noqa: E402
+from gcore.types import Sample, TrainBatch  # noqa: E402
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary
     "tiny": (64, 128, 2, 4, 2, 512),
@@ -136,11 +139,11 @@ def samples_of(args: argparse.Namespace, lengths: str) -> list[Sample]:
         tokens = rng.integers(4, vocabulary, args.prompt + steps).astype(np.int32)
         numbers = rng.normal(size=steps).astype(np.float32)
         content = Tokens.split(tokens, steps)
-        found.append(Sample(i // 8, i % 8, content, numbers < 9, -np.abs(numbers), numbers))
+        found.append(Sample(i // 8, i % 8, content, numbers < 9, -np.abs(numbers), reward=float(numbers[0])))
     return found
 
 
-def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> FsdpTrainer:
+def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> TrainerRank:
     compiles, checkpoints = VARIANTS[variant]
     config = Config.model_validate(
         {
@@ -154,7 +157,12 @@ def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> 
         }
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return FsdpTrainer(config, lambda: network_of(args, device), device, dtype, 2, 1, Tracer(None, "trainer-0"))
+    backend = partial(FsdpBackend, config, lambda: network_of(args, device), device, dtype)
+    return TrainerRank(config, backend, rank=0, threads=2, tracer=Tracer(None, "trainer-0"))
+
+
+def with_advantages(batch: TrainBatch, samples: list[Sample]) -> TrainBatch:
+    return replace(batch, advantages={sample.key: sample.reward for sample in samples})
 
 
 def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.device, rate: float) -> str:
@@ -166,7 +174,7 @@ def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.
     (batch,) = make_layout(
         metas, step=1, num_ranks=1, mini_batches=1, max_tokens=budget, cost=CostModel(6.0 * SHAPES[args.model][0])
     )
-    trainer = trainer_of(args, variant, device)
+    batch, trainer = with_advantages(batch, samples), trainer_of(args, variant, device)
 
     async def update() -> float:
         await trainer.push(0, samples)
@@ -214,8 +222,8 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     plain, ours, theirs = network_of(args, device).to(dtype), [], []
     for micro in batch.mini_batches[0].micro_batches:
-        packed = to_tensors(micro, by_key, device, trainer._varlen)
-        found, _ = trainer._forward(trainer._policy, packed)
+        packed = to_tensors(micro, by_key, device, trainer.backend._varlen)
+        found, _ = trainer.backend.policy(*packed.inputs)
         for i, key in enumerate(packed.keys):
             content = by_key[key].content
             tokens = torch.from_numpy(content.tokens_T.astype(np.int64)).to(device)
@@ -231,7 +239,7 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
             with torch.no_grad():
                 theirs.append((logprobs(plain) - expected).abs())
         (-found.sum()).backward()
-    pairs = zip(trainer._policy.network.parameters(), exact.parameters(), strict=True)
+    pairs = zip(trainer.backend.policy.network.parameters(), exact.parameters(), strict=True)
     products = torch.zeros(3, device=device, dtype=torch.float64)
     for mine, reference in pairs:
         a, b = (gradient.double().flatten() for gradient in (mine.grad.full_tensor(), reference.grad))
@@ -244,8 +252,6 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
 
 def skipped(args: argparse.Namespace, device: torch.device) -> None:
     """An update with NaN gradients must change no weight, and the next one must train."""
-    from dataclasses import replace
-
     good = samples_of(args, "mix")[:8]
     (batch,) = make_layout(
         [meta_of(s) for s in good], step=1, num_ranks=1, mini_batches=1, max_tokens=1 << 20, cost=CostModel(1e4)
@@ -253,14 +259,14 @@ def skipped(args: argparse.Namespace, device: torch.device) -> None:
     trainer = trainer_of(args, "compiled" if device.type == "cuda" else "eager", device)
 
     def weights() -> list[Any]:
-        return [parameter.full_tensor().detach().clone() for parameter in trainer._policy.network.parameters()]
+        return [parameter.full_tensor().detach().clone() for parameter in trainer.backend.policy.network.parameters()]
 
     async def update(samples: list[Sample]) -> int:
         await trainer.push(0, samples)
-        return (await trainer.update(batch)).skipped
+        return (await trainer.update(with_advantages(batch, samples))).skipped
 
     before = weights()
-    bad = asyncio.run(update([replace(s, advantages_S=s.advantages_S * np.float32("nan")) for s in good]))
+    bad = asyncio.run(update([replace(s, reward=float("nan")) for s in good]))
     same = all(map(torch.equal, before, weights()))
     trained = asyncio.run(update(good)) == 0 and not all(map(torch.equal, before, weights()))
     print(f"NaN gradients: skipped {bad}, weights unchanged {same}; the next update trains {trained}")

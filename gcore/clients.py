@@ -26,7 +26,7 @@ from gcore.protocols import (
     WeightPlan,
     Weights,
 )
-from gcore.types import Completion, Ints, Key, KlSums, Request, Sample, TrainBatch
+from gcore.types import Completion, Ints, Key, Request, Sample, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class TrainerClient(Client):
     async def push(self, source: int, samples: Sequence[Sample]) -> None:
         await self.handle.call("push", source, samples)
 
-    async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
-        kl: Mapping[Key, KlSums] = await self.handle.call("prepare", batch)
+    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
+        kl: Mapping[Key, float] = await self.handle.call("prepare", batch)
         return kl
 
     async def update(self, batch: TrainBatch) -> UpdateStats:

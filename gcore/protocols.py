@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from gcore.types import (
     Completion,
     Ints,
     Key,
-    KlSums,
     Message,
     Prompt,
     Request,
@@ -98,23 +97,55 @@ class TrainerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Metric:
+    """A part of a metric, from one micro-batch, update or rank. Parts are added. Metric(total=12.5, weight=100.0)
+
+    `mean`: the value is total / weight. `max`: the value is the largest total.
+    """
+
+    total: float
+    weight: float = 1.0
+    reducer: Literal["mean", "max"] = "mean"
+
+    def __add__(self, other: Metric) -> Metric:
+        assert self.reducer == other.reducer
+        if self.reducer == "max":
+            return self if self.total >= other.total else other
+        return Metric(self.total + other.total, self.weight + other.weight)
+
+    @property
+    def value(self) -> float:
+        if self.reducer == "max":
+            return self.total
+        return self.total / self.weight if self.weight else 0.0
+
+
+def add_metrics(*parts: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Parts of several micro-batches, updates or ranks, by name."""
+    found: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            found[name] = found[name] + metric if name in found else metric
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """Sums over the mini-batches of an update. UpdateStats(updates=2, grad_norm=0.8, lr=2e-6, sums={"loss": 0.1})"""
+    """Of the mini-batches of an update. UpdateStats(updates=2, grad_norm=0.8, lr=2e-6, metrics={"actor/loss": ...})"""
 
     updates: int = 0  # optimizer steps, including skipped ones
     skipped: int = 0  # gradients were NaN or infinite
-    grad_norm: float = 0.0  # the same on every rank, like `updates`, `skipped` and `lr`
-    lr: float = 0.0
-    sums: Mapping[str, float] = field(default_factory=dict)  # over this rank's samples: "loss", ...; add over ranks
+    grad_norm: float = 0.0  # sum over the updates; the same on every rank, like `updates`, `skipped` and `lr`
+    lr: float = 0.0  # sum over the updates
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # of this rank's samples
 
     def __add__(self, other: UpdateStats) -> UpdateStats:
-        added = {name: self.sums.get(name, 0.0) + value for name, value in other.sums.items()}
         return UpdateStats(
             self.updates + other.updates,
             self.skipped + other.skipped,
             self.grad_norm + other.grad_norm,
             self.lr + other.lr,
-            {**self.sums, **added},
+            add_metrics(self.metrics, other.metrics),
         )
 
 
@@ -228,13 +259,13 @@ class Trainer(Protocol):
         """Store the samples that controller `source` has for this rank."""
         ...
 
-    async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
+    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
         """Compute logprobs of the policy before the update and of the reference model, if the algorithm needs them.
-        Returns the KL of each sample of this rank if the KL is part of the reward, else an empty mapping."""
+        Returns the KL of each sample of this rank, if siblings are compared by reward - KL; else an empty mapping."""
         ...
 
     async def update(self, batch: TrainBatch) -> UpdateStats:
-        """One optimizer step per mini-batch."""
+        """One optimizer step per mini-batch. The batch has the advantages of its samples."""
         ...
 
     async def weight_plan(self) -> WeightPlan:

@@ -168,14 +168,16 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Input of a trainer rank. Sample(prompt_id=70, sibling=3, content=Tokens(...), advantages_S=[.9, .9])"""
+    """Input of a trainer rank. Its advantage comes later, in the TrainBatch: the score may need logprobs of the rank.
+
+    Sample(prompt_id=70, sibling=3, content=Tokens(...), mask_S=[True, True], rollout_logprobs_S=[-.1, -.7])
+    """
 
     prompt_id: int
     sibling: int
     content: Content
     mask_S: Bools
     rollout_logprobs_S: Floats
-    advantages_S: Floats
     temperature: float = 1.0
     reward: float | None = None  # by the rewards of the recipe; None for demonstrations
 
@@ -204,18 +206,6 @@ class SampleMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class KlSums:
-    """KL of one sample to the reference model, summed over its actions. KL to come: of a step and all later steps.
-
-    KLs of 0.1 and 0.3: KlSums(total=0.4, to_come=0.4 + 0.3, to_come_squares=0.16 + 0.09)
-    """
-
-    total: float
-    to_come: float
-    to_come_squares: float
-
-
-@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Rows of packed samples. rows[i] lists the samples of row i in order, by key. A row is `width` tokens wide."""
 
@@ -239,8 +229,7 @@ class TrainBatch:
     step: int
     mini_batches: tuple[MiniBatch, ...]
     objective: Literal["policy", "imitation"] = "policy"
-    advantages: Mapping[Key, float] | None = None  # replaces the samples' own where the KL is part of the reward
-    kl_scale: float = 0.0  # then each step's advantage is reduced by kl_scale x (KL to come)
+    advantages: Mapping[Key, float] = field(default_factory=dict)  # one per sample, from its controller
 
     @property
     def keys(self) -> list[Key]:

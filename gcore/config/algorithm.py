@@ -7,6 +7,7 @@ the resulting values. `advice.py` warns where a recipe differs from its preset.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -15,6 +16,23 @@ from gcore.config.base import Count, NonNegative, PositiveInt, Section
 
 Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
 KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """What follows the comparison of siblings (preparation/advantages.py), on the trainer ranks."""
+
+    whiten: bool = False  # normalize over all actions of the batch
+    per_step: bool = False  # KL in the reward: each step is charged with its KL to come, not with the KL of the sample
+
+
+ESTIMATORS = {
+    "grpo": Estimator(),
+    "dr_grpo": Estimator(),
+    "rloo": Estimator(),
+    "reinforce_pp": Estimator(whiten=True, per_step=True),
+    "reinforce_pp_baseline": Estimator(whiten=True),
+}
 
 
 class Algorithm(Section):
@@ -83,6 +101,15 @@ class Algorithm(Section):
     @property
     def kl_in_reward(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "reward"
+
+    @property
+    def kl_per_step(self) -> bool:
+        """The KL in the reward is charged to each step. Otherwise to the sample, before siblings are compared."""
+        return self.kl_in_reward and self.estimator.per_step
+
+    @property
+    def estimator(self) -> Estimator:
+        return ESTIMATORS[self.adv_estimator]
 
     @model_validator(mode="after")
     def _bounds(self) -> Algorithm:

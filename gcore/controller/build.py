@@ -201,7 +201,8 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.runtime.gloo import join
-    from gcore.training.fsdp import FsdpTrainer
+    from gcore.training.fsdp import FsdpBackend
+    from gcore.training.rank import TrainerRank
 
     device = pick_device(config.training.device, rendezvous.rank)
     if device.type == "cuda":
@@ -213,14 +214,13 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     def make_network() -> Any:
         return load_model(config.model, tokenizer, config.run.seed, torch.float32, device, max_length=longest)
 
-    return FsdpTrainer(
+    dtype, name = pick_dtype(config.training.dtype, device), f"trainer-{rendezvous.rank}"
+    return TrainerRank(
         config,
-        make_network,
-        device,
-        pick_dtype(config.training.dtype, device),
+        lambda: FsdpBackend(config, make_network, device, dtype, plan.shard),
+        rendezvous.rank,
         plan.trainer_threads,
-        plan.shard,
-        Tracer(trace_folder(config), f"trainer-{rendezvous.rank}"),
+        Tracer(trace_folder(config), name),
         _publisher(config, device, rendezvous),
     )
 

@@ -22,14 +22,15 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.protocols import Group, TrainerInfo, UpdateStats
-from gcore.types import Key, KlSums, Sample, SampleMeta, TrainBatch
+from gcore.types import Key, Sample, SampleMeta, TrainBatch
 from gcore.weights.transfer import WeightTransfer
 
 T = TypeVar("T")
 
 
 class Dispatcher:
-    """`sleep_level`: of the engines while the trainer works, in placement modes without slots; 0: they stay awake."""
+    """`sleep_level`: of the engines while the trainer works, in placement modes without slots; 0: they stay awake.
+    `tensor_parallel`: number of consecutive ranks that compute the same samples together: a data-parallel rank."""
 
     def __init__(
         self,
@@ -38,13 +39,14 @@ class Dispatcher:
         engines: EnginePool,
         trainers: Sequence[TrainerClient],
         sleep_level: int = 0,
+        tensor_parallel: int = 1,
     ) -> None:
         self._config, self._group, self._engines, self._trainers = config, group, engines, trainers
         self._transfer = WeightTransfer(trainers)
         self._sleeps, self._switch = sleep_level > 0, ReplicaSwitch(engines.replicas, sleep_level)
         self._mine = [r for r in range(len(trainers)) if r % group.size == group.rank]
         self._cost = CostModel(crossover=768.0)  # until `open`
-        self._bytes_out = 0
+        self._tensor_parallel, self._bytes_out = tensor_parallel, 0
         self.version = 0  # of the weights that the engines serve
 
     async def open(self) -> TrainerInfo:
@@ -69,7 +71,7 @@ class Dispatcher:
         batches = make_layout(
             metas,
             step=step,
-            num_ranks=len(self._trainers),
+            num_ranks=len(self._trainers) // self._tensor_parallel,
             cost=self._cost,
             objective=objective,
             mini_batches=self._config.algorithm.mini_batches if objective == "policy" else 1,
@@ -81,12 +83,13 @@ class Dispatcher:
         return metas, batches
 
     async def _push(self, rank: int, batch: TrainBatch, by_key: dict[tuple[int, int], Sample]) -> None:
-        keys = (key for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row)
-        own_samples = [by_key[key] for key in keys if key in by_key]
+        """`rank`: a data-parallel rank. All of its trainer ranks get the samples."""
+        own_samples = [by_key[key] for key in batch.keys if key in by_key]
         if own_samples:
-            step_bytes = 9  # logprob 4, advantage 4, mask 1
-            self._bytes_out += sum(s.content.nbytes + step_bytes * s.num_steps for s in own_samples)
-            await self._trainers[rank].push(self._group.rank, own_samples)
+            size, step_bytes = self._tensor_parallel, 5  # logprob 4, mask 1
+            self._bytes_out += size * sum(s.content.nbytes + step_bytes * s.num_steps for s in own_samples)
+            ranks = self._trainers[rank * size : (rank + 1) * size]
+            await asyncio.gather(*(trainer.push(self._group.rank, own_samples) for trainer in ranks))
 
     def take_bytes_out(self) -> int:
         """Bytes that were pushed since the last call."""
@@ -96,12 +99,16 @@ class Dispatcher:
     async def begin(self) -> None:
         await self._on_ranks("begin", lambda trainer, rank: trainer.begin())
 
-    async def compute_logprobs(self, batches: Sequence[TrainBatch]) -> list[Mapping[Key, KlSums]]:
-        """Arguments and results of this method and of `update` are lists by rank."""
-        return await self._on_ranks("prepare", lambda trainer, rank: trainer.prepare(batches[rank]))
+    async def compute_logprobs(self, batches: Sequence[TrainBatch]) -> list[Mapping[Key, float]]:
+        """Arguments of this method and of `update` are lists by data-parallel rank, results are lists by rank."""
+        return await self._on_ranks(
+            "prepare", lambda trainer, rank: trainer.prepare(batches[rank // self._tensor_parallel])
+        )
 
     async def update(self, batches: Sequence[TrainBatch]) -> list[UpdateStats]:
-        return await self._on_ranks("update", lambda trainer, rank: trainer.update(batches[rank]))
+        return await self._on_ranks(
+            "update", lambda trainer, rank: trainer.update(batches[rank // self._tensor_parallel])
+        )
 
     async def save(self, folder: Path) -> None:
         await self._on_ranks("save", lambda trainer, rank: trainer.save(str(folder)))

@@ -2,7 +2,7 @@
 
     for each step:
         rollout         generate and score groups of samples, until all controllers together have enough
-        prepare         compute advantages; send each sample to the trainer rank that trains on it
+        prepare         send each sample to the trainer rank that trains on it; compute advantages
         train           one optimizer step per mini-batch, on all trainer ranks
         update_weights  choose the engines of the next rollout and send them the new weights: version + 1
         record          one row of metrics; then evaluation and checkpoint, when due
@@ -21,7 +21,7 @@ from gcore.controller.record import skipped_line
 from gcore.controller.services import Services
 from gcore.controller.setup import Setup
 from gcore.controller.start_run import open_evaluation, open_run
-from gcore.preparation.samples import charge_kl, make_samples
+from gcore.preparation.samples import make_samples, with_advantages
 from gcore.protocols import UpdateStats
 from gcore.types import SampleMeta, TrainBatch
 
@@ -72,21 +72,18 @@ async def rollout(services: Services, step: int) -> Collected:
 
 
 async def prepare(services: Services, step: int, collected: Collected) -> tuple[list[SampleMeta], list[TrainBatch]]:
-    """Compute advantages and send each sample to its trainer rank.
+    """Send each sample to its trainer rank, where logprobs are computed if needed; then compute advantages.
 
     Returns the metadata of all samples of the step, and the batch of each rank. `step - 1`: the current policy version.
     """
     config, controllers, groups = services.config, services.controllers, collected.groups
     algorithm, longest = config.algorithm, config.generation.max_response_length
     with services.status.timed("preparation", step):
-        samples = await make_samples(groups, algorithm, controllers, step - 1, config.sampling.staleness, longest)
+        samples = make_samples(groups, algorithm, step - 1, config.sampling.staleness)
         metas, batches = await services.dispatcher.dispatch_samples(step, samples)
         await check_failures(services, step, metas, collected)
-        if algorithm.needs_logprobs and batches:
-            kl = await services.dispatcher.compute_logprobs(batches)  # the ranks compute logprobs before the update
-            if algorithm.kl_in_reward:
-                batches = await charge_kl(groups, algorithm, controllers, longest, kl, batches)
-        return metas, batches
+        kl = await services.dispatcher.compute_logprobs(batches) if algorithm.needs_logprobs and batches else []
+        return metas, await with_advantages(batches, groups, algorithm, controllers, longest, kl)
 
 
 async def train(services: Services, step: int, batches: list[TrainBatch]) -> list[UpdateStats]:

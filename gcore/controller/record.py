@@ -24,7 +24,7 @@ from gcore.observe.metrics import MetricsWriter
 from gcore.observe.samples import SampleLog
 from gcore.observe.values import Row
 from gcore.preparation.samples import overlong, samples_digest
-from gcore.protocols import UpdateStats
+from gcore.protocols import UpdateStats, add_metrics
 from gcore.types import SampleMeta, Scored
 
 
@@ -191,31 +191,17 @@ def _sum_counts(gathered: Sequence[dict[str, Any]], name: str) -> Counter[str]:
 
 
 def actor_row(ranks: Sequence[UpdateStats]) -> dict[str, float]:
-    """Means over updates or actions of all ranks. Gradient norm and learning rate are the same on every rank."""
+    """The metrics of training/objective.py, over all ranks. Gradient norm and learning rate are equal on all ranks."""
     if not ranks:  # the step had no samples
         return {}
 
-    def total(name: str) -> float:
-        return sum(rank.sums.get(name, 0.0) for rank in ranks)
-
-    updates, actions = max(ranks[0].updates, 1), max(total("actions"), 1.0)
-    row = {
-        "actor/loss": total("loss") / updates,
-        "actor/pg_loss": total("pg_loss") / updates,
-        "actor/entropy": total("entropy") / actions,
-        "actor/clip_frac": total("clipped") / actions,
-        "actor/approx_kl": total("approx_kl") / actions,
-        "actor/grad_norm": ranks[0].grad_norm / updates,
-        "actor/lr": ranks[0].lr / updates,
-        "actor/skipped_updates": float(ranks[0].skipped),
-        "rollout/logprob_diff_mean": total("logprob_diff") / actions,
-        "rollout/importance_mean": total("importance") / actions,
-        "rollout/importance_capped_frac": total("importance_capped") / actions,
-        "rollout/importance_floored_frac": total("importance_floored") / actions,
+    first, updates = ranks[0], max(ranks[0].updates, 1)
+    return {
+        "actor/grad_norm": first.grad_norm / updates,
+        "actor/lr": first.lr / updates,
+        "actor/skipped_updates": float(first.skipped),
+        **{name: metric.value for name, metric in add_metrics(*(rank.metrics for rank in ranks)).items()},
     }
-    if any("kl" in rank.sums for rank in ranks):
-        row["actor/kl"] = total("kl") / actions
-    return row
 
 
 def skipped_line(step: int, ranks: Sequence[UpdateStats], folder: Path) -> str | None:

@@ -10,6 +10,7 @@ import numpy as np
 from gcore.controller.checkpointing import RunPosition
 from gcore.controller.services import Services
 from gcore.prompts.source import PromptSource
+from gcore.protocols import add_metrics
 from gcore.types import Sample
 
 
@@ -30,7 +31,7 @@ async def warm_start(services: Services, source: PromptSource, done: int) -> Non
             {
                 "phase": "warm_start",
                 "step": step,
-                "warm_start/loss": sum(rank.sums["loss"] for rank in ranks),
+                **{name: metric.value for name, metric in add_metrics(*(rank.metrics for rank in ranks)).items()},
                 "warm_start/lr": ranks[0].lr,
                 "timing_s/step": status.take_seconds("warm_start"),
             }
@@ -49,5 +50,4 @@ def _demonstration(source: PromptSource, cursor: int) -> Sample:
         content=source.at(cursor).content.extended(answer),
         mask_S=ones > 0,
         rollout_logprobs_S=0 * ones,
-        advantages_S=ones,
     )

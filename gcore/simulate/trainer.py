@@ -17,10 +17,14 @@ import numpy as np
 from gcore.config.base import EmulatedTraining
 from gcore.config.tree import Config
 from gcore.hub import model_folder
-from gcore.protocols import Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
-from gcore.types import Key, KlSums, Sample, TrainBatch, UserError
+from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
+from gcore.types import Key, Sample, TrainBatch, UserError
 
 FILE = "emulated_trainer.json"
+ZERO_METRICS = (  # those of training/objective.py that readers of metrics.jsonl expect
+    *(f"actor/{name}" for name in ("loss", "pg_loss", "entropy", "clip_frac", "approx_kl")),
+    *(f"rollout/{name}" for name in ("logprob_diff_mean", "importance_capped_frac", "importance_floored_frac")),
+)
 
 
 class EmulatedTrainer:
@@ -47,10 +51,10 @@ class EmulatedTrainer:
             assert sample.key not in self._samples, f"sample {sample.key} pushed twice (now by controller {source})"
             self._samples[sample.key] = sample
 
-    async def prepare(self, batch: TrainBatch) -> Mapping[Key, KlSums]:
+    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
         """A forward pass: a third of the time of an update. The KL is 0: the policy always equals the reference."""
         await self._work(self._of(batch.keys), 1 / 3)
-        return {key: KlSums(0.0, 0.0, 0.0) for key in batch.keys}
+        return dict.fromkeys(batch.keys, 0.0)
 
     async def update(self, batch: TrainBatch) -> UpdateStats:
         samples = self._of(batch.keys)
@@ -58,11 +62,10 @@ class EmulatedTrainer:
         self._samples.clear()
         updates = len(batch.mini_batches)
         self.updates += updates
-        zeros = [f"importance_{bound}" for bound in ("capped", "floored")]
-        zeros += ["loss", "pg_loss", "entropy", "clipped", "approx_kl", "logprob_diff"]
         actions = float(sum(int(sample.mask_S.sum()) for sample in samples))
-        counted = {"importance": actions, "actions": actions, "tokens": float(_tokens(samples))}
-        return UpdateStats(updates, lr=self.lr * updates, sums={**dict.fromkeys(zeros, 0.0), **counted})
+        zeros = dict.fromkeys(ZERO_METRICS, Metric(0.0, actions))
+        metrics = {**zeros, "rollout/importance_mean": Metric(actions, actions)}
+        return UpdateStats(updates, lr=self.lr * updates, metrics=metrics)
 
     async def weight_plan(self) -> WeightPlan:
         return WeightPlan(num_buckets=1, every_rank=False)

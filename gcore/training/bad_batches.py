@@ -3,7 +3,7 @@
 step_12_update_1_rank_0.json:
 
     [{"prompt_id": 70, "sibling": 3, "reward": 1.0, "tokens": [...], "mask": [...], "advantages": [...],
-      "rollout_logprobs": [...], "logprobs": [...], "old_logprobs": [...], "reference_logprobs": [...]}, ...]
+      "rollout_logprobs": [...], "logprobs": [...], "old_logprobs": [...], "ref_logprobs": [...]}, ...]
 
 `tokens` starts with the prompt; the other lists have one entry per response token. NaN and Infinity are
 written as NaN and Infinity, which Python's `json` can read.
@@ -46,7 +46,6 @@ def dump(
             "temperature": s.temperature,
             "tokens": tokens_of(s.content).tokens_T.tolist(),
             "mask": s.mask_S.tolist(),
-            "advantages": s.advantages_S.tolist(),
             "rollout_logprobs": s.rollout_logprobs_S.tolist(),
             **{name: values[s.key].tolist() for name, values in columns.items() if s.key in values},
         }

@@ -1,4 +1,4 @@
-"""A packed micro-batch as tensors.
+"""A packed micro-batch as tensors: the inputs of the network (Packed) and those of the objective (StepColumns).
 
 Each row holds whole samples one after another. Positions restart at every sample and attention stays inside it, so a
 packed row gives exactly the results of its samples alone. Logits are computed only where a response step is predicted.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from gcore.content.tokens import SamplingMask, Tokens, tokens_of
 from gcore.training.varlen import rounded
-from gcore.types import MicroBatch, Sample
+from gcore.types import Key, MicroBatch, Sample
+
+ColumnName = Literal["old_logprobs", "ref_logprobs", "advantages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,6 @@ class Packed:
     mask_R1WW: Tensor | None  # None: one sample per row, plain causal attention
     select_S: Tensor
     targets_S: Tensor
-    loss_mask_S: Tensor
-    advantages_S: Tensor
-    rollout_logprobs_S: Tensor
     temperature_S: Tensor
     sample_S: Tensor
     keys: tuple[tuple[int, int], ...]  # samples in the order of sample_S
@@ -53,6 +53,31 @@ class Packed:
             self.starts,
             self.longest,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepColumns:
+    """What the objective knows about the steps of a micro-batch. `mask_S`: 1.0 where the step is an action."""
+
+    mask_S: Tensor
+    sample_S: Tensor  # index of each step's sample
+    num_samples: int  # of this micro-batch
+    rollout_logprobs_S: Tensor  # of the engine
+    advantages_S: Tensor
+    old_logprobs_S: Tensor | None = None  # of the policy before the update
+    ref_logprobs_S: Tensor | None = None  # of the reference model
+
+
+@dataclass(slots=True)
+class StepData:
+    """The samples of a rank in one training step, and the columns that the rank has computed: values per step."""
+
+    samples: dict[Key, Sample] = field(default_factory=dict)
+    columns: dict[ColumnName, dict[Key, Tensor]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.samples.clear()
+        self.columns.clear()
 
 
 def to_tensors(
@@ -102,15 +127,41 @@ def to_tensors(
         mask_R1WW=mask,
         select_S=steps(select, torch.int64),
         targets_S=steps([content.tokens_S for content in contents], torch.int64),
-        loss_mask_S=steps([s.mask_S for s in ordered], torch.float32),
-        advantages_S=steps([s.advantages_S for s in ordered], torch.float32),
-        rollout_logprobs_S=steps([s.rollout_logprobs_S for s in ordered], torch.float32),
         temperature_S=steps([np.full(s.num_steps, s.temperature) for s in ordered], torch.float32),
         sample_S=steps([np.full(s.num_steps, i) for i, s in enumerate(ordered)], torch.int64),
         keys=tuple(s.key for s in ordered),
         sampling_mask=_sampling_mask(contents, device),
         starts=starts,
         longest=longest,
+    )
+
+
+def step_columns(packed: Packed, data: StepData, device: torch.device) -> StepColumns:
+    """The columns of a packed micro-batch, in the order of its steps."""
+
+    def column(name: ColumnName) -> Tensor | None:
+        values = data.columns.get(name)
+        if not values:
+            return None
+        if packed.is_padding:
+            return torch.zeros(1, device=device)
+        return torch.cat([values[key] for key in packed.keys]).to(device, torch.float32)
+
+    def stored(arrays: list[np.ndarray]) -> Tensor:
+        joined = np.concatenate(arrays).astype(np.float32) if arrays else np.zeros(1, np.float32)
+        return torch.from_numpy(joined).to(device)
+
+    samples = [] if packed.is_padding else [data.samples[key] for key in packed.keys]
+    mask_S = stored([s.mask_S for s in samples])
+    advantages_S = column("advantages")
+    return StepColumns(
+        mask_S=mask_S,
+        sample_S=packed.sample_S,
+        num_samples=len(packed.keys),
+        rollout_logprobs_S=stored([s.rollout_logprobs_S for s in samples]),
+        advantages_S=torch.zeros_like(mask_S) if advantages_S is None else advantages_S,
+        old_logprobs_S=column("old_logprobs"),
+        ref_logprobs_S=column("ref_logprobs"),
     )
 
 
@@ -122,17 +173,14 @@ def _sampling_mask(contents: list[Tokens], device: torch.device) -> tuple[Tensor
 
 
 def _padding(tokens: np.ndarray, positions: np.ndarray, device: torch.device, varlen: bool) -> Packed:
-    zero, index = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    index = torch.zeros(1, dtype=torch.int64, device=device)
     return Packed(
         torch.from_numpy(tokens).to(device),
         torch.from_numpy(positions).to(device),
         None,
         index,
         index,
-        zero,
-        zero,
-        zero,
-        zero + 1,
+        torch.ones(1, device=device),
         index,
         ((-1, -1),),
         starts=torch.tensor([0, tokens.size], dtype=torch.int32, device=device) if varlen else None,

@@ -1,74 +1,118 @@
-"""From a micro-batch and its logprobs to the loss and the logged sums. Pure functions.
+"""From the outputs of a network to the loss and the metrics. Pure functions. A new loss or metric changes this file
+alone (and losses.py, for its formula).
 
-All sums run over the actions (mask_S). Denominators are those of the global mini-batch (losses.step_weights), so the
-losses of all micro-batches and ranks add up.
+    StepOutputs (of the network), StepColumns (of the samples) ──objective──> loss, {"actor/entropy": Part(...), ...}
+
+Sums run over the actions (mask_S). Denominators are those of the global mini-batch (losses.step_weights), so the losses
+of all micro-batches and ranks add up. Metrics add up too: each one has its own total and weight.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
 from gcore.config.tree import Algorithm
+from gcore.protocols import Metric, add_metrics
 from gcore.training import losses
-from gcore.training.micro import Packed
-from gcore.types import Bools, Floats, KlSums, MiniBatch
-
-Parts = dict[str, Tensor]
+from gcore.training.micro import StepColumns
+from gcore.types import MiniBatch
 
 
-def imitation(packed: Packed, mini: MiniBatch, logprobs_S: Tensor) -> tuple[Tensor, Parts]:
-    """Mean negative logprob of the demonstrations."""
-    loss = -(logprobs_S * _weights(packed, mini, "token_mean")).sum()
-    return loss, {"loss": loss}
+class Part(NamedTuple):
+    """A protocols.Metric of one micro-batch, as tensors: the host does not wait for the device."""
+
+    total: Tensor
+    weight: Tensor
+    reducer: Literal["mean", "max"] = "mean"
 
 
-def policy(
-    algorithm: Algorithm,
-    packed: Packed,
-    mini: MiniBatch,
-    logprobs_S: Tensor,
-    entropy_S: Tensor,
-    old_S: Tensor | None,
-    ref_S: Tensor | None,
-    max_response_length: int,
-) -> tuple[Tensor, Parts]:
-    """`old_S`: logprobs before the first mini-batch; None: same as `logprobs_S`. `ref_S`: those of the reference."""
-    weights_S = _weights(packed, mini, algorithm.loss_aggregation, max_response_length)
-    mask_S, num_local = packed.loss_mask_S, len(packed.keys)
-    before_S = logprobs_S.detach() if old_S is None else old_S
-    steps = losses.Steps(logprobs_S, before_S, packed.advantages_S, mask_S, packed.sample_S, num_local)
-    loss_S, clipped_S = losses.POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
-    importance_S, capped_S, floored_S = losses.importance(before_S, packed.rollout_logprobs_S, steps, algorithm)
-    applied_S = torch.ones_like(importance_S) if algorithm.importance == "none" else importance_S
-    pg_loss = (loss_S * applied_S * weights_S).sum()
-    loss = pg_loss - algorithm.entropy_coef * (entropy_S * weights_S).sum()
-    parts = {
-        "pg_loss": pg_loss,
-        "entropy": (entropy_S * mask_S).sum(),
-        "clipped": (clipped_S * mask_S).sum(),
-        "approx_kl": ((before_S - logprobs_S) * mask_S).sum(),
-        "logprob_diff": ((before_S - packed.rollout_logprobs_S).abs() * mask_S).sum(),
-        "importance": (importance_S * mask_S).sum(),
-        "importance_capped": (capped_S * mask_S).sum(),
-        "importance_floored": (floored_S * mask_S).sum(),
-        "actions": mask_S.sum(),
-    }
-    if ref_S is not None:
-        policy_S = before_S if algorithm.kl_in_reward else logprobs_S
-        kl_S = losses.kl_penalty(policy_S, ref_S, algorithm.kl_estimator)
-        if algorithm.kl_in == "loss":
-            loss = loss + algorithm.kl_coef * (kl_S * applied_S * weights_S).sum()
-        parts["kl"] = (kl_S * mask_S).sum()
-    return loss, {"loss": loss, **parts}
+Metrics = dict[str, Part]
 
 
-def _weights(packed: Packed, mini: MiniBatch, aggregation: str, max_response_length: int = 0) -> Tensor:
+class StepOutputs(NamedTuple):
+    """What a network computes for each step of a micro-batch."""
+
+    logprobs_S: Tensor
+    entropy_S: Tensor
+
+
+Objective = Callable[[StepOutputs, StepColumns], tuple[Tensor, Metrics]]
+
+
+def imitation(mini: MiniBatch) -> Objective:
+    """Mean negative logprob of demonstrations."""
+
+    def objective(outputs: StepOutputs, columns: StepColumns) -> tuple[Tensor, Metrics]:
+        loss = -(outputs.logprobs_S * _weights(columns, mini, "token_mean")).sum()
+        return loss, {"warm_start/loss": _per_update(loss, columns, mini)}
+
+    return objective
+
+
+def policy(algorithm: Algorithm, mini: MiniBatch, max_response_length: int) -> Objective:
+    """The loss of reinforcement learning. Without old logprobs, those of this forward pass are the old ones."""
+
+    def objective(outputs: StepOutputs, columns: StepColumns) -> tuple[Tensor, Metrics]:
+        logprobs_S, entropy_S = outputs
+        mask_S, ref_S = columns.mask_S, columns.ref_logprobs_S
+        weights_S = _weights(columns, mini, algorithm.loss_aggregation, max_response_length)
+        before_S = logprobs_S.detach() if columns.old_logprobs_S is None else columns.old_logprobs_S
+        steps = losses.Steps(logprobs_S, before_S, columns.advantages_S, mask_S, columns.sample_S, columns.num_samples)
+        loss_S, clipped_S = losses.POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
+        importance_S, capped_S, floored_S = losses.importance(before_S, columns.rollout_logprobs_S, steps, algorithm)
+        applied_S = torch.ones_like(importance_S) if algorithm.importance == "none" else importance_S
+        pg_loss = (loss_S * applied_S * weights_S).sum()
+        loss = pg_loss - algorithm.entropy_coef * (entropy_S * weights_S).sum()
+        diff_S = (before_S - columns.rollout_logprobs_S).abs()
+        metrics = {
+            "actor/pg_loss": _per_update(pg_loss, columns, mini),
+            "actor/entropy": _per_action(entropy_S, columns),
+            "actor/clip_frac": _per_action(clipped_S, columns),
+            "actor/approx_kl": _per_action(before_S - logprobs_S, columns),
+            "rollout/logprob_diff_mean": _per_action(diff_S, columns),
+            "rollout/logprob_diff_max": _maximum(diff_S, columns),
+            "rollout/importance_mean": _per_action(importance_S, columns),
+            "rollout/importance_capped_frac": _per_action(capped_S, columns),
+            "rollout/importance_floored_frac": _per_action(floored_S, columns),
+        }
+        if ref_S is not None:
+            policy_S = before_S if algorithm.kl_in_reward else logprobs_S
+            kl_S = losses.kl_penalty(policy_S, ref_S, algorithm.kl_estimator)
+            if algorithm.kl_in == "loss":
+                loss = loss + algorithm.kl_coef * (kl_S * applied_S * weights_S).sum()
+            metrics["actor/kl"] = _per_action(kl_S, columns)
+        return loss, {"actor/loss": _per_update(loss, columns, mini), **metrics}
+
+    return objective
+
+
+# ---- metrics: how the parts of micro-batches, mini-batches and ranks become one number
+
+
+def _per_action(values_S: Tensor, columns: StepColumns) -> Part:
+    """The mean over all actions."""
+    return Part((values_S.detach() * columns.mask_S).double().sum(), columns.mask_S.double().sum())
+
+
+def _per_update(part: Tensor, columns: StepColumns, mini: MiniBatch) -> Part:
+    """The sum over the micro-batches and ranks of an update; the mean over updates."""
+    return Part(part.detach().double(), columns.mask_S.double().sum() / max(mini.num_actions, 1))
+
+
+def _maximum(values_S: Tensor, columns: StepColumns) -> Part:
+    """The largest value of an action; values are not negative."""
+    return Part((values_S.detach() * columns.mask_S).double().max(), torch.ones((), device=values_S.device), "max")
+
+
+def _weights(columns: StepColumns, mini: MiniBatch, aggregation: str, max_response_length: int = 0) -> Tensor:
     return losses.step_weights(
-        packed.loss_mask_S,
-        packed.sample_S,
-        len(packed.keys),
+        columns.mask_S,
+        columns.sample_S,
+        columns.num_samples,
         aggregation=aggregation,
         num_actions=mini.num_actions,
         num_samples=mini.num_samples,
@@ -76,12 +120,11 @@ def _weights(packed: Packed, mini: MiniBatch, aggregation: str, max_response_len
     )
 
 
-def kl_to_go(kl_S: Floats, mask_S: Bools) -> tuple[np.ndarray, KlSums]:
-    """KL-to-go: the KL of each action and of all later actions of the sample. Also its sums, for the controllers.
-
-    [0.1, 0.2, 0.3], where the second is no action -> [0.4, 0.3, 0.3], KlSums(0.4, 0.7, 0.25)
-    """
-    counted_S = np.where(mask_S, kl_S.astype(np.float64), 0.0)
-    kl_to_go_S = np.cumsum(counted_S[::-1])[::-1]
-    actions = kl_to_go_S[mask_S]
-    return kl_to_go_S, KlSums(float(counted_S.sum()), float(actions.sum()), float((actions**2).sum()))
+def to_metrics(micros: Sequence[Metrics]) -> dict[str, Metric]:
+    """The metrics of a mini-batch, as numbers. Waits for the device, once."""
+    parts = [(name, part) for metrics in micros for name, part in metrics.items()]
+    if not parts:
+        return {}
+    numbers = torch.stack([value.double() for _, part in parts for value in part[:2]]).tolist()
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return add_metrics(*({name: Metric(*pair, part.reducer)} for (name, part), pair in zip(parts, pairs, strict=True)))

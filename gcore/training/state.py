@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gcore.models import LORA_A, Adapters
 from gcore.training.lora import trainable_parameters
+from gcore.training.optimizer import MOMENTS, Optimizer
 from gcore.types import UserError
 from gcore.weights.publisher import whole_tensor
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def gather_weights(network: Any, everywhere: bool = False) -> dict[str, np.ndarray]:
@@ -47,9 +46,11 @@ def save_weights(path: Path, parameters: Mapping[str, Tensor], adapters: Adapter
         save_file({name: torch.from_numpy(value) for name, value in weights.items()}, path, metadata)
 
 
-def read_weights(path: Path) -> dict[str, np.ndarray]:
-    with safe_open(path, framework="np") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+@torch.no_grad()
+def load_weights(path: Path, network: Any) -> None:
+    """Fill the network with what save_weights wrote."""
+    for name, tensor in read_like(path, network).items():
+        network.get_parameter(name).copy_(tensor)
 
 
 def read_like(path: Path, network: Any) -> dict[str, Tensor]:
@@ -60,14 +61,13 @@ def read_like(path: Path, network: Any) -> dict[str, Tensor]:
         }
 
 
-def save(
-    folder: Path, network: Any, optimizer: torch.optim.Optimizer, updates: int, adapters: Adapters | None = None
-) -> None:
+def save(folder: Path, network: Any, optimizer: Optimizer, updates: int, adapters: Adapters | None = None) -> None:
     """Rank 0 writes model.safetensors and optimizer.safetensors."""
     save_weights(folder / "model.safetensors", trainable_parameters(network), adapters)
     moments: dict[str, Tensor] = {"updates": torch.tensor(updates)}
+    entries = optimizer.state
     for name, parameter in trainable_parameters(network).items():
-        entry = optimizer.state.get(parameter)
+        entry = entries.get(parameter)
         if not entry:
             continue
         moments[f"{name}/step"] = torch.as_tensor(entry["step"]).cpu()
@@ -78,7 +78,7 @@ def save(
     dist.barrier()
 
 
-def load(folder: Path, network: Any, optimizer: torch.optim.Optimizer, adapters: Adapters | None = None) -> int:
+def load(folder: Path, network: Any, optimizer: Optimizer, adapters: Adapters | None = None) -> int:
     """Fill network and optimizer; returns the number of updates so far. Each rank keeps its shard of what it reads."""
     with (
         safe_open(folder / "model.safetensors", framework="pt") as weights,
@@ -87,14 +87,15 @@ def load(folder: Path, network: Any, optimizer: torch.optim.Optimizer, adapters:
     ):
         _check(folder, weights, adapters)
         saved = set(moments.keys())
-        optimizer.state.clear()
+        entries: dict[Tensor, dict[str, Any]] = {}
         for name, parameter in trainable_parameters(network).items():
             parameter.copy_(_like(weights.get_tensor(name), parameter))
             if f"{name}/step" in saved:
-                optimizer.state[parameter] = {
+                entries[parameter] = {
                     "step": moments.get_tensor(f"{name}/step"),
                     **{m: _like(moments.get_tensor(f"{name}/{m}"), parameter) for m in MOMENTS},
                 }
+        optimizer.set_state(entries)
         return int(moments.get_tensor("updates"))
 
 

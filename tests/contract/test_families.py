@@ -164,7 +164,7 @@ def samples_of(lengths: list[tuple[int, int]]) -> list[Sample]:
     for i, (prompt, steps) in enumerate(lengths):
         tokens = rng.integers(3, VOCABULARY, prompt + steps).astype(np.int32)
         zeros = np.zeros(steps, np.float32)
-        found.append(Sample(i, 0, Tokens.split(tokens, steps), np.ones(steps, bool), zeros, zeros))
+        found.append(Sample(i, 0, Tokens.split(tokens, steps), np.ones(steps, bool), zeros))
     return found
 
 
@@ -258,7 +258,7 @@ def test_windows_in_sequences_longer_than_a_block_of_the_attention_kernel(name, 
     (found,) = generated(ours(folders(name)), [prompt], [40], max_length=800)
     tokens = np.concatenate([prompt, found.content.tokens_S]).astype(np.int32)
     zeros, other = np.zeros(40, np.float32), samples_of([(30, 40)])[0]
-    sample = Sample(1, 0, Tokens.split(tokens, 40), np.ones(40, bool), zeros, zeros)
+    sample = Sample(1, 0, Tokens.split(tokens, 40), np.ones(40, bool), zeros)
     with torch.no_grad():
         want = plain(reference(folders(name), name), tokens, 40)
         packed = trained(LogprobModel(ours(folders(name))).train(), [other, sample], ((0, 1),), 832)[1]

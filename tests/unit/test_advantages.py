@@ -6,17 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gcore.config.algorithm import ESTIMATORS
+from gcore.config.tree import Algorithm
+from gcore.content.tokens import Tokens
 from gcore.preparation.advantages import (
-    ESTIMATORS,
-    Moments,
+    GROUP_ESTIMATORS,
     dr_grpo,
     grpo,
     overlong_penalty,
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
-    whiten,
 )
+from gcore.training.step_advantages import Moments, kl_to_come, step_advantages, whiten
+from gcore.types import Sample
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())["cases"]
 
@@ -64,47 +67,73 @@ def test_reinforce_pp_has_no_baseline_but_the_batch():
     assert reinforce_pp_baseline(rewards).tolist() == [-2.0, 2.0, 0.0]
 
 
-def test_moments_weigh_by_actions():
-    moments = Moments.of(of(2, -1), of(3, 1))
-    assert moments == Moments(count=4, total=5, squares=13)
-    assert Moments.sum([moments, Moments(1, 2, 4), Moments()]) == Moments(5, 7, 17)
-
-
 def test_whiten_by_hand():
     # actions 2 2 2 -1: mean 5/4, variance (3 * 9/16 + 81/16) / 3 = 9/4, spread 3/2
-    moments = Moments.of(of(2, -1), of(3, 1))
+    moments = Moments.of(of(2, 2, 2, -1))
+    assert moments == Moments(count=4, total=5, squares=13)
     assert whiten(of(2, -1), moments) == pytest.approx(of(0.5, -1.5), abs=1e-8)
 
 
 def test_whiten_leaves_a_single_action_and_survives_no_spread():
-    assert whiten(of(3), Moments.of(of(3), of(1))).tolist() == [3.0]
-    assert whiten(of(3, 3), Moments.of(of(3, 3), of(2, 2))).tolist() == [0.0, 0.0]
+    assert whiten(of(3), Moments.of(of(3))).tolist() == [3.0]
+    assert whiten(of(3, 3), Moments.of(of(3, 3))).tolist() == [0.0, 0.0]
 
 
-def test_whiten_does_not_depend_on_the_split_over_controllers():
+def sample(prompt: int, mask) -> Sample:
+    mask_S = np.array(mask) > 0
+    return Sample(prompt, 0, Tokens.steps(np.zeros(len(mask_S), np.int32)), mask_S, np.zeros(len(mask_S), np.float32))
+
+
+def test_kl_to_come_by_hand():
+    mask = np.array([True, False, True, True])
+    assert kl_to_come(of(0.5, 9.0, 0.25, -1.0), mask).tolist() == [-0.25, -0.75, -0.75, -1.0]
+    assert kl_to_come(np.ones(2), np.zeros(2, bool)).tolist() == [0.0, 0.0]
+
+
+def test_advantages_of_steps_by_hand():
+    """Charged: 2 - 0.5 x (0.4, 0.3) and -1 - 0.5 x 0.2; whitened over these three actions."""
+    algorithm = Algorithm(adv_estimator="reinforce_pp", kl_coef=0.5, kl_in="reward")
+    samples = {(0, 0): sample(0, [1, 0, 1]), (1, 0): sample(1, [1])}
+    kl = {(0, 0): of(0.1, 7.0, 0.3), (1, 0): of(0.2)}
+    found = step_advantages(samples, {(0, 0): 2.0, (1, 0): -1.0}, kl, algorithm, lambda sums: sums)
+    actions = of(2 - 0.5 * 0.4, 2 - 0.5 * 0.3, -1 - 0.5 * 0.2)
+    expected = (actions - actions.mean()) / actions.std(ddof=1)
+    assert [*found[0, 0][[0, 2]], *found[1, 0]] == pytest.approx(expected, abs=1e-6)
+    plain = step_advantages(samples, {(0, 0): 2.0, (1, 0): -1.0}, {}, Algorithm(), lambda sums: 1 / 0)
+    assert plain[0, 0].tolist() == [2.0, 2.0, 2.0] and plain[1, 0].tolist() == [-1.0]
+
+
+def test_whitening_does_not_depend_on_the_split_over_ranks():
     rng = np.random.default_rng(0)
-    advantages, actions = rng.normal(size=60), rng.integers(0, 9, 60).astype(np.float64)
-    whole = whiten(advantages, Moments.of(advantages, actions))
-    parts = np.array_split(np.arange(60), [7, 7, 31])  # one controller has nothing
-    moments = Moments.sum([Moments.of(advantages[p], actions[p]) for p in parts])
-    assert np.concatenate([whiten(advantages[p], moments) for p in parts]) == pytest.approx(whole, abs=1e-12)
-    tokens = np.repeat(whole, actions.astype(int))
-    assert tokens.mean() == pytest.approx(0, abs=1e-12) and tokens.std(ddof=1) == pytest.approx(1, abs=1e-8)
+    samples = {(i, 0): sample(i, rng.random(rng.integers(1, 9)) > 0.3) for i in range(60)}
+    advantages = {key: float(rng.normal()) for key in samples}
+    algorithm = Algorithm(adv_estimator="reinforce_pp_baseline")
+    whole = step_advantages(samples, advantages, {}, algorithm, lambda sums: sums)
+    keys = list(samples)
+    shares = [keys[:7], [], keys[7:31], keys[31:]]  # one rank has nothing
+    own: list[np.ndarray] = []
+
+    def keep(sums):
+        own.append(sums)
+        return sums
+
+    for share in shares:
+        step_advantages(samples, {key: advantages[key] for key in share}, {}, algorithm, keep)
+    for share in shares:
+        given = {key: advantages[key] for key in share}
+        found = step_advantages(samples, given, {}, algorithm, lambda sums: sum(own))
+        for key in share:
+            assert found[key] == pytest.approx(whole[key], abs=1e-6)
+    actions = np.concatenate([whole[key][samples[key].mask_S] for key in keys])
+    assert actions.mean() == pytest.approx(0, abs=1e-6) and actions.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
 
 def test_estimators_that_whiten():
+    assert ESTIMATORS.keys() == GROUP_ESTIMATORS.keys()
     assert {name for name, estimator in ESTIMATORS.items() if estimator.whiten} == {
         "reinforce_pp",
         "reinforce_pp_baseline",
     }
-
-
-def test_moments_of_steps_that_are_charged_with_the_kl_to_come():
-    # two actions with KL to come of 0.4 and 0.3, one with 0.2; coefficient 0.5
-    steps = of(2 - 0.5 * 0.4, 2 - 0.5 * 0.3, -1 - 0.5 * 0.2)
-    found = Moments.of(of(2, -1), of(2, 1), of(0.7, 0.2), of(0.25, 0.04), 0.5)
-    assert (found.count, found.total, found.squares) == pytest.approx((3, steps.sum(), (steps**2).sum()), abs=1e-12)
-    assert (found.mean, found.spread) == pytest.approx((steps.mean(), steps.std(ddof=1)), abs=1e-8)
 
 
 def test_soft_overlong_punishment():
@@ -126,10 +155,10 @@ def test_soft_overlong_punishment():
 @pytest.mark.parametrize("name", list(ESTIMATORS))
 @pytest.mark.parametrize("case", range(len(GOLDEN)))
 def test_same_as_verl(name, case):
-    batch, estimator = GOLDEN[case]["batch"], ESTIMATORS[name]
+    batch = GOLDEN[case]["batch"]
     rewards, group, mask = (np.array(batch[key]) for key in ("rewards", "group", "mask"))
-    ours = np.concatenate([estimator.group(rewards[group == g].astype(np.float64)) for g in np.unique(group)])
-    if estimator.whiten:
-        ours = whiten(ours, Moments.of(ours, mask.sum(1).astype(np.float64)))
+    ours = np.concatenate([GROUP_ESTIMATORS[name](rewards[group == g].astype(np.float64)) for g in np.unique(group)])
+    if ESTIMATORS[name].whiten:
+        ours = whiten(ours, Moments.of(np.repeat(ours, mask.sum(1))))
     assert ours[:, None] * mask == pytest.approx(np.array(GOLDEN[case]["advantages"][name]), abs=1e-6)
     assert np.abs(ours).max() > 0.5

@@ -321,7 +321,7 @@ def check_ages(world: World, first_step: int = 1) -> Counter[int]:
     ages = Counter[int]()
     for step, found in enumerate(world.steps, first_step):
         groups = [group for part in found for group in part.groups]
-        asyncio.run(make_samples(groups, Algorithm(), world.groups[0], step - 1, world.sampling.staleness))
+        make_samples(groups, Algorithm(), step - 1, world.sampling.staleness)
         ages.update(step - 1 - oldest(group) for group in groups)
     return ages
 

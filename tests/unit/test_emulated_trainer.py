@@ -18,7 +18,7 @@ from gcore.content.tokens import Tokens
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
-from gcore.protocols import Receivers, TrainerInfo, WeightPlan
+from gcore.protocols import Metric, Receivers, TrainerInfo, WeightPlan
 from gcore.simulate import VirtualLoop
 from gcore.simulate.trainer import EmulatedTrainer
 from gcore.types import Sample, TrainBatch, UserError
@@ -29,9 +29,8 @@ ROOT = Path(__file__).parents[2]
 def sample(prompt: int, length: int, sibling: int = 0) -> Sample:
     """`length` tokens, two of them the prompt's."""
     steps, numbers = length - 2, np.zeros(length - 2, np.float32)
-    return Sample(
-        prompt, sibling, Tokens.split(np.zeros(length, np.int32), steps), np.ones(steps, np.bool_), numbers, numbers
-    )
+    content = Tokens.split(np.zeros(length, np.int32), steps)
+    return Sample(prompt, sibling, content, np.ones(steps, np.bool_), numbers)
 
 
 def laid_out(samples: list[Sample], ranks: int, mini_batches: int = 1) -> list[TrainBatch]:
@@ -67,11 +66,8 @@ def test_it_takes_a_third_of_its_time_to_prepare_and_the_whole_to_update():
         stats = await trainer.update(batch)
         assert now() == pytest.approx(1.2)
         assert trainer.busy_s == pytest.approx(2.4)
-        assert {name: stats.sums[name] for name in ("actions", "importance", "tokens")} == {
-            "actions": 50.0,
-            "importance": 50.0,
-            "tokens": 60.0,
-        }
+        assert stats.metrics["rollout/importance_mean"] == Metric(50.0, 50.0)
+        assert stats.metrics["actor/loss"].value == 0.0
         assert (stats.updates, stats.lr, stats.skipped) == (2, 1.0, 0)
         await trainer.push(0, samples)  # the update removed all samples
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import multiprocessing
 import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,11 @@ from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
-from gcore.protocols import Rendezvous, UpdateStats
+from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
-from gcore.training.fsdp import FsdpTrainer
+from gcore.training.fsdp import FsdpBackend
 from gcore.training.lora import adapt
+from gcore.training.rank import TrainerRank
 from gcore.types import UserError
 from gcore.weights.publisher import WeightPublisher
 from tests.unit.test_training import (
@@ -68,17 +71,20 @@ def lora_of(lora: dict[str, Any] | None = None, **sections: Any) -> Config:
     return config_of(model={"lora": LORA if lora is None else lora}, **sections)
 
 
-def merged_of(trainer: FsdpTrainer) -> Any:
+def merged_of(trainer: TrainerRank) -> Any:
     """The library's own network with base and adapters added up, by a formula of its own."""
     network, factors = network_of(trainer._config), weights_of(trainer)
     with torch.no_grad():
-        for layer in trainer._adapters.layers:
+        adapters = trainer.backend._adapters
+        for layer in adapters.layers:
             a, b = (torch.from_numpy(np.array(factors[layer + end])).double() for end in (LORA_A, LORA_B))
-            network.get_parameter(f"{layer}.weight").add_(trainer._adapters.alpha / trainer._adapters.rank * (b @ a))
+            network.get_parameter(f"{layer}.weight").add_(
+                trainer.backend._adapters.alpha / trainer.backend._adapters.rank * (b @ a)
+            )
     return network
 
 
-def trained(config: Config, updates: int = 3) -> FsdpTrainer:
+def trained(config: Config, updates: int = 3) -> TrainerRank:
     trainer = trainer_of(config)
     asyncio.run(trainer.begin())
     for seed in range(updates):
@@ -165,14 +171,16 @@ def test_training_changes_adapters_alone_and_merged_they_are_the_policy(architec
     build = {**config_of().model.build.model_dump(), "architecture": architecture}
     config = config_of(model={"build": build, "lora": LORA}, training={"weight_decay": 0.1, "max_grad_norm": 0.01})
     trainer = trainer_of(config)
-    before = {n: p.full_tensor().clone() for n, p in trainer._policy.network.named_parameters()}
+    before = {n: p.full_tensor().clone() for n, p in trainer.backend.policy.network.named_parameters()}
     asyncio.run(trainer.begin())
     for seed in range(3):
         stats = update(trainer, samples_of(seed), batch_of(samples_of(seed)))
         assert stats.grad_norm > 0 and stats.skipped == 0
-    changed = {n for n, p in trainer._policy.network.named_parameters() if not torch.equal(p.full_tensor(), before[n])}
+    changed = {
+        n for n, p in trainer.backend.policy.network.named_parameters() if not torch.equal(p.full_tensor(), before[n])
+    }
     assert changed == {layer + end for layer in LAYERS for end in (LORA_A, LORA_B)} == set(weights_of(trainer))
-    assert len(trainer._optimizer.param_groups[0]["params"]) == 28
+    assert len(trainer.backend.optimizer.state) == 28
     info = asyncio.run(trainer.info())
     assert info.num_parameters == sum(v.size for v in weights_of(trainer).values())
     merged, samples = merged_of(trainer), samples_of(7)
@@ -180,7 +188,7 @@ def test_training_changes_adapters_alone_and_merged_they_are_the_policy(architec
     asyncio.run(trainer.prepare(batch_of(samples, mini_batches=2)))
     for sample in samples:
         expected, plain = alone(merged, sample)[0], alone(network_of(config), sample)[0]
-        assert torch.allclose(trainer._old[sample.key], expected, atol=1e-5, rtol=0)
+        assert torch.allclose(trainer._data.columns["old_logprobs"][sample.key], expected, atol=1e-5, rtol=0)
         assert not torch.allclose(expected, plain, atol=1e-3, rtol=0)
 
 
@@ -191,34 +199,46 @@ def test_the_reference_is_the_policy_at_begin(mini_batches):
     update(trainer, samples, batch_of(samples, objective="imitation"))
     asyncio.run(trainer.begin())
     start = merged_of(trainer)
-    assert update(trainer, samples, batch_of(samples)).sums["kl"] == pytest.approx(0, abs=1e-5)
+    assert update(trainer, samples, batch_of(samples)).metrics["actor/kl"].total == pytest.approx(0, abs=1e-5)
     update(trainer, samples, batch_of(samples))
     now, factors, batch = merged_of(trainer), weights_of(trainer), batch_of(samples, mini_batches=mini_batches)
     factors = {name: np.array(value) for name, value in factors.items()}
     asyncio.run(trainer.push(0, samples))
     asyncio.run(trainer.prepare(batch))
     for sample in samples:
-        assert torch.allclose(trainer._ref[sample.key], alone(start, sample)[0], atol=1e-5, rtol=0)
-        assert not torch.allclose(trainer._ref[sample.key], alone(now, sample)[0], atol=1e-5, rtol=0)
+        assert torch.allclose(
+            trainer._data.columns["ref_logprobs"][sample.key], alone(start, sample)[0], atol=1e-5, rtol=0
+        )
+        assert not torch.allclose(
+            trainer._data.columns["ref_logprobs"][sample.key], alone(now, sample)[0], atol=1e-5, rtol=0
+        )
         if mini_batches > 1:
-            assert torch.allclose(trainer._old[sample.key], alone(now, sample)[0], atol=1e-5, rtol=0)
+            assert torch.allclose(
+                trainer._data.columns["old_logprobs"][sample.key], alone(now, sample)[0], atol=1e-5, rtol=0
+            )
     assert same(weights_of(trainer), factors)  # its own are back
-    assert trainer._reference is None
-    assert asyncio.run(trainer.update(batch)).sums["approx_kl"] == pytest.approx(0, abs=0.1)
+    assert trainer.backend._reference is None
+    batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples})
+    assert asyncio.run(trainer.update(batch)).metrics["actor/approx_kl"].total == pytest.approx(0, abs=0.1)
 
 
 def test_in_bfloat16_the_base_is_held_so_and_adapters_are_not():
     config, samples = lora_of(training={"activation_checkpointing": True}), samples_of()
     exact = trainer_of(lora_of())
-    made: Any = (config, lambda: network_of(config), CPU, torch.bfloat16, 1, 1, Tracer(None, "trainer-0"))
-    trainer = FsdpTrainer(*made, publisher=WeightPublisher(0, "host_memory", torch.bfloat16))
-    kinds = {(name.endswith((LORA_A, LORA_B)), p.dtype) for name, p in trainer._policy.network.named_parameters()}
+    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.bfloat16)
+    publisher = WeightPublisher(0, "host_memory", torch.bfloat16)
+    trainer = TrainerRank(config, backend, 0, 1, Tracer(None, "trainer-0"), publisher)
+    parameters = trainer.backend.policy.network.named_parameters()
+    kinds = {(name.endswith((LORA_A, LORA_B)), p.dtype) for name, p in parameters}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    entropies = ([update(t, samples, batch_of(samples)).sums["entropy"] for _ in range(2)] for t in (trainer, exact))
+    entropies = (
+        [update(t, samples, batch_of(samples)).metrics["actor/entropy"].total for _ in range(2)]
+        for t in (trainer, exact)
+    )
     found, expected = entropies
     assert found == pytest.approx(expected, rel=0.01) and found != expected
     assert {str(value.dtype) for value in weights_of(trainer).values()} == {"float32"}
-    rotary = trainer._policy.network.model.rotary_emb.inv_freq
+    rotary = trainer.backend.policy.network.model.rotary_emb.inv_freq
     assert rotary.dtype == torch.float32
 
 
@@ -235,7 +255,8 @@ def train_as(rank: int, size: int, shard: int, folder: Path, dtype: torch.dtype 
     sections = {"algorithm": {"kl_coef": 0.1, "mini_batches": 2}, "training": {"activation_checkpointing": True}}
     config = lora_of(**sections)
     tracer, norms = Tracer(None, f"trainer-{rank}"), list[float]()
-    trainer = FsdpTrainer(config, lambda: network_of(config), CPU, dtype, 1, shard, tracer)
+    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, dtype, shard)
+    trainer = TrainerRank(config, backend, rank, 1, tracer)
     asyncio.run(trainer.begin())
     for seed in range(2):
         samples = samples_of(seed, prompts=6)
@@ -293,7 +314,7 @@ def test_state_round_trip_is_exact_and_small(tmp_path, kl_coef):
     asyncio.run(other.load(str(tmp_path)))
     assert other.updates == 3 and same(weights_of(other), weights_of(trainer))
     a, b = (update(t, samples, batch_of(samples)) for t in (trainer, other))
-    assert a == b and (a.sums["kl"] > 1e-6 if kl_coef else "kl" not in a.sums)
+    assert a == b and (a.metrics["actor/kl"].total > 1e-6 if kl_coef else "actor/kl" not in a.metrics)
     assert same(weights_of(other), weights_of(trainer))
 
 
@@ -340,17 +361,17 @@ def test_logits_and_gradients_are_those_of_peft():
     asyncio.run(trainer.prepare(batch_of(samples, mini_batches=2)))
     for sample in samples:
         expected = alone(theirs, sample)[0]
-        assert torch.allclose(trainer._old[sample.key], expected, atol=1e-5, rtol=0)
-    trainer._samples.clear()
-    trainer._old.clear()
+        assert torch.allclose(trainer._data.columns["old_logprobs"][sample.key], expected, atol=1e-5, rtol=0)
+    trainer._data.samples.clear()
+    trainer._data.columns["old_logprobs"].clear()
     gradients: dict[str, torch.Tensor] = {}
 
-    def look(batch: Any, number: int, sums: Any) -> UpdateStats:
-        parameters = trainer._policy.network.named_parameters()
+    def look(lr: float) -> float:
+        parameters = trainer.backend.policy.network.named_parameters()
         gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
-        return UpdateStats(sums={name: float(value) for name, value in sums.items()})
+        return 0.0
 
-    trainer._optimizer_step = look
+    trainer.backend.step = look
     update(trainer, samples, batch_of(samples, objective="imitation"))
     assert {f"base_model.model.{name}" for name in gradients} == named.keys()
     steps = [alone(theirs, sample)[0][torch.from_numpy(sample.mask_S)] for sample in samples]

@@ -41,7 +41,16 @@ from gcore.generation.noise import uniforms
 from gcore.generation.pool import EnginePool
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.trace import Tracer
-from gcore.protocols import EngineStats, MemoryChange, Receivers, Rendezvous, TrainerInfo, UpdateStats, WeightPlan
+from gcore.protocols import (
+    EngineStats,
+    MemoryChange,
+    Metric,
+    Receivers,
+    Rendezvous,
+    TrainerInfo,
+    UpdateStats,
+    WeightPlan,
+)
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import Answer
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle
@@ -191,18 +200,18 @@ class PushTrainer:
         stats = UpdateStats()
         for mini in batch.mini_batches:
             keys = [key for micro in mini.micro_batches for row in micro.rows for key in row]
-            gradient = sum(self._gradient(self._samples[key]) for key in keys) / mini.num_actions
+            gradient = sum(self._gradient(self._samples[key], batch.advantages[key]) for key in keys) / mini.num_actions
             self.mean += 0.1 * gradient
-            stats += UpdateStats(1, 0, abs(gradient), 0.1, {"loss": -gradient, "actions": float(mini.num_actions)})
+            stats += UpdateStats(1, 0, abs(gradient), 0.1, {"actor/loss": Metric(-gradient)})
         self._samples.clear()
         return stats
 
-    def _gradient(self, sample: Sample) -> float:
+    def _gradient(self, sample: Sample, advantage: float) -> float:
         content: Any = sample.content
         tracks = np.concatenate([track.read() for track in content.tracks])  # read here, and nowhere else
         pieces = [np.diff(track.read(), prepend=np.float32(0)) for track in content.tracks]
         assert len(tracks) == content.num_steps and np.allclose(np.concatenate(pieces), content.pushes_S, atol=1e-5)
-        return float((sample.advantages_S * sample.mask_S * (content.pushes_S - self.mean)).sum() / SIGMA**2)
+        return float((advantage * sample.mask_S * (content.pushes_S - self.mean)).sum() / SIGMA**2)
 
     async def weight_plan(self) -> WeightPlan:
         return WeightPlan(1, every_rank=False)

@@ -6,14 +6,14 @@ Expected numbers: tests/parity/make_formula_golden.py, which works them out toke
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from gcore.config.tree import Algorithm
+from gcore.protocols import Metric, add_metrics
 from gcore.training import objective
-from gcore.training.micro import Packed
-from gcore.types import KlSums, MiniBatch
+from gcore.training.micro import StepColumns
+from gcore.types import MiniBatch
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "parity" / "formula_golden.json").read_text())
 KEYS = GOLDEN["keys"]
@@ -23,17 +23,16 @@ def flat(rows) -> torch.Tensor:
     return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
 
 
-def packed_of(batch) -> Packed:
+def columns_of(batch) -> StepColumns:
     lengths = [len(row) for row in batch["log"]]
-    nothing = torch.zeros(1)
-    return Packed(
-        *(nothing, nothing, None, nothing, nothing),
-        loss_mask_S=flat(batch["mask"]),
-        advantages_S=flat([[a] * n for a, n in zip(batch["advantages"], lengths, strict=True)]),
-        rollout_logprobs_S=flat(batch["rollout"]),
-        temperature_S=nothing,
+    return StepColumns(
+        mask_S=flat(batch["mask"]),
         sample_S=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        keys=tuple((0, i) for i in range(len(lengths))),
+        num_samples=len(lengths),
+        rollout_logprobs_S=flat(batch["rollout"]),
+        advantages_S=flat([[a] * n for a, n in zip(batch["advantages"], lengths, strict=True)]),
+        old_logprobs_S=flat(batch["old"]),
+        ref_logprobs_S=flat(batch["ref"]),
     )
 
 
@@ -53,12 +52,12 @@ def algorithm_of(importance, mode, estimator, aggregation, **more) -> Algorithm:
 
 
 def run(batch, algorithm: Algorithm):
-    packed, logprobs_S = packed_of(batch), flat(batch["log"]).requires_grad_()
-    mini = MiniBatch((), int(packed.loss_mask_S.sum()), len(packed.keys))
-    old_S, ref_S, entropy_S = flat(batch["old"]), flat(batch["ref"]), torch.zeros_like(logprobs_S)
-    loss, parts = objective.policy(algorithm, packed, mini, logprobs_S, entropy_S, old_S, ref_S, KEYS["max_length"])
+    columns, logprobs_S = columns_of(batch), flat(batch["log"]).requires_grad_()
+    mini = MiniBatch((), int(columns.mask_S.sum()), columns.num_samples)
+    outputs = objective.StepOutputs(logprobs_S, torch.zeros_like(logprobs_S))
+    loss, parts = objective.policy(algorithm, mini, KEYS["max_length"])(outputs, columns)
     loss.backward()
-    return loss.item(), logprobs_S.grad.tolist(), {name: float(value.detach()) for name, value in parts.items()}
+    return loss.item(), logprobs_S.grad.tolist(), objective.to_metrics([parts])
 
 
 @pytest.mark.parametrize("kind", list(GOLDEN["cases"][0]["answers"]))
@@ -84,8 +83,9 @@ def test_masked_weights_count_as_capped_or_floored():
     }
     for mode, total in {"mask": 1.0, "truncate": 1.0 + KEYS["cap"] + KEYS["floor"]}.items():
         _, _, parts = run(batch, algorithm_of("token", mode, "k3", "token_mean"))
-        found = parts["importance"], parts["importance_capped"], parts["importance_floored"], parts["actions"]
-        assert found == (pytest.approx(total), 1.0, 1.0, 3.0)
+        found = [parts[f"rollout/importance_{name}"] for name in ("mean", "capped_frac", "floored_frac")]
+        assert [metric.total for metric in found] == [pytest.approx(total), 1.0, 1.0]
+        assert {metric.weight for metric in found} == {3.0}
 
 
 def test_kl_in_the_reward_is_logged_and_no_part_of_the_loss():
@@ -93,14 +93,37 @@ def test_kl_in_the_reward_is_logged_and_no_part_of_the_loss():
     in_loss = run(batch, algorithm_of("none", "truncate", "k2", "token_mean"))
     in_reward = run(batch, algorithm_of("none", "truncate", "k2", "token_mean", kl_in="reward"))
     d, mask_S = flat(batch["old"]) - flat(batch["ref"]), flat(batch["mask"])  # of the policy before the update
-    assert in_reward[2]["kl"] == pytest.approx(float((d**2 / 2 * mask_S).sum()), abs=1e-9)
-    assert in_reward[2]["kl"] != in_loss[2]["kl"]
-    assert in_reward[0] == in_reward[2]["pg_loss"] == in_loss[2]["pg_loss"] != in_loss[0]
+    assert in_reward[2]["actor/kl"].total == pytest.approx(float((d**2 / 2 * mask_S).sum()), abs=1e-9)
+    assert in_reward[2]["actor/kl"] != in_loss[2]["actor/kl"]
+    name = "actor/pg_loss"
+    assert in_reward[0] == in_reward[2][name].value == in_loss[2][name].value != in_loss[0]
 
 
-def test_kl_to_come_by_hand():
-    mask = np.array([True, False, True, True])
-    to_come, sums = objective.kl_to_go(np.array([0.5, 9.0, 0.25, -1.0], np.float32), mask)
-    assert to_come.tolist() == [-0.25, -0.75, -0.75, -1.0]
-    assert sums == KlSums(total=-0.25, to_come=-2.0, to_come_squares=0.0625 + 0.5625 + 1.0)
-    assert objective.kl_to_go(np.ones(2, np.float32), np.zeros(2, bool))[1] == KlSums(0.0, 0.0, 0.0)
+def test_metrics_of_parts_add_up():
+    """The batch in one micro-batch, and sample by sample on two ranks: the same metrics, each with its own reducer."""
+    batch = GOLDEN["cases"][0]["batch"]
+    algorithm = algorithm_of("token", "truncate", "k3", "sequence_mean")
+    columns = columns_of(batch)
+    whole_batch = MiniBatch((), int(columns.mask_S.sum()), columns.num_samples)
+    run_objective = objective.policy(algorithm, whole_batch, KEYS["max_length"])
+
+    def parts_of(rows):
+        some = {name: [batch[name][i] for i in rows] for name in batch}
+        logprobs_S = flat(some["log"])
+        return run_objective(objective.StepOutputs(logprobs_S, -logprobs_S), columns_of(some))[1]
+
+    samples = range(columns.num_samples)
+    whole = objective.to_metrics([parts_of(samples)])
+    ranks = [objective.to_metrics([parts_of([i]) for i in samples if i % 2 == rank]) for rank in range(2)]
+    found = add_metrics(*ranks)
+    assert found.keys() == whole.keys() and {m.reducer for m in whole.values()} == {"mean", "max"}
+    for name, metric in whole.items():
+        assert found[name].value == pytest.approx(metric.value, abs=1e-9), name
+        assert metric.value != 0 or name.endswith("frac"), name
+
+
+def test_metrics_by_hand():
+    parts = Metric(3.0, 2.0), Metric(1.0, 2.0), Metric(9.0, 1.0, "max"), Metric(4.0, 1.0, "max")
+    assert (parts[0] + parts[1]).value == 1.0 and (parts[2] + parts[3]).value == 9.0
+    assert Metric(0.0, 0.0).value == 0.0  # only padding
+    assert objective.to_metrics([]) == {}

@@ -101,13 +101,9 @@ def roles(folder: Path) -> dict[str, Any]:
 
 
 def network_in(role: Any) -> Any:
-    return (
-        role._policy.network
-        if hasattr(role, "_policy")
-        else role.backend._model
-        if hasattr(role, "backend")
-        else role._model
-    )
+    if not hasattr(role, "backend"):
+        return role._model
+    return role.backend.policy.network if hasattr(role.backend, "policy") else role.backend._model
 
 
 @pytest.mark.parametrize("name", ["engine", "judge", "scorer", "trainer"])
@@ -176,16 +172,14 @@ def test_engines_in_bfloat16_are_as_near_to_float32_as_the_library(name, roles, 
 
 def test_the_trainer_in_bfloat16_is_as_near_to_float32_as_the_library(roles, texts, libraries):
     zeros = np.zeros(STEPS, np.float32)
-    samples = [
-        Sample(i, 0, Tokens.split(text, STEPS), np.ones(STEPS, bool), zeros, zeros) for i, text in enumerate(texts)
-    ]
+    samples = [Sample(i, 0, Tokens.split(text, STEPS), np.ones(STEPS, bool), zeros) for i, text in enumerate(texts)]
     keys = [s.key for s in samples]
     wanted, usual = ([logprobs_by(network, text) for text in texts] for network in libraries)
     for rows in ((tuple(keys),), tuple((key,) for key in keys)):
         width = len(rows[0]) * (PROMPT + STEPS)
         packed = to_tensors(MicroBatch(rows, width), {s.key: s for s in samples}, torch.device("cpu"))
         with torch.no_grad():
-            logprobs_S, _ = roles["trainer"]._policy(*packed.inputs)
+            logprobs_S, _ = roles["trainer"].backend.policy(*packed.inputs)
         found = [logprobs_S[packed.sample_S == i].numpy() for i in range(len(packed.keys))]
         assert error(found, wanted) < 1.3 * error(usual, wanted)
 

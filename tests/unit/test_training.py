@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ from gcore.protocols import Receivers, Rendezvous, UpdateStats
 from gcore.runtime.gloo import join
 from gcore.training import logprob_model as policy_module
 from gcore.training import varlen
-from gcore.training.fsdp import FsdpTrainer
+from gcore.training.fsdp import FsdpBackend
 from gcore.training.logprob_model import LogprobModel
-from gcore.training.micro import to_tensors
+from gcore.training.micro import StepData, step_columns, to_tensors
+from gcore.training.rank import TrainerRank
 from gcore.training.schedule import learning_rate
 from gcore.training.state import gather_weights
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch
@@ -56,12 +58,14 @@ def network_of(config: Config):
     return load_model(config.model, load_tokenizer(config.model), config.run.seed, torch.float32, CPU)
 
 
-def trainer_of(config: Config) -> FsdpTrainer:
-    return FsdpTrainer(config, lambda: network_of(config), CPU, torch.float32, 1, 1, Tracer(None, "trainer-0"))
+def trainer_of(config: Config) -> TrainerRank:
+    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32)
+    return TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
 
 
 def samples_of(seed: int = 0, prompts: int = 4, siblings: int = 3) -> list[Sample]:
-    """Random tokens, lengths, advantages; some steps do not count (tool tokens), the last of a sample always does."""
+    """Random tokens, lengths and rewards, which `update` takes as advantages. Some steps are no actions, but
+    the last one of a sample always is."""
     rng = np.random.default_rng(seed)
     found = []
     for prompt in range(prompts):
@@ -71,17 +75,9 @@ def samples_of(seed: int = 0, prompts: int = 4, siblings: int = 3) -> list[Sampl
             mask = rng.random(n) > 0.2
             mask[-1] = True
             tokens = np.concatenate([start, rng.integers(4, 16, n)]).astype(np.int32)
-            advantages = np.full(n, rng.normal(), np.float32)
-            found.append(
-                Sample(
-                    prompt,
-                    sibling,
-                    Tokens.split(tokens, n),
-                    mask,
-                    -rng.exponential(1, n).astype(np.float32),
-                    advantages,
-                )
-            )
+            advantage = float(np.float32(rng.normal()))
+            logprobs = -rng.exponential(1, n).astype(np.float32)
+            found.append(Sample(prompt, sibling, Tokens.split(tokens, n), mask, logprobs, reward=advantage))
     return found
 
 
@@ -98,7 +94,9 @@ def batch_of(samples, max_tokens=10_000, mini_batches=1, objective="policy") -> 
     return batch
 
 
-def update(trainer: FsdpTrainer, samples, batch: TrainBatch) -> UpdateStats:
+def update(trainer: TrainerRank, samples, batch: TrainBatch) -> UpdateStats:
+    batch = dataclasses.replace(batch, advantages=batch.advantages or {s.key: s.reward for s in samples})
+
     async def run():
         await trainer.push(0, samples)
         await trainer.prepare(batch)
@@ -107,7 +105,7 @@ def update(trainer: FsdpTrainer, samples, batch: TrainBatch) -> UpdateStats:
     return asyncio.run(run())
 
 
-def weights_of(trainer: FsdpTrainer) -> dict[str, np.ndarray]:
+def weights_of(trainer: TrainerRank) -> dict[str, np.ndarray]:
     return {k: v.numpy() for k, v in unpack_bucket(asyncio.run(trainer.weight_bucket(0, Receivers(())))).items()}
 
 
@@ -156,16 +154,14 @@ def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens
 
 
 def test_packed_by_hand():
+    def sample(key, tokens, n, mask, logprobs):
+        content = Tokens.split(np.array(tokens, np.int32), n)
+        return Sample(*key, content, np.array(mask) > 0, np.array(logprobs, np.float32))
+
     samples = {
-        (0, 0): Sample(
-            0, 0, Tokens.split(np.array([5, 6, 7], np.int32), 2), *(np.array([1, 1]) > 0, np.zeros(2), np.full(2, 0.5))
-        ),
-        (0, 1): Sample(
-            0, 1, Tokens.split(np.array([5, 8], np.int32), 1), *(np.array([0]) > 0, np.full(1, -0.25), np.full(1, -0.5))
-        ),
-        (1, 0): Sample(
-            1, 0, Tokens.split(np.array([9, 9, 4], np.int32), 1), *(np.array([1]) > 0, np.zeros(1), np.full(1, 2.0))
-        ),
+        (0, 0): sample((0, 0), [5, 6, 7], 2, [1, 1], [0, 0]),
+        (0, 1): sample((0, 1), [5, 8], 1, [0], [-0.25]),
+        (1, 0): sample((1, 0), [9, 9, 4], 1, [1], [0]),
     }
     packed = to_tensors(MicroBatch((((0, 0), (0, 1)), ((1, 0),)), 6), samples, CPU)
     assert packed.tokens_RW.tolist() == [[5, 6, 7, 5, 8, 0], [9, 9, 4, 0, 0, 0]]
@@ -173,9 +169,13 @@ def test_packed_by_hand():
     assert packed.select_S.tolist() == [0, 1, 3, 7]
     assert packed.targets_S.tolist() == [6, 7, 8, 4]
     assert packed.sample_S.tolist() == [0, 0, 1, 2]
-    assert packed.loss_mask_S.tolist() == [1, 1, 0, 1]
-    assert packed.advantages_S.tolist() == [0.5, 0.5, -0.5, 2.0]
-    assert packed.rollout_logprobs_S.tolist() == [0, 0, -0.25, 0]
+    advantages = {(1, 0): [2.0], (0, 1): [-0.5], (0, 0): [0.5, 0.5]}
+    data = StepData(samples, {"advantages": {key: torch.tensor(values) for key, values in advantages.items()}})
+    columns = step_columns(packed, data, CPU)
+    assert columns.mask_S.tolist() == [1, 1, 0, 1]
+    assert columns.advantages_S.tolist() == [0.5, 0.5, -0.5, 2.0]
+    assert columns.rollout_logprobs_S.tolist() == [0, 0, -0.25, 0]
+    assert columns.old_logprobs_S is None and columns.ref_logprobs_S is None
     assert packed.keys == ((0, 0), (0, 1), (1, 0))
     assert packed.mask_R1WW[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
@@ -209,34 +209,34 @@ def test_logits_in_chunks_are_the_same(monkeypatch):
 # --- global denominators
 
 
-def gradients_of(trainer: FsdpTrainer, samples, batch: TrainBatch) -> tuple[dict[str, torch.Tensor], UpdateStats]:
+def gradients_of(trainer: TrainerRank, samples, batch: TrainBatch) -> tuple[dict[str, torch.Tensor], UpdateStats]:
     """What reaches the optimizer."""
     found: dict[str, torch.Tensor] = {}
 
-    def look(batch, number, sums):
-        for name, parameter in trainer._policy.network.named_parameters():
+    def look(lr):
+        for name, parameter in trainer.backend.policy.network.named_parameters():
             found[name] = parameter.grad.full_tensor().clone()
-        trainer._optimizer.zero_grad(set_to_none=True)
-        return UpdateStats(sums={name: float(value) for name, value in sums.items()})
+            parameter.grad = None
+        return 0.0
 
-    trainer._optimizer_step = look
+    trainer.backend.step = look
     stats = update(trainer, samples, batch)
-    del trainer._optimizer_step
+    del trainer.backend.step
     return found, stats
 
 
 @torch.no_grad()
-def off_policy(trainer: FsdpTrainer, samples) -> dict[tuple[int, int], torch.Tensor]:
+def off_policy(trainer: TrainerRank, samples) -> dict[tuple[int, int], torch.Tensor]:
     """Old logprobs other than the policy's own, so that ratios and clips matter."""
     rng = np.random.default_rng(5)
     network = trainer_network(trainer)
     for s in samples:
         noise = torch.from_numpy(rng.normal(0, 0.3, s.num_steps).astype(np.float32))
-        trainer._old[s.key] = alone(network, s)[0] + noise
-    return dict(trainer._old)
+        trainer._data.columns.setdefault("old_logprobs", {})[s.key] = alone(network, s)[0] + noise
+    return dict(trainer._data.columns["old_logprobs"])
 
 
-def trainer_network(trainer: FsdpTrainer):
+def trainer_network(trainer: TrainerRank):
     network = network_of(trainer._config)
     network.load_state_dict({k: torch.from_numpy(v) for k, v in weights_of(trainer).items()}, strict=False)
     return network
@@ -256,13 +256,16 @@ def test_gradient_does_not_depend_on_the_split(aggregation, loss):
     assert len(one.mini_batches[0].micro_batches) == 1 and len(many.mini_batches[0].micro_batches) > 5
     old = off_policy(trainer, samples)
     whole, stats = gradients_of(trainer, samples, one)
-    trainer._old.update(old)
+    trainer._data.columns["old_logprobs"] = old
     split, split_stats = gradients_of(trainer, samples, many)
     assert max(float(g.abs().max()) for g in whole.values()) > 1e-3
-    assert stats.sums["clipped"] > 0 and stats.sums["kl"] > 0
+    assert stats.metrics["actor/clip_frac"].total > 0 and stats.metrics["actor/kl"].total > 0
     for name, gradient in whole.items():
         assert torch.allclose(split[name], gradient, atol=1e-6, rtol=1e-5), name
-    assert split_stats.sums == pytest.approx(stats.sums, abs=1e-5)
+    for name, metric in stats.metrics.items():
+        assert split_stats.metrics[name].value == pytest.approx(metric.value, abs=1e-5), name
+        if metric.reducer == "mean":
+            assert split_stats.metrics[name].weight == pytest.approx(metric.weight, abs=1e-9), name
 
 
 @pytest.mark.parametrize("importance", ["none", "token", "sequence", "geometric"])
@@ -275,7 +278,7 @@ def test_gradient_is_that_of_the_formula(aggregation, importance):
     found, stats = gradients_of(trainer, samples, batch_of(samples, 40))
     network, losses, ratios = network_of(trainer._config), [], []
     for s in samples:
-        mask, advantage = torch.from_numpy(s.mask_S), float(s.advantages_S[0])
+        mask, advantage = torch.from_numpy(s.mask_S), s.reward
         logprobs = alone(network, s)[0][mask]
         log_ratio = logprobs.detach() - torch.from_numpy(s.rollout_logprobs_S)[mask]
         if importance in ("sequence", "geometric"):
@@ -289,12 +292,12 @@ def test_gradient_is_that_of_the_formula(aggregation, importance):
     (sum(losses) / divisor).backward()
     for name, parameter in network.named_parameters():
         assert torch.allclose(found[name], parameter.grad, atol=1e-6, rtol=1e-4), name
-    assert stats.sums["actions"] == num_actions
+    assert stats.metrics["actor/entropy"].weight == num_actions
     ratios_A = torch.cat(ratios)
-    assert stats.sums["importance"] == pytest.approx(float(ratios_A.clamp(max=2).sum()), rel=1e-4)
-    assert stats.sums["importance_capped"] == int((ratios_A > 2).sum())
+    assert stats.metrics["rollout/importance_mean"].total == pytest.approx(float(ratios_A.clamp(max=2).sum()), rel=1e-4)
+    assert stats.metrics["rollout/importance_capped_frac"].total == int((ratios_A > 2).sum())
     if importance == "token":
-        assert 0 < stats.sums["importance_capped"] < num_actions
+        assert 0 < stats.metrics["rollout/importance_capped_frac"].total < num_actions
 
 
 def test_imitation_is_the_mean_negative_logprob():
@@ -303,7 +306,9 @@ def test_imitation_is_the_mean_negative_logprob():
     with torch.no_grad():
         network = network_of(trainer._config)
         wanted = torch.cat([alone(network, s)[0][torch.from_numpy(s.mask_S)] for s in samples])
-    assert stats.sums == {"loss": pytest.approx(-wanted.mean().item(), abs=1e-5)}
+    (metric,) = stats.metrics.values()
+    assert list(stats.metrics) == ["warm_start/loss"]
+    assert metric.value == pytest.approx(-wanted.mean().item(), abs=1e-5)
 
 
 def test_padding_contributes_exactly_nothing():
@@ -333,7 +338,7 @@ def test_nothing_but_padding_gives_zero():
     trainer = trainer_of(config_of(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01}))
     asyncio.run(trainer.begin())
     gradients, stats = gradients_of(trainer, [], TrainBatch(1, (MiniBatch((MicroBatch((), 8),), 5, 2),)))
-    assert all(not g.any() for g in gradients.values()) and set(stats.sums.values()) == {0.0}
+    assert all(not g.any() for g in gradients.values()) and {m.total for m in stats.metrics.values()} == {0.0}
 
 
 # --- updates
@@ -366,11 +371,11 @@ def test_norms_and_biases_decay_only_if_asked(asked):
     training = {"lr": 0.2, "weight_decay": 0.5, "weight_decay_norms": asked}
     trainer, samples = trainer_of(config_of(model=model, training=training)), samples_of()
     with torch.no_grad():
-        for parameter in trainer._policy.network.parameters():
+        for parameter in trainer.backend.policy.network.parameters():
             if parameter.ndim < 2:
                 parameter.fill_(0.5)
     before = weights_of(trainer)
-    silent = [dataclasses.replace(s, advantages_S=s.advantages_S * 0) for s in samples]
+    silent = [dataclasses.replace(s, reward=0.0) for s in samples]
     update(trainer, silent, batch_of(silent))
     kinds = {"norm.weight": 0, ".bias": 0, "proj.weight": 0, "embed_tokens.weight": 0}
     for name, value in weights_of(trainer).items():
@@ -394,26 +399,27 @@ def test_weights_are_a_copy_under_the_library_s_names():
 def test_a_sample_is_pushed_once_and_trained_once():
     trainer, samples = trainer_of(config_of()), samples_of()
     update(trainer, samples, batch_of(samples))
-    assert trainer._samples == {}
+    assert trainer._data.samples == {}
     update(trainer, samples, batch_of(samples))
     asyncio.run(trainer.push(0, samples[:1]))
-    with pytest.raises(AssertionError, match=r"sample \(0, 0\) pushed twice \(now by controller 1\)"):
+    with pytest.raises(AssertionError, match=r"\(0, 0\) pushed twice \(now by controller 1\)"):
         asyncio.run(trainer.push(1, samples[:1]))
 
 
 def test_later_mini_batches_are_compared_with_the_policy_before_the_step():
     trainer, samples = trainer_of(config_of(algorithm={"mini_batches": 2})), samples_of()
     logprobs = {s.key: alone(network_of(trainer._config), s)[0].detach() for s in samples}
-    batch = batch_of(samples, mini_batches=2)
+    batch = dataclasses.replace(batch_of(samples, mini_batches=2), advantages={s.key: s.reward for s in samples})
     asyncio.run(trainer.push(0, samples))
     asyncio.run(trainer.prepare(batch))
+    trainer._fill_advantages(batch)
     for key, expected in logprobs.items():
-        assert torch.allclose(trainer._old[key], expected, atol=1e-5, rtol=0)
+        assert torch.allclose(trainer._data.columns["old_logprobs"][key], expected, atol=1e-5, rtol=0)
     first, second = trainer._mini_batch(batch, 0), trainer._mini_batch(batch, 1)
-    assert abs(first.sums["approx_kl"]) < 1e-4 < abs(second.sums["approx_kl"])
+    assert abs(first.metrics["actor/approx_kl"].total) < 1e-4 < abs(second.metrics["actor/approx_kl"].total)
     mask = np.concatenate([s.mask_S for s in samples[:6]])
     off = np.concatenate([logprobs[s.key].numpy() - s.rollout_logprobs_S for s in samples[:6]])
-    assert first.sums["logprob_diff"] == pytest.approx(float(np.abs(off)[mask].sum()), abs=1e-4)
+    assert first.metrics["rollout/logprob_diff_mean"].total == pytest.approx(float(np.abs(off)[mask].sum()), abs=1e-4)
 
 
 # --- bad gradients
@@ -421,7 +427,7 @@ def test_later_mini_batches_are_compared_with_the_policy_before_the_step():
 
 def poisoned(samples) -> list[Sample]:
     first, *rest = samples
-    return [dataclasses.replace(first, advantages_S=first.advantages_S * np.nan), *rest]
+    return [dataclasses.replace(first, reward=math.nan), *rest]
 
 
 def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row(tmp_path):
@@ -429,13 +435,13 @@ def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row(tmp_path):
     trainer, samples = trainer_of(config_of(run=run, training={"max_bad_updates": 2})), samples_of()
     update(trainer, samples, batch_of(samples))
     before = weights_of(trainer)
-    moments = [v["exp_avg"].full_tensor().clone() for v in trainer._optimizer.state.values()]
+    moments = [v["exp_avg"].full_tensor().clone() for v in trainer.backend.optimizer.state.values()]
     bad = update(trainer, poisoned(samples), batch_of(samples))
     assert (bad.skipped, bad.grad_norm, bad.updates) == (1.0, 0.0, 1.0)
-    parameters = list(trainer._policy.network.parameters())
+    parameters = list(trainer.backend.policy.network.parameters())
     assert all(isinstance(p, DTensor) for p in parameters)  # sharded again after the dump, so a checkpoint is exact
     assert same(weights_of(trainer), before)
-    after = [v["exp_avg"].full_tensor() for v in trainer._optimizer.state.values()]
+    after = [v["exp_avg"].full_tensor() for v in trainer.backend.optimizer.state.values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
     good = update(trainer, samples, batch_of(samples))  # breaks the row
     assert good.skipped == 0.0 and not same(weights_of(trainer), before)
@@ -463,11 +469,11 @@ def test_the_samples_of_a_bad_update_are_written_down(tmp_path):
     for s in sick[6:]:
         row = rows[s.key]
         assert row["tokens"] == s.content.tokens_T.tolist() and row["mask"] == s.mask_S.tolist()
-        assert row["reward"] == s.reward and row["temperature"] == 1.0
-        for column, values in {"advantages": s.advantages_S, "rollout_logprobs": s.rollout_logprobs_S}.items():
-            assert np.array_equal(row[column], values, equal_nan=True)
+        assert (row["reward"] == s.reward or math.isnan(s.reward)) and row["temperature"] == 1.0
+        assert np.array_equal(row["advantages"], np.full(s.num_steps, s.reward, np.float32), equal_nan=True)
+        assert np.array_equal(row["rollout_logprobs"], s.rollout_logprobs_S)
         assert np.allclose(row["old_logprobs"], expected[s.key], atol=1e-5)
-        assert np.allclose(row["reference_logprobs"], expected[s.key], atol=1e-5)
+        assert np.allclose(row["ref_logprobs"], expected[s.key], atol=1e-5)
         assert len(row["logprobs"]) == s.num_steps and row["logprobs"] != row["old_logprobs"]  # one update later
     assert math.isnan(rows[samples[6].key]["advantages"][0])
 
@@ -487,42 +493,44 @@ def test_the_number_of_files_is_bounded(tmp_path):
 # --- KL in the reward
 
 
+@pytest.mark.parametrize("per_step", [False, True])
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_prepare_gives_the_kl_of_each_sample_and_update_charges_it(estimator):
+def test_the_kl_in_the_reward_is_charged_to_the_sample_or_to_each_step(estimator, per_step):
     algorithm = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": estimator, "importance": "none"}
+    algorithm["adv_estimator"] = "reinforce_pp" if per_step else "grpo"
     trainer, samples = trainer_of(config_of(algorithm=algorithm)), samples_of()
     reference = network_of(trainer._config)
     asyncio.run(trainer.begin())
     with torch.no_grad():
-        for parameter in trainer._policy.network.parameters():
+        for parameter in trainer.backend.policy.network.parameters():
             parameter.mul_(1.05)  # away from the reference
     policy = trainer_network(trainer)
     batch = batch_of(samples, 40)
     asyncio.run(trainer.push(0, samples))
     found = asyncio.run(trainer.prepare(batch))
-    assert sorted(found) == sorted(s.key for s in samples)
+    assert sorted(found) == ([] if per_step else sorted(s.key for s in samples))
     given = {s.key: 0.1 * (i - 5) for i, s in enumerate(samples)}
-    losses = []
+    logprobs, advantages, total = [], [], 0.0
     for s in samples:
         own, other = alone(policy, s)[0], alone(reference, s)[0].detach()
         d = (own - other).detach().numpy().astype(np.float64)
         kl = (d if estimator == "k1" else np.exp(-d) + d - 1) * s.mask_S
+        total += kl.sum()
+        if not per_step:
+            assert found[s.key] == pytest.approx(kl.sum(), abs=1e-4)
         to_come = np.array([kl[i:].sum() for i in range(len(kl))])
-        sums = found[s.key]
-        assert (sums.total, sums.to_come, sums.to_come_squares) == pytest.approx(
-            (kl.sum(), to_come[s.mask_S].sum(), (to_come[s.mask_S] ** 2).sum()), abs=1e-4
-        )
-        advantages = torch.from_numpy(given[s.key] - 0.7 * to_come)
-        losses.append(-(advantages * own * torch.from_numpy(s.mask_S)).sum())
-    (sum(losses) / sum(int(s.mask_S.sum()) for s in samples)).backward()
-    trainer._samples.clear()
-    charged = dataclasses.replace(batch, advantages=given, kl_scale=0.7)
-    gradients, stats = gradients_of(trainer, samples, charged)
+        advantages.append((given[s.key] - per_step * 0.5 * to_come)[s.mask_S])
+        logprobs.append(own[torch.from_numpy(s.mask_S)])
+    values = np.concatenate(advantages)
+    if per_step:
+        values = (values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
+    (-(torch.from_numpy(values) * torch.cat(logprobs)).sum() / len(values)).backward()
+    trainer._data.samples.clear()
+    gradients, stats = gradients_of(trainer, samples, dataclasses.replace(batch, advantages=given))
     for name, parameter in policy.named_parameters():
-        assert torch.allclose(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3), name
-    assert stats.sums["loss"] == stats.sums["pg_loss"] and stats.sums["kl"] == pytest.approx(
-        sum(s.total for s in found.values()), rel=1e-4
-    )
+        assert torch.allclose(gradients[name], parameter.grad, atol=2e-5, rtol=1e-3), name
+    assert stats.metrics["actor/loss"] == stats.metrics["actor/pg_loss"]
+    assert stats.metrics["actor/kl"].total == pytest.approx(total, rel=1e-4)
 
 
 def test_prepare_gives_nothing_where_the_kl_is_in_the_loss():
@@ -540,12 +548,12 @@ def test_the_reference_stays_frozen():
     trainer, samples = trainer_of(config), samples_of()
     update(trainer, samples, batch_of(samples, objective="imitation"))  # the reference is the policy at `begin`
     asyncio.run(trainer.begin())
-    assert trainer.updates == 0 and not trainer._optimizer.state
+    assert trainer.updates == 0 and not trainer.backend.optimizer.state
     start = weights_of(trainer)
-    reference = trainer._reference
-    kl = [update(trainer, samples, batch_of(samples)).sums["kl"] for _ in range(3)]
+    reference = trainer.backend._reference
+    kl = [update(trainer, samples, batch_of(samples)).metrics["actor/kl"].total for _ in range(3)]
     assert kl[0] == pytest.approx(0, abs=1e-5) and 1e-4 < kl[1] < kl[2]
-    assert trainer._reference is reference and not any(p.requires_grad for p in reference.parameters())
+    assert trainer.backend._reference is reference and not any(p.requires_grad for p in reference.parameters())
     assert all(p.grad is None for p in reference.parameters())
     frozen = gather_weights(reference.network)
     assert same(frozen, start) and not same(weights_of(trainer), start)
@@ -554,7 +562,7 @@ def test_the_reference_stays_frozen():
 def test_no_reference_without_kl():
     trainer = trainer_of(config_of())
     asyncio.run(trainer.begin())
-    assert trainer._reference is None
+    assert trainer.backend._reference is None
 
 
 # --- state
@@ -583,10 +591,10 @@ def test_state_round_trip_is_exact(tmp_path, kl_coef):
     assert same(weights_of(other), weights_of(trainer)) and same(state_of(other), state_of(trainer))
 
 
-def state_of(trainer: FsdpTrainer) -> dict[str, np.ndarray]:
+def state_of(trainer: TrainerRank) -> dict[str, np.ndarray]:
     found = {}
-    for name, parameter in trainer._policy.network.named_parameters():
-        entry = trainer._optimizer.state[parameter]
+    for name, parameter in trainer.backend.policy.network.named_parameters():
+        entry = trainer.backend.optimizer.state[parameter]
         found[f"{name}/step"] = entry["step"].numpy()
         for moment in ("exp_avg", "exp_avg_sq"):
             found[f"{name}/{moment}"] = entry[moment].full_tensor().numpy().copy()

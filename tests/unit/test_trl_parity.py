@@ -10,11 +10,11 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from gcore.config.tree import Algorithm  # noqa: E402
 from gcore.models import load_model  # noqa: E402
-from gcore.preparation.advantages import ESTIMATORS  # noqa: E402
+from gcore.preparation.advantages import GROUP_ESTIMATORS  # noqa: E402
 from gcore.prompts.tokenizer import load_tokenizer  # noqa: E402
 from gcore.training.logprob_model import LogprobModel  # noqa: E402
 from gcore.training.losses import POLICY_LOSSES, Steps, kl_penalty, step_weights  # noqa: E402
-from gcore.training.micro import to_tensors  # noqa: E402
+from gcore.training.micro import StepData, step_columns, to_tensors  # noqa: E402
 from gcore.types import Sample  # noqa: E402
 from tests.unit.test_training import CPU, MAX_RESPONSE_LENGTH, batch_of, config_of, samples_of  # noqa: E402
 
@@ -68,7 +68,7 @@ def test_advantages(tmp_path, name, scale):
     rewards = np.array(REWARDS).reshape(2, 4)
     if name == "grpo":
         theirs *= (np.repeat(rewards.std(1, ddof=1), 4) + 1e-4) / (np.repeat(rewards.std(1, ddof=1), 4) + 1e-6)
-    ours = np.concatenate([ESTIMATORS[name].group(group) for group in rewards])
+    ours = np.concatenate([GROUP_ESTIMATORS[name](group) for group in rewards])
     assert ours == pytest.approx(theirs, abs=1e-6) and np.abs(ours).max() > 1
 
 
@@ -91,7 +91,7 @@ def trl_batch(samples: list[Sample], old, ref) -> dict[str, torch.Tensor]:
         "completion_ids": padded([c.astype(np.int64) for c in completions]),
         "completion_mask": padded([np.ones(len(c), np.int64) for c in completions]),
         "tool_mask": padded([s.mask_S.astype(np.int64) for s in samples]),
-        "advantages": torch.tensor([float(s.advantages_S[0]) for s in samples]),
+        "advantages": torch.tensor([s.reward for s in samples]),
         "old_per_token_logps": padded(old),
         "ref_per_token_logps": padded(ref),
         "num_items_in_batch": torch.tensor(float(sum(s.mask_S.sum() for s in samples))),
@@ -133,7 +133,7 @@ def test_loss_and_gradient(tmp_path, case):
 
     def forward():
         inputs = (packed.tokens_RW, packed.positions_RW, packed.mask_R1WW, packed.select_S, packed.targets_S)
-        return policy(*inputs, torch.full_like(packed.advantages_S, TEMPERATURE))[0]
+        return policy(*inputs, torch.full_like(packed.temperature_S, TEMPERATURE))[0]
 
     with torch.no_grad():
         now = forward()
@@ -153,14 +153,16 @@ def test_loss_and_gradient(tmp_path, case):
 
     network.zero_grad()
     logprobs_S = forward()
-    steps = Steps(logprobs_S, old_S, packed.advantages_S, packed.loss_mask_S, packed.sample_S, len(samples))
+    given = {s.key: torch.full((s.num_steps,), s.reward) for s in samples}
+    columns = step_columns(packed, StepData({s.key: s for s in samples}, {"advantages": given}), CPU)
+    steps = Steps(logprobs_S, old_S, columns.advantages_S, columns.mask_S, packed.sample_S, len(samples))
     loss_S, clipped_S = POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
     weights_S = step_weights(
-        packed.loss_mask_S,
+        columns.mask_S,
         packed.sample_S,
         len(samples),
         aggregation=algorithm.loss_aggregation,
-        num_actions=int(packed.loss_mask_S.sum()),
+        num_actions=int(columns.mask_S.sum()),
         num_samples=len(samples),
         max_response_length=MAX_RESPONSE_LENGTH,
     )
@@ -171,7 +173,7 @@ def test_loss_and_gradient(tmp_path, case):
     for name, parameter in network.named_parameters():
         assert torch.allclose(parameter.grad, gradients[name], atol=1e-6, rtol=1e-4), name
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-3
-    mask_S, metrics = packed.loss_mask_S, trainer._metrics["train"]
+    mask_S, metrics = columns.mask_S, trainer._metrics["train"]
     assert (kl_S * mask_S).sum().item() / mask_S.sum().item() == pytest.approx(metrics["kl"][-1], abs=1e-6)
     if case in ("token_mean", "sequence_mean", "fixed_length"):
         clip_frac = (clipped_S * mask_S).sum().item() / mask_S.sum().item()

@@ -1,0 +1,64 @@
+"""The interface between a trainer rank (rank.py) and the library that shards and computes the networks.
+
+    TrainerRank ──samples, columns, objective──> Backend ──> logprobs, gradients, optimizer step, weights by name
+
+A backend holds the rank's share of one or more networks and of the optimizer. It knows nothing about controllers,
+files of a run, schedules or algorithms. It alone opens the content of samples. Every method is a collective: all ranks
+call it, in the same order, from one thread. Implementation: fsdp.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from gcore.protocols import Metric, TrainerInfo
+from gcore.training.micro import StepData
+from gcore.training.objective import Objective
+from gcore.training.step_advantages import Array
+from gcore.types import Key, MicroBatch
+
+NetworkName = Literal["policy", "reference"]
+
+
+class Backend(Protocol):
+    device: torch.device
+
+    def info(self) -> TrainerInfo: ...
+
+    def logprobs(self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData) -> dict[Key, Tensor]:
+        """Logprobs of the steps of each sample, without gradients."""
+        ...
+
+    def forward_backward(
+        self, micros: Sequence[MicroBatch], data: StepData, objective: Objective
+    ) -> Mapping[str, Metric]:
+        """Add the gradients of a mini-batch. The backend runs the micro-batches and calls the objective on each."""
+        ...
+
+    def step(self, lr: float) -> float:
+        """One optimizer step with the gradients, which are clipped first and dropped afterwards. Returns their norm
+        before clipping. If it is NaN or infinite, no weight changes."""
+        ...
+
+    def begin(self, reference: bool) -> None:
+        """Reset the optimizer. `reference`: the current weights become those of the network "reference"."""
+        ...
+
+    def sum_over_ranks(self, values: Array) -> Array:
+        """The sums over all data-parallel ranks, on each of them."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The trained parameters by their Hugging Face names, sharded: the publisher gathers them one by one."""
+        ...
+
+    def save(self, folder: Path, updates: int) -> None: ...
+
+    def load(self, folder: Path, reference: bool) -> int:
+        """Read what `save` wrote, with any number of ranks. `reference`: also that network. Returns `updates`."""
+        ...

@@ -1,0 +1,155 @@
+"""AdamW over sharded parameters, and the norm of their gradients.
+
+    gradients ──norm over all ranks──> clipped ──> AdamW, one part after another ──> weights
+                                                    └──moments: on the device, or in host memory between their steps
+
+Parameters that are split over different groups of ranks (tensor parallel or not) cannot be updated by one kernel, so a
+part holds parameters of one kind. With `offload`, the moments of a part are on the device only while it is updated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from gcore.config.tree import Training
+from gcore.training.schedule import decay_groups
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PART_BYTES = 2**31  # of the two moments of a part that is off-loaded
+
+
+class Optimizer:
+    """`offload`: keep the moments in host memory."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], training: Training, device: torch.device, offload: bool = False
+    ) -> None:
+        self._parameters, self._max_norm, self._device = list(parameters), training.max_grad_norm, device
+        self._fused, self._offload = device.type == "cuda", offload
+        self._parts = [
+            torch.optim.AdamW(
+                decay_groups(part, training.weight_decay, training.weight_decay_norms),
+                lr=training.lr,
+                betas=training.betas,
+                eps=training.eps,
+                fused=self._fused,
+            )
+            for part in _parts(self._parameters, PART_BYTES if offload else None)
+        ]
+
+    def step(self, lr: float) -> float:
+        """Clip the gradients, update, drop the gradients. Returns the norm; if it is not finite, nothing changes."""
+        norm = grad_norm(self._parameters)
+        _scale(self._parameters, (self._max_norm / (norm + 1e-6)).clamp(max=1.0))
+        finite = torch.isfinite(norm)
+        # With fused kernels the host does not wait for the norm: the kernel skips gradients that are not finite.
+        if self._fused or bool(finite):
+            for part in self._parts:
+                for group in part.param_groups:
+                    group["lr"] = lr
+                if self._fused:
+                    cast(Any, part).found_inf = (~finite).float()
+                self._update(part)
+        for parameter in self._parameters:
+            parameter.grad = None
+        return float(norm)
+
+    def _update(self, part: torch.optim.AdamW) -> None:
+        if not self._offload:
+            part.step()
+            return
+        for moment in _moments(part.state):
+            _move(moment, self._device)
+        part.step()
+        for moment in _moments(part.state):
+            _move(moment, torch.device("cpu"))
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Moments and step count of each parameter that was updated."""
+        return {parameter: entry for part in self._parts for parameter, entry in part.state.items()}
+
+    def set_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        for part in self._parts:
+            part.state.clear()
+            for parameter in (p for group in part.param_groups for p in group["params"] if p in state):
+                part.state[parameter] = dict(state[parameter])
+            if self._offload:
+                for moment in _moments(part.state):
+                    _move(moment, torch.device("cpu"))
+
+
+def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Of the gradients of all ranks together; the same number on every rank. A collective."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = torch._foreach_norm([local(gradient) for gradient in gradients])
+    copies = torch.tensor([_num_copies(gradient) for gradient in gradients], device=norms[0].device)
+    total = (torch.stack(norms).double() ** 2 / copies).sum()
+    dist.all_reduce(total)
+    return total.sqrt().float()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _num_copies(tensor: Tensor) -> int:
+    """Number of ranks that hold the same elements."""
+    world = dist.get_world_size()
+    if not isinstance(tensor, DTensor):
+        return world
+    mesh, copies = tensor.device_mesh, world // tensor.device_mesh.size()
+    for dim, placement in enumerate(tensor.placements):
+        copies *= mesh.size(dim) if isinstance(placement, Replicate) else 1
+    return copies
+
+
+def _scale(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+
+
+def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list[Tensor]]:
+    """Parameters of one mesh, in order; with `max_bytes`, in parts whose moments are at most so large."""
+
+    def mesh_of(parameter: Tensor) -> str:
+        return str(parameter.device_mesh) if isinstance(parameter, DTensor) else ""
+
+    for mesh in dict.fromkeys(map(mesh_of, parameters)):
+        same = [parameter for parameter in parameters if mesh_of(parameter) == mesh]
+        if max_bytes is None:
+            yield same
+            continue
+        ends = list(itertools.accumulate(8 * local(parameter).numel() for parameter in same))
+        for _, part in itertools.groupby(zip(same, ends, strict=True), lambda pair: (pair[1] - 1) // max_bytes):
+            yield [parameter for parameter, _ in part]
+
+
+def _moments(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[Tensor]:
+    for entry in state.values():
+        for name in MOMENTS:
+            yield entry[name]
+
+
+def _move(tensor: Tensor, device: torch.device) -> None:
+    """Move the storage of a tensor in place. The sharding of a DTensor stays. Host memory is pinned."""
+    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if held.device.type == device.type:
+        return
+    if device.type == "cpu":
+        moved = torch.empty_like(held, device="cpu", pin_memory=True)
+        moved.copy_(held, non_blocking=True)
+        torch.cuda.current_stream(held.device).synchronize()
+    else:
+        moved = held.to(device, non_blocking=True)
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = moved
+    else:
+        tensor.data = moved

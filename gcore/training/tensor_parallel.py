@@ -1,0 +1,52 @@
+"""Tensor parallelism: the ranks of a group split the matrices of each decoder layer, as the model's own plan says.
+
+    x ──q, k, v, gate, up: split by output──> this rank's heads ──o, down: split by input──> sum over the group ──> x
+
+Transformers has a plan per model: patterns of module names and how each is split. Embeddings, norms and the output
+layer are not split: every rank of the group computes them, with the same result.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from gcore.types import UserError
+
+KEY = "placement.trainer.tensor_parallel"
+SUMMED = "replicated_with_grad_allreduce"
+STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+def check(config: Any, size: int) -> None:
+    """Raises UserError if the model cannot be split over `size` ranks. `config`: of the network."""
+    plan, model = getattr(config, "base_model_tp_plan", None), f"a model of type {config.model_type}"
+    if not plan:
+        raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {model}; expected 1")
+    if unknown := sorted(set(plan.values()) - {*STYLES, SUMMED}):
+        raise UserError(f"{KEY}={size}: {model} needs {', '.join(unknown)}, which is not supported; expected 1")
+    sizes = {
+        name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    }
+    for name, value in sizes.items():
+        if value % size:
+            raise UserError(f"{KEY}={size} must divide {name}={value} of {model}")
+
+
+def split(network: Any, mesh: DeviceMesh) -> tuple[str, ...]:
+    """Split the layers in place over the ranks of the mesh, before they are sharded. Returns the names of parameters
+    whose gradients must be summed over these ranks: each rank has only the gradient of its own heads."""
+    check(network.config, mesh.size())
+    decoder, summed = network.get_decoder(), list[str]()
+    body = next(name for name, module in network.named_modules() if module is decoder)
+    for name, module in list(decoder.named_modules()):
+        patterns = network.config.base_model_tp_plan.items()
+        style = next((style for pattern, style in patterns if fnmatch.fnmatchcase(name, pattern)), None)
+        if style == SUMMED:
+            summed += [f"{body}.{name}.{parameter}" for parameter, _ in module.named_parameters()]
+        elif style is not None:
+            parallelize_module(module, mesh, STYLES[style]())
+    return tuple(summed)
