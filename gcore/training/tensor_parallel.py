@@ -23,7 +23,7 @@ STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise":
 
 def check(config: Any, size: int) -> None:
     """Raises UserError if the model cannot be split over `size` ranks. `config`: of the network."""
-    plan, model = getattr(config, "base_model_tp_plan", None), f"a model of type {config.model_type}"
+    plan, model = _layer_plan(config), f"a model of type {config.model_type}"
     if not plan:
         raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {model}; expected 1")
     if unknown := sorted(set(plan.values()) - {*STYLES, SUMMED}):
@@ -40,13 +40,18 @@ def split(network: Any, mesh: DeviceMesh) -> tuple[str, ...]:
     """Split the layers in place over the ranks of the mesh, before they are sharded. Returns the names of parameters
     whose gradients must be summed over these ranks: each rank has only the gradient of its own heads."""
     check(network.config, mesh.size())
-    decoder, summed = network.get_decoder(), list[str]()
+    plan, decoder, summed = _layer_plan(network.config), network.get_decoder(), list[str]()
     body = next(name for name, module in network.named_modules() if module is decoder)
     for name, module in list(decoder.named_modules()):
-        patterns = network.config.base_model_tp_plan.items()
-        style = next((style for pattern, style in patterns if fnmatch.fnmatchcase(name, pattern)), None)
+        style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if style == SUMMED:
             summed += [f"{body}.{name}.{parameter}" for parameter, _ in module.named_parameters()]
         elif style is not None:
             parallelize_module(module, mesh, STYLES[style]())
     return tuple(summed)
+
+
+def _layer_plan(config: Any) -> dict[str, str]:
+    """The part of the model's plan for its decoder layers: pattern of module names -> style."""
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    return {pattern: style for pattern, style in plan.items() if pattern.startswith("layers.")}

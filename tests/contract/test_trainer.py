@@ -1,0 +1,161 @@
+"""Contract of a trainer rank and its backend: any number of ranks, sharded and split in any way, trains as one rank.
+
+Every world runs in its own processes with gloo. Each process trains the same steps and writes its metrics and the
+gathered weights; they are compared with those of one rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import multiprocessing
+import os
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gcore.config.tree import Config
+from gcore.observe.trace import Tracer
+from gcore.preparation.balance import make_layout
+from gcore.preparation.samples import meta_of
+from gcore.preparation.workload import CostModel
+from gcore.protocols import Metric, Receivers, Rendezvous, add_metrics
+from gcore.runtime.gloo import join
+from gcore.training import tensor_parallel
+from gcore.training.fsdp import FsdpBackend
+from gcore.training.rank import TrainerRank
+from gcore.types import UserError
+from gcore.weights.bucket import unpack_bucket
+from tests.e2e.helpers import RECIPE
+from tests.unit.test_training import CPU, config_of, network_of, samples_of
+
+TINY = {**RECIPE["model"]["build"], "hidden_size": 32, "heads": 4, "kv_heads": 4}
+QWEN3, QWEN2 = ({"build": {**TINY, "architecture": name}} for name in ("qwen3", "qwen2"))  # norms of heads; biases
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "kl and entropy": {"mini_batches": 2, "kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "sequence_mean"},
+    "kl in the reward, whitened": {"adv_estimator": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward"},
+    "gspo": {"policy_loss": "gspo", "mini_batches": 3, "clip_ratio_low": 0.01, "clip_ratio_high": 0.01},
+}
+WORLDS = {1: [(1, 1)], 2: [(1, 1), (2, 1), (1, 2)], 4: [(4, 1), (2, 1), (2, 2), (1, 4)]}  # size -> (shard, tensor)
+CASES = list(zip(ALGORITHMS, ("qwen3", "qwen2", "qwen3"), strict=True))
+
+
+def config_for(case: tuple[str, str]) -> Config:
+    training = {"max_grad_norm": 0.05, "lr": 1e-2}
+    return config_of(algorithm=ALGORITHMS[case[0]], model={"qwen3": QWEN3, "qwen2": QWEN2}[case[1]], training=training)
+
+
+def train(config: Config, rank: int, size: int, shard: int, tensor: int) -> dict[str, Any]:
+    """Two steps, from the same samples in every world. Metrics of this rank, and all weights."""
+    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, shard, tensor)
+    trainer = TrainerRank(config, backend, rank, 1, Tracer(None, f"trainer-{rank}"))
+
+    async def run() -> dict[str, Any]:
+        await trainer.begin()
+        rows: list[dict[str, Any]] = []
+        for step in (1, 2):
+            samples = samples_of(step, prompts=6)
+            layout = make_layout(
+                [meta_of(s) for s in samples],
+                step=step,
+                num_ranks=size // tensor,
+                mini_batches=config.algorithm.mini_batches,
+                max_tokens=60,
+                cost=CostModel(100.0),
+            )
+            batch = layout[rank // tensor]
+            batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples if s.key in batch.keys})
+            await trainer.push(0, [s for s in samples if s.key in batch.advantages])
+            kl = await trainer.prepare(batch)
+            stats = await trainer.update(batch)
+            metrics = {name: dataclasses.astuple(metric) for name, metric in stats.metrics.items()}
+            rows.append({"norm": stats.grad_norm, "kl": [[*key, value] for key, value in kl.items()], **metrics})
+        plan = await trainer.weight_plan()
+        weights: dict[str, Any] = {}
+        for index in range(plan.num_buckets):
+            weights |= unpack_bucket(await trainer.weight_bucket(index, Receivers(())))
+        return {"rows": rows, "weights": {name: value.tolist() for name, value in weights.items()}}
+
+    return asyncio.run(run())
+
+
+def world_member(rank: int, size: int, address: str, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    join(Rendezvous(rank, size, address), "gloo", timeout_s=120)
+    for shard, tensor in WORLDS[size]:
+        for number, case in enumerate(CASES):
+            result = train(config_for(case), rank, size, shard, tensor)
+            (Path(folder) / f"{size}-{shard}-{tensor}-{number}-{rank}.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of all worlds."""
+    folder = tmp_path_factory.mktemp("worlds")
+    context = multiprocessing.get_context("spawn")
+    for size in WORLDS:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        members = [context.Process(target=world_member, args=(r, size, address, str(folder))) for r in range(size)]
+        for member in members:
+            member.start()
+        for member in members:
+            member.join(300)
+            member.kill()
+        assert [member.exitcode for member in members] == [0] * size
+    return folder
+
+
+def read(folder: Path, size: int, shard: int, tensor: int, number: int) -> list[dict[str, Any]]:
+    files = [folder / f"{size}-{shard}-{tensor}-{number}-{rank}.json" for rank in range(size)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+def metrics_of(ranks: list[dict[str, Any]], step: int) -> dict[str, float]:
+    parts = [{name: Metric(*v) for name, v in r["rows"][step].items() if "/" in name} for r in ranks]
+    return {name: metric.value for name, metric in add_metrics(*parts).items()}
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(case) for case in CASES])
+@pytest.mark.parametrize(
+    ("size", "shard", "tensor"), [(size, *split) for size, splits in WORLDS.items() if size > 1 for split in splits]
+)
+def test_all_worlds_train_as_one_rank(results: Path, size: int, shard: int, tensor: int, number: int):
+    (alone,), ranks = read(results, 1, 1, 1, number), read(results, size, shard, tensor, number)
+    for step in range(2):
+        expected = metrics_of([alone], step)
+        assert metrics_of(ranks, step) == pytest.approx(expected, abs=1e-5)
+        assert abs(expected["actor/loss"]) > 1e-3 and len(expected) >= 9
+        norms = {rank["rows"][step]["norm"] for rank in ranks}
+        assert len(norms) == 1 and norms.pop() == pytest.approx(alone["rows"][step]["norm"], rel=1e-4)
+        kl = {(prompt, sibling): value for rank in ranks for prompt, sibling, value in rank["rows"][step]["kl"]}
+        alone_kl = {(prompt, sibling): value for prompt, sibling, value in alone["rows"][step]["kl"]}
+        assert kl == pytest.approx(alone_kl, abs=1e-5)
+    assert alone["rows"][0]["norm"] > 0.05  # clipped
+    weights, expected_weights = ranks[0]["weights"], alone["weights"]
+    assert weights.keys() == expected_weights.keys()
+    start = dict(network_of(config_for(CASES[number])).named_parameters())
+    for name, value in expected_weights.items():
+        assert np.allclose(weights[name], value, atol=2e-4, rtol=0), name
+        assert not np.allclose(start[name].detach().numpy(), value, atol=1e-3, rtol=0), name
+
+
+def test_a_model_that_cannot_be_split_is_refused():
+    config = network_of(config_of(model=QWEN3)).config
+    tensor_parallel.check(config, 2)
+    with pytest.raises(UserError, match=r"placement\.trainer\.tensor_parallel=3 must divide num_attention_heads=4"):
+        tensor_parallel.check(config, 3)
+    config.base_model_tp_plan = None
+    with pytest.raises(UserError, match=r"no tensor-parallel plan for a model of type qwen3; expected 1"):
+        tensor_parallel.check(config, 2)
+    config.base_model_tp_plan = {"layers.*.self_attn.qkv_proj": "colwise_gather_output"}
+    with pytest.raises(UserError, match=r"needs colwise_gather_output, which is not supported"):
+        tensor_parallel.check(config, 2)
