@@ -87,7 +87,7 @@ class FsdpTrainer:
         self._varlen = varlen.usable(network, self._device, self._dtype)
         if self._varlen:
             varlen.install(network)
-        if self._config.training.activation_checkpointing:
+        if self._config.training.activation_checkpointing is True:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         mixed = MixedPrecisionPolicy()
         if self._dtype != torch.float32:
