@@ -24,6 +24,7 @@ from gcore.simulate.costs import ENGINE
 from gcore.simulate.shapes import Shape, model_shape
 from gcore.simulate.training_memory import (
     GB,
+    PART_TITLES,
     PARTS,
     Choice,
     Engines,
@@ -34,7 +35,6 @@ from gcore.simulate.training_memory import (
 )
 from gcore.types import UserError
 
-NAMES = {"copies": "bf16 copy", "work": "temporary"}  # of parts, where the short one says too little
 BYTES = 2  # engines and scorers on a GPU: bfloat16
 
 
@@ -177,7 +177,7 @@ def memory_lines(decided: Decided) -> list[str]:
 def table(phases: Mapping[Any, Parts]) -> list[str]:
     """One line per phase, with the parts that occur and their sum, in GB."""
     names = [name for name in PARTS if any(parts.get(name) for parts in phases.values())]
-    head = ["", *(NAMES.get(name, name) for name in names), "sum"]
+    head = ["", *(PART_TITLES.get(name, name) for name in names), "sum"]
     rows = [head]
     for phase, parts in phases.items():
         cells = [f"{parts[name] / GB:.1f}" if parts.get(name) else "·" for name in names]
@@ -194,7 +194,7 @@ def table(phases: Mapping[Any, Parts]) -> list[str]:
 def _needed(choice: Choice) -> str:
     """the phase `backward` needs 141 of 150 GB (weights 30, activations 73, ...)"""
     parts = sorted(choice.gpu[choice.worst].items(), key=lambda item: -item[1])
-    listed = ", ".join(f"{NAMES.get(name, name)} {size / GB:.0f}" for name, size in parts if size >= 0.5 * GB)
+    listed = ", ".join(f"{PART_TITLES.get(name, name)} {size / GB:.0f}" for name, size in parts if size >= 0.5 * GB)
     return (
         f"the phase `{choice.worst}` needs {choice.peak / GB:.0f} of {choice.total / GB:.0f} GB per GPU ({listed}) "
         f"with training.activation_checkpointing={str(choice.rank.checkpointing).lower()} and "

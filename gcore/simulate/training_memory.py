@@ -32,6 +32,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 PARTS = (
     *("weights", "gradients", "moments", "copies", "reference", "activations", "work", "buckets", "engines"),
 )  # in the order of tables; "engines": everything on the GPU that is not the trainer's
+PART_TITLES = {"copies": "bf16 copy", "work": "temporary"}  # in tables, where the name says too little
 Parts = Mapping[str, float]
 
 LOGITS_AT_ONCE = 1 << 27  # as in training/logprob_model.py; compiled, a chunk has four times as many
