@@ -32,6 +32,7 @@ PLAN_OPTIONS: tuple[tuple[str, int | float | None, str], ...] = (
     ("max-tokens-per-gpu", 16384, "tokens per micro-batch in training"),
     ("policy-tp", None, "tensor parallel size of the policy, 1, 2, 4 or 8; default: chosen by the planner"),
     ("judge-tp", None, "tensor parallel size of the judges; default: chosen by the planner"),
+    ("trainer-tp", 1, "tensor parallel size of the trainer"),
 )
 
 
@@ -119,9 +120,19 @@ def _parser() -> argparse.ArgumentParser:
     for name, default, text in PLAN_OPTIONS:
         shown = text if default is None else f"{text}; default %(default)s"
         plan.add_argument(f"--{name}", type=float if isinstance(default, float) else int, default=default, help=shown)
+    plan.add_argument("--kl", action="store_true", help="the trainer has a KL reference")
+    plan.add_argument(
+        "--checkpointing", choices=("auto", "on", "off"), default="auto", help="activation checkpointing; default auto"
+    )
+    plan.add_argument(
+        "--offload", choices=("auto", "none", "optimizer", "all"), default="auto", help="of the trainer; default auto"
+    )
     plan.add_argument("--swap-s", type=float, help="seconds to replace one engine by another; default: estimated")
     plan.add_argument("--price", type=float, help="dollars per GPU and hour; default: an assumed price")
     plan.add_argument("--mode", action="append", help="colocated, static, dynamic or disaggregated; default: all")
+    plan.add_argument(
+        "--memory", action="store_true", help="only memory: of a trainer rank, for each of its tensor parallel sizes"
+    )
     plan.add_argument("--json", metavar="FILE", help="also write the result to this file")
     simulate = add(
         "simulate", _simulate, "Simulate a training run on a cluster, event by event, with several placement rules."
@@ -230,12 +241,14 @@ def _plan(args: argparse.Namespace) -> int:
 
     from gcore.simulate.costs import gpu_of, shape_of
     from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
-    from gcore.simulate.plan_table import show
-    from gcore.simulate.planner import plan
+    from gcore.simulate.plan_table import show, show_memory
+    from gcore.simulate.planner import memory_by_width, plan
 
     options = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in PLAN_OPTIONS}
-    limits = {name: options.pop(name) for name in ("policy_tp", "judge_tp", "max_tokens_per_gpu")}
-    answer = plan(
+    limits = {name: options.pop(name) for name in ("policy_tp", "judge_tp", "trainer_tp", "max_tokens_per_gpu")}
+    checkpointing = {"auto": "auto", "on": True, "off": False}[args.checkpointing]
+    limits |= {"kl": args.kl, "offload": args.offload, "checkpointing": checkpointing}
+    inputs = (
         shape_of(args.model),
         [shape_of(judge, "--judge") for judge in args.judge],
         args.gpus,
@@ -243,6 +256,11 @@ def _plan(args: argparse.Namespace) -> int:
         Workload(**{name: value for name, value in options.items() if value is not None}),
         Constraints(**limits, modes=modes_of(args.mode), swap_s=args.swap_s, price=args.price),
     )
+    if args.memory:
+        results = memory_by_width(*inputs)
+        show_memory(results)
+        return 0 if any(not result.problems for result in results) else 1
+    answer = plan(*inputs)
     show(answer)
     if args.json:
         try:

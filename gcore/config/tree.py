@@ -164,8 +164,15 @@ class Training(Section):
     compile: bool | Auto = "auto"
     """Compile each decoder layer: faster steps after about ten seconds in the first one. `auto`: on GPUs; a layer that
     does not compile runs eagerly, with a warning in the trainer's log."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    activation_checkpointing: bool | Auto = "auto"
+    """Keep only the input of each decoder layer and recompute the rest in the backward pass: less memory, about a third
+    more compute. `auto`: only if the activations of `max_tokens_per_gpu` tokens do not fit on the GPU beside the rest;
+    never on a CPU. `--dry-run` prints the choice, see docs/planner.md."""
+    offload: Literal["auto", "none", "optimizer", "all"] = "auto"
+    """What of the trainer is in host memory while engines use its GPU. `none`: nothing; `optimizer`: the two moments of
+    AdamW, which are on the GPU only during optimizer steps; `all`: the moments, the weights (on the GPU from the first
+    pass of a step to the weight update) and the KL reference (on the GPU only during its own passes). `auto`: the least
+    with which generation and training fit; `none` on a CPU."""
     max_bad_updates: PositiveInt = 3
     """Updates with NaN or infinite gradients are skipped and counted, and their samples are written to
     `runs/NAME/bad_batches/` (the first 8 of each rank); this number of them in a row ends the run."""
@@ -186,6 +193,8 @@ class TrainerPlacement(Section):
     shard: PositiveInt | Auto = "auto"
     """Ranks that share one copy of weights and optimizer state; each group of this size has its own copy (HSDP). Must
     divide `ranks`. `auto`: all ranks on GPUs, 1 on CPU."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that split each matrix of a decoder layer among them, within one machine."""
     threads: PositiveInt | Auto = "auto"
     """CPU threads per process; `auto`: cores divided by ranks."""
 

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gcore.config.tree import Config, Model
+from gcore.config.tree import Config
 from gcore.controller.plan import Machine
-from gcore.hub import model_folder
 from gcore.simulate.costs import GPUS, Gpu
 from gcore.simulate.estimate import Mode
 from gcore.simulate.plan_inputs import Constraints, Workload
 from gcore.simulate.planner import PlanResult, plan
-from gcore.simulate.shapes import Shape, shape_of
+from gcore.simulate.shapes import model_shape
 from gcore.types import UserError
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
@@ -89,26 +88,8 @@ def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
         modes=SLOT_MODES,
         max_tokens_per_gpu=config.training.max_tokens_per_gpu,
     )
-    shapes = [_shape(judge.model, f"rewards.judges.{judge.name}.model") for judge in judges if judge.model]
-    return plan(_shape(config.model, "model.path"), shapes, slots, gpu, workload, constraints)
-
-
-def _shape(model: Model, key: str) -> Shape:
-    if model.path is not None:
-        return shape_of(str(model_folder(model)), key)
-    build = model.build
-    assert build is not None
-    return Shape(
-        key,
-        layers=build.layers,
-        hidden=build.hidden_size,
-        intermediate=build.intermediate_size,
-        heads=build.heads,
-        kv_heads=build.kv_heads,
-        head_dim=build.hidden_size // build.heads,
-        vocab=len(build.alphabet) + 4,
-        tied=True,
-    )
+    shapes = [model_shape(judge.model, f"rewards.judges.{judge.name}.model") for judge in judges if judge.model]
+    return plan(model_shape(config.model, "model.path"), shapes, slots, gpu, workload, constraints)
 
 
 def _with_mode(config: Config, mode: str, **more: Any) -> Config:

@@ -197,6 +197,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     quiet()
     import torch
 
+    from gcore.controller.gpu_memory import decide
     from gcore.models import load_model, pick_device, pick_dtype
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
@@ -207,6 +208,8 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     device = pick_device(config.training.device, rendezvous.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if "auto" in (config.training.activation_checkpointing, config.training.offload):  # the driver saw no GPU
+            config = decide(config, plan, float(torch.cuda.get_device_properties(device).total_memory)).config
     join(rendezvous, "nccl" if device.type == "cuda" else "gloo", device=device)
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_prompt_length + config.generation.max_response_length

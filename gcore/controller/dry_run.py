@@ -22,6 +22,7 @@ from gcore.content.tokens import Tokens
 from gcore.controller.auto_placement import choose_mode
 from gcore.controller.build import Roles, build_rewarder
 from gcore.controller.footprint import memory_line, parts
+from gcore.controller.gpu_memory import decide, memory_lines
 from gcore.controller.pins import check_models, pin
 from gcore.controller.plan import Plan, detect_machine, make_plan
 from gcore.controller.preflight import Checked, DatasetCheck, model_megabytes, preflight
@@ -55,9 +56,12 @@ def dry_run(config: Config) -> None:
     check_models(config)
     config, why = choose_mode(config, machine)
     plan = make_plan(config, machine, model_megabytes(config))
+    memory = decide(config, plan)
+    config = memory.config
     checked = preflight(config, plan, machine)
     *lines, files = plan.lines(config)
     _print([*lines, *_labelled("memory", memory_line(parts(config, plan), machine)), files])
+    _print([f"{'GPU memory' if i == 0 else '':{LABEL}}{line}" for i, line in enumerate(memory_lines(memory))])
     _print([f"{'':{LABEL}}{why}"] if why else [])
     print()
     for data in checked.datasets:

@@ -2,8 +2,9 @@
 
     config, plan ──parts──> [Part(what, count, MB each, key)] ──check_sizes──> UserError | warnings
 
-A part is a kind of process: a measured constant plus the weights that it holds. Activations, KV caches, CUDA contexts
-and messages are not counted. If even this lower bound exceeds the memory of the machine, the run is refused.
+A part is a kind of process: a measured constant plus the weights that it holds in host memory. Activations, KV caches,
+CUDA contexts and messages are not counted. If even this lower bound exceeds the memory of the machine, the run is
+refused. GPU memory: gpu_memory.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gcore.config.base import Serving
 from gcore.config.tree import Config, Model, ScalarReward
 from gcore.controller.plan import Machine, Plan
 from gcore.hub import model_folder
+from gcore.simulate.training_memory import off_gpu, state_bytes
 from gcore.types import UserError
 
 # private memory in MB of each kind of process without weights, in a run of a 30k-parameter model (torch 2.13, CPU)
@@ -129,11 +131,14 @@ def _bytes_per_weight(file: Path) -> int:
 
 
 def _trained_mb(config: Config, plan: Plan) -> float:
-    """Weights, gradients and two moments in float32, and the reference model. With adapters only the weights count."""
-    if plan.gpus > 0 and config.training.device != "cpu":
-        return 0.0
-    copies = 1 if config.model.lora else 4 + (1 if config.algorithm.kl_coef > 0 else 0)
-    return num_parameters(config.model) * 4 * copies / plan.shard / 2**20
+    """On a CPU: weights, gradients, moments and the reference; with adapters only the weights count. On a GPU: what
+    training.offload keeps in host memory (`auto`: not decided yet, counted as nothing)."""
+    offload, trainer = config.training.offload, config.placement.trainer
+    on_gpu, adapters = plan.gpus > 0 and config.training.device != "cpu", config.model.lora is not None
+    own = num_parameters(config.model) / plan.shard / trainer.tensor_parallel
+    state = state_bytes(own, 0 if adapters else own, 2 if on_gpu else 4, config.algorithm.kl_coef > 0, adapters)
+    held = tuple(state) if not on_gpu else () if offload == "auto" else off_gpu(offload)
+    return sum(state[name] for name in held) / 2**20
 
 
 def _listed(found: Sequence[Part]) -> str:

@@ -33,6 +33,7 @@ from gcore.controller.build import (
     build_trainer,
     log_folder,
 )
+from gcore.controller.gpu_memory import Decided, decide
 from gcore.controller.pins import check_models, fetch, pin
 from gcore.controller.plan import Plan, detect_machine, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
@@ -61,6 +62,8 @@ def run(config: Config, mode: Mode = "train") -> Any:
     config = pin(config)
     check_models(config)
     config, why = choose_mode(config, machine)
+    memory = decide(config, make_plan(config, machine)) if mode == "train" else Decided(config)
+    config, notes = memory.config, [*([why] if why else []), *memory.notes]
     checked = preflight(config, make_plan(config, machine), machine, mode == "train")
     fetch(config)
     plan = make_plan(config, machine, model_megabytes(config))
@@ -70,7 +73,7 @@ def run(config: Config, mode: Mode = "train") -> Any:
     if mode == "train":
         open_folder(config)
     try:
-        return asyncio.run(_run(config, plan, mode, [why, *checked.warnings] if why else checked.warnings))
+        return asyncio.run(_run(config, plan, mode, [*notes, *checked.warnings]))
     except asyncio.CancelledError:  # by SIGTERM
         raise KeyboardInterrupt from None
     except RoleError as error:

@@ -2,7 +2,7 @@
 
     Shape (shapes.py) ─┐
                        ├──> seconds: decoding step, prefill, training, logprobs, weight update, sleep and wake
-    Gpu (hardware.json)┘    bytes:   weights, gradients, optimizer, activations, KV cache
+    Gpu (hardware.json)┘    bytes:   KV cache (a trainer's memory: training_memory.py)
                             ReplicaSpeed: the linear fit that simulators use (placement/replica_speed.py)
 
 A time is the maximum of arithmetic and memory time, plus the measured overhead. All numbers that are not in the model's
@@ -29,7 +29,6 @@ from gcore.simulate.shapes import shape_of as shape_of
 from gcore.types import UserError
 
 GB = 1e9
-LOGITS_AT_ONCE = 1 << 27  # as in training/logprob_model.py; the trainer holds each about four times in float32
 MEMORY_FRACTION = 0.9  # of a GPU that can be allocated; the rest is for contexts, fragmentation and buffers
 
 
@@ -65,6 +64,7 @@ class Reach:
     """Efficiency: fractions of the data sheet's numbers that are reached in practice. Sources in hardware.json."""
 
     training: float
+    training_recomputed: float  # with activation checkpointing
     logprobs: float
     prefill: float
     decode_compute: float
@@ -220,25 +220,34 @@ def swap_s(shape: Shape, gpu: Gpu, tp: int) -> float:
     return sleep_s() + wake_s(shape, gpu, tp)
 
 
-def offload_s(shape: Shape, gpu: Gpu, gpus: int) -> float:
-    """Seconds to move the trainer's state, sharded over `gpus`, to host memory and back."""
-    return 2 * trainer_state_bytes(shape, gpus) / (gpu.host_gb_s * GB * REACH.host)
+def offload_s(moved: float, gpu: Gpu) -> float:
+    """Seconds to move `moved` bytes of each GPU to host memory and back."""
+    return 2 * moved / (gpu.host_gb_s * GB * REACH.host)
 
 
 # ---- training ----------------------------------------------------------------------------------------------
 
 
-def training_s(shape: Shape, gpu: Gpu, gpus: int, tokens: float, context: float, micro_tokens: int = 16384) -> float:
+def training_s(
+    shape: Shape,
+    gpu: Gpu,
+    gpus: int,
+    tokens: float,
+    context: float,
+    micro_tokens: int = 16384,
+    checkpointing: bool = True,
+) -> float:
     """Seconds of forward and backward over `tokens`, sharded over `gpus`; a token attends to `context` others.
 
     Gathering weights (twice) and scattering gradients, once per micro-batch, overlap with arithmetic.
     """
-    compute_s = 3 * tokens * shape.forward_flops(context) / (gpus * gpu.tflops * 1e12 * REACH.training)
+    reach = REACH.training_recomputed if checkpointing else REACH.training
+    compute_s = 3 * tokens * shape.forward_flops(context) / (gpus * gpu.tflops * 1e12 * reach)
     micro_batches = max(1, math.ceil(tokens / gpus / micro_tokens))
     moved = (2 * BYTES + 4) * shape.parameters * (gpus - 1) / gpus  # gradients are summed in float32
     moving_s = micro_batches * moved / (gpu.collective_gb_s(gpus) * GB * REACH.link)
-    optimizer_s = 2 * trainer_state_bytes(shape, gpus) / (gpu.bandwidth_gb_s * GB * REACH.decode_bandwidth)
-    return max(compute_s, moving_s) + optimizer_s
+    state = 12.0 * shape.parameters / gpus  # float32 weights and both moments are read and written
+    return max(compute_s, moving_s) + 2 * state / (gpu.bandwidth_gb_s * GB * REACH.decode_bandwidth)
 
 
 def logprob_s(shape: Shape, gpu: Gpu, gpus: int, tokens: float, context: float, micro_tokens: int = 16384) -> float:
@@ -247,35 +256,3 @@ def logprob_s(shape: Shape, gpu: Gpu, gpus: int, tokens: float, context: float, 
     micro_batches = max(1, math.ceil(tokens / gpus / micro_tokens))
     moving = micro_batches * shape.weight_bytes * (gpus - 1) / gpus
     return max(compute_s, moving / (gpu.collective_gb_s(gpus) * GB * REACH.link))
-
-
-def gathered_bytes(shape: Shape) -> float:
-    """Unsharded weights that a sharded trainer holds for a moment: two layers (one in use, one prefetched) and both
-    embedding tables."""
-    tables = shape.table_parameters * (1 if shape.tied else 2)
-    return BYTES * (2 * shape.layer_parameters + tables)
-
-
-def gradient_bytes(shape: Shape, gpus: int) -> float:
-    """float32, sharded, plus one unsharded layer before its reduce-scatter."""
-    return 4.0 * shape.parameters / gpus + 4.0 * shape.layer_parameters
-
-
-def optimizer_bytes(shape: Shape, gpus: int) -> float:
-    """float32 master weights and Adam's two moments, sharded."""
-    return 12.0 * shape.parameters / gpus
-
-
-def trainer_state_bytes(shape: Shape, gpus: int) -> float:
-    """Bytes that stay allocated between steps."""
-    return optimizer_bytes(shape, gpus)
-
-
-def activation_bytes(shape: Shape, micro_tokens: int) -> float:
-    """With activation checkpointing: the input of every layer, the activations and gradients of one layer, and a chunk
-    of logits."""
-    kept = shape.layers * shape.hidden * BYTES
-    active = shape.intermediate * max(1, shape.active_experts)
-    inside = 2 * BYTES * (8 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * active)
-    logits = 4 * 4 * min(LOGITS_AT_ONCE, micro_tokens * shape.vocab)
-    return micro_tokens * (kept + inside) + logits

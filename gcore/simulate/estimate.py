@@ -23,6 +23,7 @@ import numpy as np
 from gcore.simulate import costs
 from gcore.simulate.costs import Gpu
 from gcore.simulate.roles import Role
+from gcore.simulate.training_memory import Offload, TrainingRank, training_memory
 
 Mode = Literal["colocated", "static", "dynamic", "disaggregated"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -42,7 +43,8 @@ class Case:
     trained_tokens: float
     mean_length: float  # tokens per training sample: prompt and response
     acceptance: float = 1.0
-    resident: bool = True  # the trainer's state stays on the GPUs while engines work
+    offload: Offload = "none"  # what of the trainer is in host memory while engines work
+    checkpointing: bool = True
     micro_tokens: int = 16384
     logprob_passes: int = 0
     swap_s: float | None = None  # replaces the estimate
@@ -79,13 +81,13 @@ class Case:
         pass_s = costs.logprob_s(shape, self.gpu, gpus, tokens, context, self.micro_tokens)
         return {
             "preparation": self.logprob_passes * pass_s,
-            "training": costs.training_s(shape, self.gpu, gpus, tokens, context, self.micro_tokens),
+            "training": costs.training_s(shape, self.gpu, gpus, tokens, context, self.micro_tokens, self.checkpointing),
         }
 
     def between_s(self) -> float:
-        """Seconds to put engines to sleep before the update, and to move the trainer's state if it is not resident."""
-        offload_s = 0.0 if self.resident else costs.offload_s(self.policy.shape, self.gpu, self.gpus)
-        return costs.sleep_s() + offload_s
+        """Seconds to put engines to sleep before the update, and to move what is off-loaded to host memory and back."""
+        bytes_moved = {"none": 0, "optimizer": 8, "all": 12}[self.offload] * self.policy.shape.parameters / self.gpus
+        return costs.sleep_s() + costs.offload_s(bytes_moved, self.gpu)
 
 
 @dataclass(frozen=True)
@@ -258,9 +260,9 @@ def _widths(case: Case) -> dict[str, int]:
 
 
 def _trainer_fits(case: Case, gpus: int) -> bool:
-    shape = case.policy.shape
-    needed = costs.gathered_bytes(shape) + costs.gradient_bytes(shape, gpus) + costs.optimizer_bytes(shape, gpus)
-    needed += costs.activation_bytes(shape, case.micro_tokens)
+    """On GPUs of its own, with activation checkpointing."""
+    rank = TrainingRank(case.policy.shape, shard=gpus, max_tokens=case.micro_tokens, checkpointing=True)
+    needed = max(sum(parts.values()) for parts in training_memory(rank).gpu.values())
     return needed <= case.gpu.memory_gb * costs.GB * costs.MEMORY_FRACTION
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from gcore.simulate.costs import MEMORY_FRACTION
 from gcore.simulate.estimate import MODES, POLICY, Mode
 from gcore.simulate.lengths import Lengths
+from gcore.simulate.training_memory import Offload
 from gcore.types import UserError
 
 WIDTHS = (1, 2, 4, 8)
@@ -82,13 +84,18 @@ class Constraints:
     judge_tp: int | None = None
     modes: tuple[Mode, ...] = MODES
     max_tokens_per_gpu: int = 16384
+    trainer_tp: int = 1
+    checkpointing: bool | Literal["auto"] = "auto"
+    offload: Offload | Literal["auto"] = "auto"
+    kl: bool = False  # the trainer has a KL reference
     memory_fraction: float = MEMORY_FRACTION
     swap_s: float | None = None
     price: float | None = None
 
     def __post_init__(self) -> None:
         at_least_one("--max-tokens-per-gpu", self.max_tokens_per_gpu)
-        for option, tp in (("--policy-tp", self.policy_tp), ("--judge-tp", self.judge_tp)):
+        widths = {"--policy-tp": self.policy_tp, "--judge-tp": self.judge_tp, "--trainer-tp": self.trainer_tp}
+        for option, tp in widths.items():
             if tp is not None and tp not in WIDTHS:
                 raise UserError(f"{option} {tp}: expected one of {', '.join(map(str, WIDTHS))}")
         for option, value in (("--swap-s", self.swap_s), ("--price", self.price)):

@@ -5,6 +5,7 @@ PlanResult ──> rich renderables; `show` prints them, in colour on a terminal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -14,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from gcore.observe.values import count, duration
-from gcore.simulate.costs import ENGINE, REACH
+from gcore.simulate.costs import ENGINE, GB, REACH
 from gcore.simulate.estimate import Estimate
 from gcore.simulate.planner import PlanResult
+from gcore.simulate.training_memory import PART_TITLES, Choice
+from gcore.simulate.training_memory import PARTS as PARTS_OF_RANK
 
 STAGES = {
     "generation": ("generate", "cyan"),
@@ -39,8 +42,41 @@ def show(result: PlanResult, console: Console | None = None) -> None:
     console.print(render(result, console.width))
 
 
+def show_memory(results: Sequence[PlanResult]) -> None:
+    """Memory of a trainer rank: by phase for the first result, and one line for each."""
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(file=console.file, width=PLAIN_WIDTH, highlight=False)
+    first = results[0]
+    table = _table(f"{first.model.name} on {first.gpus} x {first.gpu.title}: GPU of a trainer rank")
+    for name in ("tp", "shard", "tokens"):
+        table.add_column(name, justify="right")
+    for name in ("checkpointing", "off-load", "highest phase"):
+        table.add_column(name)
+    for name in ("GB", f"of {first.gpu.memory_gb:.0f}", "host GB", "KV cache GB"):
+        table.add_column(name, justify="right")
+    table.add_column("fits")
+    for result in results:
+        choice, rank, policy = result.trainer, result.trainer.rank, result.memory[0]
+        update = {phase: parts for phase, parts in choice.gpu.items() if phase != "rollout"}  # engines fill the rollout
+        worst = max(update, key=lambda phase: sum(update[phase].values()))
+        peak = sum(update[worst].values()) / GB
+        table.add_row(
+            *(str(rank.tensor_parallel), str(rank.shard), str(rank.max_tokens)),
+            *("on" if rank.checkpointing else "off", rank.offload, worst),
+            *(
+                f"{peak:.1f}",
+                f"{peak / first.gpu.memory_gb:.0%}",
+                f"{choice.host_peak / GB:.1f}",
+                f"{policy.kv_cache:.1f}",
+            ),
+            "no" if result.problems else "yes",
+            style="red" if result.problems else None,
+        )
+    console.print(_rank_memory(first.trainer), table, *(f"{text}" for text in first.problems))
+
+
 def render(result: PlanResult, width: int = PLAIN_WIDTH) -> Group:
-    parts: list[Any] = [_summary(result), _memory(result)]
+    parts: list[Any] = [_summary(result), _memory(result), _rank_memory(result.trainer)]
     if result.best is not None:
         parts += [_times(result, result.best, width), _savings(result)]
     return Group(*parts, _assumptions(result))
@@ -76,9 +112,30 @@ def _memory(result: PlanResult) -> Table:
     for fit in result.memory:
         style = "red" if fit.problem else None
         amounts = [f"{value:.1f}" if (value := getattr(fit, part)) else "·" for part in PARTS]
-        width = str(fit.tp) if fit.phase == "rollout" and fit.tp else "·"
+        width = str(fit.tp) if fit.tp else "·"
         table.add_row(fit.phase, fit.role, width, *amounts, str(fit.sequences) if fit.sequences else "·", style=style)
     return table
+
+
+def _rank_memory(choice: Choice) -> Table:
+    """Every phase of a trainer rank, by part."""
+    rank = choice.rank
+    text = f"shard {rank.shard}, tp {rank.tensor_parallel}, {rank.max_tokens} tokens, {_decided(choice)}"
+    table = _table(f"GPU of a trainer rank, GB ({text})")
+    names = [name for name in PARTS_OF_RANK if any(parts.get(name) for parts in choice.gpu.values())]
+    table.add_column("phase")
+    for name in (*names, "sum"):
+        table.add_column(PART_TITLES.get(name, name), justify="right")
+    for phase, parts in choice.gpu.items():
+        amounts = [f"{parts[name] / GB:.1f}" if parts.get(name) else "·" for name in names]
+        table.add_row(
+            phase, *amounts, f"{sum(parts.values()) / GB:.1f}", style="bold" if phase == choice.worst else None
+        )
+    return table
+
+
+def _decided(choice: Choice) -> str:
+    return f"checkpointing {'on' if choice.rank.checkpointing else 'off'}, off-load {choice.rank.offload}"
 
 
 def _times(result: PlanResult, best: Estimate, width: int) -> Table:
@@ -137,7 +194,7 @@ def _savings(result: PlanResult) -> Text:
 
 
 def _assumptions(result: PlanResult) -> Text:
-    work, gpu = result.workload, result.gpu
+    work, gpu, rank = result.workload, result.gpu, result.trainer.rank
     judged = f"; verdicts of {work.verdict_length} tokens x {work.repeats}" if result.judges else ""
     lines = [
         f"step: {work.prompts} prompts x {work.samples}, {work.prompt_length} + {work.response_length} tokens (cut at "
@@ -146,16 +203,19 @@ def _assumptions(result: PlanResult) -> Text:
         *(f"judge: {shape.source}, {shape.parameters / 1e9:.1f}B parameters" for shape in result.judges),
         f"GPU: {gpu.bandwidth_gb_s:.0f} GB/s, {gpu.tflops:.0f} TFLOP/s dense; price: {result.price:g} $ per hour, a "
         "rough assumption (--price)",
-        f"efficiency: training {REACH.training:.0%} of FLOP/s (measured: H200, 1.5B); assumed: decoding "
-        f"{REACH.decode_bandwidth:.0%} of bandwidth, prefill {REACH.prefill:.0%}",
+        f"efficiency: training {REACH.training:.0%} of FLOP/s ({REACH.training_recomputed:.0%} with checkpointing), "
+        f"measured: H200, 1.5B; assumed: decoding {REACH.decode_bandwidth:.0%}, prefill {REACH.prefill:.0%}",
         f"engines: bfloat16, at most {ENGINE.max_sequences} sequences per replica; siblings share a prefill",
-        f"trainer: FSDP over all GPUs, float32 master weights and Adam, recomputation, {result.micro_tokens} tokens",
+        f"trainer: FSDP over {rank.shard} ranks x tp {rank.tensor_parallel}, float32 weights and AdamW, "
+        + _decided(result.trainer),
     ]
     if result.best is not None:
-        state = "stays on the GPUs" if result.resident else "is in host memory"
-        lines.append(
-            f"during the rollout, the trainer's state {state}; host memory: {result.host_gb:.0f} GB per machine"
-        )
+        where = {
+            "none": "the trainer's state stays on the GPUs",
+            "optimizer": "the moments are in host memory",
+            "all": "the trainer's state is in host memory",
+        }
+        lines.append(f"during the rollout, {where[rank.offload]}; host memory: {result.host_gb:.0f} GB per machine")
         bound = "dynamic is a bound: no GPU is idle while there is work; " if result.of("dynamic") else ""
         lines.append(f"{bound}no number was checked on more than one GPU")
     return Text("assumptions\n" + "\n".join(f"  {line}" for line in lines), "dim")

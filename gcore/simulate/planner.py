@@ -5,8 +5,9 @@
     workload ─────────────────┘                                              │
                                  each placement at its best sizes <── estimate (estimate.py) ──> PlanResult
 
-Every GPU hosts every engine and a shard of the trainer; engines that are not used sleep. Both are tried: the trainer's
-state stays on the GPUs during the rollout, or is moved to host memory.
+Every GPU hosts every engine and a shard of the trainer; engines that are not used sleep. All are tried: the trainer's
+state stays on the GPUs during the rollout, or its moments or all of it are in host memory. Activation checkpointing is
+used only where activations do not fit without it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Any
 from gcore.simulate import costs
 from gcore.simulate.costs import GB, Gpu, Shape
 from gcore.simulate.estimate import POLICY, Case, Estimate, Mode, estimate
+from gcore.simulate.plan_inputs import WIDTHS, at_least_one
 from gcore.simulate.plan_inputs import Constraints as Constraints
 from gcore.simulate.plan_inputs import Workload as Workload
-from gcore.simulate.plan_inputs import at_least_one
 from gcore.simulate.roles import Role
+from gcore.simulate.training_memory import OFFLOADS, Choice, Engines, Offload, TrainingRank, choose, training_memory
 
 MIN_SEQUENCES = 32  # at the mean context; with a smaller KV cache a replica is too slow
 WIDTHS_TRIED = 2  # per role: the smallest width that fits, and the next
@@ -38,10 +40,10 @@ class Fit:
     role: str
     phase: str
     tp: int
-    weights: float = 0.0
+    weights: float = 0.0  # of a trainer: with its copies in bfloat16 and the KL reference
     gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
+    optimizer: float = 0.0  # the moments of a trainer; beside an engine, all that the trainer keeps on the GPU
+    activations: float = 0.0  # with temporary tensors
     kv_cache: float = 0.0
     asleep: float = 0.0  # held by sleeping engines
     free: float = 0.0
@@ -63,8 +65,7 @@ class PlanResult:
     estimates: tuple[Estimate, ...]
     problems: tuple[str, ...]
     changes: tuple[str, ...]  # single changes after which it fits
-    resident: bool
-    micro_tokens: int
+    trainer: Choice  # memory of a trainer rank, with what was decided about checkpointing and off-load
     drift: Mapping[str, float]  # step seconds by mode if responses are twice as long and the static split stays
 
     @property
@@ -94,8 +95,11 @@ class PlanResult:
             return 0.0
         names = [name for name in best.tp if name != POLICY]
         held = sum(shape.weight_bytes / best.tp[name] for name, shape in zip(names, self.judges, strict=True))
-        held += 0.0 if self.resident else costs.trainer_state_bytes(self.model, self.gpus)
-        return used * held / GB
+        return used * (held + self.trainer.host_peak) / GB
+
+    @property
+    def micro_tokens(self) -> int:
+        return self.trainer.rank.max_tokens
 
     def as_json(self) -> dict[str, Any]:
         estimates = [
@@ -125,8 +129,7 @@ def plan(
     workload, constraints = workload or Workload(), constraints or Constraints()
     at_least_one("--gpus", gpus)
     inputs = _Inputs(model, tuple(judges), gpus, gpu, workload, constraints)
-    update = inputs.trainer()
-    options = [] if update.problem else inputs.options()
+    options = inputs.options()
     candidates = [case for case in (inputs.case(*option) for option in options) if case is not None]
     found: dict[Mode, tuple[Estimate, Case]] = {}
     for mode, case in itertools.product(inputs.modes, candidates):
@@ -135,7 +138,10 @@ def plan(
             found[mode] = now, case
     ranked = sorted(found.values(), key=lambda pair: pair[0].step_s)
     chosen = ranked[0][1] if ranked else None
-    memory = (*inputs.engines(chosen), update)
+    trainer = inputs.trainer(chosen.offload if chosen else None)
+    engines = inputs.engines(chosen)
+    update = inputs.trainer_fit(trainer)
+    memory = (*engines, update)
     problems = tuple(f"{fit.role} ({fit.phase}): {fit.problem}" for fit in memory if fit.problem)
     if not ranked and not problems:
         problems = (f"no placement of {len(judges) + 1} roles on {gpus} GPUs: in this mode every role needs own GPUs",)
@@ -150,10 +156,28 @@ def plan(
         estimates=() if problems else tuple(pair[0] for pair in ranked),
         problems=problems,
         changes=_changes(inputs) if problems else (),
-        resident=chosen.resident if chosen else True,
-        micro_tokens=inputs.micro_tokens,
+        trainer=inputs.beside(trainer, engines),
         drift={} if problems else _drift(inputs, found),
     )
+
+
+def memory_by_width(
+    model: Shape, judges: Sequence[Shape], gpus: int, gpu: Gpu, workload: Workload, constraints: Constraints
+) -> list[PlanResult]:
+    """Plans for every tensor parallel size of the trainer, and for micro-batches as given and twice as large. Each has
+    the least off-load that fits, as a run with `training.offload: auto`."""
+    found = []
+    wide = [tp for tp in WIDTHS if gpus % tp == 0 and tp <= gpu.per_node and model.heads % tp == 0]
+    for tp, factor in itertools.product(wide, (1, 2)):
+        tokens = factor * max(constraints.max_tokens_per_gpu, workload.longest)
+        limits = replace(constraints, trainer_tp=tp, max_tokens_per_gpu=tokens, modes=("colocated",))
+        levels = OFFLOADS if limits.offload == "auto" else (limits.offload,)
+        for level in levels:
+            result = plan(model, judges, gpus, gpu, workload, replace(limits, offload=level))
+            if not result.problems and result.micro_tokens == tokens:  # a run does not shrink its micro-batches
+                break
+        found.append(result)
+    return found
 
 
 @dataclass(frozen=True)
@@ -184,35 +208,79 @@ class _Inputs:
         return costs.ENGINE.asleep_gb
 
     @property
-    def micro_tokens(self) -> int:
-        """The largest micro-batch that fits: from max_tokens_per_gpu, halved down to the longest sequence."""
+    def usable(self) -> float:
+        """GB of a GPU."""
+        return self.gpu.memory_gb * self.constraints.memory_fraction
+
+    @property
+    def levels(self) -> tuple[Offload, ...]:
+        wanted = self.constraints.offload
+        return OFFLOADS if wanted == "auto" else (wanted,)
+
+    def rank(self, micro_tokens: int, offload: Offload = "none") -> TrainingRank:
+        limits = self.constraints
+        shard = max(1, self.gpus // limits.trainer_tp)
+        return TrainingRank(
+            self.model, shard, limits.trainer_tp, micro_tokens, limits.checkpointing is True, limits.kl, offload=offload
+        )
+
+    def trainer(self, offload: Offload | None = None) -> Choice:
+        """Memory of a rank at this off-load (None: the least that fits), with the largest micro-batch that fits: from
+        max_tokens_per_gpu, halved down to the longest sequence."""
+        if offload is None:
+            tries = [self.trainer(level) for level in self.levels]
+            return next((each for each in tries if not self.trainer_fit(each).problem), tries[-1])
+        total, checkpointing = self.gpu.memory_gb * GB, self.constraints.checkpointing
+        asleep = self.asleep_gb * len(self.shapes) * GB
+        engines = Engines(0.0, asleep, asleep)  # `engine` checks the phases in which one is awake
         tokens = max(self.constraints.max_tokens_per_gpu, self.workload.longest)
-        while tokens > self.workload.longest and self._trainer(tokens).problem:
+        while True:
+            found = choose(self.rank(tokens), engines, total, checkpointing, offload)
+            if not self.trainer_fit(found).problem or tokens <= self.workload.longest:
+                return found
             tokens = max(tokens // 2, self.workload.longest)
-        return tokens
 
-    def trainer(self) -> Fit:
-        return self._trainer(self.micro_tokens)
+    def trainer_fit(self, found: Choice) -> Fit:
+        """The phase with the highest peak."""
+        parts = {name: size / GB for name, size in found.gpu[found.worst].items()}
+        needed = found.peak / GB
+        problem = "" if needed <= self.usable else f"needs {needed:.0f} GB per GPU, {self.usable:.0f} GB can be used"
+        if self.gpus % self.constraints.trainer_tp:
+            problem = f"--trainer-tp {self.constraints.trainer_tp} does not divide {self.gpus} GPUs"
+        return Fit(
+            "trainer",
+            found.worst,
+            found.rank.tensor_parallel,
+            weights=sum(parts.get(name, 0.0) for name in ("weights", "copies", "reference", "buckets")),
+            gradients=parts.get("gradients", 0.0),
+            optimizer=parts.get("moments", 0.0),
+            activations=parts.get("activations", 0.0) + parts.get("work", 0.0),
+            asleep=parts.get("engines", 0.0),
+            free=self.gpu.memory_gb - needed,
+            problem=problem,
+        )
 
-    def _trainer(self, micro_tokens: int) -> Fit:
-        shape, gpus = self.model, self.gpus
-        parts: dict[str, Any] = {
-            "weights": costs.gathered_bytes(shape) / GB,
-            "gradients": costs.gradient_bytes(shape, gpus) / GB,
-            "optimizer": costs.optimizer_bytes(shape, gpus) / GB,
-            "activations": costs.activation_bytes(shape, micro_tokens) / GB,
-            "asleep": self.asleep_gb * len(self.shapes),
+    def beside(self, trainer: Choice, engines: Sequence[Fit]) -> Choice:
+        """The trainer's memory with that of awake engines: in the rollout the one with the largest share, in the weight
+        update the policy without its KV cache."""
+        awake = {
+            "rollout": max(fit.weights + fit.kv_cache + fit.asleep for fit in engines) * GB,
+            "weight update": (engines[0].weights + self.asleep_gb * len(self.shapes)) * GB,
         }
-        needed, usable = sum(parts.values()), self.gpu.memory_gb * self.constraints.memory_fraction
-        problem = "" if needed <= usable else f"needs {needed:.0f} GB per GPU, {usable:.0f} GB can be used"
-        return Fit("trainer", "update", 1, **parts, free=self.gpu.memory_gb - needed, problem=problem)
+        gpu = {
+            phase: {**parts, "engines": awake.get(phase, parts.get("engines", 0.0))}
+            for phase, parts in trainer.gpu.items()
+        }
+        return replace(trainer, gpu=gpu)
 
-    def engine(self, name: str, tp: int, resident: bool) -> Fit:
+    def engine(self, name: str, tp: int, offload: Offload) -> Fit:
         shape, work = self.shapes[name], self.workload
-        usable = self.gpu.memory_gb * self.constraints.memory_fraction
-        state = costs.optimizer_bytes(self.model, self.gpus) / GB if resident else 0.0
+        trainer = {
+            phase: sum(parts.values()) / GB for phase, parts in training_memory(self.rank(1, offload)).gpu.items()
+        }
+        state, updating = trainer["rollout"], trainer["weight update"] + self.asleep_gb * len(self.shapes)
         asleep = self.asleep_gb * (len(self.shapes) - 1)
-        available = usable - state - asleep
+        available = self.usable - state - asleep
         tokens = costs.kv_tokens(shape, self.gpu, tp, available)
         weights = shape.weight_bytes / tp / GB
         longest = work.longest + (0 if name == POLICY else work.verdicts.longest)
@@ -220,6 +288,8 @@ class _Inputs:
         problem = ""
         if weights > available:
             problem = f"weights need {weights:.0f} GB per GPU, {available:.0f} GB are available"
+        elif name == POLICY and weights + updating > self.usable:
+            problem = f"a weight update needs {weights + updating:.0f} GB per GPU, {self.usable:.0f} GB can be used"
         elif tokens < longest:
             problem = f"KV cache of {tokens} tokens, the longest sequence has {longest}"
         elif sequences < MIN_SEQUENCES:
@@ -237,15 +307,17 @@ class _Inputs:
             return work.prompt_length + work.responses.mean_rest
         return work.prompt_length + work.response_length + work.verdicts.mean_rest
 
-    def options(self) -> list[tuple[bool, tuple[int, ...]]]:
-        """Pairs of: trainer's state resident on the GPUs, width per role. Only those that fit."""
-        found = []
-        for resident in (True, False):
+    def options(self) -> list[tuple[Offload, tuple[int, ...]]]:
+        """Pairs of: off-load, width per role. Only those that fit."""
+        found: list[tuple[Offload, tuple[int, ...]]] = []
+        for level in self.levels:
+            if self.trainer_fit(self.trainer(level)).problem:
+                continue
             useful = [
-                [tp for tp in self.widths(name) if not self.engine(name, tp, resident).problem][:WIDTHS_TRIED]
+                [tp for tp in self.widths(name) if not self.engine(name, tp, level).problem][:WIDTHS_TRIED]
                 for name in self.shapes
             ]
-            found += [(resident, widths) for widths in itertools.product(*useful)]
+            found += [(level, widths) for widths in itertools.product(*useful)]
         return found
 
     def widths(self, name: str) -> list[int]:
@@ -254,10 +326,10 @@ class _Inputs:
     def engines(self, case: Case | None) -> tuple[Fit, ...]:
         """Memory of the engines of a case; without a case, each at its first width that fits, else at the widest."""
         if case is not None:
-            return tuple(self.engine(role.name, role.tp, case.resident) for role in case.roles)
+            return tuple(self.engine(role.name, role.tp, case.offload) for role in case.roles)
         best = []
         for name in self.shapes:
-            tries = [self.engine(name, tp, False) for tp in self.widths(name)]
+            tries = [self.engine(name, tp, self.levels[-1]) for tp in self.widths(name)]
             if not tries:
                 sizes = ", ".join(map(str, self.constraints.widths(name)))
                 problem = f"none of tensor parallel {sizes} divides {self.gpus} GPUs"
@@ -266,27 +338,29 @@ class _Inputs:
             best.append(next((fit for fit in tries if not fit.problem), tries[-1]))
         return tuple(best)
 
-    def case(self, resident: bool, widths: Sequence[int]) -> Case | None:
+    def case(self, offload: Offload, widths: Sequence[int]) -> Case | None:
         if self.gpus % max(widths):
             return None
+        trainer = self.trainer(offload)
         return Case(
             gpu=self.gpu,
             gpus=self.gpus,
-            roles=tuple(self.role(name, tp, resident) for name, tp in zip(self.shapes, widths, strict=True)),
+            roles=tuple(self.role(name, tp, offload) for name, tp in zip(self.shapes, widths, strict=True)),
             prompts=self.workload.prompts,
             trained_tokens=self.workload.trained_tokens,
             mean_length=self.workload.prompt_length + self.workload.response_length,
             acceptance=self.workload.acceptance,
-            resident=resident,
-            micro_tokens=self.micro_tokens,
+            offload=offload,
+            checkpointing=trainer.rank.checkpointing,
+            micro_tokens=trainer.rank.max_tokens,
             logprob_passes=self.workload.logprob_passes,
             swap_s=self.constraints.swap_s,
         )
 
-    def role(self, name: str, tp: int, resident: bool) -> Role:
+    def role(self, name: str, tp: int, offload: Offload) -> Role:
         """Siblings share one prefill of the prompt, and so do repeated verdicts: engines cache prefixes."""
         shape, work, is_policy = self.shapes[name], self.workload, name == POLICY
-        sequences = max(1, self.engine(name, tp, resident).sequences)
+        sequences = max(1, self.engine(name, tp, offload).sequences)
         speed = costs.speed_of(shape, self.gpu, tp, self.context(name), sequences, is_policy=is_policy)
         if is_policy:
             return Role(name, shape, tp, speed, work.responses, work.samples, work.prompt_length / work.samples)
@@ -299,7 +373,7 @@ def _drift(inputs: _Inputs, found: Mapping[Mode, tuple[Estimate, Case]]) -> dict
     later = replace(inputs, workload=inputs.workload.stretched(2.0))
     drift: dict[str, float] = {}
     for mode, (before, case) in found.items():
-        longer = later.case(case.resident, [role.tp for role in case.roles])
+        longer = later.case(case.offload, [role.tp for role in case.roles])
         after = None if longer is None else estimate(mode, longer, before.split if mode == "static" else None)
         if after is not None:
             drift[mode] = after.step_s
@@ -318,6 +392,6 @@ def _changes(inputs: _Inputs) -> tuple[str, ...]:
     if half >= inputs.workload.response_length:
         shorter = replace(inputs.workload, max_response_length=half)
         tries.append((f"responses cut at {half} (--max-response-length)", replace(inputs, workload=shorter)))
-    works = [text for text, other in tries if not other.trainer().problem and other.options()]
+    works = [text for text, other in tries if other.options()]
     counts = [text for text in works if text.endswith("(--gpus)")][:1]
     return (*counts, *(text for text in works if not text.endswith("(--gpus)")))

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gcore.hub import config_file, is_id
+from gcore.config.base import Model
+from gcore.hub import config_file, is_id, model_folder
 from gcore.types import UserError
 
 BYTES = 2  # bfloat16: the weights of engines, and the arithmetic of the trainer
@@ -143,6 +144,25 @@ def shape_of(text: str, option: str = "--model") -> Shape:
         f"{option} {text}: neither a folder nor a known size; expected a size from 0.05B to 2000B such as "
         f"7B, one of the mixtures 30B-A3B and 235B-A22B, a folder with config.json, or a hub id such as "
         f"Qwen/Qwen3-8B"
+    )
+
+
+def model_shape(model: Model, key: str) -> Shape:
+    """Of a model in a recipe. `key`: of the recipe, for messages."""
+    if model.path is not None:
+        return shape_of(str(model_folder(model)), key)
+    build = model.build
+    assert build is not None
+    return Shape(
+        key,
+        layers=build.layers,
+        hidden=build.hidden_size,
+        intermediate=build.intermediate_size,
+        heads=build.heads,
+        kv_heads=build.kv_heads,
+        head_dim=build.hidden_size // build.heads,
+        vocab=len(build.alphabet) + 4,
+        tied=True,
     )
 
 

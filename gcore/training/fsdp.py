@@ -72,7 +72,7 @@ class FsdpBackend:
         self._varlen = varlen.usable(network, self.device, self._dtype)
         if self._varlen:
             varlen.install(network)
-        if self._config.training.activation_checkpointing:
+        if self._config.training.activation_checkpointing is True:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self._tensor_size > 1:
             self._summed = tensor_parallel.split(network, self._mesh["tensor"])

@@ -38,6 +38,7 @@ PURE = (
     "gcore.preparation.workload",
     "gcore.controller.plan",
     "gcore.controller.footprint",
+    "gcore.controller.gpu_memory",
     "gcore.controller.preflight",
     "gcore.controller.dry_run",
     "gcore.controller.supervise",
@@ -48,6 +49,7 @@ PURE = (
     "gcore.placement.guard",
     "gcore.placement.replica_speed",
     "gcore.simulate.table",
+    "gcore.simulate.training_memory",
 )
 
 

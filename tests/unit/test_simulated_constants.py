@@ -1,8 +1,12 @@
-"""The simulator imports the constants of a run. Those it may not import (a stage does not import another) are equal."""
+"""The planner and the simulator have copies of a run's constants that they may not import (a stage does not import
+another). They are equal."""
 
-from gcore.simulate import costs
-from gcore.training import logprob_model
+from gcore.simulate import training_memory
+from gcore.training import fsdp, logprob_model
+from gcore.weights import bucket
 
 
-def test_logits_of_the_trainer():
-    assert costs.LOGITS_AT_ONCE == logprob_model.LOGITS_AT_ONCE
+def test_constants_of_the_trainer():
+    assert training_memory.LOGITS_AT_ONCE == logprob_model.LOGITS_AT_ONCE
+    assert training_memory.LAYERS_PER_GROUP == fsdp.LAYERS_PER_GROUP
+    assert training_memory.BUCKET_BYTES == bucket.BUCKET_BYTES

@@ -1,0 +1,266 @@
+"""GPU memory of a run, before any process starts: decides `auto` of training.activation_checkpointing and
+training.offload, refuses what cannot fit, warns of what is close. Does not import torch.
+
+    config, plan, model's shape ──rank_of──> TrainingRank ──┐
+    config, plan, GPU memory ──engines_beside──> Engines ───┴─choose──> config without `auto`, lines for --dry-run
+
+The driver uses the memory that nvidia-smi reports on its own machine. If it cannot know the GPUs (a joined Ray cluster,
+no nvidia-smi), `auto` stays in the configuration, and every trainer rank decides with what torch reports of its GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gcore.config.base import Serving
+from gcore.config.tree import Config, ScalarReward
+from gcore.controller.footprint import num_parameters
+from gcore.controller.plan import Plan
+from gcore.simulate.costs import ENGINE
+from gcore.simulate.shapes import Shape, model_shape
+from gcore.simulate.training_memory import (
+    GB,
+    PART_TITLES,
+    PARTS,
+    Choice,
+    Engines,
+    Parts,
+    TrainingRank,
+    adapter_parameters,
+    choose,
+)
+from gcore.types import UserError
+
+BYTES = 2  # engines and scorers on a GPU: bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The configuration without `auto`, the memory it was decided by (None: not planned), and a line for the user."""
+
+    config: Config
+    choice: Choice | None = None
+    note: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        return [self.note] if self.note else []
+
+
+def decide(config: Config, plan: Plan, gpu_bytes: float | None = None) -> Decided:
+    """Raises UserError if the trainer and the engines on its GPU cannot fit. `gpu_bytes`: of one GPU; by default those
+    of this machine."""
+    training = config.training
+    if training.emulated is not None:
+        return Decided(config)
+    if not _on_gpu(config, plan):
+        return Decided(_with(config, training.activation_checkpointing is True, "none"))
+    if gpu_bytes is None and (gpu_bytes := detect_gpu_bytes()) is None:
+        return Decided(config, note=_later(config))
+    try:
+        shape = model_shape(config.model, "model.path")
+    except UserError as error:  # a kind of model that the planner does not know
+        chosen = training.activation_checkpointing is True, "none" if training.offload == "auto" else training.offload
+        return Decided(_with(config, *chosen), note=f"GPU memory is not planned: {error}")
+    choice = resolve(config, plan, shape, gpu_bytes)
+    if not choice.fits:
+        raise UserError(f"this run does not fit on its GPUs: {_needed(choice)}; {_advice(config, choice)}")
+    note = ""
+    if choice.is_tight:
+        note = (
+            f"GPU memory is close to its limit: {_needed(choice)}; if it runs out of memory, {_advice(config, choice)}"
+        )
+    return Decided(_with(config, choice.rank.checkpointing, choice.rank.offload), choice, note)
+
+
+def resolve(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Choice:
+    """Checkpointing and off-load for these GPUs, with the memory of every phase. Pure."""
+    training = config.training
+    beside = engines_beside(config, plan, shape, gpu_bytes)
+    checkpointing, offload = training.activation_checkpointing, training.offload
+    return choose(rank_of(config, plan, shape), beside, gpu_bytes, checkpointing, offload)
+
+
+def rank_of(config: Config, plan: Plan, shape: Shape) -> TrainingRank:
+    training, lora = config.training, config.model.lora
+    return TrainingRank(
+        shape,
+        shard=plan.shard,
+        tensor_parallel=config.placement.trainer.tensor_parallel,
+        max_tokens=training.max_tokens_per_gpu,
+        kl=config.algorithm.kl_coef > 0,
+        adapters=adapter_parameters(shape, lora.rank, lora.targets) if lora else 0,
+        cpu=not _on_gpu(config, plan),
+        float32=training.dtype == "float32",
+        compiled=training.compile is not False,
+    )
+
+
+def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Engines:
+    """What policy engines, judges and scorers hold on the trainer's most crowded GPU.
+
+    vLLM and SGLang take their share of the GPU; asleep, what was measured of vLLM. The embedded engine never sleeps: it
+    has its weights, and the KV cache of as many sequences as a replica can get, at full length.
+    """
+    if config.placement.mode == "disaggregated" or not plan.gpus:
+        return Engines()
+    asleep, generation = ENGINE.asleep_gb * GB, config.generation
+    longest = config.data.max_prompt_length + generation.max_response_length
+    samples = config.sampling.prompts_per_step * config.sampling.samples_per_prompt
+    rows = min(generation.max_concurrent, -(-samples // max(1, plan.engines)))
+    cache = rows * longest * shape.kv_bytes_per_token if generation.engine == "embedded" else 0
+    policy = _awake(config, generation, shape.parameters, gpu_bytes) + (cache if _uses_gpu(config, generation) else 0)
+    judges = {
+        judge.name: _awake(config, judge, num_parameters(judge.model), gpu_bytes)
+        for judge in config.rewards.engine_judges
+        if judge.model is not None
+    }
+    if plan.grid is not None:  # one role at a time has a slot, the others sleep there
+        awake = [size for size in (policy, *judges.values()) if size]
+        sleeping = asleep * len(awake)
+        weights = BYTES * shape.parameters / generation.tensor_parallel
+        return Engines(max(awake, default=0.0) + sleeping - asleep * bool(awake), sleeping, sleeping + weights)
+
+    def each(count: int, width: int) -> int:
+        return -(-count * width // plan.gpus)
+
+    others = sum(
+        each(plan.judges[judge.name], judge.tensor_parallel) * judges[judge.name]
+        for judge in config.rewards.engine_judges
+    )
+    for scorer in config.rewards.models:
+        weights = BYTES * num_parameters(scorer.model) if _uses_gpu(config, scorer) else 0
+        others += each(plan.scorers[scorer.name], 1) * weights
+    replicas = each(plan.engines, generation.tensor_parallel)
+    if not (policy and _sleeps(config)):
+        return Engines(*[replicas * policy + others] * 3)
+    weights = BYTES * shape.parameters / generation.tensor_parallel
+    return Engines(
+        replicas * policy + others, replicas * asleep + others, replicas * min(policy, asleep + weights) + others
+    )
+
+
+def detect_gpu_bytes() -> float | None:
+    """Memory of this machine's smallest GPU; None if it is unknown, or if the GPUs are those of a joined cluster."""
+    if os.environ.get("RAY_ADDRESS"):
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        query = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return min(float(line) for line in query.stdout.split()) * 2**20
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return None
+
+
+# ---- lines --------------------------------------------------------------------------------------------------------
+
+
+def memory_lines(decided: Decided) -> list[str]:
+    """For --dry-run: a table of phases and parts in GB, and what was chosen and why."""
+    choice = decided.choice
+    if choice is None:
+        return decided.notes
+    rows = table(choice.gpu)
+    host = f"; {choice.host_peak / GB:.0f} GB of host memory per rank" if choice.host_peak else ""
+    return [
+        f"{choice.total / GB:.0f} GB per GPU, at most {choice.peak / GB:.0f} GB used{host}; GB by part:",
+        *rows,
+        *(f"training.{reason}" for reason in choice.reasons),
+        *decided.notes,
+    ]
+
+
+def table(phases: Mapping[Any, Parts]) -> list[str]:
+    """One line per phase, with the parts that occur and their sum, in GB."""
+    names = [name for name in PARTS if any(parts.get(name) for parts in phases.values())]
+    head = ["", *(PART_TITLES.get(name, name) for name in names), "sum"]
+    rows = [head]
+    for phase, parts in phases.items():
+        cells = [f"{parts[name] / GB:.1f}" if parts.get(name) else "·" for name in names]
+        rows.append([phase, *cells, f"{sum(parts.values()) / GB:.1f}"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return [
+        "  ".join(
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _needed(choice: Choice) -> str:
+    """the phase `backward` needs 141 of 150 GB (weights 30, activations 73, ...)"""
+    parts = sorted(choice.gpu[choice.worst].items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{PART_TITLES.get(name, name)} {size / GB:.0f}" for name, size in parts if size >= 0.5 * GB)
+    return (
+        f"the phase `{choice.worst}` needs {choice.peak / GB:.0f} of {choice.total / GB:.0f} GB per GPU ({listed}) "
+        f"with training.activation_checkpointing={str(choice.rank.checkpointing).lower()} and "
+        f"training.offload={choice.rank.offload}"
+    )
+
+
+def _advice(config: Config, choice: Choice) -> str:
+    """Keys to change, those of the largest parts first."""
+    training, parts, rank = config.training, choice.gpu[choice.worst], choice.rank
+    longest = config.data.max_prompt_length + config.generation.max_response_length
+    state = sum(parts.get(name, 0.0) for name in ("weights", "gradients", "moments", "copies", "reference"))
+    activations = parts.get("activations", 0.0) + parts.get("work", 0.0)
+    more = f"use more GPUs (placement.trainer.ranks, shard={rank.shard})"
+    tips = [(state, more if rank.adapters else f"{more} or train adapters (model.lora)")]
+    if rank.offload != "all" and training.offload != "auto":
+        tips.append((state, "set training.offload=auto"))
+    if rank.kl and parts.get("reference"):
+        tips.append((parts["reference"], "set algorithm.kl_coef=0"))
+    if not rank.checkpointing and training.activation_checkpointing != "auto":
+        tips.append((2 * activations, "set training.activation_checkpointing=auto"))
+    if training.max_tokens_per_gpu > longest:
+        lower = f"lower training.max_tokens_per_gpu={training.max_tokens_per_gpu} (at least {longest})"
+        tips.append((activations, lower))
+    if parts.get("engines"):
+        share = f"lower generation.gpu_memory_utilization={config.generation.gpu_memory_utilization}"
+        keeps = choice.worst not in ("start", "rollout")
+        awake = "set generation.sleep=auto" if config.generation.sleep == 0 else "use placement.mode=disaggregated"
+        tips.append((parts["engines"], awake if keeps else share))
+    return "; or ".join(text for size, text in sorted(tips, key=lambda tip: -tip[0]) if size)
+
+
+def _later(config: Config) -> str:
+    training = config.training
+    keys = [f"training.{key}" for key in ("activation_checkpointing", "offload") if getattr(training, key) == "auto"]
+    what = f"{' and '.join(keys)} are decided by each trainer rank at its start" if keys else "nothing is checked"
+    return f"GPU memory is unknown on this machine: {what}"
+
+
+# ---- parts of the configuration -----------------------------------------------------------------------------------
+
+
+def _with(config: Config, checkpointing: bool, offload: str) -> Config:
+    changes = {"activation_checkpointing": checkpointing, "offload": offload}
+    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+
+
+def _on_gpu(config: Config, plan: Plan) -> bool:
+    return plan.gpus > 0 and config.training.device != "cpu"
+
+
+def _uses_gpu(config: Config, by: Serving | ScalarReward) -> bool:
+    device = by.device if by.device != "auto" else config.training.device
+    return device != "cpu" and not (isinstance(by, Serving) and by.emulated is not None)
+
+
+def _awake(config: Config, serving: Serving, parameters: int, gpu_bytes: float) -> float:
+    """Bytes of one replica on each of its GPUs while it generates, without the KV cache of the embedded engine."""
+    if not _uses_gpu(config, serving):
+        return 0.0
+    if serving.engine in ("vllm", "sglang"):
+        return serving.gpu_memory_utilization * gpu_bytes
+    return float(BYTES * parameters)
+
+
+def _sleeps(config: Config) -> bool:
+    """Whether policy engines free their memory while the trainer works; as sleep_level in build.py, on GPUs."""
+    generation = config.generation
+    return generation.engine in ("vllm", "sglang") and not config.sampling.max_staleness and generation.sleep != 0

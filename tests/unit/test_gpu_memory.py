@@ -1,0 +1,234 @@
+"""GPU memory of a run: what stands beside the trainer, what `auto` becomes, what is refused, what --dry-run prints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from gcore.config import load_config
+from gcore.controller import gpu_memory
+from gcore.controller.footprint import parts
+from gcore.controller.gpu_memory import decide, engines_beside, memory_lines, rank_of
+from gcore.controller.plan import Machine, make_plan
+from gcore.simulate.costs import SHAPES
+from gcore.simulate.training_memory import adapter_parameters
+from gcore.types import UserError
+from tests.e2e.helpers import RECIPE
+
+ONE, EIGHT = Machine(16, 1), Machine(64, 8)
+H200 = 139 * 2.0**30
+ASLEEP = 5.7e9
+VLLM = {"engine": "vllm", "max_response_length": 8}
+
+
+def folder_of(size: str, at: Any) -> str:
+    """A folder with the config.json of a shape."""
+    shape, folder = SHAPES[size], at / size
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "qwen2",
+                "num_hidden_layers": shape.layers,
+                "hidden_size": shape.hidden,
+                "intermediate_size": shape.intermediate,
+                "num_attention_heads": shape.heads,
+                "num_key_value_heads": shape.kv_heads,
+                "vocab_size": shape.vocab,
+                "tie_word_embeddings": shape.tied,
+            }
+        )
+    )
+    return str(folder)
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(size: str = "7B", *overrides: str, **top: Any) -> Any:
+        path = tmp_path / "recipe.yaml"
+        placement = {"placement": {}} if "placement" not in top else {}
+        tree = {**RECIPE, "generation": VLLM, "model": {"path": folder_of(size, tmp_path)}, **placement, **top}
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+        return load_config(path, list(overrides))
+
+    return make
+
+
+def chosen(config: Any, machine: Machine = ONE, total: float = H200) -> tuple[Any, Any]:
+    found = decide(config, make_plan(config, machine), total).config.training
+    return found.activation_checkpointing, found.offload
+
+
+def test_auto_becomes_what_fits(config):
+    assert chosen(config("1.5B")) == (False, "none")
+    assert chosen(config("7B")) == (True, "optimizer")
+    assert chosen(config("7B", "algorithm.kl_coef=0.1")) == (True, "all")
+    assert chosen(config("7B", "training.max_tokens_per_gpu=4096")) == (False, "optimizer")
+    assert chosen(config("7B"), EIGHT) == (False, "none")  # one copy on eight GPUs
+    assert chosen(config("7B", "model.lora={}")) == (False, "none")
+    assert chosen(config("7B", "training.offload=all")) == (True, "all")
+    assert chosen(config("1.5B", "training.activation_checkpointing=true")) == (True, "none")
+
+
+def test_without_a_gpu_nothing_is_planned(config):
+    cpu = Machine(8, 0)
+    assert chosen(config("7B", "training.offload=all"), cpu) == (False, "none")
+    assert chosen(config("7B", "training.device=cpu", "training.activation_checkpointing=true")) == (True, "none")
+    found = decide(config("7B"), make_plan(config("7B"), cpu))
+    assert (found.choice, found.notes, memory_lines(found)) == (None, [], [])
+    emulated = {"backend": "emulated", "emulated": {}}
+    device = {"engine": "emulated", "emulated": {}, "max_response_length": 8}
+    asked = config("7B", training=emulated, generation=device)
+    assert decide(asked, make_plan(asked, ONE), H200).config == asked
+
+
+def test_unknown_gpus_are_left_to_the_ranks(config, monkeypatch):
+    monkeypatch.setattr(gpu_memory, "detect_gpu_bytes", lambda: None)
+    asked = config("7B")
+    found = decide(asked, make_plan(asked, ONE))
+    assert found.config == asked and "decided by each trainer rank at its start" in found.note
+    fixed = config("7B", "training.offload=none", "training.activation_checkpointing=true")
+    assert decide(fixed, make_plan(fixed, ONE)).note == "GPU memory is unknown on this machine: nothing is checked"
+
+
+def test_a_model_that_the_planner_does_not_know_trains_without_a_plan(config, tmp_path):
+    asked = config("7B")
+    (tmp_path / "7B" / "config.json").write_text('{"kv_lora_rank": 512}')
+    found = decide(asked, make_plan(asked, ONE), H200)
+    assert (found.config.training.activation_checkpointing, found.config.training.offload) == (False, "none")
+    assert found.note.startswith("GPU memory is not planned: model.path") and "kv_lora_rank" in found.note
+
+
+def test_the_memory_of_this_machine(monkeypatch):
+    class Query:
+        stdout = "143771\n81559\n"
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(gpu_memory.subprocess, "run", lambda *args, **keys: Query)
+    assert gpu_memory.detect_gpu_bytes() == 81559 * 2**20  # the smallest
+    monkeypatch.setattr(Query, "stdout", "")
+    assert gpu_memory.detect_gpu_bytes() is None
+    monkeypatch.setattr(Query, "stdout", "143771\n")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert gpu_memory.detect_gpu_bytes() is None  # of a cluster, not of this machine
+
+
+def test_the_rank_of_a_recipe(config):
+    asked = config(
+        "7B",
+        "placement.trainer={ranks: 8, shard: 4, tensor_parallel: 2}",
+        "training.max_tokens_per_gpu=5000",
+        "algorithm.kl_coef=0.1",
+        "training.compile=false",
+        "training.dtype=float32",
+        "model.lora={rank: 4, targets: [q_proj]}",
+    )
+    rank = rank_of(asked, make_plan(asked, EIGHT), SHAPES["7B"])
+    assert (rank.shard, rank.tensor_parallel, rank.max_tokens, rank.kl) == (4, 2, 5000, True)
+    assert (rank.compiled, rank.float32, rank.cpu) == (False, True, False)
+    assert rank.adapters == adapter_parameters(SHAPES["7B"], 4, ["q_proj"])
+
+
+# ---- beside the trainer
+
+
+def beside(config: Any, machine: Machine = ONE) -> tuple[float, float, float]:
+    found = engines_beside(config, make_plan(config, machine), SHAPES["7B"], 100e9)
+    return found.rollout, found.training, found.update
+
+
+def test_policy_engines(config):
+    weights = SHAPES["7B"].weight_bytes
+    assert beside(config("7B")) == (40e9, ASLEEP, ASLEEP + weights)
+    assert beside(config("7B", "generation.sleep=0")) == (40e9, 40e9, 40e9)
+    awake = "sampling.max_staleness=1", "sampling.deterministic=false"
+    assert beside(config("7B", *awake)) == (40e9, 40e9, 40e9)
+    two = config("7B", "placement.policy.replicas=2", "generation.gpu_memory_utilization=0.2")
+    assert beside(two) == (40e9, 2 * ASLEEP, 40e9)  # an engine never has more than its share
+    wide = config("7B", "generation.tensor_parallel=4", "placement.policy.replicas=2")
+    assert beside(wide, EIGHT) == (40e9, ASLEEP, ASLEEP + weights / 4)
+    assert beside(config("7B", "placement.mode=disaggregated"), EIGHT) == (0, 0, 0)
+    assert beside(config("7B", "generation.device=cpu")) == (0, 0, 0)
+
+
+def test_the_embedded_engine_keeps_weights_and_cache(config):
+    shape = SHAPES["7B"]
+    held = shape.weight_bytes + 48 * (12 + 8) * shape.kv_bytes_per_token  # 12 prompts x 4 of up to 20 tokens
+    asked = config("7B", generation={"engine": "embedded", "max_response_length": 8})
+    assert beside(asked) == (held, held, held)
+
+
+def test_judges_stay_awake_unless_they_share_slots(config, tmp_path):
+    build = {"build": RECIPE["model"]["build"]}
+    judge = {"name": "critic", "model": build, "template": "{{ response }}", "engine": "vllm"}
+    judge["gpu_memory_utilization"] = 0.3
+    rewards = {**RECIPE["rewards"], "judges": [judge]}
+    weights = SHAPES["7B"].weight_bytes
+    assert beside(config("7B", rewards=rewards)) == (70e9, ASLEEP + 30e9, ASLEEP + weights + 30e9)
+    sharing = config("7B", rewards=rewards, placement={"mode": "colocated"})
+    assert beside(sharing) == (40e9 + ASLEEP, 2 * ASLEEP, 2 * ASLEEP + weights)
+
+
+# ---- refused, warned, printed
+
+
+def refused(config: Any, machine: Machine = ONE, total: float = H200) -> str:
+    with pytest.raises(UserError) as error:
+        decide(config, make_plan(config, machine), total)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_cannot_fit_is_refused_with_the_keys_to_change(config):
+    said = refused(config("32B"))
+    assert said.startswith(
+        "this run does not fit on its GPUs: the phase `optimizer step` needs 530 of 149 GB per GPU (moments 262, "
+        "weights 131, gradients 131, engines 6) with training.activation_checkpointing=true and training.offload="
+    )
+    assert "use more GPUs (placement.trainer.ranks, shard=1) or train adapters (model.lora)" in said
+    given = refused(config("7B", "training.offload=none", "training.activation_checkpointing=false"))
+    assert "set training.offload=auto" in given and "set training.activation_checkpointing=auto" in given
+    assert "lower training.max_tokens_per_gpu=16384 (at least 20)" in given
+    shares = refused(config("7B", "generation.gpu_memory_utilization=0.95", "training.offload=optimizer"))
+    assert "the phase `start` needs 172" in shares and "; lower generation.gpu_memory_utilization=0.95" in shares
+    awake = refused(config("7B", "generation.sleep=0"))
+    assert "set generation.sleep=auto" in awake
+
+
+def test_close_calls_are_warned_of(config):
+    asked = config("1.5B", "generation.gpu_memory_utilization=0.92")
+    found = decide(asked, make_plan(asked, ONE), H200)
+    assert found.choice is not None and found.choice.fits
+    assert found.note.startswith("GPU memory is close to its limit: the phase `start` needs 143 of 149 GB per GPU (")
+    assert "if it runs out of memory, lower generation.gpu_memory_utilization=0.92" in found.note
+    assert decide(config("1.5B"), make_plan(config("1.5B"), ONE), H200).note == ""
+
+
+def test_the_lines_of_a_dry_run(config):
+    asked = config("7B")
+    assert memory_lines(decide(asked, make_plan(asked, ONE), H200)) == [
+        "149 GB per GPU, at most 128 GB used; 61 GB of host memory per rank; GB by part:",
+        "                weights  gradients  moments  bf16 copy  activations  temporary  buckets  engines    sum",
+        "start              30.5          ·        ·          ·            ·          ·        ·     59.7   90.2",
+        "rollout            30.5          ·        ·          ·            ·          ·        ·     59.7   90.2",
+        "backward           30.5       30.5        ·       15.2          4.1       11.1        ·      5.7   97.1",
+        "optimizer step     30.5       30.5     60.9          ·            ·          ·        ·      5.7  127.5",
+        "weight update      30.5          ·        ·          ·            ·          ·      3.2     20.9   54.6",
+        "training.activation_checkpointing=true: without it, the phase `backward` needs 161 of 149 GB",
+        "training.offload=optimizer: with none, the phase `backward` needs 158 of 149 GB",
+    ]
+
+
+def test_off_loaded_state_counts_in_host_memory(config, tmp_path):
+    """2 MiB of bfloat16 weights: 1 Mi parameters."""
+    asked = config("7B", "algorithm.kl_coef=0.1")
+    (tmp_path / "7B" / "model.safetensors").write_bytes(b"\0" * 2 * 2**20)
+    for level, per_parameter in (("none", 0), ("optimizer", 8), ("all", 8 + 4 + 2)):
+        training = asked.training.model_copy(update={"offload": level})
+        moved = asked.model_copy(update={"training": training})
+        for machine, shard in ((ONE, 1), (EIGHT, 8)):
+            found = {part.what: part.each_mb for part in parts(moved, make_plan(moved, machine))}
+            assert found["trainer rank"] == 295 + per_parameter / shard
