@@ -197,10 +197,11 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     quiet()
     import torch
 
-    from gcore.models import load_model, pick_device, pick_dtype
+    from gcore.models import make_empty, pick_device, pick_dtype
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.runtime.gloo import join
+    from gcore.training import loading
     from gcore.training.fsdp import FsdpTrainer
 
     device = pick_device(config.training.device, rendezvous.rank)
@@ -210,18 +211,16 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_prompt_length + config.generation.max_response_length
 
-    def make_network() -> Any:
-        return load_model(config.model, tokenizer, config.run.seed, torch.float32, device, max_length=longest)
-
     return FsdpTrainer(
         config,
-        make_network,
+        lambda: make_empty(config.model, tokenizer, longest),
         device,
         pick_dtype(config.training.dtype, device),
         plan.trainer_threads,
         plan.shard,
         Tracer(trace_folder(config), f"trainer-{rendezvous.rank}"),
         _publisher(config, device, rendezvous),
+        lambda network: loading.fill(network, config.model, config.run.seed, device, tokenizer),
     )
 
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from gcore.config.tree import Config
 from gcore.observe.trace import Tracer
 from gcore.protocols import Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
-from gcore.training import bad_batches, lora, losses, objective, state, varlen
+from gcore.training import bad_batches, loading, lora, losses, objective, state, varlen
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import Packed, to_tensors
 from gcore.training.schedule import decay_groups, learning_rate
@@ -54,10 +54,12 @@ class FsdpTrainer:
         shard: int,
         tracer: Tracer,
         publisher: WeightPublisher | None = None,
+        fill: Callable[[Any], None] | None = None,
     ) -> None:
+        """`fill`: gives the sharded network its weights if `make_network` makes it without (training/loading.py)."""
         self._config, self._device, self._tracer = config, device, tracer
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._make_network, self._dtype = make_network, dtype
+        self._make_network, self._fill, self._dtype = make_network, fill, dtype
         compiles = config.training.compile
         self._compiles = device.type == "cuda" if compiles == "auto" else compiles
         self._publisher = publisher or WeightPublisher(self._rank)
@@ -80,6 +82,8 @@ class FsdpTrainer:
         network, chosen = self._make_network(), self._config.model.lora
         self._adapters = lora.adapt(network, chosen, self._config.run.seed, self._dtype) if chosen else None
         self._policy = self._shard(network)
+        if self._fill is not None:
+            self._fill(network)
         self._optimizer = self._new_optimizer()
 
     def _shard(self, network: Any) -> LogprobModel:
@@ -162,13 +166,14 @@ class FsdpTrainer:
         if self._config.algorithm.kl_coef > 0 and self._adapters is not None:
             self._reference_adapters = lora.copy_adapters(self._policy)
         elif self._config.algorithm.kl_coef > 0:
-            self._make_reference(state.gather_weights(self._policy.network, everywhere=True))
+            self._make_reference()
 
-    def _make_reference(self, weights: Mapping[str, Any]) -> None:
-        network = self._make_network()
-        network.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()}, strict=False)
-        self._reference = self._shard(network)
+    def _make_reference(self) -> LogprobModel:
+        """A copy of the policy that is sharded like it; each rank copies its shards."""
+        self._reference = self._shard(self._make_network())
+        loading.fill_from(self._reference, self._policy, self._device)
         self._reference.requires_grad_(False).eval()
+        return self._reference
 
     def _forward(self, policy: LogprobModel, packed: Packed) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = policy(*packed.inputs)
@@ -342,4 +347,7 @@ class FsdpTrainer:
             if self._adapters is not None:
                 self._reference_adapters = state.read_like(folder / "reference.safetensors", self._policy.network)
             else:
-                self._make_reference(state.read_weights(folder / "reference.safetensors"))
+                weights = state.read_like(folder / "reference.safetensors", self._policy.network)
+                with torch.no_grad():
+                    for name, parameter in self._make_reference().network.named_parameters():
+                        parameter.copy_(weights[name])
