@@ -1,15 +1,17 @@
 """Transformers models, loaded from a folder or built small from the configuration: the policy, and scalar scorers.
 
-Engines and trainer ranks both load models here, so that they have the same network with the same parameter names.
-Training and serving of scorers share this file too: they lay out a batch in the same way.
+Engines load whole models here. Trainer ranks make the same network without weights (`make_empty`) and read only their
+shards of them (training/loading.py). Training and serving of scorers share this file too: they lay out a batch in the
+same way.
 """
 
 from __future__ import annotations
 
 import atexit
+import copy
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 from gcore.config.tree import BuildModel, Lora, Model, PolicyModel
-from gcore.decoders import check_length, check_network, implementation, traits_of
+from gcore.decoders import VERIFIED, check_length, check_network, implementation, traits_of
 from gcore.hub import model_folder
 from gcore.types import Ints, UserError
 
@@ -134,11 +136,76 @@ def load_model(
 
     `max_length`: of the sequences, if known. Some models compute longer ones differently.
     """
-    network = _load(model, max_length) if model.build is None else _build(model.build, tokenizer, seed, scorer=False)
+    network = load_whole(model, tokenizer, seed, max_length=max_length)
     _without_dropout(network)
     _place(network, dtype, device)
     check_network(network.eval())
     return network
+
+
+def load_whole(model: Model, tokenizer: Any, seed: int, *, max_length: int | None = None) -> PreTrainedModel:
+    """The network as transformers makes it: in float32, on the CPU."""
+    if model.build is not None:
+        return _build(model.build, tokenizer, seed, scorer=False)
+    return _load(model, max_length)
+
+
+def make_empty(model: Model, tokenizer: Any, max_length: int | None = None) -> PreTrainedModel:
+    """The network of `load_model` without its weights: parameters are on the meta device, in float32. Buffers, such as
+    rotary frequencies, have their values; they are on the CPU. Raises UserError as `load_model` does."""
+    from transformers import AutoModelForCausalLM
+
+    if model.build is not None:
+        with torch.device("meta"):
+            network = _build(model.build, tokenizer, 0, scorer=False)
+    else:
+        config = _config(model, max_length)
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config, **_options(model, config))
+    _without_dropout(network)
+    _make_buffers(network)
+    check_network(network.eval() if network.config.model_type in VERIFIED else _small_network(model, network.config))
+    return network
+
+
+@torch.no_grad()
+def _make_buffers(network: PreTrainedModel) -> None:
+    """Compute the buffers as transformers does after it has read the weights of a checkpoint. Those that a checkpoint
+    has are overwritten later."""
+    for module in network.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+            module._is_hf_initialized = False  # type: ignore[assignment]
+    with torch.random.fork_rng(devices=[]):
+        network.initialize_weights()  # only modules without the mark; their parameters have no memory to write to
+
+
+def _small_network(model: Model, config: Any) -> PreTrainedModel:
+    """A network of this kind with two layers, few tokens and random weights, for `check_network`. The weights are large
+    enough that the output depends on what the attention sees."""
+    from transformers import AutoModelForCausalLM
+
+    small, num_layers = copy.deepcopy(config), config.num_hidden_layers
+    for name, value in list(vars(small).items()):
+        if isinstance(value, (list, tuple)) and len(value) == num_layers > 2:  # one entry per layer
+            setattr(small, name, value[:2])
+    small.num_hidden_layers, small.vocab_size = min(num_layers, 2), min(config.vocab_size, 512)
+    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    try:
+        network = AutoModelForCausalLM.from_config(small, **_options(model, small))
+    except (ValueError, TypeError, IndexError, RuntimeError, AssertionError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"a model of type {config.model_type} cannot be compared with transformers: building it with two layers "
+            f"failed: {first} (key: model.path; docs/engines.md lists the families)"
+        ) from error
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+    _without_dropout(network)
+    return network.eval()
 
 
 def _place(network: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
@@ -198,25 +265,59 @@ def longest_text(scorer: PreTrainedModel) -> int:
     return (getattr(scorer.config.get_text_config(), "max_position_embeddings", None) or 2**31) - 1
 
 
-def _load(model: Model, max_length: int | None) -> PreTrainedModel:
-    """Raises UserError for an unsupported model before any weights are read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _config(model: Model, max_length: int | None) -> Any:
+    """Raises UserError for an unsupported model."""
+    from transformers import AutoConfig
 
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(str(model_folder(model)), **options)
+        config = AutoConfig.from_pretrained(
+            str(model_folder(model)), trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
         traits_of(config)
         check_length(config, max_length)
-        return AutoModelForCausalLM.from_pretrained(
-            str(model_folder(model, weights=True)),
-            dtype=torch.float32,
-            attn_implementation=implementation(config),
-            **options,
-        )
+        return config
     except UserError:
         raise
     except (OSError, ValueError) as error:
         raise _unloadable(model, error) from error
+
+
+def _options(model: Model, config: Any) -> dict[str, Any]:
+    return {
+        "dtype": torch.float32,
+        "attn_implementation": implementation(config),
+        "trust_remote_code": model.trust_remote_code,
+    }
+
+
+def _load(model: Model, max_length: int | None) -> PreTrainedModel:
+    """Raises UserError for an unsupported model before any weights are read."""
+    from transformers import AutoModelForCausalLM
+
+    config = _config(model, max_length)
+    try:
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            str(model_folder(model, weights=True)),
+            local_files_only=True,
+            output_loading_info=True,
+            **_options(model, config),
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _unloadable(model, error) from error
+    network: PreTrainedModel = found[0]
+    _check_names(model, found[1]["missing_keys"], found[1]["unexpected_keys"])
+    return network
+
+
+def _check_names(model: Model, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Transformers would give missing weights random values."""
+    for names, problem in ((sorted(missing), "has no weights for"), (sorted(unexpected), "has weights of no layer:")):
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise UserError(
+                f"model.path={model.path}: {problem} {shown} ({len(names)} names); expected the weights of the network "
+                "that its config.json describes"
+            )
 
 
 def _unloadable(model: Model, error: Exception) -> UserError:

@@ -198,10 +198,11 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     import torch
 
     from gcore.controller.gpu_memory import decide
-    from gcore.models import load_model, pick_device, pick_dtype
+    from gcore.models import make_empty, pick_device, pick_dtype
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.runtime.gloo import join
+    from gcore.training import loading
     from gcore.training.fsdp import FsdpBackend
     from gcore.training.rank import TrainerRank
 
@@ -214,13 +215,23 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_prompt_length + config.generation.max_response_length
 
-    def make_network() -> Any:
-        return load_model(config.model, tokenizer, config.run.seed, torch.float32, device, max_length=longest)
-
     dtype, name = pick_dtype(config.training.dtype, device), f"trainer-{rendezvous.rank}"
+    tensor = config.placement.trainer.tensor_parallel
+
+    def make_backend() -> FsdpBackend:
+        return FsdpBackend(
+            config,
+            lambda: make_empty(config.model, tokenizer, longest),
+            device,
+            dtype,
+            plan.shard,
+            tensor,
+            lambda network: loading.fill(network, config.model, config.run.seed, device, tokenizer),
+        )
+
     return TrainerRank(
         config,
-        lambda: FsdpBackend(config, make_network, device, dtype, plan.shard),
+        make_backend,
         rendezvous.rank,
         plan.trainer_threads,
         Tracer(trace_folder(config), name),

@@ -24,12 +24,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
-from gcore.training import lora, state, tensor_parallel, varlen
+from gcore.training import loading, lora, state, tensor_parallel, varlen
 from gcore.training.backend import NetworkName
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import StepData, step_columns, to_tensors
 from gcore.training.objective import Metrics, Objective, StepOutputs, to_metrics
-from gcore.training.optimizer import Optimizer, local
+from gcore.training.optimizer import Optimizer
+from gcore.training.shards import local_of, reshard
 from gcore.training.step_advantages import Array
 from gcore.types import Key, MicroBatch, UserError
 
@@ -39,7 +40,8 @@ REFERENCE_FILE = "reference.safetensors"
 
 class FsdpBackend:
     """Implements backend.Backend. `shard`: ranks that share one copy of the weights. `tensor`: ranks that split each
-    matrix. Both divide the number of ranks: world = copies x shard x tensor."""
+    matrix. Both divide the number of ranks: world = copies x shard x tensor. `fill`: gives the sharded network its
+    weights if `make_network` makes it without (loading.py)."""
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class FsdpBackend:
         dtype: torch.dtype,
         shard: int = 1,
         tensor: int = 1,
+        fill: Callable[[Any], None] | None = None,
     ) -> None:
         self._config, self._make_network, self.device, self._dtype = config, make_network, device, dtype
         world = dist.get_world_size()
@@ -61,6 +64,8 @@ class FsdpBackend:
         network, chosen = make_network(), config.model.lora
         self._adapters = lora.adapt(network, chosen, config.run.seed, dtype) if chosen else None
         self.policy = self._shard(network)
+        if fill is not None:
+            fill(network)
         self._reference: LogprobModel | None = None
         self._reference_adapters: dict[str, Tensor] | None = None  # the reference policy, with model.lora
         self.optimizer = self._new_optimizer()
@@ -96,11 +101,14 @@ class FsdpBackend:
         return model
 
     def _new_reference(self) -> LogprobModel:
-        """A second network, sharded in the same way. No gradients and no optimizer: the compute dtype is enough."""
+        """A copy of the policy, sharded like it; each rank copies its shards. It has no gradients and no optimizer, so
+        the compute dtype is enough."""
         network = self._make_network()
         for parameter in network.parameters():
             parameter.data = parameter.data.to(self._dtype)
-        return self._shard(network).requires_grad_(False).eval()
+        reference = self._shard(network)
+        loading.fill_from(reference, self.policy, self.device)
+        return reference.requires_grad_(False).eval()
 
     def _new_optimizer(self) -> Optimizer:
         parameters = list(lora.trainable_parameters(self.policy.network).values())
@@ -112,10 +120,6 @@ class FsdpBackend:
             self._reference_adapters = lora.copy_adapters(self.policy)
         elif reference:
             self._reference = self._new_reference()
-            with torch.no_grad():
-                pairs = zip(self._reference.parameters(), self.policy.parameters(), strict=True)
-                for copy, parameter in pairs:  # each rank copies its shards
-                    local(copy).copy_(local(parameter))
 
     def _network(self, name: NetworkName) -> AbstractContextManager[Any]:
         if name == "policy":
@@ -141,9 +145,7 @@ class FsdpBackend:
                 logprobs_S, _ = model(*packed.inputs)
                 for i, key in enumerate(packed.keys):
                     found[key] = logprobs_S[packed.sample_S == i]
-            for module in model.modules():  # FSDP reshards by itself only in a backward pass
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            reshard(model)  # FSDP does so by itself only in a backward pass
         return found
 
     def forward_backward(
@@ -163,7 +165,7 @@ class FsdpBackend:
         parameters = self.policy.network.get_parameter
         for gradient in (parameters(name).grad for name in self._summed):
             if gradient is not None:
-                dist.all_reduce(local(gradient), group=self._mesh.get_group("tensor"))
+                dist.all_reduce(local_of(gradient), group=self._mesh.get_group("tensor"))
         return self.optimizer.step(lr)
 
     def sum_over_ranks(self, values: Array) -> Array:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from gcore.config.tree import Lora
 from gcore.models import LORA_A, LORA_B, Adapters, adapters_of
+from gcore.training.shards import local_of, part_of, reshard
 
 
 class LoraLinear(nn.Linear):
@@ -32,7 +32,6 @@ class LoraLinear(nn.Linear):
         device = linear.weight.device
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=device)
         self.lora_B = nn.Linear(rank, self.out_features, bias=False, device=device)
-        nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = self.lora_B(self.lora_A(x))
@@ -41,20 +40,32 @@ class LoraLinear(nn.Linear):
 
 def adapt(network: Any, lora: Lora, seed: int, dtype: torch.dtype) -> Adapters:
     """Put adapters into the network. All other parameters are frozen and stored in the compute dtype, because no
-    optimizer needs more. The same seed makes the same adapters on every rank."""
+    optimizer needs more. The same seed makes the same adapters on every rank. If the network is empty
+    (models.make_empty), so are its adapters: `fill_adapters` gives them their values after sharding."""
     adapters = adapters_of(network, lora)
     for parameter in network.requires_grad_(False).parameters():
         parameter.data = parameter.data.to(dtype)
     for layer in adapters.layers:
         parent, _, name = layer.rpartition(".")
         adapted = LoraLinear(network.get_submodule(layer), adapters.rank, adapters.scale)
-        rng = np.random.default_rng([seed % 2**64, zlib.crc32(layer.encode())])
-        bound = adapted.in_features**-0.5  # as in the default initialization of a linear layer
-        values = rng.uniform(-bound, bound, (adapters.rank, adapted.in_features)).astype(np.float32)
-        with torch.no_grad():
-            adapted.lora_A.weight.copy_(torch.from_numpy(values))
         setattr(network.get_submodule(parent), name, adapted)
+    if not any(parameter.is_meta for parameter in network.parameters()):
+        fill_adapters(network, seed)
     return adapters
+
+
+@torch.no_grad()
+def fill_adapters(network: Any, seed: int) -> None:
+    """The starting values of all adapters: A is random, B is zero. Each rank writes its shards."""
+    for name, parameter in network.named_parameters():
+        local = local_of(parameter)
+        if name.endswith(LORA_B):
+            local.zero_()
+        elif name.endswith(LORA_A) and local.numel():
+            rng = np.random.default_rng([seed % 2**64, zlib.crc32(name.removesuffix(LORA_A).encode())])
+            bound = parameter.shape[1] ** -0.5  # as in the default initialization of a linear layer
+            values = rng.uniform(-bound, bound, tuple(parameter.shape)).astype(np.float32)
+            local.copy_(torch.from_numpy(values[part_of(parameter)]))
 
 
 def trainable_parameters(network: Any) -> dict[str, Tensor]:
@@ -65,7 +76,7 @@ def trainable_parameters(network: Any) -> dict[str, Tensor]:
 
 def copy_adapters(policy: nn.Module) -> dict[str, Tensor]:
     """A copy of the current adapters; each rank copies its shard."""
-    _reshard(policy)
+    reshard(policy)
     return {name: parameter.detach().clone() for name, parameter in trainable_parameters(policy.network).items()}
 
 
@@ -82,13 +93,6 @@ def with_adapters(policy: nn.Module, adapters: Mapping[str, Tensor]) -> Iterator
 
 @torch.no_grad()
 def _write(policy: nn.Module, adapters: Mapping[str, Tensor]) -> None:
-    _reshard(policy)
+    reshard(policy)
     for name, parameter in trainable_parameters(policy.network).items():
         parameter.copy_(adapters[name])
-
-
-def _reshard(policy: nn.Module) -> None:
-    """Drop the parameters that FSDP gathered for the last pass: otherwise it would use them instead of the shards."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gcore.config.tree import Training
 from gcore.training.schedule import decay_groups
+from gcore.training.shards import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PART_BYTES = 2**31  # of the two moments of a part that is off-loaded
@@ -89,16 +90,11 @@ class Optimizer:
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Of the gradients of all ranks together; the same number on every rank. A collective."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norms = torch._foreach_norm([local(gradient) for gradient in gradients])
+    norms = torch._foreach_norm([local_of(gradient) for gradient in gradients])
     copies = torch.tensor([_num_copies(gradient) for gradient in gradients], device=norms[0].device)
     total = (torch.stack(norms).double() ** 2 / copies).sum()
     dist.all_reduce(total)
     return total.sqrt().float()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _num_copies(tensor: Tensor) -> int:
@@ -113,7 +109,7 @@ def _num_copies(tensor: Tensor) -> int:
 
 
 def _scale(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+    torch._foreach_mul_([local_of(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list[Tensor]]:
@@ -127,7 +123,7 @@ def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list
         if max_bytes is None:
             yield same
             continue
-        ends = list(itertools.accumulate(8 * local(parameter).numel() for parameter in same))
+        ends = list(itertools.accumulate(8 * local_of(parameter).numel() for parameter in same))
         for _, part in itertools.groupby(zip(same, ends, strict=True), lambda pair: (pair[1] - 1) // max_bytes):
             yield [parameter for parameter, _ in part]
 

@@ -9,7 +9,6 @@ computes every version from that copy: rounding errors do not accumulate, and a 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from gcore.models import LORA_A, LORA_B, Adapters
 from gcore.protocols import Weights
 from gcore.types import UserError
 from gcore.weights.bucket import unpack_bucket
+from gcore.weights.files import WeightFiles
 
 CHUNK_BYTES = 2**29  # limit of merged matrices held at a time
 Shapes = Mapping[str, tuple[int, ...]]
@@ -149,11 +149,7 @@ class WeightReceiver:
 
 def shapes_of(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters of the checkpoint, tied ones once; empty if it has no safetensors."""
-    shapes = {
-        name: tuple(file.get_slice(name).get_shape())
-        for file in _files(folder)
-        for name in file.keys()  # noqa: SIM118
-    }
+    shapes = dict(WeightFiles(folder).shapes)
     if getattr(config, "tie_word_embeddings", False):
         shapes.pop("lm_head.weight", None)
     return {name: shape for name, shape in shapes.items() if not name.endswith(".inv_freq")}
@@ -166,20 +162,10 @@ def base_of(
     if adapters is None:
         return None
     names = set(shapes) if whole else {f"{layer}.weight" for layer in adapters.layers}
-    tensors = {name: file.get_tensor(name) for file in _files(folder) for name in file.keys() if name in names}  # noqa: SIM118
+    files = WeightFiles(folder)
+    tensors = {name: files.read(name) for name in files if name in names}
     if missing := sorted({f"{layer}.weight" for layer in adapters.layers} - tensors.keys()):
         raise UserError(
             f"model.lora: {folder} has no safetensors with {missing[0]} ({len(missing)} in all), which adapters need"
         )
     return Base(adapters, tensors, torch.device(device), dtype)
-
-
-def _files(folder: Path) -> Iterator[Any]:
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    for file in sorted(files):
-        if (folder / file).exists():
-            with safe_open(folder / file, "pt") as tensors:
-                yield tensors
