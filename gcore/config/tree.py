@@ -170,9 +170,9 @@ class Training(Section):
     never on a CPU. `--dry-run` prints the choice, see docs/planner.md."""
     offload: Literal["auto", "none", "optimizer", "all"] = "auto"
     """What of the trainer is in host memory while engines use its GPU. `none`: nothing; `optimizer`: the two moments of
-    AdamW, which are on the GPU only during optimizer steps; `all`: the moments, the weights (on the GPU from the first
-    pass of a step to the weight update) and the KL reference (on the GPU only during its own passes). `auto`: the least
-    with which generation and training fit; `none` on a CPU."""
+    AdamW, of which a part at a time is on the GPU during optimizer steps; `all`: the moments, the weights (on the GPU
+    from the first pass of a step to the weight update) and the KL reference (on the GPU only during its own passes).
+    `auto`: the least with which generation and training fit; `none` on a CPU."""
     max_bad_updates: PositiveInt = 3
     """Updates with NaN or infinite gradients are skipped and counted, and their samples are written to
     `runs/NAME/bad_batches/` (the first 8 of each rank); this number of them in a row ends the run."""

@@ -35,6 +35,8 @@ from gcore.simulate.training_memory import (
 )
 from gcore.types import UserError
 
+NEGLIGIBLE = 0.05  # of a GPU: a smaller peak needs no table
+WORTH_CHANGING = 0.05  # share of the peak of parts that advice is about
 BYTES = 2  # engines and scorers on a GPU: bfloat16
 
 
@@ -164,6 +166,8 @@ def memory_lines(decided: Decided) -> list[str]:
     choice = decided.choice
     if choice is None:
         return decided.notes
+    if choice.peak < NEGLIGIBLE * choice.total:
+        return [f"at most {choice.peak / GB:.1f} of {choice.total / GB:.0f} GB per GPU", *decided.notes]
     rows = table(choice.gpu)
     host = f"; {choice.host_peak / GB:.0f} GB of host memory per rank" if choice.host_peak else ""
     return [
@@ -203,7 +207,7 @@ def _needed(choice: Choice) -> str:
 
 
 def _advice(config: Config, choice: Choice) -> str:
-    """Keys to change, those of the largest parts first."""
+    """Keys to change: first those that were set and could decide by themselves, then those of the largest parts."""
     training, parts, rank = config.training, choice.gpu[choice.worst], choice.rank
     longest = config.data.max_prompt_length + config.generation.max_response_length
     state = sum(parts.get(name, 0.0) for name in ("weights", "gradients", "moments", "copies", "reference"))
@@ -211,20 +215,23 @@ def _advice(config: Config, choice: Choice) -> str:
     more = f"use more GPUs (placement.trainer.ranks, shard={rank.shard})"
     tips = [(state, more if rank.adapters else f"{more} or train adapters (model.lora)")]
     if rank.offload != "all" and training.offload != "auto":
-        tips.append((state, "set training.offload=auto"))
+        tips.append((choice.peak, "set training.offload=auto"))
     if rank.kl and parts.get("reference"):
         tips.append((parts["reference"], "set algorithm.kl_coef=0"))
     if not rank.checkpointing and training.activation_checkpointing != "auto":
-        tips.append((2 * activations, "set training.activation_checkpointing=auto"))
+        tips.append((choice.peak, "set training.activation_checkpointing=auto"))
     if training.max_tokens_per_gpu > longest:
         lower = f"lower training.max_tokens_per_gpu={training.max_tokens_per_gpu} (at least {longest})"
         tips.append((activations, lower))
     if parts.get("engines"):
         share = f"lower generation.gpu_memory_utilization={config.generation.gpu_memory_utilization}"
         keeps = choice.worst not in ("start", "rollout")
-        awake = "set generation.sleep=auto" if config.generation.sleep == 0 else "use placement.mode=disaggregated"
-        tips.append((parts["engines"], awake if keeps else share))
-    return "; or ".join(text for size, text in sorted(tips, key=lambda tip: -tip[0]) if size)
+        if config.generation.sleep == 0 and keeps:
+            tips.append((choice.peak, "set generation.sleep=auto"))
+        else:
+            tips.append((parts["engines"], "use placement.mode=disaggregated" if keeps else share))
+    tips = [tip for tip in tips if tip[0] > WORTH_CHANGING * choice.peak]
+    return "; or ".join(text for _, text in sorted(tips, key=lambda tip: -tip[0]))
 
 
 def _later(config: Config) -> str:

@@ -43,7 +43,8 @@ def show(result: PlanResult, console: Console | None = None) -> None:
 
 
 def show_memory(results: Sequence[PlanResult]) -> None:
-    """Memory of a trainer rank: by phase for the first result, and one line for each."""
+    """Memory of a trainer rank: by phase for the first result, and one line for each. The highest phase is one of the
+    update: in the others, engines use what is left."""
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(file=console.file, width=PLAIN_WIDTH, highlight=False)
     first = results[0]
@@ -57,7 +58,7 @@ def show_memory(results: Sequence[PlanResult]) -> None:
     table.add_column("fits")
     for result in results:
         choice, rank, policy = result.trainer, result.trainer.rank, result.memory[0]
-        update = {phase: parts for phase, parts in choice.gpu.items() if phase != "rollout"}  # engines fill the rollout
+        update = {phase: parts for phase, parts in choice.gpu.items() if phase not in ("start", "rollout")}
         worst = max(update, key=lambda phase: sum(update[phase].values()))
         peak = sum(update[worst].values()) / GB
         table.add_row(

@@ -263,8 +263,10 @@ class _Inputs:
     def beside(self, trainer: Choice, engines: Sequence[Fit]) -> Choice:
         """The trainer's memory with that of awake engines: in the rollout the one with the largest share, in the weight
         update the policy without its KV cache."""
+        largest = max(fit.weights + fit.kv_cache + fit.asleep for fit in engines) * GB
         awake = {
-            "rollout": max(fit.weights + fit.kv_cache + fit.asleep for fit in engines) * GB,
+            "start": largest,
+            "rollout": largest,
             "weight update": (engines[0].weights + self.asleep_gb * len(self.shapes)) * GB,
         }
         gpu = {
@@ -278,7 +280,9 @@ class _Inputs:
         trainer = {
             phase: sum(parts.values()) / GB for phase, parts in training_memory(self.rank(1, offload)).gpu.items()
         }
-        state, updating = trainer["rollout"], trainer["weight update"] + self.asleep_gb * len(self.shapes)
+        updating = trainer["weight update"] + self.asleep_gb * len(self.shapes)
+        # the policy is awake at the start, when it gets its first weights; judges sleep then
+        state = max(trainer["start"], trainer["rollout"]) if name == POLICY else trainer["rollout"]
         asleep = self.asleep_gb * (len(self.shapes) - 1)
         available = self.usable - state - asleep
         tokens = costs.kv_tokens(shape, self.gpu, tp, available)

@@ -4,17 +4,17 @@
     TrainingRank, Engines, GPU ──choose──> Choice: the rank with checkpointing and off-load decided, peaks, reasons
 
     phase           on the GPU, beside what engines hold there
-    start           weights and KL reference
+    start           weights, KL reference, and the first weight update: engines are awake
     rollout         what `offload` leaves: engines generate
     logprobs        only with a KL reference: its forward pass
     backward        gradients, weights in the compute dtype, activations; moments only without off-load
-    optimizer step  weights, gradients, moments
+    optimizer step  weights, gradients, moments; of off-loaded moments a part at a time
     weight update   weights, and buckets of whole tensors on their way to the engines
 
 Pure arithmetic over the model's shape; docs/planner.md has the formulas as a table and compares them with measurements.
 Assumed: gradients are scattered after every micro-batch if weights are sharded, and accumulated whole if they are not;
-tensor parallelism divides the matrices of the layers, and neither the embedding nor the head; off-loaded moments are on
-the GPU only during the optimizer step; a trainer returns cached memory to the GPU before engines wake.
+tensor parallelism divides the matrices of the layers, and neither the embedding nor the head; a trainer returns cached
+memory to the GPU before engines wake.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ Parts = Mapping[str, float]
 LOGITS_AT_ONCE = 1 << 27  # as in training/logprob_model.py; compiled, a chunk has four times as many
 LAYERS_PER_GROUP = 4  # as in training/fsdp.py: layers that are cast together if weights are not sharded
 BUCKET_BYTES = 2.0**30  # as in weights/bucket.py
+PART_BYTES = 2.0**31  # of off-loaded moments that an optimizer step has on the GPU at a time
 GATHERED_LAYERS = 2  # of a sharded network: the layer in use, and the next one
 COMFORTABLE = 0.9  # of a GPU; the rest is for CUDA contexts and fragmentation. Above it: a warning
 GB = 1e9
@@ -89,8 +90,9 @@ def training_memory(rank: TrainingRank) -> Memory:
     state = state_bytes(rank.own_parameters, rank.trained_parameters, rank.width, rank.kl, bool(rank.adapters))
     fixed = {"weights": state["weights"], "reference": state["reference"]}
     idle = fixed | {"moments": state["moments"]}
+    buckets = {"buckets": _buckets(rank)}
     phases: dict[Phase, dict[str, float]] = {
-        "start": fixed,
+        "start": fixed | buckets,
         "rollout": idle,
         "logprobs": idle | {"copies": _copies(rank), "work": _pass_work(rank)},
         "backward": idle
@@ -100,8 +102,8 @@ def training_memory(rank: TrainingRank) -> Memory:
             "activations": _activations(rank),
             "work": _backward_work(rank),
         },
-        "optimizer step": idle | {"gradients": state["gradients"]},
-        "weight update": idle | {"buckets": _buckets(rank)},
+        "optimizer step": idle | {"gradients": state["gradients"], "moments": _moments_at_once(rank, state["moments"])},
+        "weight update": idle | buckets,
     }
     if not rank.kl or rank.adapters:  # the reference of adapters is a copy of them, with the policy's weights
         del phases["logprobs"]
@@ -150,6 +152,14 @@ def off_gpu(offload: Offload, phase: Phase = "rollout") -> tuple[str, ...]:
         "weight update": ("weights",),
     }
     return tuple(part for part in gone if part not in back.get(phase, ()))
+
+
+def _moments_at_once(rank: TrainingRank, moments: float) -> float:
+    """On the GPU during an optimizer step. A part of off-loaded moments ends with a whole parameter."""
+    if rank.offload == "none" or rank.cpu:
+        return moments
+    largest = 0.0 if rank.adapters else 8.0 * rank.shape.table_parameters / rank.shard
+    return min(moments, PART_BYTES + largest)
 
 
 def _tables(shape: Shape) -> int:

@@ -192,9 +192,10 @@ def test_memory_of_every_role_and_phase():
     rank = RESULT.trainer.rank
     assert (rank.shard, rank.tensor_parallel, rank.checkpointing, rank.offload) == (64, 1, True, "all")
     assert (trainer.gradients, trainer.optimizer) == (pytest.approx(4 * state), 0)  # moments: in the optimizer step
-    assert RESULT.trainer.gpu["optimizer step"]["moments"] == pytest.approx(8e9 * state)
-    assert policy.optimizer == 0 and RESULT.host_gb == pytest.approx(8 * (judge.weights + 12 * state))
-    assert RESULT.trainer.gpu["rollout"] == {"engines": pytest.approx(72e9)}
+    assert judge.optimizer == 0 and RESULT.host_gb == pytest.approx(8 * (judge.weights + 12 * state))
+    buckets = RESULT.trainer.gpu["start"]["buckets"] / 1e9
+    assert policy.optimizer == pytest.approx(4 * state + buckets)  # at the first weight update
+    assert sum(RESULT.trainer.gpu["rollout"].values()) == pytest.approx(72e9)
     assert RESULT.trainer.gpu["weight update"]["engines"] == pytest.approx((policy.weights + 2 * 5.7) * 1e9)
     assert trainer.asleep == pytest.approx(2 * 5.7) and judge.asleep == pytest.approx(5.7)
 
@@ -230,9 +231,10 @@ def test_problems_come_with_changes_that_would_fit():
     assert result.best is None and result.estimates == () and result.saved_over("static") is None
     assert result.problems == (
         "policy (rollout): a weight update needs 74 GB per GPU, 72 GB can be used",
-        "trainer (optimizer step): needs 157 GB per GPU, 72 GB can be used",
+        "trainer (backward): needs 121 GB per GPU, 72 GB can be used",
     )
-    assert result.changes == ("32 GPUs (--gpus)", "180 GB of NVIDIA B200 (HGX) (--gpu b200)")
+    larger = "149 GB of NVIDIA H200 SXM5 (--gpu h200)", "180 GB of NVIDIA B200 (HGX) (--gpu b200)"
+    assert result.changes == ("32 GPUs (--gpus)", *larger)
     assert plan(SHAPES["72B"], [SHAPES["72B"]], 32, H100).best is not None
     assert plan(SHAPES["72B"], [SHAPES["72B"]], 16, H100).best is None
 
@@ -248,7 +250,7 @@ def test_a_width_that_does_not_fit():
 
 def test_the_trainer_divides_the_gpus():
     result = plan(SHAPES["7B"], [], 3, H100, constraints=Constraints(trainer_tp=2))
-    assert result.problems == ("trainer (optimizer step): --trainer-tp 2 does not divide 3 GPUs",)
+    assert result.problems == ("trainer (backward): --trainer-tp 2 does not divide 3 GPUs",)
 
 
 def test_the_longest_sequence_must_fit_the_cache():
@@ -261,7 +263,7 @@ def test_a_cache_for_few_sequences_is_rejected():
     """14B on one A100, with a sleeping judge and long prompts; on two GPUs the cache is large enough."""
     work = Workload(prompt_length=8192, response_length=2048)
     tight = plan(SHAPES["14B"], [SHAPES["7B"]], 8, GPUS["a100"], work, Constraints(policy_tp=1))
-    assert tight.problems == ("policy (rollout): KV cache for 18 sequences, expected at least 32",)
+    assert tight.problems == ("policy (rollout): KV cache for 11 sequences, expected at least 32",)
     assert plan(SHAPES["14B"], [SHAPES["7B"]], 8, GPUS["a100"], work).best.tp["policy"] > 1
 
 
@@ -365,7 +367,7 @@ def test_the_command(capsys, tmp_path):
 def test_the_command_when_it_does_not_fit(capsys):
     assert main(["plan", "--model", "72B", "--gpus", "8", "--price", "2"]) == 1
     out = capsys.readouterr().out
-    assert "does not fit: trainer (optimizer step): needs" in out
+    assert "does not fit: trainer (backward): needs" in out
     assert "what would fit:" in out and "Seconds" not in out
 
 
@@ -374,7 +376,7 @@ def test_the_command_prints_memory_alone(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("GPU of a trainer rank, GB (shard 1, tp 1, 16384 tokens, checkpointing on, off-load opt")
     step = next(line.split() for line in lines if line.strip().startswith("optimizer step"))
-    assert step == ["optimizer", "step", "30.5", "30.5", "60.9", "·", "·", "·", "·", "5.7", "127.5"]
+    assert step == ["optimizer", "step", "30.5", "30.5", "6.5", "·", "·", "·", "·", "5.7", "73.1"]
     assert sum(line.endswith("yes  ") for line in lines) == 2 and max(map(len, lines)) <= 118
     assert main(["plan", "--model", "32B", "--gpus", "1", "--gpu", "h200", "--memory"]) == 1
     assert "trainer (" in capsys.readouterr().out
