@@ -34,7 +34,7 @@ from gcore.training import bad_batches, loading, lora, losses, objective, state,
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import Packed, to_tensors
 from gcore.training.schedule import decay_groups, learning_rate
-from gcore.types import Key, KlSums, MicroBatch, MiniBatch, Sample, TrainBatch, UserError
+from gcore.types import Key, KlSums, MicroBatch, MiniBatch, Sample, TrainBatch
 from gcore.weights.publisher import WeightPublisher
 
 T = TypeVar("T")
@@ -329,25 +329,18 @@ class FsdpTrainer:
 
     def _save(self, folder: Path) -> None:
         with self._tracer.span("save"):
-            state.save(folder, self._policy.network, self._optimizer, self.updates, self._adapters)
             reference = self._reference_adapters
             if self._reference is not None:
                 reference = lora.trainable_parameters(self._reference.network)
-            if reference is not None:
-                state.save_weights(folder / "reference.safetensors", reference)
+            network, optimizer = self._policy.network, self._optimizer
+            state.save(folder, network, optimizer, self.updates, self._adapters, reference)
 
     def _load(self, folder: Path, begun: bool) -> None:
         self._bad_in_a_row = 0
         self.updates = state.load(folder, self._policy.network, self._optimizer, self._adapters)
         if self._config.algorithm.kl_coef > 0 and begun:  # a warm start has no reference until `begin`
-            if not (folder / "reference.safetensors").is_file():
-                raise UserError(
-                    f"{folder} has no reference model: it was saved with algorithm.kl_coef=0; resume with 0 too"
-                )
             if self._adapters is not None:
-                self._reference_adapters = state.read_like(folder / "reference.safetensors", self._policy.network)
+                reference = self._reference_adapters = lora.copy_adapters(self._policy)
             else:
-                weights = state.read_like(folder / "reference.safetensors", self._policy.network)
-                with torch.no_grad():
-                    for name, parameter in self._make_reference().network.named_parameters():
-                        parameter.copy_(weights[name])
+                reference = lora.trainable_parameters(self._make_reference().network)
+            state.load_reference(folder, reference)
