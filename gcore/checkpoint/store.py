@@ -18,7 +18,7 @@ from typing import Any, Literal
 from gcore.types import UserError
 
 MANIFEST, STATE = "manifest.json", "state.json"
-FORMAT = 2  # version of the checkpoint format
+FORMAT = 3  # version of the checkpoint format
 Kind = Literal["warm", "step"]
 KINDS: tuple[Kind, ...] = ("warm", "step")  # in the order in which a run makes them
 
@@ -44,9 +44,10 @@ def commit(partial: Path, state: dict[str, Any], keep: int) -> Path:
     """Make the folder a complete checkpoint. Only the newest `keep` remain; this one always does, even if checkpoints
     of later steps are left from an earlier run."""
     (partial / STATE).write_text(json.dumps(state, indent=1))
-    for file in partial.iterdir():
-        _to_disk(file)
-    files = {f.name: {"bytes": f.stat().st_size, "sha256": _checksum(f)} for f in sorted(partial.iterdir())}
+    for path in partial.rglob("*"):
+        _to_disk(path)
+    found = sorted(path for path in partial.rglob("*") if path.is_file())
+    files = {f.relative_to(partial).as_posix(): {"bytes": f.stat().st_size, "sha256": _checksum(f)} for f in found}
     (partial / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
     _to_disk(partial / MANIFEST)
     _to_disk(partial)

@@ -1,23 +1,30 @@
-"""`gcore export`: writes the policy of a checkpoint as a Hugging Face folder, and checks it by reloading.
+"""`gcore export`: writes the policy of a checkpoint as a Hugging Face folder, and compares it after reloading.
 
 runs/NAME/step_N ──> FOLDER: safetensors, config, tokenizer with chat template
                  └─> FOLDER-adapter: the adapters in PEFT's format (with model.lora, which FOLDER has merged)
+
+One file of the result is in memory at a time. The whole model is there only if transformers must write it: if it stores
+the tensors of this kind of model differently (experts one by one), or if the model has its own code.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcore.checkpoint import store
 from gcore.config import load_config
+from gcore.config.tree import Config, Model
 from gcore.types import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gcore.models import Adapters
+
+PART_BYTES = 5 * 10**9  # of a file of the result
 
 
 def locate(path: Path) -> tuple[Path, Path]:
@@ -35,50 +42,126 @@ def adapter_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.resolve().name}-adapter")
 
 
-def export(source: Path, folder: Path) -> float:
-    """Write the policy to `folder`. Returns the largest difference of logits after reloading it."""
+def export(source: Path, folder: Path) -> int:
+    """Write the policy to `folder`. Returns the number of its tensors, which were read again and compared."""
     run, checkpoint = locate(source)
     config = load_config(run / "config.yaml")
     for place in (folder, *([adapter_folder(folder)] if config.model.lora else [])):
         if place.exists() and any(place.iterdir()):
             raise UserError(f"{place}: the folder is not empty; choose another folder to export to")
-    import torch
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from gcore.models import adapters_of, load_model
+    from gcore.models import load_whole, make_empty
     from gcore.prompts.tokenizer import load_tokenizer
+    from gcore.weights.pretrained import conversions, stored_tensors
 
     tokenizer = load_tokenizer(config.model)
-    network: Any = load_model(config.model, tokenizer, config.run.seed, torch.float32, torch.device("cpu"))
-    weights = load_file(checkpoint / "model.safetensors")
-    if config.model.lora is not None:
-        adapters = adapters_of(network, config.model.lora)
-        _save_adapters(adapter_folder(folder), network, adapters, weights, config.model.path)
-        weights = _merged(network, adapters, weights)
-    network.load_state_dict(weights, strict=False)
-    network.save_pretrained(folder)
+    network: Any = make_empty(config.model, tokenizer)
+    policy = _Policy(checkpoint / "weights", config, network, tokenizer)
+    if policy.adapters is not None:
+        _save_adapters(adapter_folder(folder), network, policy.adapters, policy.factors, config.model.path)
+    parts = _parts({name: tensor.numel() * 4 for name, tensor in stored_tensors(network).items()})
+    if conversions(network) or config.model.trust_remote_code:  # transformers must write it: the whole model at once
+        network = load_whole(config.model, tokenizer, config.run.seed)
+        for names in parts:
+            network.load_state_dict(policy.read(names), strict=False)
+        network.save_pretrained(folder, max_shard_size=PART_BYTES)
+    else:
+        _save_parts(folder, network, policy, parts)
+        _save_config(folder, network, config.model)
     tokenizer.save_pretrained(folder)
-    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    _compare(folder, policy, parts, tokenizer, config.model.trust_remote_code)
+    return sum(map(len, parts))
+
+
+class _Policy:
+    """The weights of the policy in a checkpoint, with adapters merged. `folder`: its sharded tensors."""
+
+    def __init__(self, folder: Path, config: Config, network: Any, tokenizer: Any) -> None:
+        from gcore.checkpoint import tensors
+        from gcore.models import adapters_of
+        from gcore.weights.pretrained import open_weights, stored_tensors
+
+        self._folder, self._saved, self._read = folder, tensors.shapes(folder).keys(), tensors.read
+        self.adapters = adapters_of(network, config.model.lora) if config.model.lora else None
+        self.factors = tensors.read(folder, self._saved) if self.adapters else {}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(network).items()}
+        if self._shapes.keys() - self._saved:  # adapters, or buffers that training does not change
+            self._base = open_weights(network, config.model, config.run.seed, tokenizer)
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """In float32."""
+        found = self._read(self._folder, [name for name in names if name in self._saved])
+        return {name: found[name] if name in found else self._merged(name) for name in names}
+
+    def _merged(self, name: str) -> Tensor:
+        from gcore.models import LORA_A, LORA_B
+
+        base = self._base(name, tuple(map(slice, self._shapes[name]))).float()
+        layer = name.removesuffix(".weight")
+        if self.adapters is None or layer not in self.adapters.layers:
+            return base
+        return self.adapters.merge(base, self.factors[layer + LORA_A], self.factors[layer + LORA_B])
+
+
+def _parts(sizes: Mapping[str, int]) -> list[list[str]]:
+    """The names of the tensors in each file: at most PART_BYTES, or a single tensor."""
+    parts, size = [list[str]()], 0
+    for name, num_bytes in sizes.items():
+        if parts[-1] and size + num_bytes > PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += num_bytes
+    return parts
+
+
+def _save_parts(folder: Path, network: Any, policy: _Policy, parts: list[list[str]]) -> None:
+    """Files as transformers writes them, one at a time in memory."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    where, total = dict[str, str](), 0
+    for number, names in enumerate(parts, start=1):
+        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        tensors = {name: tensor.contiguous() for name, tensor in policy.read(names).items()}
+        save_file(tensors, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(names, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _save_config(folder: Path, network: Any, model: Model) -> None:
+    from transformers import GenerationConfig
+
+    from gcore.hub import model_folder
+
+    network.config.dtype, network.config.architectures = "float32", [type(network).__name__]
+    network.config.save_pretrained(folder)
+    generation = network.generation_config
+    if model.path is not None and (model_folder(model) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(str(model_folder(model)))
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def _compare(folder: Path, policy: _Policy, parts: list[list[str]], tokenizer: Any, trust: bool) -> None:
+    """Open the folder as a run would, and compare every tensor with the checkpoint. Raises RuntimeError."""
+    from transformers import AutoTokenizer
+
+    from gcore.models import make_empty
+    from gcore.weights.pretrained import open_weights, stored_tensors
+
     if AutoTokenizer.from_pretrained(folder).get_vocab() != tokenizer.get_vocab():
         raise RuntimeError(f"{folder}: the reloaded tokenizer has another vocabulary")
-    tokens = torch.arange(64).remainder(len(tokenizer))[None]
-    with torch.no_grad():
-        difference = float((network(tokens).logits - again(tokens).logits).abs().max())
-    if difference > 1e-4:
-        raise RuntimeError(f"{folder}: the exported model differs from the checkpoint by {difference:.2e} in logits")
-    return difference
-
-
-def _merged(network: Any, adapters: Adapters, factors: dict[str, Tensor]) -> dict[str, Tensor]:
-    from gcore.models import LORA_A, LORA_B
-
-    base = network.state_dict()
-    names = {layer: f"{layer}.weight" for layer in adapters.layers}
-    return {
-        name: adapters.merge(base[name], factors[layer + LORA_A], factors[layer + LORA_B])
-        for layer, name in names.items()
-    }
+    model = Model(path=str(folder), trust_remote_code=trust)
+    network = make_empty(model, tokenizer)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(network).items()}
+    read = open_weights(network, model, 0, tokenizer)
+    for names in parts:
+        for name, expected in policy.read(names).items():
+            if not read(name, tuple(map(slice, shapes[name]))).equal(expected):
+                raise RuntimeError(f"{folder}: {name} differs from the checkpoint after reloading")
 
 
 def _save_adapters(

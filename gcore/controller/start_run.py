@@ -9,8 +9,6 @@ import asyncio
 from pathlib import Path
 from typing import Literal
 
-from safetensors.numpy import load_file
-
 from gcore.config.tree import Dataset
 from gcore.controller.checkpointing import START, Checkpointer, RunPosition
 from gcore.controller.collect import Collector
@@ -72,10 +70,24 @@ async def open_evaluation(setup: Setup) -> Evaluator:
     _, held_out = await _load_prompts(setup)
     resume = setup.config.run.resume
     if setup.controllers.rank == 0 and resume not in ("never", "auto"):
-        weights = load_file(Path(resume) / "model.safetensors")
-        await asyncio.gather(*(engine.load_weights(0, weights) for engine in setup.pool.replicas))
+        await _send_saved_weights(setup, Path(resume) / "weights")
     await setup.controllers.all_gather("weights to evaluate", None)
     return Evaluator(setup, Recorder(setup), held_out)
+
+
+async def _send_saved_weights(setup: Setup, folder: Path) -> None:
+    """From a checkpoint to the engines, one bucket in memory at a time."""
+    import torch
+
+    from gcore.checkpoint.tensors import read, shapes
+    from gcore.weights.bucket import bucket_names
+
+    sizes = {name: torch.empty(shape, device="meta") for name, shape in shapes(folder).items()}
+    buckets = bucket_names(sizes, torch.float32)
+    for index, names in enumerate(buckets):
+        weights = {name: t.numpy() for name, t in (await asyncio.to_thread(read, folder, names)).items()}
+        sent = (engine.load_weights(0, weights, (index, len(buckets))) for engine in setup.pool.replicas)
+        await asyncio.gather(*sent)
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------

@@ -62,3 +62,8 @@ class Backend(Protocol):
     def load(self, folder: Path, reference: bool) -> int:
         """Read what `save` wrote, with any number of ranks. `reference`: also that network. Returns `updates`."""
         ...
+
+    def free_memory(self, weights: bool) -> None:
+        """Engines use the device until the next call. Free what is not needed, and with training.offload move what it
+        says to host memory; the next call moves it back. `weights`: also those of the policy, which were sent."""
+        ...

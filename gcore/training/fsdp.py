@@ -32,10 +32,9 @@ from gcore.training.objective import Metrics, Objective, StepOutputs, to_metrics
 from gcore.training.optimizer import Optimizer
 from gcore.training.shards import local_of, reshard
 from gcore.training.step_advantages import Array
-from gcore.types import Key, MicroBatch, UserError
+from gcore.types import Key, MicroBatch
 
 LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: fewer hooks on the host
-REFERENCE_FILE = "reference.safetensors"
 
 
 class FsdpBackend:
@@ -59,7 +58,8 @@ class FsdpBackend:
         shape = (world // shard // tensor, shard, tensor)
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "tensor"))
         self._summed: tuple[str, ...] = ()  # parameters whose gradients are summed over the tensor group
-        compiles = config.training.compile
+        offload, compiles = config.training.offload, config.training.compile
+        self._offload = "none" if offload == "auto" else offload  # on GPUs, controller/build.py has decided
         self._compiles = device.type == "cuda" if compiles == "auto" else compiles
         network, chosen = make_network(), config.model.lora
         self._adapters = lora.adapt(network, chosen, config.run.seed, dtype) if chosen else None
@@ -112,9 +112,10 @@ class FsdpBackend:
 
     def _new_optimizer(self) -> Optimizer:
         parameters = list(lora.trainable_parameters(self.policy.network).values())
-        return Optimizer(parameters, self._config.training, self.device)
+        return Optimizer(parameters, self._config.training, self.device, offload=self._offload != "none")
 
     def begin(self, reference: bool) -> None:
+        self._on_device(self.policy)
         self.optimizer = self._new_optimizer()
         if reference and self._adapters is not None:
             self._reference_adapters = lora.copy_adapters(self.policy)
@@ -123,11 +124,11 @@ class FsdpBackend:
 
     def _network(self, name: NetworkName) -> AbstractContextManager[Any]:
         if name == "policy":
-            return nullcontext(self.policy)
+            return nullcontext(self._on_device(self.policy))
         if self._reference_adapters is not None:
-            return lora.with_adapters(self.policy, self._reference_adapters)
+            return lora.with_adapters(self._on_device(self.policy), self._reference_adapters)
         assert self._reference is not None, "no reference: `begin` or `load` was called without one"
-        return nullcontext(self._reference)
+        return nullcontext(self._on_device(self._reference))
 
     # ---- computation ----------------------------------------------------------------------------------------------
 
@@ -152,6 +153,7 @@ class FsdpBackend:
         self, micros: Sequence[MicroBatch], data: StepData, objective: Objective
     ) -> Mapping[str, Metric]:
         metrics: list[Metrics] = []
+        self._on_device(self.policy)
         for count, micro in enumerate(micros, start=1):
             packed = to_tensors(micro, data.samples, self.device, self._varlen)
             columns = step_columns(packed, data, self.device)
@@ -177,27 +179,39 @@ class FsdpBackend:
     # ---- weights and files ----------------------------------------------------------------------------------------
 
     def weights(self) -> Mapping[str, Tensor]:
+        self._on_device(self.policy)
         return lora.trainable_parameters(self.policy.network)
 
     def save(self, folder: Path, updates: int) -> None:
-        state.save(folder, self.policy.network, self.optimizer, updates, self._adapters)
+        self._on_device(self.policy)
         reference = self._reference_adapters
         if self._reference is not None:
             reference = lora.trainable_parameters(self._reference.network)
-        if reference is not None:
-            state.save_weights(folder / REFERENCE_FILE, reference)
+        state.save(folder, self.policy.network, self.optimizer, updates, self._adapters, reference)
 
     def load(self, folder: Path, reference: bool) -> int:
+        self._on_device(self.policy)
         updates = state.load(folder, self.policy.network, self.optimizer, self._adapters)
-        if not reference:
-            return updates
-        if not (folder / REFERENCE_FILE).is_file():
-            raise UserError(
-                f"{folder} has no reference model: it was saved with algorithm.kl_coef=0; resume with 0 too"
-            )
-        if self._adapters is not None:
-            self._reference_adapters = state.read_like(folder / REFERENCE_FILE, self.policy.network)
-        else:
+        if reference and self._adapters is not None:
+            self._reference_adapters = lora.copy_adapters(self.policy)
+            state.load_reference(folder, self._reference_adapters)
+        elif reference:
             self._reference = self._new_reference()
-            state.load_weights(folder / REFERENCE_FILE, self._reference.network)
+            state.load_reference(folder, lora.trainable_parameters(self._reference.network))
         return updates
+
+    # ---- memory ---------------------------------------------------------------------------------------------------
+
+    def free_memory(self, weights: bool) -> None:
+        if self._offload == "all" and weights:
+            self.policy.cpu()
+        if self._offload == "all" and self._reference is not None:
+            self._reference.cpu()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _on_device(self, model: LogprobModel) -> LogprobModel:
+        """Move a network back from host memory. Does nothing if it is on the device."""
+        if self._offload == "all":
+            model.to(self.device)
+        return model

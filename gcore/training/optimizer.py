@@ -66,25 +66,35 @@ class Optimizer:
         if not self._offload:
             part.step()
             return
-        for moment in _moments(part.state):
-            _move(moment, self._device)
+        for entry in part.state.values():
+            for name in MOMENTS:
+                _move(entry[name], self._device)
         part.step()
-        for moment in _moments(part.state):
-            _move(moment, torch.device("cpu"))
+        for entry in part.state.values():
+            self._to_host(entry)
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Moments and step count of each parameter that was updated."""
         return {parameter: entry for part in self._parts for parameter, entry in part.state.items()}
 
-    def set_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def clear(self) -> None:
         for part in self._parts:
             part.state.clear()
-            for parameter in (p for group in part.param_groups for p in group["params"] if p in state):
-                part.state[parameter] = dict(state[parameter])
-            if self._offload:
-                for moment in _moments(part.state):
-                    _move(moment, torch.device("cpu"))
+
+    def new_state(self, parameter: Tensor) -> dict[str, Any]:
+        """Moments of zero and a step count of 0, as those of a parameter that was never updated; to be overwritten."""
+        part = next(p for p in self._parts if any(parameter is q for group in p.param_groups for q in group["params"]))
+        step = torch.zeros((), device=self._device if self._fused else "cpu")
+        part.state[parameter] = {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
+        if self._offload:
+            self._to_host(part.state[parameter])
+        entry: dict[str, Any] = part.state[parameter]
+        return entry
+
+    def _to_host(self, entry: Mapping[str, Any]) -> None:
+        for name in MOMENTS:
+            _move(entry[name], torch.device("cpu"))
 
 
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
@@ -126,12 +136,6 @@ def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list
         ends = list(itertools.accumulate(8 * local_of(parameter).numel() for parameter in same))
         for _, part in itertools.groupby(zip(same, ends, strict=True), lambda pair: (pair[1] - 1) // max_bytes):
             yield [parameter for parameter, _ in part]
-
-
-def _moments(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[Tensor]:
-    for entry in state.values():
-        for name in MOMENTS:
-            yield entry[name]
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:

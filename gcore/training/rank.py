@@ -81,7 +81,7 @@ class TrainerRank:
         return await self._in_thread(lambda: self._publisher.plan(self.backend.weights()))
 
     async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
-        return await self._in_thread(lambda: self._publisher.bucket(self.backend.weights(), index, receivers))
+        return await self._in_thread(self._weight_bucket, index, receivers)
 
     async def save(self, folder: str) -> None:
         await self._in_thread(self._save, Path(folder))
@@ -134,6 +134,7 @@ class TrainerRank:
                 totals += self._mini_batch(batch, number)
         self._tracer.flush()
         self._data.clear()
+        self.backend.free_memory(weights=False)
         return totals
 
     def _fill_advantages(self, batch: TrainBatch) -> None:
@@ -199,6 +200,13 @@ class TrainerRank:
             min_ratio=training.min_lr_ratio,
             position=(batch.step - 1) * planned + number * planned / len(batch.mini_batches),
         )
+
+    def _weight_bucket(self, index: int, receivers: Receivers) -> Weights:
+        parameters = self.backend.weights()
+        bucket = self._publisher.bucket(parameters, index, receivers)
+        if index == self._publisher.plan(parameters).num_buckets - 1:
+            self.backend.free_memory(weights=True)
+        return bucket
 
     def _save(self, folder: Path) -> None:
         with self._tracer.span("save"):

@@ -1,126 +1,97 @@
-"""Weights and optimizer state of a sharded network: gathered on rank 0, written as safetensors, read by any number of
-ranks. All ranks must call each function together, because gathering is a collective.
+"""Weights, optimizer state and reference of a sharded network, on disk. Each rank writes its shards, and any number of
+ranks reads them again; no rank holds a whole model. All ranks must call each function together.
 
-If the network has adapters, only the adapters are written and read.
+    trainer.json (updates, adapters)    weights/    optimizer/ (moments, step counters)    reference/ (with a KL)
+
+If the network has adapters, only the adapters are written and read. The format of the three folders is in
+checkpoint/tensors.py.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from gcore.checkpoint.tensors import read_into, shapes, write
 from gcore.models import LORA_A, Adapters
 from gcore.training.lora import trainable_parameters
 from gcore.training.optimizer import MOMENTS, Optimizer
 from gcore.types import UserError
-from gcore.weights.publisher import whole_tensor
+
+ABOUT, WEIGHTS, OPTIMIZER, REFERENCE = "trainer.json", "weights", "optimizer", "reference"
 
 
-def gather_weights(network: Any, everywhere: bool = False) -> dict[str, np.ndarray]:
-    """Parameter name -> whole float32 array, on rank 0 (or everywhere). A copy: later updates do not change it."""
-    return _gather(trainable_parameters(network), everywhere)
-
-
-def _gather(parameters: Mapping[str, Tensor], everywhere: bool = False) -> dict[str, np.ndarray]:
-    result: dict[str, np.ndarray] = {}
+def save(
+    folder: Path,
+    network: Any,
+    optimizer: Optimizer,
+    updates: int,
+    adapters: Adapters | None = None,
+    reference: Mapping[str, Tensor] | None = None,
+) -> None:
+    """`reference`: trainable parameters of the KL reference, sharded like those of the network."""
+    parameters, moments, entries = trainable_parameters(network), optimizer.state, dict[str, Tensor]()
     for name, parameter in parameters.items():
-        whole = whole_tensor(parameter.detach())
-        if everywhere or dist.get_rank() == 0:
-            result[name] = whole.to(device="cpu", dtype=torch.float32, copy=True).numpy()
-    return result
-
-
-def save_weights(path: Path, parameters: Mapping[str, Tensor], adapters: Adapters | None = None) -> None:
-    weights = _gather(parameters)
+        if entry := moments.get(parameter):
+            entries[f"{name}/step"] = torch.as_tensor(entry["step"])
+            entries |= {f"{name}/{moment}": entry[moment] for moment in MOMENTS}
     if dist.get_rank() == 0:
-        metadata = {"rank": str(adapters.rank), "alpha": str(adapters.alpha)} if adapters else None
-        save_file({name: torch.from_numpy(value) for name, value in weights.items()}, path, metadata)
-
-
-@torch.no_grad()
-def load_weights(path: Path, network: Any) -> None:
-    """Fill the network with what save_weights wrote."""
-    for name, tensor in read_like(path, network).items():
-        network.get_parameter(name).copy_(tensor)
-
-
-def read_like(path: Path, network: Any) -> dict[str, Tensor]:
-    """Read what save_weights wrote, sharded and placed like the network's parameters."""
-    with safe_open(path, framework="pt") as file:
-        return {
-            name: _like(file.get_tensor(name), parameter) for name, parameter in trainable_parameters(network).items()
-        }
-
-
-def save(folder: Path, network: Any, optimizer: Optimizer, updates: int, adapters: Adapters | None = None) -> None:
-    """Rank 0 writes model.safetensors and optimizer.safetensors."""
-    save_weights(folder / "model.safetensors", trainable_parameters(network), adapters)
-    moments: dict[str, Tensor] = {"updates": torch.tensor(updates)}
-    entries = optimizer.state
-    for name, parameter in trainable_parameters(network).items():
-        entry = entries.get(parameter)
-        if not entry:
-            continue
-        moments[f"{name}/step"] = torch.as_tensor(entry["step"]).cpu()
-        for moment in MOMENTS:
-            moments[f"{name}/{moment}"] = whole_tensor(entry[moment]).cpu().contiguous()
-    if dist.get_rank() == 0:
-        save_file(moments, folder / "optimizer.safetensors")
+        kind = {"rank": adapters.rank, "alpha": adapters.alpha} if adapters else None
+        (folder / ABOUT).write_text(json.dumps({"updates": updates, "adapters": kind}))
+    groups = {WEIGHTS: parameters, OPTIMIZER: entries, REFERENCE: reference or {}}
+    for name, group in groups.items():
+        if group:
+            write(folder / name, _values(group))
     dist.barrier()
 
 
 def load(folder: Path, network: Any, optimizer: Optimizer, adapters: Adapters | None = None) -> int:
-    """Fill network and optimizer; returns the number of updates so far. Each rank keeps its shard of what it reads."""
-    with (
-        safe_open(folder / "model.safetensors", framework="pt") as weights,
-        safe_open(folder / "optimizer.safetensors", framework="pt") as moments,
-        torch.no_grad(),
-    ):
-        _check(folder, weights, adapters)
-        saved = set(moments.keys())
-        entries: dict[Tensor, dict[str, Any]] = {}
-        for name, parameter in trainable_parameters(network).items():
-            parameter.copy_(_like(weights.get_tensor(name), parameter))
-            if f"{name}/step" in saved:
-                entries[parameter] = {
-                    "step": moments.get_tensor(f"{name}/step"),
-                    **{m: _like(moments.get_tensor(f"{name}/{m}"), parameter) for m in MOMENTS},
-                }
-        optimizer.set_state(entries)
-        return int(moments.get_tensor("updates"))
+    """Fill network and optimizer; returns the number of updates so far."""
+    about = json.loads((folder / ABOUT).read_text())
+    _check(folder, about["adapters"], adapters)
+    parameters = trainable_parameters(network)
+    read_into(folder / WEIGHTS, _values(parameters))
+    saved = shapes(folder / OPTIMIZER) if (folder / OPTIMIZER).is_dir() else {}
+    optimizer.clear()
+    entries: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if f"{name}/step" in saved:
+            entries |= {f"{name}/{key}": value for key, value in optimizer.new_state(parameter).items()}
+    if entries:
+        read_into(folder / OPTIMIZER, _values(entries))
+    return int(about["updates"])
 
 
-def _check(folder: Path, weights: Any, adapters: Adapters | None) -> None:
+def load_reference(folder: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Fill the parameters of the KL reference: of its network, or of its adapters."""
+    if not (folder / REFERENCE).is_dir():
+        raise UserError(f"{folder} has no reference model: it was saved with algorithm.kl_coef=0; resume with 0 too")
+    read_into(folder / REFERENCE, _values(parameters))
+
+
+def _values(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def _check(folder: Path, kind: Mapping[str, Any] | None, adapters: Adapters | None) -> None:
     """Raise if the checkpoint has another kind of weights: other adapters could be loaded without an error."""
-    metadata = weights.metadata() or {}
-    layers = sorted(name.removesuffix(LORA_A) for name in weights.keys() if name.endswith(LORA_A))  # noqa: SIM118
-    if bool(layers) != (adapters is not None):
+    if (kind is None) != (adapters is None):
         raise UserError(
             f"{folder} holds adapters, and this run trains all weights; resume with the model.lora it was saved with"
-            if layers
+            if kind is not None
             else f"{folder} holds all weights, and this run trains adapters; resume without model.lora, or export it "
             "and start a new run from it with model.path"
         )
-    if adapters is None:
+    if adapters is None or kind is None:
         return
-    saved = f"rank={metadata.get('rank')}, alpha={metadata.get('alpha')}, {len(layers)} layers"
+    layers = sorted(n.removesuffix(LORA_A) for n in shapes(folder / WEIGHTS) if n.endswith(LORA_A))
+    saved = f"rank={kind['rank']}, alpha={kind['alpha']}, {len(layers)} layers"
     expected = f"rank={adapters.rank}, alpha={adapters.alpha}, {len(adapters.layers)} layers"
     if saved != expected or layers != sorted(adapters.layers):
         raise UserError(f"{folder} holds adapters of {saved}; model.lora (rank, alpha, targets) now gives {expected}")
-
-
-def _like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """`whole`, sharded and placed like the parameter."""
-    whole = whole.to(device=parameter.device, dtype=parameter.dtype)
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-    return whole

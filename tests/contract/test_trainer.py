@@ -21,13 +21,15 @@ import pytest
 import torch
 
 from gcore.config.tree import Config
+from gcore.models import make_empty
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
+from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Metric, Receivers, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
-from gcore.training import tensor_parallel
+from gcore.training import loading, tensor_parallel
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
 from gcore.types import UserError
@@ -53,7 +55,10 @@ def config_for(case: tuple[str, str]) -> Config:
 
 def train(config: Config, rank: int, size: int, shard: int, tensor: int) -> dict[str, Any]:
     """Two steps, from the same samples in every world. Metrics of this rank, and all weights."""
-    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, shard, tensor)
+    tokenizer = load_tokenizer(config.model)
+    given = {"model": config.model, "seed": config.run.seed, "device": CPU, "tokenizer": tokenizer}
+    make, fill = partial(make_empty, config.model, tokenizer), partial(loading.fill, **given)
+    backend = partial(FsdpBackend, config, make, CPU, torch.float32, shard, tensor, fill)
     trainer = TrainerRank(config, backend, rank, 1, Tracer(None, f"trainer-{rank}"))
 
     async def run() -> dict[str, Any]:

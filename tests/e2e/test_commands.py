@@ -50,7 +50,7 @@ def test_eval_of_a_run(finished):
 def test_export(finished, tmp_path):
     done = gcore("export", str(finished), str(tmp_path / "model"))
     assert done.returncode == 0, done.stderr
-    assert "logits differ by at most 0.0e+00" in done.stdout
+    assert "after reloading, its 24 tensors equal those of the checkpoint" in done.stdout
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")

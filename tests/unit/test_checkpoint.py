@@ -10,10 +10,14 @@ import pytest
 from gcore.checkpoint import store
 from gcore.types import UserError
 
+FILE = "weights/__0_0.distcp"
+
 
 def save(folder: Path, step: int, keep: int = 10, content: bytes = b"weights") -> Path:
     partial = store.begin(folder, step, 0)
-    (partial / "model.safetensors").write_bytes(content + b" %d" % step)
+    (partial / "weights").mkdir()
+    (partial / "weights" / ".metadata").write_bytes(b"hidden")
+    (partial / FILE).write_bytes(content + b" %d" % step)
     return store.commit(partial, {"step": step, "seed": 7}, keep)
 
 
@@ -26,8 +30,8 @@ def test_round_trip(tmp_path):
     assert final == tmp_path / "runs" / "a" / "step_3"
     assert store.read_state(final) == {"step": 3, "seed": 7}
     manifest = json.loads((final / store.MANIFEST).read_text())
-    assert set(manifest["files"]) == {"model.safetensors", "state.json"}
-    assert manifest["files"]["model.safetensors"]["bytes"] == 9
+    assert set(manifest["files"]) == {FILE, "weights/.metadata", "state.json"}
+    assert manifest["files"][FILE]["bytes"] == 9
     assert store.verify(final) == final
     assert sorted(path.name for path in final.parent.iterdir()) == ["step_3"]
 
@@ -35,7 +39,7 @@ def test_round_trip(tmp_path):
 def test_a_partial_checkpoint_is_never_counted(tmp_path):
     save(tmp_path, 1)
     partial = store.begin(tmp_path, 2, 0)
-    (partial / "model.safetensors").write_bytes(b"half")
+    (partial / "half").write_bytes(b"half")
     assert partial.name == "step_2.partial"
     assert names(tmp_path) == ["step_1"]
     assert store.find("auto", tmp_path) == tmp_path / "step_1"
@@ -69,7 +73,7 @@ def test_begin_clears_what_a_crash_left(tmp_path):
 def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 5, content=b"first")
     final = save(tmp_path, 5, content=b"second")
-    assert (final / "model.safetensors").read_bytes() == b"second 5"
+    assert (final / FILE).read_bytes() == b"second 5"
     assert names(tmp_path) == ["step_5"]
     store.verify(final)
 
@@ -81,9 +85,10 @@ def flip(path: Path) -> None:
 
 
 DAMAGES = {
-    "one bit": lambda c: flip(c / "model.safetensors"),
-    "truncated": lambda c: (c / "model.safetensors").write_bytes(b"w"),
-    "missing": lambda c: (c / "model.safetensors").unlink(),
+    "one bit": lambda c: flip(c / FILE),
+    "truncated": lambda c: (c / FILE).write_bytes(b"w"),
+    "missing": lambda c: (c / FILE).unlink(),
+    "hidden": lambda c: flip(c / "weights" / ".metadata"),
     "state": lambda c: flip(c / "state.json"),
     "manifest": lambda c: (c / store.MANIFEST).write_text('{"format": 1, "fil'),
 }

@@ -21,7 +21,7 @@ COMMON = (
 )
 ALSO = {
     "simulate": ("gcore.placement", "gcore.generation.routing"),  # what is simulated is the code of a run
-    "training": ("gcore.weights",),  # the trainer holds a WeightPublisher
+    "training": ("gcore.weights", "gcore.checkpoint.tensors"),  # it holds a WeightPublisher, and saves its shards
     "generation": ("gcore.weights",),  # an engine holds a WeightReceiver
 }
 PURE = (
@@ -108,7 +108,8 @@ def test_ground_floor():
 
 def test_weights_is_a_common_room():
     """Training and generation import it; it imports neither of them, nor any other stage."""
-    allowed = ("gcore.weights", "gcore.clients", "gcore.config", "gcore.models", "gcore.protocols", "gcore.types")
+    common = ("gcore.clients", "gcore.config", "gcore.hub", "gcore.models", "gcore.protocols", "gcore.types")
+    allowed = ("gcore.weights", *common)
     assert files("weights")
     for path in files("weights"):
         assert all(within(name, allowed) for name in imports(path)), path

@@ -23,13 +23,14 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Receivers, Rendezvous, UpdateStats
 from gcore.runtime.gloo import join
 from gcore.training import logprob_model as policy_module
+from gcore.training import optimizer as optimizer_module
 from gcore.training import varlen
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.logprob_model import LogprobModel
+from gcore.training.lora import trainable_parameters
 from gcore.training.micro import StepData, step_columns, to_tensors
 from gcore.training.rank import TrainerRank
 from gcore.training.schedule import learning_rate
-from gcore.training.state import gather_weights
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch
 from gcore.weights.bucket import PACKED, pack_bucket, to_host_memory, unpack_bucket
 from tests.e2e.helpers import RECIPE
@@ -555,7 +556,7 @@ def test_the_reference_stays_frozen():
     assert kl[0] == pytest.approx(0, abs=1e-5) and 1e-4 < kl[1] < kl[2]
     assert trainer.backend._reference is reference and not any(p.requires_grad for p in reference.parameters())
     assert all(p.grad is None for p in reference.parameters())
-    frozen = gather_weights(reference.network)
+    frozen = {name: p.full_tensor().numpy() for name, p in trainable_parameters(reference.network).items()}
     assert same(frozen, start) and not same(weights_of(trainer), start)
 
 
@@ -576,7 +577,7 @@ def test_state_round_trip_is_exact(tmp_path, kl_coef):
     for seed in range(3):
         update(trainer, samples_of(seed), batch_of(samples_of(seed)))
     asyncio.run(trainer.save(str(tmp_path)))
-    names = {"model.safetensors", "optimizer.safetensors"} | ({"reference.safetensors"} if kl_coef else set())
+    names = {"trainer.json", "weights", "optimizer"} | ({"reference"} if kl_coef else set())
     assert {path.name for path in tmp_path.iterdir()} == names
 
     other = trainer_of(config_of(run={"seed": 99}, algorithm={"kl_coef": kl_coef}, training={"schedule": "linear"}))
@@ -599,6 +600,29 @@ def state_of(trainer: TrainerRank) -> dict[str, np.ndarray]:
         for moment in ("exp_avg", "exp_avg_sq"):
             found[f"{name}/{moment}"] = entry[moment].full_tensor().numpy().copy()
     return found
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_off_load_changes_no_number(tmp_path, monkeypatch, offload):
+    """The optimizer works part by part: here each parameter is a part."""
+    monkeypatch.setattr(optimizer_module, "PART_BYTES", 1)
+    algorithm, samples = {"kl_coef": 0.1, "mini_batches": 2}, samples_of()
+    plain, moved = (
+        trainer_of(config_of(algorithm=algorithm, training={"offload": chosen})) for chosen in ("none", offload)
+    )
+    assert len(plain.backend.optimizer._parts) == 1 and len(moved.backend.optimizer._parts) > 10
+    for trainer in (plain, moved):
+        asyncio.run(trainer.begin())
+        for seed in range(2):
+            update(trainer, samples_of(seed), batch_of(samples_of(seed), mini_batches=2))
+            weights_of(trainer)
+    assert same(weights_of(plain), weights_of(moved)) and same(state_of(plain), state_of(moved))
+    asyncio.run(moved.save(str(tmp_path)))
+    other = trainer_of(moved._config)
+    asyncio.run(other.load(str(tmp_path)))
+    for trainer in (plain, other):
+        update(trainer, samples, batch_of(samples, mini_batches=2))
+    assert same(weights_of(plain), weights_of(other)) and same(state_of(plain), state_of(other))
 
 
 # --- schedule

@@ -1,0 +1,113 @@
+"""The starting weights of a model, by the names of its network's parameters: any part of one without the rest.
+
+They are read from safetensors, except in two cases, in which the whole model is in host memory for a time: a model that
+is built from the configuration, whose random numbers depend on their order, and a checkpoint that transformers converts
+while it reads it (experts that are stored one by one, pytorch_model.bin).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcore.config.tree import Model
+from gcore.hub import model_folder
+from gcore.models import LORA_A, LORA_B, load_whole
+from gcore.types import UserError
+from gcore.weights.files import Part, WeightFiles
+
+log = logging.getLogger(__name__)
+Read = Callable[[str, Part], Tensor]  # a part of the parameter or buffer of this name
+ROWS_AT_ONCE = 4096  # of two tensors that are compared
+
+
+def stored_tensors(network: Any) -> dict[str, Tensor]:
+    """Parameters and buffers that a checkpoint holds, tied ones once."""
+    stored = network.state_dict(keep_vars=True).keys()
+    named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    return {name: tensor for name, tensor in named.items() if name in stored and not name.endswith((LORA_A, LORA_B))}
+
+
+def open_weights(network: Any, model: Model, seed: int, tokenizer: Any) -> Read:
+    """The starting weights of this network, which may be empty, sharded, or have adapters. UserError if the folder
+    lacks some or has others."""
+    if model.build is None:
+        files = WeightFiles(model_folder(model, weights=True))
+        reason = "it has no safetensors"
+        if files.shapes:
+            names, reason = _match(network, files)
+            if names is not None:
+                _check_tied(network, model, files)
+                return lambda name, part: files.read(names[name], part)
+        log.warning("model.path=%s: %s; the whole model is read into host memory", model.path, reason)
+    whole: Any = load_whole(model, tokenizer, seed)
+    tensors = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
+    return lambda name, part: tensors[name].detach()[part]
+
+
+def _match(network: Any, files: WeightFiles) -> tuple[Mapping[str, str] | None, str]:
+    """Name in the network -> name in the files. None and the reason if transformers would convert the tensors."""
+    if pattern := _conversion(network, files):
+        return None, f"its {pattern} are stored differently"
+    found: dict[str, str] = {}
+    for name, tensor in stored_tensors(network).items():
+        stored = next((n for n in _same(network, name) if n in files), None)
+        if stored is None:
+            return None, f"it has no tensor named {name}"
+        if files.shapes[stored] != tuple(tensor.shape):
+            return None, f"its {stored} has shape {files.shapes[stored]}, expected {tuple(tensor.shape)}"
+        found[name] = stored
+    known = {n for name in found for n in _same(network, name)}
+    if unknown := sorted(name for name in set(files) - known if not _ignored(network, name)):
+        return None, f"the network has no parameter named {unknown[0]}"
+    return found, ""
+
+
+def conversions(network: Any) -> list[Any]:
+    """What transformers changes when it reads or writes a checkpoint of this kind of model: names and tensors."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(network, add_legacy=False))
+
+
+def _conversion(network: Any, names: Iterable[str]) -> str | None:
+    """The pattern of names in the checkpoint whose tensors transformers computes with: it stacks experts, for example.
+    It may do so without a change of names."""
+    for change in conversions(network):
+        for pattern in change.source_patterns if getattr(change, "operations", None) else ():
+            if any(re.search(pattern, name) for name in names):
+                return str(pattern)
+    return None
+
+
+def _same(network: Any, name: str) -> list[str]:
+    """All names of a parameter: tied ones have several. The name itself is the first."""
+    tied: Mapping[str, str] = network.all_tied_weights_keys
+    first = tied.get(name, name)
+    return sorted({name, first, *(n for n, other in tied.items() if other == first)}, key=lambda n: n != name)
+
+
+def _ignored(network: Any, name: str) -> bool:
+    """True for tensors that transformers leaves out when it reads a checkpoint of this model."""
+    patterns = [*(network._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _check_tied(network: Any, model: Model, files: WeightFiles) -> None:
+    """A checkpoint may hold a tied tensor twice. Transformers does not tie two that differ."""
+    for name, other in network.all_tied_weights_keys.items():
+        if name not in files or other not in files:
+            continue
+        num_rows = files.shapes[other][0]
+        for first in range(0, num_rows, ROWS_AT_ONCE):
+            part = (slice(first, min(first + ROWS_AT_ONCE, num_rows)), *map(slice, files.shapes[other][1:]))
+            if not torch.equal(files.read(name, part), files.read(other, part)):
+                raise UserError(
+                    f"model.path={model.path}: config.json ties {name} to {other}, and the files have different values "
+                    "for them; set tie_word_embeddings to false in config.json"
+                )

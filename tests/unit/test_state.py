@@ -1,0 +1,179 @@
+"""Checkpoints in shards: what N ranks saved, M ranks load, to the last bit. Exports of checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from gcore.checkpoint import store, tensors
+from gcore.controller import export as exporting
+from gcore.models import load_model
+from gcore.observe.trace import Tracer
+from gcore.protocols import Rendezvous
+from gcore.runtime.gloo import join
+from gcore.training.fsdp import FsdpBackend
+from gcore.training.rank import TrainerRank
+from gcore.types import UserError
+from tests.contract.test_families import FAMILIES, save
+from tests.unit.test_training import (
+    CPU,
+    batch_of,
+    config_of,
+    load_tokenizer,
+    network_of,
+    samples_of,
+    trainer_of,
+    update,
+    weights_of,
+)
+
+PARTS = ("weights", "optimizer", "reference")
+SECTIONS: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}, "training": {"schedule": "linear"}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    join(Rendezvous(0, 1, None), "gloo")
+    yield
+    torch.set_num_threads(threads)
+
+
+def everything(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for part in PARTS:
+        found |= {f"{part}/{k}": v for k, v in tensors.read(folder / part, tensors.shapes(folder / part)).items()}
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _rank(rank: int, address: str, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    join(Rendezvous(rank, 4, address), "gloo", timeout_s=120)
+    config = config_of(**SECTIONS, run={"seed": 99})
+    source = Path(folder) / "1"
+    for shard in (4, 2):  # one copy; two copies of two shards; each reads what the one before it wrote
+        tracer = Tracer(None, f"trainer-{rank}")
+        backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, shard)
+        trainer = TrainerRank(config, backend, rank, 1, tracer)
+        asyncio.run(trainer.load(str(source)))
+        assert trainer.updates == 3
+        target = Path(folder) / f"{shard}"
+        target.mkdir(exist_ok=True)
+        asyncio.run(trainer.save(str(target)))
+        source = target
+
+
+def test_ranks_load_what_other_numbers_of_ranks_saved(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    trainer = trainer_of(config_of(**SECTIONS))
+    asyncio.run(trainer.begin())
+    for seed in range(3):
+        update(trainer, samples_of(seed), batch_of(samples_of(seed)))
+    (tmp_path / "1").mkdir()
+    asyncio.run(trainer.save(str(tmp_path / "1")))
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(i, address, str(tmp_path)), daemon=True) for i in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+    expected = everything(tmp_path / "1")
+    assert len(expected) == 24 * 5
+    for shard in ("4", "2"):
+        assert_equal(everything(tmp_path / shard), expected)
+    sizes = [file.stat().st_size for file in sorted((tmp_path / "4" / "weights").glob("*.distcp"))]
+    assert len(sizes) == 4 and max(sizes) < 0.5 * sum(sizes)  # every rank wrote its part
+    again = trainer_of(config_of(**SECTIONS, run={"seed": 99}))
+    asyncio.run(again.load(str(tmp_path / "2")))
+    samples = samples_of(7)
+    assert update(again, samples, batch_of(samples)) == update(trainer, samples, batch_of(samples))
+    for name, value in weights_of(trainer).items():
+        assert (weights_of(again)[name] == value).all()
+
+
+def test_before_the_first_update_there_are_no_moments(tmp_path):
+    trainer, other = trainer_of(config_of()), trainer_of(config_of(run={"seed": 99}))
+    asyncio.run(trainer.save(str(tmp_path)))
+    assert {path.name for path in tmp_path.iterdir()} == {"trainer.json", "weights"}
+    samples = samples_of()
+    update(other, samples, batch_of(samples))
+    asyncio.run(other.load(str(tmp_path)))
+    assert other.updates == 0 and not other.backend.optimizer.state
+    assert update(other, samples, batch_of(samples)) == update(trainer, samples, batch_of(samples))
+
+
+def test_without_a_reference_a_kl_is_refused(tmp_path):
+    asyncio.run(trainer_of(config_of()).save(str(tmp_path)))
+    with pytest.raises(UserError, match=r"has no reference model: it was saved with algorithm\.kl_coef=0"):
+        asyncio.run(trainer_of(config_of(**SECTIONS)).load(str(tmp_path)))
+
+
+def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path, monkeypatch):
+    def written_elsewhere(state: Any, storage_writer: Any) -> Any:
+        metadata = written(state, storage_writer=storage_writer)
+        (tmp_path / "__0_0.distcp").unlink()
+        return metadata
+
+    written = tensors.save
+    monkeypatch.setattr(tensors, "save", written_elsewhere)
+    with pytest.raises(UserError, match=r"lacks __0_0\.distcp, which another trainer rank wrote"):
+        tensors.write(tmp_path, {"a": torch.ones(3)})
+
+
+# --- export
+
+
+def checkpoint_of(tmp_path: Path, config: Any) -> Any:
+    """A run with a checkpoint of one update; returns the policy that it holds."""
+    trainer, samples = trainer_of(config), samples_of()
+    update(trainer, samples, batch_of(samples))
+    partial = store.begin(config.run.folder, 1, 0)
+    asyncio.run(trainer.save(str(partial)))
+    store.commit(partial, {}, keep=1)
+    (config.run.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    network = network_of(config)
+    network.load_state_dict({k: torch.from_numpy(v) for k, v in weights_of(trainer).items()}, strict=False)
+    return network
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_an_export_has_the_weights_of_the_checkpoint(tmp_path, name, monkeypatch):
+    save(FAMILIES[name](), tmp_path / "start")
+    load_tokenizer(config_of().model).save_pretrained(tmp_path / "start")
+    model = {"build": None, "path": str(tmp_path / "start")}
+    config = config_of(model=model, run={"dir": str(tmp_path), "name": "run"})
+    expected = checkpoint_of(tmp_path, config)
+    monkeypatch.setattr(exporting, "PART_BYTES", 40_000)
+    exporting.export(tmp_path / "run", tmp_path / "out")
+    files = list((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 2
+    names = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(names.values()) == {file.name for file in files}
+    assert any(".experts.0." in n for n in names) == (name == "mixtral")  # as such checkpoints are stored
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    start = load_model(config.model, None, 0, torch.float32, CPU)
+    for key, value in expected.named_parameters():
+        assert torch.equal(again.get_parameter(key), value), key
+        assert not torch.equal(start.get_parameter(key), value), key
