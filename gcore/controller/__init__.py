@@ -3,6 +3,7 @@
 driver      supervise          starts the processes, restarts dead replicas, shows progress
             build              configuration -> objects of every role
             sources, preflight, footprint      checks before the start; dry_run prints them
+            gpu_memory         does it fit; activation checkpointing and off-load by `auto`
             auto, plan, gpu_assignment         placement mode, numbers of processes, GPUs of each process
 controller  loop               the training loop
             setup, opening, services           from the clients of other roles to the objects of the loop

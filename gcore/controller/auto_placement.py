@@ -87,6 +87,9 @@ def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
         judge_tp=widest.tensor_parallel,
         modes=SLOT_MODES,
         max_tokens_per_gpu=config.training.max_tokens_per_gpu,
+        checkpointing=config.training.activation_checkpointing,
+        offload=config.training.offload,
+        kl=config.algorithm.kl_coef > 0,
     )
     shapes = [model_shape(judge.model, f"rewards.judges.{judge.name}.model") for judge in judges if judge.model]
     return plan(model_shape(config.model, "model.path"), shapes, slots, gpu, workload, constraints)

@@ -69,12 +69,14 @@ def decide(config: Config, plan: Plan, gpu_bytes: float | None = None) -> Decide
         chosen = training.activation_checkpointing is True, "none" if training.offload == "auto" else training.offload
         return Decided(_with(config, *chosen), note=f"GPU memory is not planned: {error}")
     choice = resolve(config, plan, shape, gpu_bytes)
+    free = resolve(_with(config, "auto", "auto"), plan, shape, gpu_bytes)
     if not choice.fits:
-        raise UserError(f"this run does not fit on its GPUs: {_needed(choice)}; {_advice(config, choice)}")
+        raise UserError(f"this run does not fit on its GPUs: {_needed(choice)}; {_advice(config, choice, free)}")
     note = ""
     if choice.is_tight:
         note = (
-            f"GPU memory is close to its limit: {_needed(choice)}; if it runs out of memory, {_advice(config, choice)}"
+            f"GPU memory is close to its limit: {_needed(choice)}; if it runs out of memory, "
+            f"{_advice(config, choice, free)}"
         )
     return Decided(_with(config, choice.rank.checkpointing, choice.rank.offload), choice, note)
 
@@ -206,25 +208,28 @@ def _needed(choice: Choice) -> str:
     )
 
 
-def _advice(config: Config, choice: Choice) -> str:
-    """Keys to change: first those that were set and could decide by themselves, then those of the largest parts."""
+def _advice(config: Config, choice: Choice, free: Choice) -> str:
+    """Keys to change: first those that would help if they were `auto` (`free`), then those of the largest parts."""
     training, parts, rank = config.training, choice.gpu[choice.worst], choice.rank
     longest = config.data.max_prompt_length + config.generation.max_response_length
     state = sum(parts.get(name, 0.0) for name in ("weights", "gradients", "moments", "copies", "reference"))
     activations = parts.get("activations", 0.0) + parts.get("work", 0.0)
     more = f"use more GPUs (placement.trainer.ranks, shard={rank.shard})"
     tips = [(state, more if rank.adapters else f"{more} or train adapters (model.lora)")]
-    if rank.offload != "all" and training.offload != "auto":
-        tips.append((choice.peak, "set training.offload=auto"))
+    if free.peak < choice.peak:
+        for key, better in (
+            ("offload", free.rank.offload != rank.offload),
+            ("activation_checkpointing", free.rank.checkpointing != rank.checkpointing),
+        ):
+            tips += [(choice.peak, f"set training.{key}=auto")] if better and getattr(training, key) != "auto" else []
     if rank.kl and parts.get("reference"):
         tips.append((parts["reference"], "set algorithm.kl_coef=0"))
-    if not rank.checkpointing and training.activation_checkpointing != "auto":
-        tips.append((choice.peak, "set training.activation_checkpointing=auto"))
     if training.max_tokens_per_gpu > longest:
         lower = f"lower training.max_tokens_per_gpu={training.max_tokens_per_gpu} (at least {longest})"
         tips.append((activations, lower))
     if parts.get("engines"):
-        share = f"lower generation.gpu_memory_utilization={config.generation.gpu_memory_utilization}"
+        key = "max_concurrent" if config.generation.engine == "embedded" else "gpu_memory_utilization"
+        share = f"lower generation.{key}={getattr(config.generation, key)}"
         keeps = choice.worst not in ("start", "rollout")
         if config.generation.sleep == 0 and keeps:
             tips.append((choice.peak, "set generation.sleep=auto"))
@@ -244,7 +249,7 @@ def _later(config: Config) -> str:
 # ---- parts of the configuration -----------------------------------------------------------------------------------
 
 
-def _with(config: Config, checkpointing: bool, offload: str) -> Config:
+def _with(config: Config, checkpointing: bool | str, offload: str) -> Config:
     changes = {"activation_checkpointing": checkpointing, "offload": offload}
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
 

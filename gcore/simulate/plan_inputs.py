@@ -84,6 +84,7 @@ class Constraints:
     judge_tp: int | None = None
     modes: tuple[Mode, ...] = MODES
     max_tokens_per_gpu: int = 16384
+    shrink: bool = True  # use smaller micro-batches if max_tokens_per_gpu tokens do not fit
     trainer_tp: int = 1
     checkpointing: bool | Literal["auto"] = "auto"
     offload: Offload | Literal["auto"] = "auto"

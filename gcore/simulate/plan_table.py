@@ -204,8 +204,8 @@ def _assumptions(result: PlanResult) -> Text:
         *(f"judge: {shape.source}, {shape.parameters / 1e9:.1f}B parameters" for shape in result.judges),
         f"GPU: {gpu.bandwidth_gb_s:.0f} GB/s, {gpu.tflops:.0f} TFLOP/s dense; price: {result.price:g} $ per hour, a "
         "rough assumption (--price)",
-        f"efficiency: training {REACH.training:.0%} of FLOP/s ({REACH.training_recomputed:.0%} with checkpointing), "
-        f"measured: H200, 1.5B; assumed: decoding {REACH.decode_bandwidth:.0%}, prefill {REACH.prefill:.0%}",
+        f"efficiency: training {REACH.training:.0%} of FLOP/s, {REACH.training_recomputed:.0%} with checkpointing "
+        f"(1.5B on an H200); assumed: decoding {REACH.decode_bandwidth:.0%}, prefill {REACH.prefill:.0%}",
         f"engines: bfloat16, at most {ENGINE.max_sequences} sequences per replica; siblings share a prefill",
         f"trainer: FSDP over {rank.shard} ranks x tp {rank.tensor_parallel}, float32 weights and AdamW, "
         + _decided(result.trainer),

@@ -170,11 +170,11 @@ def memory_by_width(
     wide = [tp for tp in WIDTHS if gpus % tp == 0 and tp <= gpu.per_node and model.heads % tp == 0]
     for tp, factor in itertools.product(wide, (1, 2)):
         tokens = factor * max(constraints.max_tokens_per_gpu, workload.longest)
-        limits = replace(constraints, trainer_tp=tp, max_tokens_per_gpu=tokens, modes=("colocated",))
+        limits = replace(constraints, trainer_tp=tp, max_tokens_per_gpu=tokens, shrink=False, modes=("colocated",))
         levels = OFFLOADS if limits.offload == "auto" else (limits.offload,)
         for level in levels:
             result = plan(model, judges, gpus, gpu, workload, replace(limits, offload=level))
-            if not result.problems and result.micro_tokens == tokens:  # a run does not shrink its micro-batches
+            if not result.problems:
                 break
         found.append(result)
     return found
@@ -236,7 +236,7 @@ class _Inputs:
         tokens = max(self.constraints.max_tokens_per_gpu, self.workload.longest)
         while True:
             found = choose(self.rank(tokens), engines, total, checkpointing, offload)
-            if not self.trainer_fit(found).problem or tokens <= self.workload.longest:
+            if not self.trainer_fit(found).problem or tokens <= self.workload.longest or not self.constraints.shrink:
                 return found
             tokens = max(tokens // 2, self.workload.longest)
 
@@ -261,12 +261,12 @@ class _Inputs:
         )
 
     def beside(self, trainer: Choice, engines: Sequence[Fit]) -> Choice:
-        """The trainer's memory with that of awake engines: in the rollout the one with the largest share, in the weight
-        update the policy without its KV cache."""
-        largest = max(fit.weights + fit.kv_cache + fit.asleep for fit in engines) * GB
+        """The trainer's memory with that of awake engines: at the start the policy, in the rollout the one with the
+        largest share, in the weight update the policy without its KV cache."""
+        held = [(fit.weights + fit.kv_cache + fit.asleep) * GB for fit in engines]
         awake = {
-            "start": largest,
-            "rollout": largest,
+            "start": held[0],
+            "rollout": max(held),
             "weight update": (engines[0].weights + self.asleep_gb * len(self.shapes)) * GB,
         }
         gpu = {

@@ -28,10 +28,8 @@ from gcore.simulate.shapes import Shape
 Offload = Literal["none", "optimizer", "all"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)  # the least first
 Phase = Literal["start", "rollout", "logprobs", "backward", "optimizer step", "weight update"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
-PARTS = (
-    *("weights", "gradients", "moments", "copies", "reference", "activations", "work", "buckets", "engines"),
-)  # in the order of tables; "engines": everything on the GPU that is not the trainer's
+# In the order of tables. "engines": everything on the GPU that is not the trainer's.
+PARTS = ("weights", "gradients", "moments", "copies", "reference", "activations", "work", "buckets", "engines")
 PART_TITLES = {"copies": "bf16 copy", "work": "temporary"}  # in tables, where the name says too little
 Parts = Mapping[str, float]
 
@@ -177,9 +175,9 @@ def _copies(rank: TrainingRank) -> float:
 def kept_per_token(rank: TrainingRank) -> float:
     """Bytes per token that one layer keeps for the backward pass.
 
-    With h hidden, q queries, k keys, i intermediate: compiled layers keep the input, the input of both norms' products,
-    the middle of the residual stream (4 h), queries, keys, values, attention's output (2 q + 2 k), gate, up and their
-    product (3 i); eager ones also what norms and activation function compute (6 h, of that 4 h as float32; 1 i).
+    With h hidden, q queries, k keys, i intermediate: compiled layers keep the residual stream before both blocks and
+    both norms' outputs (4 h), queries, keys, values, attention's output (2 q + 2 k), gate, up and their product (3 i).
+    Eager layers also keep the inputs of the norms in float32 and the output of the activation function.
     """
     shape, tp = rank.shape, rank.tensor_parallel
     if rank.checkpointing:

@@ -16,7 +16,7 @@ from gcore.controller.plan import Machine, make_plan
 from gcore.simulate.costs import SHAPES
 from gcore.simulate.training_memory import adapter_parameters
 from gcore.types import UserError
-from tests.e2e.helpers import RECIPE
+from tests.e2e.helpers import RECIPE, gcore, write_recipe
 
 ONE, EIGHT = Machine(16, 1), Machine(64, 8)
 H200 = 139 * 2.0**30
@@ -223,6 +223,19 @@ def test_the_lines_of_a_dry_run(config):
         "training.activation_checkpointing=true: without it, the phase `backward` needs 161 of 149 GB",
         "training.offload=optimizer: with none, the phase `backward` needs 158 of 149 GB",
     ]
+
+
+def test_a_dry_run_prints_and_refuses(tmp_path, monkeypatch):
+    recipe = str(write_recipe(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # the driver counts one GPU; nothing is started on it
+    monkeypatch.setattr(gpu_memory, "detect_gpu_bytes", lambda: H200)
+    done = gcore("train", recipe, "--dry-run")
+    assert done.returncode == 0 and "\nGPU memory   at most 0.0 of 149 GB per GPU\n" in done.stdout
+    monkeypatch.setattr(gpu_memory, "detect_gpu_bytes", lambda: 1e6)
+    for command in (["train", recipe, "--dry-run"], ["train", recipe]):
+        done = gcore(*command)
+        assert done.returncode == 2 and done.stderr.startswith("gcore: this run does not fit on its GPUs: the phase ")
+        assert not (tmp_path / "runs" / "tiny").exists()
 
 
 def test_off_loaded_state_counts_in_host_memory(config, tmp_path):

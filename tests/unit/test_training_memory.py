@@ -242,4 +242,7 @@ def test_32b_by_tensor_parallel_size():
     assert (first.rank.shard, first.rank.checkpointing, first.rank.offload) == (8, True, "none")
     assert sum(first.gpu["backward"].values()) == pytest.approx(101.7e9, rel=0.001)
     assert found[8, 32768].trainer.rank.offload == "optimizer"
+    longer = Constraints(max_tokens_per_gpu=10_000, checkpointing=False)
+    fits, too_long = memory_by_width(SHAPES["7B"], [], 1, GPUS["h200"], Workload(), longer)
+    assert not fits.problems and too_long.micro_tokens == 20_000 and "needs 177 GB" in too_long.problems[0]
     assert memory_by_width(SHAPES["32B"], [], 1, GPUS["h200"], Workload(), Constraints())[0].problems
