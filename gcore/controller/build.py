@@ -1,5 +1,6 @@
 """Builds the objects of every role from the configuration: chooses runtimes, engines, trainers and reward sources.
 
+    config ──> see_cluster (driver)
     config, plan ──> build_runtime (driver), build_engine, build_judge, build_scorer, build_trainer, build_controller
 
 The runtime calls each `build_*` of a role in the process of that role, with the group's rendezvous as last argument.
@@ -24,6 +25,7 @@ import numpy as np
 from gcore.clients import EngineClient, ScorerClient, TrainerClient
 from gcore.config.tree import Config, Generation, Judge, Model
 from gcore.content.base import Content
+from gcore.controller.machines import Cluster, check_shared_folder, cluster_of, detect_machine
 from gcore.controller.plan import Plan
 from gcore.protocols import Group, Rendezvous, Runtime, Trainer
 from gcore.types import Completion, Request, SamplingParams, Scored, UserError
@@ -43,14 +45,28 @@ if TYPE_CHECKING:
     from gcore.weights.publisher import WeightPublisher
 
 
+def see_cluster(config: Config) -> Cluster:
+    """The machines of the run: the nodes of the Ray cluster at RAY_ADDRESS, which is joined, or this machine."""
+    from gcore.runtime.ray_cluster import is_joined, list_nodes
+
+    is_alone = config.runtime == "local" or not is_joined()
+    return Cluster((detect_machine(),)) if is_alone else cluster_of(*list_nodes())
+
+
 def build_runtime(config: Config, plan: Plan) -> Runtime:
     if config.runtime == "local":
         from gcore.runtime.local import LocalRuntime
 
         return LocalRuntime()
     from gcore.runtime.ray import RayRuntime
+    from gcore.runtime.ray_cluster import Place
 
-    return RayRuntime(plan.object_store_mb, plan.gpu_assignment.bundles, plan.gpu_assignment.of, log_folder(config))
+    def place_of(kind: str, rank: int) -> Place:
+        return Place(plan.nodes[plan.role_nodes[kind][rank]].node_id, *gpus.of(kind, rank))
+
+    gpus = plan.gpu_assignment
+    bundle_nodes = [plan.nodes[node].node_id for node in gpus.nodes]
+    return RayRuntime(plan.object_store_mb, gpus.bundles, place_of, log_folder(config), bundle_nodes)
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
@@ -130,7 +146,7 @@ def _library_engine(
         "threads": plan.engine_threads,
         "tensor_parallel": serving.tensor_parallel,
         "eager": serving.eager,
-        "sleep": bool(sleep_level(config)) and (serving is config.generation or plan.grid is not None),
+        "sleep": bool(sleep_level(config, plan)) and (serving is config.generation or plan.grid is not None),
         "seeds": serving.seeds if serving.seeds != "auto" else device.type == "cpu",
         "seed": config.run.seed % 2**31,
     }
@@ -153,7 +169,7 @@ def _library_engine(
     return VllmEngine(folder, VllmOptions(**options), tracer)
 
 
-def sleep_level(config: Config) -> int:
+def sleep_level(config: Config, plan: Plan) -> int:
     """Sleep level of the policy's engines while the trainer works; 0: they do not sleep."""
     level = config.generation.sleep
     if config.generation.engine not in ("vllm", "sglang", "emulated") or config.sampling.max_staleness:
@@ -162,9 +178,7 @@ def sleep_level(config: Config) -> int:
         return 0
     if level != "auto":
         return level
-    from gcore.controller.plan import detect_machine
-
-    on_gpu = detect_machine().gpus > 0 and _device(config, config.generation.device) != "cpu"
+    on_gpu = any(node.gpus for node in plan.nodes) and _device(config, config.generation.device) != "cpu"
     return (1 if config.model.lora else 2) if on_gpu else 0  # adapters need the base weights, which level 1 keeps
 
 
@@ -195,6 +209,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
 
         return trainer_of(config, config.training.emulated, rendezvous.rank)
     quiet()
+    check_shared_folder(config.run.folder, plan.nodes)
     import torch
 
     from gcore.models import load_model, pick_device, pick_dtype
@@ -221,11 +236,11 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
         plan.trainer_threads,
         plan.shard,
         Tracer(trace_folder(config), f"trainer-{rendezvous.rank}"),
-        _publisher(config, device, rendezvous),
+        _publisher(config, plan, device, rendezvous),
     )
 
 
-def _publisher(config: Config, device: torch.device, rendezvous: Rendezvous) -> WeightPublisher:
+def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Rendezvous) -> WeightPublisher:
     """`device`: of the trainer rank that publishes its weights."""
     from gcore.models import pick_device, pick_dtype
     from gcore.weights.broadcast import BroadcastSender
@@ -234,7 +249,8 @@ def _publisher(config: Config, device: torch.device, rendezvous: Rendezvous) -> 
 
     engine_device = pick_device(_device(config, config.generation.device))
     on_gpu = device.type == engine_device.type == "cuda"
-    method = choose_method(config.placement, one_process=rendezvous.address is None, on_gpu=on_gpu)
+    same_gpu, one_process = plan.gpu_assignment.engines_share_gpus, rendezvous.address is None
+    method = choose_method(config.placement, one_process=one_process, on_gpu=on_gpu, same_gpu=same_gpu)
     sender = None
     if method == "broadcast" and rendezvous.rank == 0:
         assert rendezvous.address is not None
@@ -264,6 +280,8 @@ def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rende
     from gcore.controller.loop import Controller
     from gcore.controller.setup import make_setup
 
+    if roles.trainers:
+        check_shared_folder(config.run.folder, plan.nodes)
     return Controller(make_setup(config, plan, roles, build_group(rendezvous)))
 
 

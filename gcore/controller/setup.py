@@ -52,7 +52,7 @@ class Setup:
 
 
 def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
-    grid, level = plan.grid, sleep_level(config)
+    grid, level = plan.grid, sleep_level(config, plan)
     tokenizer = load_tokenizer(config.model)
     rewarder = build_rewarder(config, plan, roles, group.rank)
     tracer = Tracer(trace_folder(config), f"controller-{group.rank}")
