@@ -159,11 +159,11 @@ def _sizes(config: Config, plan: Plan, trains: bool) -> list[str]:
     """Memory and cores of every node."""
     warnings = []
     for node, own in node_parts(config, plan, trains):
-        place = f"node {node.address}: " if node.node_id else ""
+        before, after = (f"node {node.address}: ", " (counts of this node)") if len(plan.nodes) > 1 else ("", "")
         try:
-            warnings += [place + warning for warning in check_sizes(own, node)]
+            warnings += [before + warning + after for warning in check_sizes(own, node)]
         except UserError as error:
-            raise UserError(f"{place}{error}") from None
+            raise UserError(f"{before}{error}{after}") from None
     return warnings
 
 

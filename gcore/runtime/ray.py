@@ -30,7 +30,7 @@ from gcore.runtime.ray_cluster import Place, Reservation, is_joined, join, quiet
 from gcore.types import UserError
 
 START_S = 300
-FIXED = ("controller", "trainer")  # kinds that are not restarted: other roles depend on their state
+NODE_GONE = "its node has left the Ray cluster"
 _TOKEN = secrets.token_hex(32)
 
 
@@ -46,13 +46,11 @@ class Process:
                 os.chdir(folder)
         if log is not None:
             with contextlib.suppress(OSError):  # a node without the run's folder prints to Ray's own log
-                Log(Path(log)).take_over(name)
+                Log(Path(log)).take_over(name if folder is None else f"{name} on node {_node_address()}")
 
     async def address(self) -> str:
         """A free host:port on this machine."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
+        host = _node_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
@@ -61,15 +59,17 @@ class Process:
         return os.getpid()
 
     async def build(
-        self, factory: Callable[..., Any], args: tuple[Any, ...], rendezvous: Rendezvous, visible_gpus: str | None
+        self,
+        factory: Callable[..., Any],
+        args: tuple[Any, ...],
+        rendezvous: Rendezvous,
+        visible_gpus: str | None = None,
     ) -> int:
         """`visible_gpus`: the GPUs to use; None: those that Ray has chosen."""
-        import ray
-
         if visible_gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not spin on a core
-        if interface := _interface_of(ray.util.get_node_ip_address()):
+        if interface := _interface_of(_node_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host name, which may fail
         try:
             self.role = await asyncio.to_thread(factory, *args, rendezvous)
@@ -118,6 +118,8 @@ async def translate(name: str, ref: Any) -> Any:
 
     try:
         return await ref
+    except exceptions.ActorUnschedulableError:
+        raise RoleDied(name, NODE_GONE) from None
     except exceptions.RayActorError as error:
         raise RoleDied(name, _first_lines(str(error))) from None
     except exceptions.RayTaskError as error:
@@ -218,13 +220,12 @@ class RayRuntime:
         """Options of an actor. Ray restarts a dead process on the same node, `revive` builds its role again."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        restarts = 0 if kind in FIXED else -1
+        restarts = 0 if kind in ("controller", "trainer") else -1
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "max_restarts": restarts}
         if self._reserved is not None and place.bundles:
             options |= {"num_gpus": place.gpus, "scheduling_strategy": self._reserved.strategy(place.bundles[0])}
-        elif place.node:  # soft: if the node is gone, on another one
-            strategy = NodeAffinitySchedulingStrategy(place.node, soft=kind not in FIXED)
-            options["scheduling_strategy"] = strategy
+        elif place.node:  # not soft: then Ray also uses other nodes
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
         return options
 
     def processes(self) -> dict[str, int]:
@@ -257,8 +258,8 @@ class RayRuntime:
                 self._down.discard(name)
                 self._track_processes()
                 return
-            except RoleDied:  # not back yet
-                if time.monotonic() > deadline:
+            except RoleDied as error:  # not back yet
+                if error.detail == NODE_GONE or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.1)
 
@@ -341,6 +342,12 @@ def _alive(process: psutil.Process) -> bool:
 def _kill(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.Error):
         process.kill()
+
+
+def _node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def _interface_of(address: str) -> str | None:
