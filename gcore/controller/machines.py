@@ -33,7 +33,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The nodes that run roles; the driver's node is the first of them. Cluster((Machine(8, 0), Machine(8, 0)))"""
+    """The nodes that run roles, the driver's first if it is among them. Cluster((Machine(8, 0), Machine(8, 0)))"""
 
     nodes: tuple[Machine, ...]
 

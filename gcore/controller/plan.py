@@ -4,7 +4,8 @@ config, cluster ──make_plan──> Plan ──> runtime and roles (controlle
 
 The plan gives every process a node. On GPUs, a process is where its GPUs are (gpu_assignment.py). On CPUs, the replicas
 of each role are spread over the nodes by their cores: engine i, judge i and data-parallel replica i of the trainer are
-on the same node. A controller is on the node of the data-parallel replica that it calls.
+on the same node. A controller is on the node of the data-parallel replica that it calls; if it calls several, the
+controllers are spread over their nodes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Plan:
     scorers: dict[str, int] = field(default_factory=dict)  # name -> replicas of the scalar model
     grid: DeviceGrid | None = None  # slots that roles share; None: every role keeps its devices
     gpu_assignment: GpuAssignment = field(default_factory=GpuAssignment)  # GPUs of each replica
-    nodes: tuple[Machine, ...] = ()  # the driver's first
+    nodes: tuple[Machine, ...] = ()
     role_nodes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # kind -> node of each process
 
     @property
@@ -78,6 +79,7 @@ class Plan:
             f" {config.run.steps * samples:,} samples",
             f"processes    1 driver, {self.controllers} controller(s), {self.engines} engine(s) x {self.engine_threads}"
             f" thread(s), {self.trainers} trainer rank(s) x {self.trainer_threads} thread(s)"
+            + (f" in tensor-parallel groups of {self.tensor_parallel}" if self.tensor_parallel > 1 else "")
             + "".join(f", {count} x judge {name}" for name, count in self.judges.items())
             + "".join(f", {count} x scorer {name}" for name, count in self.scorers.items())
             + (f", {self.reward_workers} reward worker(s) per controller" if self.reward_workers else "")
@@ -103,7 +105,7 @@ class Plan:
         )
 
     def _node_lines(self, config: Config) -> list[str]:
-        lines = [f"nodes        {len(self.nodes)} of the Ray cluster, the first is the driver's"]
+        lines = [f"nodes        {len(self.nodes)} of the Ray cluster"]
         for i, node in enumerate(self.nodes):
             ranks = {kind: [r for r, at in enumerate(nodes) if at == i] for kind, nodes in self.role_nodes.items()}
             roles = ", ".join(f"{kind} {_spans(found)}" for kind, found in ranks.items() if found) or "no role"
@@ -259,8 +261,11 @@ def _role_nodes(
     """The node of every process. `group`: trainer ranks per tensor-parallel group."""
     if assigned.bundles:
         found = {kind: tuple(assigned.node_of(kind, i) for i in range(count)) for kind, count in counts.items()}
-        drives = [*found[TRAINER][::group], *found["engine"]]  # a controller without ranks calls only engines
-        return {**found, "controller": tuple(drives[i % len(drives)] for i in range(controllers))}
+        ranks = found[TRAINER][::group]
+        if controllers < len(ranks):  # each of them calls ranks on several nodes
+            return {**found, "controller": tuple(ranks[i * len(ranks) // controllers] for i in range(controllers))}
+        near = [*ranks, *found["engine"]]  # a controller without ranks calls only engines
+        return {**found, "controller": tuple(near[i % len(near)] for i in range(controllers))}
     order = _spread(cluster, max(controllers, *counts.values()))
     found = {kind: tuple(order[:count]) for kind, count in counts.items()}
     found[TRAINER] = tuple(order[rank // group] for rank in range(counts[TRAINER]))

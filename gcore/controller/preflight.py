@@ -147,7 +147,7 @@ def _packages(config: Config) -> None:
 
 
 def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[Part]]]:
-    """The processes of each node. The driver is on the first."""
+    """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
     found = []
     for i, node in enumerate(plan.nodes):
         own = parts(config, plan.on_node(i), trains)

@@ -113,7 +113,7 @@ def test_roles_are_spread_over_the_nodes(config):
 
 def test_the_lines_of_the_dry_run(config):
     lines = make_plan(config(), cpu_nodes(2, 2, 1)).lines(config())
-    at = lines.index("nodes        3 of the Ray cluster, the first is the driver's")
+    at = lines.index("nodes        3 of the Ray cluster")
     assert lines[at + 1 : at + 4] == [
         "             10.0.0.0: 2 core(s): engine 0, 2, trainer 0, 2, controller 0, 2",
         "             10.0.0.1: 2 core(s): engine 1, 3, trainer 1, 3, controller 1, 3",
@@ -161,6 +161,8 @@ def test_trainer_groups_stay_within_a_node(config):
     plan = make_plan(config(tp), gpu_nodes(8, 8))
     assert (plan.trainers, plan.tensor_parallel, plan.data_parallel, plan.shard) == (16, 2, 8, 8)
     assert plan.controllers == 8 and plan.role_nodes["controller"] == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert make_plan(config(tp, "controllers=2"), gpu_nodes(8, 8)).role_nodes["controller"] == (0, 1)
+    assert "16 trainer rank(s) x 8 thread(s) in tensor-parallel groups of 2" in "\n".join(plan.lines(config(tp)))
     odd = make_plan(config(tp), gpu_nodes(3, 5))
     assert (odd.trainers, odd.role_nodes["trainer"]) == (6, (0, 0, 1, 1, 1, 1))  # a GPU of each node is not used
     assert (odd.engines, odd.role_nodes["engine"]) == (8, (0, 0, 0, 1, 1, 1, 1, 1))
