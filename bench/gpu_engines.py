@@ -168,11 +168,11 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
     from gcore.clients import EngineClient, TrainerClient
     from gcore.content.tokens import Tokens
     from gcore.generation.pool import EnginePool
-    from gcore.runtime.ray import RayRuntime
+    from gcore.runtime.ray import Place, RayRuntime
     from gcore.types import Request, SamplingParams
     from gcore.weights.transfer import WeightTransfer
 
-    runtime = RayRuntime(1024, (1,) * int(gpu), lambda kind, rank: (0, 0.45))
+    runtime = RayRuntime(1024, (1,) * int(gpu), lambda kind, rank: Place(bundles=(0,), gpus=0.45))
     try:
         started = time.perf_counter()
         handles = await runtime.start_group("engine", make_engine, [(name, str(folder), count, fraction)])

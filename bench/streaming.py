@@ -127,7 +127,8 @@ async def rollout(
 ) -> dict[str, Any]:
     """One step of two controllers: seconds of the rollout phase, and busy times of the devices."""
     from gcore.clients import EngineClient
-    from gcore.controller.build import Roles, build_rewarder
+    from gcore.controller.build import Roles
+    from gcore.controller.build_rewarder import build_rewarder
     from gcore.controller.collect import no_filter
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.protocols import Rendezvous

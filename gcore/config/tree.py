@@ -182,21 +182,28 @@ class Training(Section):
 
 class PolicyPlacement(Section):
     replicas: PositiveInt | Auto = "auto"
-    """Engine processes; `auto`: one per GPU, or one per CPU core (at most 4)."""
+    """Engine processes; `auto`: one per `generation.tensor_parallel` GPUs, or one per CPU core (at most 4 per node)."""
     threads: PositiveInt | Auto = "auto"
     """CPU threads per process; `auto`: 1, with which results do not depend on the other sequences of a batch."""
 
 
 class TrainerPlacement(Section):
     ranks: PositiveInt | Auto = "auto"
-    """Data-parallel trainer processes; `auto`: one per GPU, or one per CPU core (at most 4)."""
-    shard: PositiveInt | Auto = "auto"
-    """Ranks that share one copy of weights and optimizer state; each group of this size has its own copy (HSDP). Must
-    divide `ranks`. `auto`: all ranks on GPUs, 1 on CPU."""
+    """Trainer processes; `auto`: one per GPU, or one per CPU core (at most 4 per node)."""
     tensor_parallel: PositiveInt = 1
-    """GPUs that split each matrix of a decoder layer among them, within one machine."""
+    """Ranks that split each matrix of the model (tensor parallelism); such a group trains on the same samples. Must
+    divide `ranks`; a group of this size stays within a node."""
+    shard: PositiveInt | Auto = "auto"
+    """Data-parallel ranks that share one copy of weights and optimizer state; each group of this size has its own copy
+    (HSDP). Must divide `ranks` / `tensor_parallel`. `auto`: all of them on GPUs, 1 on CPU."""
     threads: PositiveInt | Auto = "auto"
-    """CPU threads per process; `auto`: cores divided by ranks."""
+    """CPU threads per process; `auto`: cores of a node divided by its ranks."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> TrainerPlacement:
+        if self.ranks != "auto" and self.ranks % self.tensor_parallel:
+            raise ValueError(f"tensor_parallel={self.tensor_parallel} must divide ranks={self.ranks}")
+        return self
 
 
 class Placement(Section):
@@ -269,7 +276,8 @@ class Config(Section):
     data: Data
     """Prompts."""
     controllers: PositiveInt | Auto = "auto"
-    """Equal controller processes that share the samples; `auto`: one per trainer rank. Results do not depend on it."""
+    """Equal controller processes that share the samples; `auto`: one per data-parallel trainer rank. Results do not
+    depend on it."""
     runtime: Literal["ray", "local"] = "ray"
     """`ray`: one process per replica or rank, on one machine or several (RAY_ADDRESS joins a cluster); `local`:
     everything in one process, for debuggers."""
@@ -316,10 +324,11 @@ class Config(Section):
                 f"algorithm.overlong_buffer={self.algorithm.overlong_buffer} exceeds "
                 f"generation.max_response_length={self.generation.max_response_length}: expected at most that number"
             )
-        if self.runtime == "local" and self.placement.trainer.ranks not in (1, "auto"):
+        trainer = self.placement.trainer
+        if self.runtime == "local" and (trainer.ranks not in (1, "auto") or trainer.tensor_parallel > 1):
             raise ValueError(
                 "runtime=local has one process and so one trainer rank; got "
-                f"placement.trainer.ranks={self.placement.trainer.ranks} (use runtime=ray)"
+                f"placement.trainer.ranks={trainer.ranks}, tensor_parallel={trainer.tensor_parallel} (use runtime=ray)"
             )
         if self.placement.mode in ("static", "dynamic", "colocated"):
             self._can_place()

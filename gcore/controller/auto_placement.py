@@ -1,6 +1,6 @@
 """`placement.mode: auto`: replaces `auto` by a placement mode before any process starts.
 
-config, GPUs of this machine ──> gcore/simulate/planner.py ──> config with a mode, and the reason
+config, GPUs of the cluster ──> gcore/simulate/planner.py ──> config with a mode, and the reason
 
 The planner is used only where there is a choice: a GPU that it has data for, and a judge on an engine. Otherwise simple
 rules decide. The rest of the run sees a configuration with an explicit mode.
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gcore.config.tree import Config
-from gcore.controller.plan import Machine
+from gcore.controller.machines import Cluster, Machine, as_cluster
+from gcore.controller.plan import auto_slots
 from gcore.simulate.costs import GPUS, Gpu
 from gcore.simulate.estimate import Mode
 from gcore.simulate.plan_inputs import Constraints, Workload
@@ -26,12 +27,15 @@ NVIDIA = Path("/proc/driver/nvidia/gpus")
 SLOT_MODES: tuple[Mode, ...] = ("dynamic", "static", "colocated")
 
 
-def choose_mode(config: Config, machine: Machine, gpu_names: Sequence[str] | None = None) -> tuple[Config, str]:
+def choose_mode(
+    config: Config, machines: Cluster | Machine, gpu_names: Sequence[str] | None = None
+) -> tuple[Config, str]:
     """The configuration with a placement mode, and a line for the user about the choice. Unchanged, with an empty line,
     if the mode is not `auto`."""
     if config.placement.mode != "auto":
         return config, ""
-    gpus = machine.gpus if config.training.device != "cpu" and config.runtime == "ray" else 0
+    cluster = as_cluster(machines)
+    gpus = cluster.gpus if config.training.device != "cpu" and config.runtime == "ray" else 0
     judges = config.rewards.engine_judges
     if not gpus or not judges or config.generation.engine == "emulated":
         reason = "engines are emulated" if judges else "no judge runs on an engine"
@@ -40,8 +44,8 @@ def choose_mode(config: Config, machine: Machine, gpu_names: Sequence[str] | Non
     if config.sampling.staleness:
         mode = "disaggregated" if gpus > len(judges) + len(config.rewards.models) + 1 else "shared"
         return _with_mode(config, mode), f"placement.mode=auto: {mode} (asynchronous rollout on {gpus} GPU(s))"
-    slots = gpus if config.placement.slots == "auto" else config.placement.slots
-    names = _gpu_names() if gpu_names is None else gpu_names
+    slots = auto_slots(config, cluster) if config.placement.slots == "auto" else config.placement.slots
+    names = _gpu_names(cluster) if gpu_names is None else gpu_names
     gpu = _planner_gpu(names)
     if gpu is None:
         mode = "dynamic" if slots > len(judges) else "colocated"
@@ -112,8 +116,10 @@ def _planner_gpu(names: Sequence[str]) -> Gpu | None:
     return next((gpu for name, gpu in GPUS.items() if name in words), None)
 
 
-def _gpu_names() -> list[str]:
-    """Names of the GPUs of this machine, from the NVIDIA driver. Does not import torch."""
+def _gpu_names(cluster: Cluster) -> list[str]:
+    """Names of the GPUs, from Ray or from this machine's NVIDIA driver. Does not import torch."""
+    if cluster.is_joined:
+        return [node.gpu_name for node in cluster.nodes if node.gpus and node.gpu_name]
     files = sorted(NVIDIA.glob("*/information")) if NVIDIA.is_dir() else []
     lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
     if lines:

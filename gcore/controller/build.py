@@ -1,5 +1,6 @@
 """Builds the objects of every role from the configuration: chooses runtimes, engines, trainers and reward sources.
 
+    config ──> see_cluster (driver)
     config, plan ──> build_runtime (driver), build_engine, build_judge, build_scorer, build_trainer, build_controller
 
 The runtime calls each `build_*` of a role in the process of that role, with the group's rendezvous as last argument.
@@ -23,10 +24,10 @@ import numpy as np
 
 from gcore.clients import EngineClient, ScorerClient, TrainerClient
 from gcore.config.tree import Config, Generation, Judge, Model
-from gcore.content.base import Content
+from gcore.controller.machines import Cluster, check_shared_folder, cluster_of, detect_machine
 from gcore.controller.plan import Plan
 from gcore.protocols import Group, Rendezvous, Runtime, Trainer
-from gcore.types import Completion, Request, SamplingParams, Scored, UserError
+from gcore.types import Scored, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -34,13 +35,18 @@ if TYPE_CHECKING:
     from gcore.controller.collect import Filter
     from gcore.controller.loop import Controller
     from gcore.controller.workflow import Workflow
-    from gcore.generation.pool import EnginePool, ScorerPool
     from gcore.observe.trace import Tracer
     from gcore.protocols import Engine
-    from gcore.rewarding.rewarder import WeightedRewarder
     from gcore.rewarding.scalar import ScalarModel
-    from gcore.rewarding.source import Source
     from gcore.weights.publisher import WeightPublisher
+
+
+def see_cluster(config: Config) -> Cluster:
+    """The machines of the run: the nodes of the Ray cluster at RAY_ADDRESS, which is joined, or this machine."""
+    from gcore.runtime.ray_cluster import is_joined, list_nodes
+
+    is_alone = config.runtime == "local" or not is_joined()
+    return Cluster((detect_machine(),)) if is_alone else cluster_of(*list_nodes())
 
 
 def build_runtime(config: Config, plan: Plan) -> Runtime:
@@ -49,8 +55,14 @@ def build_runtime(config: Config, plan: Plan) -> Runtime:
 
         return LocalRuntime()
     from gcore.runtime.ray import RayRuntime
+    from gcore.runtime.ray_cluster import Place
 
-    return RayRuntime(plan.object_store_mb, plan.gpu_assignment.bundles, plan.gpu_assignment.of, log_folder(config))
+    def place_of(kind: str, rank: int) -> Place:
+        return Place(plan.nodes[plan.role_nodes[kind][rank]].node_id, *gpus.of(kind, rank))
+
+    gpus = plan.gpu_assignment
+    bundle_nodes = [plan.nodes[node].node_id for node in gpus.nodes]
+    return RayRuntime(plan.object_store_mb, gpus.bundles, place_of, log_folder(config), bundle_nodes)
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
@@ -130,7 +142,7 @@ def _library_engine(
         "threads": plan.engine_threads,
         "tensor_parallel": serving.tensor_parallel,
         "eager": serving.eager,
-        "sleep": bool(sleep_level(config)) and (serving is config.generation or plan.grid is not None),
+        "sleep": bool(sleep_level(config, plan)) and (serving is config.generation or plan.grid is not None),
         "seeds": serving.seeds if serving.seeds != "auto" else device.type == "cpu",
         "seed": config.run.seed % 2**31,
     }
@@ -153,7 +165,7 @@ def _library_engine(
     return VllmEngine(folder, VllmOptions(**options), tracer)
 
 
-def sleep_level(config: Config) -> int:
+def sleep_level(config: Config, plan: Plan) -> int:
     """Sleep level of the policy's engines while the trainer works; 0: they do not sleep."""
     level = config.generation.sleep
     if config.generation.engine not in ("vllm", "sglang", "emulated") or config.sampling.max_staleness:
@@ -162,9 +174,7 @@ def sleep_level(config: Config) -> int:
         return 0
     if level != "auto":
         return level
-    from gcore.controller.plan import detect_machine
-
-    on_gpu = detect_machine().gpus > 0 and _device(config, config.generation.device) != "cpu"
+    on_gpu = any(node.gpus for node in plan.nodes) and _device(config, config.generation.device) != "cpu"
     return (1 if config.model.lora else 2) if on_gpu else 0  # adapters need the base weights, which level 1 keeps
 
 
@@ -195,6 +205,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
 
         return trainer_of(config, config.training.emulated, rendezvous.rank)
     quiet()
+    check_shared_folder(config.run.folder, plan.nodes)
     import torch
 
     from gcore.controller.gpu_memory import decide
@@ -216,7 +227,6 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     longest = config.data.max_prompt_length + config.generation.max_response_length
 
     dtype, name = pick_dtype(config.training.dtype, device), f"trainer-{rendezvous.rank}"
-    tensor = config.placement.trainer.tensor_parallel
 
     def make_backend() -> FsdpBackend:
         return FsdpBackend(
@@ -225,7 +235,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
             device,
             dtype,
             plan.shard,
-            tensor,
+            plan.tensor_parallel,
             lambda network: loading.fill(network, config.model, config.run.seed, device, tokenizer),
         )
 
@@ -235,11 +245,11 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
         rendezvous.rank,
         plan.trainer_threads,
         Tracer(trace_folder(config), name),
-        _publisher(config, device, rendezvous),
+        _publisher(config, plan, device, rendezvous),
     )
 
 
-def _publisher(config: Config, device: torch.device, rendezvous: Rendezvous) -> WeightPublisher:
+def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Rendezvous) -> WeightPublisher:
     """`device`: of the trainer rank that publishes its weights."""
     from gcore.models import pick_device, pick_dtype
     from gcore.weights.broadcast import BroadcastSender
@@ -248,7 +258,8 @@ def _publisher(config: Config, device: torch.device, rendezvous: Rendezvous) -> 
 
     engine_device = pick_device(_device(config, config.generation.device))
     on_gpu = device.type == engine_device.type == "cuda"
-    method = choose_method(config.placement, one_process=rendezvous.address is None, on_gpu=on_gpu)
+    same_gpu, one_process = plan.gpu_assignment.engines_share_gpus, rendezvous.address is None
+    method = choose_method(config.placement, one_process=one_process, on_gpu=on_gpu, same_gpu=same_gpu)
     sender = None
     if method == "broadcast" and rendezvous.rank == 0:
         assert rendezvous.address is not None
@@ -278,6 +289,8 @@ def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rende
     from gcore.controller.loop import Controller
     from gcore.controller.setup import make_setup
 
+    if roles.trainers:
+        check_shared_folder(config.run.folder, plan.nodes)
     return Controller(make_setup(config, plan, roles, build_group(rendezvous)))
 
 
@@ -289,79 +302,6 @@ def build_group(rendezvous: Rendezvous) -> Group:
     from gcore.runtime.gloo import GlooGroup
 
     return GlooGroup(rendezvous)
-
-
-def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> WeightedRewarder:
-    """All rewards of the recipe. Without roles, before the run, it can only check them."""
-    from gcore.controller.workflow import least_siblings
-    from gcore.generation.pool import EnginePool, ScorerPool
-    from gcore.rewarding.http import HttpSource
-    from gcore.rewarding.rewarder import WeightedRewarder
-    from gcore.rewarding.threads import FunctionSource
-    from gcore.rewarding.workers import sources_of
-
-    rewards = config.rewards
-    sources: list[Source] = []
-    if plan.reward_workers:
-        logs = log_folder(config)
-        sources += sources_of(rewards, plan.reward_workers, None if logs is None else logs / f"rewards-{rank}.log")
-    else:
-        functions = enumerate(rewards.functions)
-        sources += [FunctionSource(f, rewards.attempts, f"rewards.functions.{i}") for i, f in functions]
-    scorers = {
-        spec.name: ScorerPool(roles.scorers.get(spec.name, ()), (rank, plan.controllers)) for spec in rewards.models
-    }
-    judges = {
-        spec.name: EnginePool.for_controller(
-            roles.judges.get(spec.name, ()),
-            rank,
-            plan.controllers,
-            spec.max_concurrent,
-            roam=plan.grid is not None,
-            role=spec.name,
-        )
-        for spec in rewards.judges
-        if spec.url is None
-    }
-    sources += [_scalar_source(config, i, scorers[spec.name]) for i, spec in enumerate(rewards.models)]
-    sources += [_judge_source(config, i, judges.get(spec.name)) for i, spec in enumerate(rewards.judges)]
-    sources += [HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)]
-    least = least_siblings(config) if rewards.unscored == "drop_sample" else None
-    return WeightedRewarder(sources, pools=[*scorers.values(), *judges.values()], least_scored=least)
-
-
-def _scalar_source(config: Config, index: int, pool: ScorerPool) -> Source:
-    from gcore.prompts.tokenizer import load_tokenizer
-    from gcore.rewarding.scalar import ScalarSource
-
-    spec = config.rewards.models[index]
-    tokenizer = load_tokenizer(spec.model, f"rewards.models.{index}.model", chat=True)
-    return ScalarSource(spec, tokenizer, pool.score, config.rewards.attempts)
-
-
-def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source:
-    """`pool`: the replicas of the judge; None for a judge behind a URL."""
-    from gcore.generation.noise import noise_key
-    from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
-    from gcore.rewarding.judge import JudgeSource
-    from gcore.rewarding.judge_backend import EngineBackend, RemoteBackend
-
-    spec, place = config.rewards.judges[index], f"rewards.judges.{index}"
-
-    def noise(key: tuple[object, ...]) -> int:
-        return noise_key(config.run.seed, "judge", *key)
-
-    if spec.model is None or pool is None:
-        return JudgeSource(spec, RemoteBackend(spec, noise, place), place)
-
-    async def ask(question: Content, params: SamplingParams, key: tuple[object, ...]) -> Completion:
-        _, prompt, *_ = key  # the prompt's number, or "ask" if a workflow calls ctx.ask: see JudgeSource
-        priority, replica_key = (prompt, key[:2]) if isinstance(prompt, int) else (0, None)
-        return (await pool.generate([Request(question, params, noise(key))], priority, replica_key))[0]
-
-    tokenizer = load_tokenizer(spec.model, f"{place}.model", chat=True)
-    backend = EngineBackend(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place)
-    return JudgeSource(spec, backend, place)
 
 
 def load_workflow(path: str) -> Workflow:

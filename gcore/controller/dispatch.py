@@ -4,7 +4,7 @@
     new weights ──started by controller 0──> engines; they sleep while the trainer works and wake for the update
 
 Every controller computes the same layout from the gathered metadata. Each sample goes directly from its controller to
-the rank that trains on it. Controller r mod N calls rank r.
+the rank that trains on it. Controller d mod N calls the ranks of data-parallel rank d.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Dispatcher:
         self._config, self._group, self._engines, self._trainers = config, group, engines, trainers
         self._transfer = WeightTransfer(trainers)
         self._sleeps, self._switch = sleep_level > 0, ReplicaSwitch(engines.replicas, sleep_level)
-        self._mine = [r for r in range(len(trainers)) if r % group.size == group.rank]
+        self._mine = [r for r in range(len(trainers)) if r // tensor_parallel % group.size == group.rank]
         self._cost = CostModel(crossover=768.0)  # until `open`
         self._tensor_parallel, self._bytes_out = tensor_parallel, 0
         self.version = 0  # of the weights that the engines serve

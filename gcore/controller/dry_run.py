@@ -20,12 +20,13 @@ import numpy as np
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.controller.auto_placement import choose_mode
-from gcore.controller.build import Roles, build_rewarder
-from gcore.controller.footprint import memory_line, parts
+from gcore.controller.build import Roles, see_cluster
+from gcore.controller.build_rewarder import build_rewarder
+from gcore.controller.footprint import memory_line
 from gcore.controller.gpu_memory import decide, memory_lines
 from gcore.controller.pins import check_models, pin
-from gcore.controller.plan import Plan, detect_machine, make_plan
-from gcore.controller.preflight import Checked, DatasetCheck, model_megabytes, preflight
+from gcore.controller.plan import Plan, make_plan
+from gcore.controller.preflight import Checked, DatasetCheck, model_megabytes, node_parts, preflight
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut
@@ -51,16 +52,16 @@ class Score:
 
 def dry_run(config: Config) -> None:
     """Prints what a run would do. Raises UserError if a check fails; the results before it are already printed."""
-    machine = detect_machine()
+    cluster = see_cluster(config)
     config = pin(config)
     check_models(config)
-    config, why = choose_mode(config, machine)
-    plan = make_plan(config, machine, model_megabytes(config))
+    config, why = choose_mode(config, cluster)
+    plan = make_plan(config, cluster, model_megabytes(config))
     memory = decide(config, plan)
     config = memory.config
-    checked = preflight(config, plan, machine)
+    checked = preflight(config, plan)
     *lines, files = plan.lines(config)
-    _print([*lines, *_labelled("memory", memory_line(parts(config, plan), machine)), files])
+    _print([*lines, *_labelled("memory", _memory(config, plan)), files])
     _print([f"{'GPU memory' if i == 0 else '':{LABEL}}{line}" for i, line in enumerate(memory_lines(memory))])
     _print([f"{'':{LABEL}}{why}"] if why else [])
     print()
@@ -171,6 +172,14 @@ def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rol
 
 
 # ---- lines ----------------------------------------------------------------------------------------------------
+
+
+def _memory(config: Config, plan: Plan) -> str:
+    """One node: at least 2.2 GB of 24 GB. Several: the same for each of them."""
+    found = node_parts(config, plan)
+    if len(found) == 1:
+        return memory_line(found[0][1], found[0][0])
+    return "; ".join(f"{node.address} {memory_line(parts, node)}" for node, parts in found)
 
 
 def _dataset(data: DatasetCheck, limit: int) -> str:

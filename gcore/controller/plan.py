@@ -1,42 +1,43 @@
-"""Computes the sizes of a run from the configuration and the machine: processes, threads, GPUs, bytes.
+"""Computes the sizes of a run from the configuration and the cluster: processes, threads, nodes, GPUs, bytes.
 
-config, machine ──make_plan──> Plan ──> runtime and roles (controller/build.py); `--dry-run` prints `Plan.lines`
+config, cluster ──make_plan──> Plan ──> runtime and roles (controller/build.py); `--dry-run` prints `Plan.lines`
+
+The plan gives every process a node. On GPUs, a process is where its GPUs are (gpu_assignment.py). On CPUs, the replicas
+of each role are spread over the nodes by their cores: engine i, judge i and data-parallel replica i of the trainer are
+on the same node. A controller is on the node of the data-parallel replica that it calls; if it calls several, the
+controllers are spread over their nodes.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from gcore.config.tree import Config
-from gcore.controller.gpu_assignment import GpuAssignment, separate_gpus, shared_gpus
+from gcore.controller.gpu_assignment import TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
+from gcore.controller.machines import Cluster as Cluster
+from gcore.controller.machines import Machine as Machine
+from gcore.controller.machines import as_cluster
+from gcore.controller.machines import detect_machine as detect_machine
 from gcore.placement.grid import POLICY, DeviceGrid, Split, shares, split_by
 from gcore.types import UserError
 
-MAX_AUTO = 4  # processes of a role on CPU; more would only cost memory: threads are as fast
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Machine(cores=2, gpus=0, memory_mb=24105, free_mb=20311); 0 MB: unknown"""
-
-    cores: int
-    gpus: int
-    memory_mb: int = 0
-    free_mb: int = 0
+MAX_AUTO = 4  # processes of a role per node on CPU; more would only cost memory: threads are as fast
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan(controllers=2, engines=2, engine_threads=1, trainers=2, trainer_threads=1, shard=1, ...)"""
+    """Plan(controllers=2, engines=2, engine_threads=1, trainers=2, trainer_threads=1, shard=1,
+    nodes=(Machine(cores=2, gpus=0),), role_nodes={"engine": (0, 0), "trainer": (0, 0), "controller": (0, 0)}, ...)"""
 
     controllers: int
     engines: int
     engine_threads: int
     trainers: int
     trainer_threads: int
-    shard: int
+    tensor_parallel: int  # trainer ranks that split each matrix: ranks t, t + 1, ... t + tensor_parallel - 1
+    shard: int  # data-parallel ranks that share one copy of the weights
     object_store_mb: int
     gpus: int
     reward_workers: int  # per controller
@@ -44,6 +45,25 @@ class Plan:
     scorers: dict[str, int] = field(default_factory=dict)  # name -> replicas of the scalar model
     grid: DeviceGrid | None = None  # slots that roles share; None: every role keeps its devices
     gpu_assignment: GpuAssignment = field(default_factory=GpuAssignment)  # GPUs of each replica
+    nodes: tuple[Machine, ...] = ()
+    role_nodes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # kind -> node of each process
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas of the trainer's model that train on different samples."""
+        return self.trainers // self.tensor_parallel
+
+    def on_node(self, node: int) -> Plan:
+        """The plan with the processes of one node only."""
+        counts = {kind: nodes.count(node) for kind, nodes in self.role_nodes.items()}
+        return replace(
+            self,
+            controllers=counts["controller"],
+            engines=counts["engine"],
+            trainers=counts[TRAINER],
+            judges={name: counts[f"judge-{name}"] for name in self.judges},
+            scorers={name: counts[f"scorer-{name}"] for name in self.scorers},
+        )
 
     def lines(self, config: Config) -> list[str]:
         """The derived sizes and the processes, as `--dry-run` prints them."""
@@ -59,6 +79,7 @@ class Plan:
             f" {config.run.steps * samples:,} samples",
             f"processes    1 driver, {self.controllers} controller(s), {self.engines} engine(s) x {self.engine_threads}"
             f" thread(s), {self.trainers} trainer rank(s) x {self.trainer_threads} thread(s)"
+            + (f" in tensor-parallel groups of {self.tensor_parallel}" if self.tensor_parallel > 1 else "")
             + "".join(f", {count} x judge {name}" for name, count in self.judges.items())
             + "".join(f", {count} x scorer {name}" for name, count in self.scorers.items())
             + (f", {self.reward_workers} reward worker(s) per controller" if self.reward_workers else "")
@@ -70,119 +91,226 @@ class Plan:
                 if self.grid
                 else []
             ),
+            *(self._node_lines(config) if len(self.nodes) > 1 else []),
             f"files        {config.run.folder}",
         ]
 
     def _devices(self) -> str:
-        if not self.gpu_assignment.first:
+        found = self.gpu_assignment
+        if found.share < 1:
             return f"{self.gpus} GPU(s), engine and trainer rank i share GPU i"
-        ends = [*list(self.gpu_assignment.first.values())[1:], len(self.gpu_assignment.bundles)]
-        spans = zip(self.gpu_assignment.first.items(), ends, strict=True)
         return f"{self.gpus} GPU(s): " + ", ".join(
-            f"{kind} {sum(self.gpu_assignment.bundles[first:end])}" for (kind, first), end in spans
+            f"{kind} {sum(found.bundles[i] for bundles in replicas for i in bundles)}"
+            for kind, replicas in found.replicas.items()
         )
 
-
-def detect_machine() -> Machine:
-    """The cores that this process may use, the GPUs and the memory. Does not import torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        gpus = len([v for v in visible.split(",") if v.strip() and v.strip() != "-1"])
-    else:
-        try:
-            gpus = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
-        except OSError:
-            gpus = 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(cores, gpus, *_see_memory())
+    def _node_lines(self, config: Config) -> list[str]:
+        lines = [f"nodes        {len(self.nodes)} of the Ray cluster"]
+        for i, node in enumerate(self.nodes):
+            ranks = {kind: [r for r, at in enumerate(nodes) if at == i] for kind, nodes in self.role_nodes.items()}
+            roles = ", ".join(f"{kind} {_spans(found)}" for kind, found in ranks.items() if found) or "no role"
+            gpus = f", {node.gpus} GPU(s)" if node.gpus else ""
+            lines.append(f"{'':13}{node.address or 'this machine'}: {node.cores} core(s){gpus}: {roles}")
+        paths = {"run.dir": config.run.dir, "model.path": config.model.path}
+        named = " and ".join(f"{key}={path}" for key, path in paths.items() if path)
+        return [*lines, f"storage      all nodes must see the same files under {named}"]
 
 
-def _see_memory() -> tuple[int, int]:
-    """Total and free MB of this machine, or of the container of this process; 0: unknown."""
-    found: dict[str, int] = {}
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            found[name] = int(value.split()[0]) // 1024
-    except (OSError, ValueError, IndexError):  # not Linux
-        return 0, 0
-    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = int(Path(file).read_text()) // 2**20
-        except (OSError, ValueError):  # the file does not exist, or contains "max"
-            continue
-        total, free = min(total, limit), min(free, limit)
-    return total, free
-
-
-def make_plan(config: Config, machine: Machine, model_mb: int = 0) -> Plan:
-    gpus = machine.gpus if config.training.device != "cpu" else 0
-    if config.runtime == "local":
-        gpus = min(gpus, 1)
-    policy, trainer = config.placement.policy, config.placement.trainer
+def make_plan(config: Config, machines: Cluster | Machine, model_mb: int = 0) -> Plan:
+    """Pure. `model_mb`: size of the policy, for the object store."""
+    nodes = as_cluster(machines).nodes
+    if config.runtime == "local":  # one process
+        nodes = (replace(nodes[0], gpus=min(nodes[0].gpus, 1)),)
+    is_on_cpu = config.training.device == "cpu"
+    cluster = Cluster(tuple(replace(node, gpus=0) for node in nodes) if is_on_cpu else nodes)
+    gpus, policy, trainer = cluster.gpus, config.placement.policy, config.placement.trainer
+    _check_widths(config, cluster)
     scorers = {model.name: model.replicas for model in config.rewards.models}
     judges = {judge.name: judge.replicas for judge in config.rewards.engine_judges}
     is_separate = config.placement.mode == "disaggregated" and gpus > 0
-    if is_separate:
-        auto_ranks, auto_engines = _shares_of_gpus(config, gpus)
-    else:
-        auto_ranks = auto_engines = 1 if config.runtime == "local" else gpus or min(machine.cores, MAX_AUTO)
+    auto_ranks, auto_engines = _shares_of_gpus(config, cluster) if is_separate else _auto_counts(config, cluster)
     ranks = trainer.ranks if trainer.ranks != "auto" else auto_ranks
     engines = policy.replicas if policy.replicas != "auto" else auto_engines
-    shard = trainer.shard if trainer.shard != "auto" else (ranks if gpus else 1)
-    if ranks % shard:
-        raise UserError(f"placement.trainer.shard={shard} must divide the number of ranks, {ranks}")
-    controllers = config.controllers if config.controllers != "auto" else ranks
-    grid = _grid(config, gpus or machine.cores)
+    data_parallel = ranks // trainer.tensor_parallel
+    shard = trainer.shard if trainer.shard != "auto" else (data_parallel if gpus else 1)
+    if data_parallel % shard:
+        what = "ranks" if trainer.tensor_parallel == 1 else "ranks / tensor_parallel"
+        raise UserError(f"placement.trainer.shard={shard} must divide the number of {what}, {data_parallel}")
+    controllers = config.controllers if config.controllers != "auto" else data_parallel
+    grid = _grid(config, cluster)
     if grid is not None:  # every role has replicas on every block
         engines, *judge_counts = (grid.num_blocks * grid.per_block(role) for role in grid.roles)
         judges = dict(zip(judges, judge_counts, strict=True))
     counts = {"engine": engines, **{f"judge-{name}": count for name, count in judges.items()}}
-    counts |= {**{f"scorer-{name}": count for name, count in scorers.items()}, "trainer": ranks}
-    used = gpus if is_separate else min(gpus, max(ranks, engines))
+    counts |= {**{f"scorer-{name}": count for name, count in scorers.items()}, TRAINER: ranks}
+    assigned = _assign_gpus(config, cluster, counts, is_separate, grid) if gpus else GpuAssignment()
+    role_nodes = _role_nodes(cluster, assigned, counts, controllers, trainer.tensor_parallel)
     return Plan(
         controllers=controllers,
         engines=engines,
         engine_threads=policy.threads if policy.threads != "auto" else 1,
         trainers=ranks,
-        trainer_threads=trainer.threads if trainer.threads != "auto" else max(1, machine.cores // ranks),
+        trainer_threads=trainer.threads if trainer.threads != "auto" else _cores_per(cluster, role_nodes[TRAINER]),
+        tensor_parallel=trainer.tensor_parallel,
         shard=shard,
         object_store_mb=config.placement.object_store_mb
         if config.placement.object_store_mb != "auto"
         else 256 + 2 * model_mb,
-        gpus=used,
-        reward_workers=_reward_workers(config, machine, controllers),
+        gpus=gpus if is_separate else len(assigned.bundles),
+        reward_workers=_reward_workers(config, cluster, role_nodes["controller"]),
         judges=judges,
         scorers=scorers,
         grid=grid,
-        gpu_assignment=separate_gpus(gpus, counts, _widths(config)) if is_separate else shared_gpus(used, counts),
+        gpu_assignment=assigned,
+        nodes=nodes,
+        role_nodes=role_nodes,
     )
 
 
-def _shares_of_gpus(config: Config, gpus: int) -> tuple[int, int]:
+# ---- counts ---------------------------------------------------------------------------------------------------------
+
+
+def _auto_counts(config: Config, cluster: Cluster) -> tuple[int, int]:
+    """Default numbers of trainer ranks and policy engines, if they share the devices: one per GPU or core."""
+    if config.runtime == "local":
+        return 1, 1
+    group, node_gpus = config.placement.trainer.tensor_parallel, _node_gpus(cluster)
+    if cluster.gpus:
+        width = _widths(config)["engine"]
+        return group * len(within_nodes(node_gpus, group)), len(within_nodes(node_gpus, width))
+    node_ranks = [min(node.cores, MAX_AUTO) for node in cluster.nodes]
+    return max(group, sum(ranks - ranks % group for ranks in node_ranks)), sum(node_ranks)
+
+
+def _shares_of_gpus(config: Config, cluster: Cluster) -> tuple[int, int]:
     """Disaggregated: default numbers of trainer ranks and policy engines. The trainer gets half of the GPUs that judges
-    and scorers leave."""
+    and scorers leave; both get less if tensor-parallel groups do not fill the nodes."""
     widths, rewards, given = _widths(config), config.rewards, config.placement
-    left = gpus - sum(model.replicas for model in rewards.models)
-    left -= sum(judge.replicas * judge.tensor_parallel for judge in rewards.engine_judges)
-    ranks = given.trainer.ranks if given.trainer.ranks != "auto" else max(1, left // 2)
-    return ranks, max(1, (left - ranks) // widths["engine"])
+    group, node_gpus = given.trainer.tensor_parallel, _node_gpus(cluster)
+    others = {f"judge-{judge.name}": judge.replicas for judge in rewards.engine_judges}
+    others |= {f"scorer-{model.name}": model.replicas for model in rewards.models}
+    left = cluster.gpus - sum(count * widths.get(kind, 1) for kind, count in others.items())
+    most = given.trainer.ranks if given.trainer.ranks != "auto" else max(group, left // 2 // group * group)
+    least = most if given.trainer.ranks != "auto" else group
+    for ranks in range(most, least - 1, -group):
+        for engines in range((left - ranks) // widths["engine"], 0, -1):
+            if fits(node_gpus, {"engine": engines, **others, TRAINER: ranks}, widths, group):
+                return ranks, engines
+    return most, max(1, (left - most) // widths["engine"])  # too many: separate_gpus says what does not fit
+
+
+def fits(node_gpus: list[int], counts: Mapping[str, int], widths: Mapping[str, int], group: int) -> bool:
+    try:
+        separate_gpus(node_gpus, counts, widths, group)
+    except UserError:
+        return False
+    return True
+
+
+def _reward_workers(config: Config, cluster: Cluster, controller_nodes: tuple[int, ...]) -> int:
+    if not config.rewards.functions:
+        return 0
+    if config.rewards.workers != "auto":
+        return config.rewards.workers
+    return 0 if config.runtime == "local" else min(MAX_AUTO, _cores_per(cluster, controller_nodes))
+
+
+def _cores_per(cluster: Cluster, nodes: tuple[int, ...]) -> int:
+    """Cores for each of these processes, on the node where they have the fewest."""
+    return min(max(1, cluster.nodes[node].cores // count) for node, count in Counter(nodes).items())
+
+
+# ---- nodes and GPUs -------------------------------------------------------------------------------------------------
+
+
+def _node_gpus(cluster: Cluster) -> list[int]:
+    return [node.gpus for node in cluster.nodes]
+
+
+def _check_widths(config: Config, cluster: Cluster) -> None:
+    """Every tensor-parallel group fits on a node."""
+    if not cluster.gpus or config.runtime == "local":
+        return
+    largest, keys = max(_node_gpus(cluster)), {"generation.tensor_parallel": _widths(config)["engine"]}
+    for i, judge in enumerate(config.rewards.judges):
+        keys[f"rewards.judges.{i}.tensor_parallel"] = _widths(config).get(f"judge-{judge.name}", 1)
+    keys["placement.trainer.tensor_parallel"] = config.placement.trainer.tensor_parallel
+    for key, width in keys.items():
+        if width > largest:
+            raise UserError(
+                f"{key}={width}: a tensor-parallel group stays within a node, and the largest node has {largest} "
+                f"GPU(s); expected at most {largest}"
+            )
+
+
+def _assign_gpus(
+    config: Config, cluster: Cluster, counts: Mapping[str, int], is_separate: bool, grid: DeviceGrid | None
+) -> GpuAssignment:
+    widths, group, node_gpus = _widths(config), config.placement.trainer.tensor_parallel, _node_gpus(cluster)
+    if config.runtime == "local":  # the process has all GPUs
+        return shared_gpus(node_gpus, counts)
+    if is_separate:
+        return separate_gpus(node_gpus, counts, widths, group)
+    blocks = dict.fromkeys(widths, max(widths.values())) if grid is not None else None
+    return shared_gpus(node_gpus, counts, widths, group, blocks)
+
+
+def _role_nodes(
+    cluster: Cluster, assigned: GpuAssignment, counts: Mapping[str, int], controllers: int, group: int
+) -> dict[str, tuple[int, ...]]:
+    """The node of every process. `group`: trainer ranks per tensor-parallel group."""
+    if assigned.bundles:
+        found = {kind: tuple(assigned.node_of(kind, i) for i in range(count)) for kind, count in counts.items()}
+        ranks = found[TRAINER][::group]
+        if controllers < len(ranks):  # each of them calls ranks on several nodes
+            return {**found, "controller": tuple(ranks[i * len(ranks) // controllers] for i in range(controllers))}
+        near = [*ranks, *found["engine"]]  # a controller without ranks calls only engines
+        return {**found, "controller": tuple(near[i % len(near)] for i in range(controllers))}
+    order = _spread(cluster, max(controllers, *counts.values()))
+    found = {kind: tuple(order[:count]) for kind, count in counts.items()}
+    found[TRAINER] = tuple(order[rank // group] for rank in range(counts[TRAINER]))
+    return {**found, "controller": tuple(order[:controllers])}
+
+
+def _spread(cluster: Cluster, count: int) -> list[int]:
+    """The nodes of `count` processes, in proportion to their cores. For 4 and 2 cores: 0, 0, 1, 0, 0, 1"""
+    order, has = list[int](), [0] * len(cluster.nodes)
+    for _ in range(count):
+        node = min(range(len(has)), key=lambda n: (has[n] + 1) / cluster.nodes[n].cores)
+        has[node] += 1
+        order.append(node)
+    return order
 
 
 def _widths(config: Config) -> dict[str, int]:
-    """GPUs per replica of each kind."""
-    judges = {f"judge-{judge.name}": judge.tensor_parallel for judge in config.rewards.engine_judges}
-    return {"engine": config.generation.tensor_parallel, **judges}
+    """GPUs per replica of each kind of engine. Emulated engines need none."""
+    served = {"engine": config.generation} | {f"judge-{judge.name}": judge for judge in config.rewards.engine_judges}
+    return {kind: 1 if by.emulated is not None else by.tensor_parallel for kind, by in served.items()}
 
 
-def _grid(config: Config, devices: int) -> DeviceGrid | None:
+def _spans(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> 0-2, 5"""
+    starts = [i for i in numbers if i - 1 not in numbers]
+    ends = [i for i in numbers if i + 1 not in numbers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+# ---- slots ----------------------------------------------------------------------------------------------------------
+
+
+def auto_slots(config: Config, cluster: Cluster) -> int:
+    """Devices that placement.slots=auto divides: the GPUs that whole blocks of a node can use, or the cores."""
+    widest = max(_widths(config).values())
+    return widest * len(within_nodes(_node_gpus(cluster), widest)) or cluster.cores
+
+
+def _grid(config: Config, cluster: Cluster) -> DeviceGrid | None:
     placement = config.placement
     if placement.mode in ("shared", "disaggregated"):
         return None
     widths = {POLICY: config.generation.tensor_parallel}
     widths |= {judge.name: judge.tensor_parallel for judge in config.rewards.engine_judges}
-    grid = DeviceGrid(devices if placement.slots == "auto" else placement.slots, widths)
+    grid = DeviceGrid(auto_slots(config, cluster) if placement.slots == "auto" else placement.slots, widths)
     first_split(config, grid)
     return grid
 
@@ -205,11 +333,3 @@ def first_split(config: Config, grid: DeviceGrid) -> Split:
             f"add up to placement.slots={grid.slots}"
         )
     return split_by(grid, {role: given[role] // grid.slots_per_block for role in grid.roles})
-
-
-def _reward_workers(config: Config, machine: Machine, controllers: int) -> int:
-    if not config.rewards.functions:
-        return 0
-    if config.rewards.workers != "auto":
-        return config.rewards.workers
-    return 0 if config.runtime == "local" else min(MAX_AUTO, max(1, machine.cores // controllers))

@@ -22,9 +22,11 @@ from typing import Any, Literal
 from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
 from gcore.config.tree import Config, Dataset
-from gcore.controller.build import Roles, build_rewarder, load_filter, load_workflow, quiet
-from gcore.controller.footprint import check_sizes, num_parameters, parts
-from gcore.controller.plan import Machine, Plan, detect_machine
+from gcore.controller.build import Roles, load_filter, load_workflow, quiet
+from gcore.controller.build_rewarder import build_rewarder
+from gcore.controller.footprint import Part, check_sizes, num_parameters, parts
+from gcore.controller.machines import Cluster, Machine
+from gcore.controller.plan import Plan
 from gcore.hub import model_folder
 from gcore.observe.trackers import check_trackers
 from gcore.prompts.rows import PROMPTS, answer_of, load_rows, prompt_column, prompt_of
@@ -76,9 +78,9 @@ class Checked:
     tokenizer: Any
 
 
-def preflight(config: Config, plan: Plan, machine: Machine | None = None, trains: bool = True) -> Checked:
+def preflight(config: Config, plan: Plan, trains: bool = True) -> Checked:
     """Raises UserError for the first check that fails. `trains`: the run has trainer ranks."""
-    warnings, datasets = light_checks(config, plan, machine or detect_machine(), trains)
+    warnings, datasets = light_checks(config, plan, trains)
     tokenizer, checked = heavy_checks(config, plan, datasets)
     for data in checked:
         if data.prompt is None:
@@ -92,17 +94,14 @@ def preflight(config: Config, plan: Plan, machine: Machine | None = None, trains
 # ---- light: without torch, transformers and ray ---------------------------------------------------------------------
 
 
-def light_checks(
-    config: Config, plan: Plan, machine: Machine, trains: bool = True
-) -> tuple[list[str], list[OpenDataset]]:
+def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[str], list[OpenDataset]]:
     """Warnings, and the open datasets. The cheapest checks come first."""
     _disk(config)
     _resume(config.run.resume)
     _packages(config)
     warnings = advice(config) if trains else []
-    if config.runtime == "local" or not os.environ.get("RAY_ADDRESS"):  # a cluster may have other machines
-        _devices(config)
-        warnings += check_sizes(parts(config, plan, trains), machine)
+    _devices(config, plan)
+    warnings += _sizes(config, plan, trains)
     datasets = [_open("train", config.data.train), *([_open("eval", config.data.eval)] if config.data.eval else [])]
     load_workflow(config.workflow)
     load_filter(config.sampling.filter)
@@ -148,10 +147,35 @@ def _packages(config: Config) -> None:
             )
 
 
-def _devices(config: Config) -> None:
-    """If a key says `cuda`, the machine has a GPU and PyTorch was built for CUDA."""
+def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[Part]]]:
+    """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
+    found = []
+    for i, node in enumerate(plan.nodes):
+        own = parts(config, plan.on_node(i), trains)
+        found.append((node, own if i == 0 else [part for part in own if part.what != "driver"]))
+    return [(node, own) for node, own in found if own]
+
+
+def _sizes(config: Config, plan: Plan, trains: bool) -> list[str]:
+    """Memory and cores of every node."""
+    warnings = []
+    for node, own in node_parts(config, plan, trains):
+        before, after = (f"node {node.address}: ", " (counts of this node)") if len(plan.nodes) > 1 else ("", "")
+        try:
+            warnings += [before + warning + after for warning in check_sizes(own, node)]
+        except UserError as error:
+            raise UserError(f"{before}{error}{after}") from None
+    return warnings
+
+
+def _devices(config: Config, plan: Plan) -> None:
+    """If a key says `cuda`, the machine has a GPU and PyTorch was built for CUDA. On a cluster the nodes have GPUs."""
     keys = _on_cuda(config)
     if not keys:
+        return
+    if Cluster(plan.nodes).is_joined:
+        if not any(node.gpus for node in plan.nodes):
+            raise UserError(f"{keys[0]}=cuda: no node of the Ray cluster has a GPU; use {keys[0]}=cpu (or auto)")
         return
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden or not any(any(Path("/dev").glob(name)) for name in ACCELERATORS):
@@ -249,18 +273,18 @@ def heavy_checks(config: Config, plan: Plan, datasets: Sequence[OpenDataset]) ->
                 rewarder.check(data.prompt.columns)
     finally:
         rewarder.close()
-    _network(config, tokenizer)
+    _network(config, plan, tokenizer)
     return tokenizer, checked
 
 
-def _network(config: Config, tokenizer: Any) -> None:
+def _network(config: Config, plan: Plan, tokenizer: Any) -> None:
     """Checks that need torch. It is not imported for built models without adapters, which need no check."""
     if config.training.emulated is None and (config.model.path is not None or config.model.lora is not None):
         from gcore.models import check_policy
 
         longest = config.data.max_prompt_length + config.generation.max_response_length
         check_policy(config.model, tokenizer, longest)
-    if _on_cuda(config) and not os.environ.get("RAY_ADDRESS"):
+    if _on_cuda(config) and not Cluster(plan.nodes).is_joined:
         from gcore.models import pick_device
 
         pick_device("cuda")

@@ -14,7 +14,8 @@ from typing import Any
 from gcore.config.tree import Config
 from gcore.content.base import Modality
 from gcore.content.text import TextModality
-from gcore.controller.build import Roles, build_rewarder, load_filter, load_workflow, sleep_level, trace_folder
+from gcore.controller.build import Roles, load_filter, load_workflow, sleep_level, trace_folder
+from gcore.controller.build_rewarder import build_rewarder
 from gcore.controller.collect import Filter
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.placement import AllEngines, RolloutPlacement, SlotPlacement
@@ -52,14 +53,14 @@ class Setup:
 
 
 def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
-    grid, level = plan.grid, sleep_level(config)
+    grid, level = plan.grid, sleep_level(config, plan)
     tokenizer = load_tokenizer(config.model)
     rewarder = build_rewarder(config, plan, roles, group.rank)
     tracer = Tracer(trace_folder(config), f"controller-{group.rank}")
     status = LiveStatus(group.rank, tracer)
     max_concurrent = config.generation.max_concurrent
     pool = EnginePool.for_controller(roles.engines, group.rank, group.size, max_concurrent, roam=grid is not None)
-    dispatcher = Dispatcher(config, group, pool, roles.trainers, level)
+    dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.tensor_parallel)
     weights = WeightResender(roles.trainers, lambda: dispatcher.version)
     slot_placement: SlotPlacement | None = None
     if grid is not None and roles.trainers:  # in an evaluation all replicas are awake

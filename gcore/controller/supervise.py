@@ -32,10 +32,11 @@ from gcore.controller.build import (
     build_scorer,
     build_trainer,
     log_folder,
+    see_cluster,
 )
 from gcore.controller.gpu_memory import Decided, decide
 from gcore.controller.pins import check_models, fetch, pin
-from gcore.controller.plan import Plan, detect_machine, make_plan
+from gcore.controller.plan import Plan, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
 from gcore.observe.logs import OutputPreview
 from gcore.observe.metrics import read_rows
@@ -58,15 +59,15 @@ MAX_REVIVALS = 3  # restarts of one replica per run
 
 def run(config: Config, mode: Mode = "train") -> Any:
     """The whole run. Returns the row of an evaluation. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
-    machine = detect_machine()
+    cluster = see_cluster(config)
     config = pin(config)
     check_models(config)
-    config, why = choose_mode(config, machine)
-    memory = decide(config, make_plan(config, machine)) if mode == "train" else Decided(config)
+    config, why = choose_mode(config, cluster)
+    memory = decide(config, make_plan(config, cluster)) if mode == "train" else Decided(config)
     config, notes = memory.config, [*([why] if why else []), *memory.notes]
-    checked = preflight(config, make_plan(config, machine), machine, mode == "train")
+    checked = preflight(config, make_plan(config, cluster), mode == "train")
     fetch(config)
-    plan = make_plan(config, machine, model_megabytes(config))
+    plan = make_plan(config, cluster, model_megabytes(config))
     if mode == "eval":
         changes = {"trace": False, "logs": config.observe.logs and config.run.folder.is_dir()}
         config = config.model_copy(update={"observe": config.observe.model_copy(update=changes)})
@@ -131,6 +132,7 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()
                 f"{plan.trainers if mode == 'train' else 0} trainer rank(s)"
                 + "".join(f", judge {name}" for name in plan.judges)
                 + "".join(f", scorer {name}" for name in plan.scorers)
+                + (f" on {len(plan.nodes)} nodes" if len(plan.nodes) > 1 else "")
                 + f" ready in {time.monotonic() - started:.1f} s"
             )
             if pids := runtime.processes():

@@ -26,31 +26,31 @@ import psutil
 from gcore.observe.logs import Log, last_lines, trim
 from gcore.protocols import Rendezvous, RoleDied, RoleError
 from gcore.runtime.guard import Guard
+from gcore.runtime.ray_cluster import Place, Reservation, is_joined, join, quiet_ray
 from gcore.types import UserError
 
 START_S = 300
-HIDDEN_MESSAGES = (
-    "maximum expected startup concurrency",  # more processes than cores are intended
-    "The autoscaler failed",  # it is ended with the run and logs an error
-)
+NODE_GONE = "its node has left the Ray cluster"
 _TOKEN = secrets.token_hex(32)
 
 
 class Process:
     """The host of one role. Runs as a Ray actor."""
 
-    def __init__(self, name: str, log: str | None = None) -> None:
+    def __init__(self, name: str, log: str | None = None, folder: str | None = None) -> None:
+        """`folder`: the driver's current folder, from which relative paths of the recipe start."""
         self.name = name
         self.role: Any = None
+        if folder is not None:
+            with contextlib.suppress(OSError):  # a node without this folder needs absolute paths
+                os.chdir(folder)
         if log is not None:
             with contextlib.suppress(OSError):  # a node without the run's folder prints to Ray's own log
-                Log(Path(log)).take_over(name)
+                Log(Path(log)).take_over(name if folder is None else f"{name} on node {_node_address()}")
 
     async def address(self) -> str:
         """A free host:port on this machine."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
+        host = _node_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
@@ -58,11 +58,18 @@ class Process:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def build(self, factory: Callable[..., Any], args: tuple[Any, ...], rendezvous: Rendezvous) -> int:
-        import ray
-
+    async def build(
+        self,
+        factory: Callable[..., Any],
+        args: tuple[Any, ...],
+        rendezvous: Rendezvous,
+        visible_gpus: str | None = None,
+    ) -> int:
+        """`visible_gpus`: the GPUs to use; None: those that Ray has chosen."""
+        if visible_gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not spin on a core
-        if interface := _interface_of(ray.util.get_node_ip_address()):
+        if interface := _interface_of(_node_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host name, which may fail
         try:
             self.role = await asyncio.to_thread(factory, *args, rendezvous)
@@ -111,6 +118,8 @@ async def translate(name: str, ref: Any) -> Any:
 
     try:
         return await ref
+    except exceptions.ActorUnschedulableError:
+        raise RoleDied(name, NODE_GONE) from None
     except exceptions.RayActorError as error:
         raise RoleDied(name, _first_lines(str(error))) from None
     except exceptions.RayTaskError as error:
@@ -120,27 +129,6 @@ async def translate(name: str, ref: Any) -> Any:
         raise RoleError(name, _first_lines(str(cause or error)), str(error)) from None
 
 
-def _quiet_ray(log: Path | None) -> None:
-    """Write the messages that Ray prints on the driver's screen to `log`. Do not show HIDDEN_MESSAGES."""
-    from ray._private import worker
-
-    original: Any = getattr(worker, "print_to_stdstream", None)
-    if original is None:
-        return
-    original = getattr(original, "_original", original)  # a run before in the same process replaced it already
-
-    def log_and_print(data: dict[str, Any], *args: Any, **options: Any) -> None:
-        lines = data.get("lines", ())
-        if log is not None:
-            with contextlib.suppress(OSError), log.open("a") as file:
-                file.writelines(f"{line}\n" for line in lines)
-        if not any(message in line for line in lines for message in HIDDEN_MESSAGES):
-            original(data, *args, **options)
-
-    log_and_print._original = original  # type: ignore[attr-defined]
-    worker.print_to_stdstream = log_and_print
-
-
 class RayRuntime:
     """Implements protocols.Runtime."""
 
@@ -148,30 +136,36 @@ class RayRuntime:
         self,
         object_store_mb: int,
         bundles: Sequence[int] = (),
-        assign: Callable[[str, int], tuple[int, float]] | None = None,
+        place_of: Callable[[str, int], Place] | None = None,
         logs: Path | None = None,
+        bundle_nodes: Sequence[str] = (),
     ) -> None:
-        """`bundles`: GPUs to reserve, those of each bundle on one machine. `assign`: kind and rank -> bundle, GPUs.
-        `logs`: folder for the output of the processes; None: Ray's own log folder."""
-        self._assign, self._logs = assign, logs
+        """`bundles`: GPUs to reserve, those of each bundle on one machine. `bundle_nodes`: id of the node of each
+        bundle; empty: any node. `place_of`: kind and rank -> where the process runs. `logs`: folder for the output of
+        the processes; None: Ray's own log folder."""
+        self._place_of, self._logs = place_of, logs
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
         self._unrelated = {p.pid for p in _descendants()}  # children of this process that `stop` must not end
-        self._owns_cluster = not os.environ.get("RAY_ADDRESS")
+        self._owns_cluster = not is_joined()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if self._owns_cluster:  # before Ray is imported: a process keeps the first token that it reads
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
-        import ray
+        quiet_ray(None if logs is None else logs / "ray.log")
+        if self._owns_cluster:
+            import ray
 
-        own: dict[str, Any] = {
-            "address": "local",
-            "object_store_memory": object_store_mb * 2**20,
-            "include_dashboard": False,
-            "num_cpus": os.cpu_count(),
-        }
-        _quiet_ray(None if logs is None else logs / "ray.log")
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **(own if self._owns_cluster else {}))
+            ray.init(
+                "local",
+                object_store_memory=object_store_mb * 2**20,
+                include_dashboard=False,
+                num_cpus=os.cpu_count(),
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        else:
+            join()
         self._actors: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
         self._ready: set[str] = set()
@@ -182,19 +176,7 @@ class RayRuntime:
         self._tracked: dict[int, psutil.Process] = {}
         self._guard = Guard() if self._owns_cluster else None
         self._track_processes()
-        self._bundles = self._reserve(bundles)
-
-    def _reserve(self, bundles: Sequence[int]) -> Any:
-        if not bundles:
-            return None
-        from ray.util import placement_group
-
-        group = placement_group([{"GPU": gpus, "CPU": 1} for gpus in bundles])
-        if not group.wait(timeout_seconds=60):
-            raise UserError(
-                f"the Ray cluster did not provide {sum(bundles)} GPUs within 60 s (key: placement.trainer.ranks)"
-            )
-        return group
+        self._reserved = Reservation(bundles, bundle_nodes) if bundles else None
 
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
@@ -204,19 +186,12 @@ class RayRuntime:
         if not args:
             return []
         names = [f"{kind}-{rank}" for rank in range(len(args))]
-        for rank, name in enumerate(names):
-            restarts = 0 if kind in ("controller", "trainer") else -1  # Ray restarts the process, `revive` the role
-            options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "max_restarts": restarts}
-            if self._bundles is not None and self._assign is not None and kind != "controller":
-                from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-                bundle, gpus = self._assign(kind, rank)
-                options |= {
-                    "num_gpus": gpus,
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(self._bundles, bundle),
-                }
+        places = [Place() if self._place_of is None else self._place_of(kind, rank) for rank in range(len(args))]
+        folder = None if self._owns_cluster else os.getcwd()
+        for name, place in zip(names, places, strict=True):
             log = self._log(name)
-            self._actors[name] = ray.remote(Process).options(**options).remote(name, None if log is None else str(log))
+            actor = ray.remote(Process).options(**self._options(kind, place))
+            self._actors[name] = actor.remote(name, None if log is None else str(log), folder)
         actors = [self._actors[name] for name in names]
         try:
             address = await asyncio.wait_for(translate(names[0], actors[0].address.remote()), START_S)
@@ -224,20 +199,34 @@ class RayRuntime:
             raise UserError(
                 f"{names[0]} was not started by the Ray cluster within {START_S} s (key: placement)"
             ) from None
-        rendezvous = [Rendezvous(rank, len(args), address, None) for rank in range(len(args))]
+        build_args = []
+        for rank, (arguments, place) in enumerate(zip(args, places, strict=True)):
+            visible = None if self._reserved is None else await self._reserved.visible_gpus(place.bundles)
+            build_args.append((factory, arguments, Rendezvous(rank, len(args), address, None), visible))
 
-        async def build(name: str, actor: Any, arguments: tuple[Any, ...], place: Rendezvous) -> None:
+        async def build(name: str, actor: Any, arguments: tuple[Any, ...]) -> None:
             """A process is in `processes()` as soon as it runs, and in `ready()` when its role is built."""
             self._pids[name] = await translate(name, actor.pid.remote())
-            await translate(name, actor.build.remote(factory, arguments, place))
+            await translate(name, actor.build.remote(*arguments))
             self._ready.add(name)
 
-        await asyncio.gather(*map(build, names, actors, args, rendezvous))
+        await asyncio.gather(*map(build, names, actors, build_args))
         self._pids |= {name: self._pids.pop(name) for name in names}  # in the order of ranks, not of starting
         self._track_processes()
-        build_args = [(factory, a, r) for a, r in zip(args, rendezvous, strict=True)]
         self._build_args |= dict(zip(names, build_args, strict=True))
         return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
+
+    def _options(self, kind: str, place: Place) -> dict[str, Any]:
+        """Options of an actor. Ray restarts a dead process on the same node, `revive` builds its role again."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        restarts = 0 if kind in ("controller", "trainer") else -1
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "max_restarts": restarts}
+        if self._reserved is not None and place.bundles:
+            options |= {"num_gpus": place.gpus, "scheduling_strategy": self._reserved.strategy(place.bundles[0])}
+        elif place.node:  # not soft: then Ray also uses other nodes
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
+        return options
 
     def processes(self) -> dict[str, int]:
         return dict(self._pids)
@@ -269,8 +258,8 @@ class RayRuntime:
                 self._down.discard(name)
                 self._track_processes()
                 return
-            except RoleDied:  # not back yet
-                if time.monotonic() > deadline:
+            except RoleDied as error:  # not back yet
+                if error.detail == NODE_GONE or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.1)
 
@@ -353,6 +342,12 @@ def _alive(process: psutil.Process) -> bool:
 def _kill(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.Error):
         process.kill()
+
+
+def _node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def _interface_of(address: str) -> str | None:

@@ -11,8 +11,8 @@ whole batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,13 +122,19 @@ class FsdpBackend:
         elif reference:
             self._reference = self._new_reference()
 
-    def _network(self, name: NetworkName) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _network(self, name: NetworkName) -> Iterator[LogprobModel]:
+        """A network on the device, for passes without gradients."""
         if name == "policy":
-            return nullcontext(self._on_device(self.policy))
-        if self._reference_adapters is not None:
-            return lora.with_adapters(self._on_device(self.policy), self._reference_adapters)
-        assert self._reference is not None, "no reference: `begin` or `load` was called without one"
-        return nullcontext(self._on_device(self._reference))
+            yield self._on_device(self.policy)
+        elif self._reference_adapters is not None:
+            with lora.with_adapters(self._on_device(self.policy), self._reference_adapters):
+                yield self.policy
+        else:
+            assert self._reference is not None, "no reference: `begin` or `load` was called without one"
+            yield self._on_device(self._reference)
+            if self._offload == "all":
+                self._reference.cpu()
 
     # ---- computation ----------------------------------------------------------------------------------------------
 
@@ -157,7 +163,8 @@ class FsdpBackend:
         for count, micro in enumerate(micros, start=1):
             packed = to_tensors(micro, data.samples, self.device, self._varlen)
             columns = step_columns(packed, data, self.device)
-            cast(FSDPModule, self.policy).set_requires_gradient_sync(count == len(micros))
+            # Copies are summed once per mini-batch. Shards at once: otherwise each rank would hold all gradients.
+            cast(FSDPModule, self.policy).set_requires_gradient_sync(count == len(micros) or self._shard_size > 1)
             loss, parts = objective(StepOutputs(*self.policy(*packed.inputs)), columns)
             (loss * self._data_size).backward()
             metrics.append(parts)
@@ -205,8 +212,6 @@ class FsdpBackend:
     def free_memory(self, weights: bool) -> None:
         if self._offload == "all" and weights:
             self.policy.cpu()
-        if self._offload == "all" and self._reference is not None:
-            self._reference.cpu()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -10,7 +10,7 @@ part holds parameters of one kind. With `offload`, the moments of a part are on 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +34,7 @@ class Optimizer:
     ) -> None:
         self._parameters, self._max_norm, self._device = list(parameters), training.max_grad_norm, device
         self._fused, self._offload = device.type == "cuda", offload
+        self._host: dict[torch.optim.AdamW, Tensor] = {}  # memory of off-loaded moments
         self._parts = [
             torch.optim.AdamW(
                 decay_groups(part, training.weight_decay, training.weight_decay_norms),
@@ -63,15 +64,24 @@ class Optimizer:
         return float(norm)
 
     def _update(self, part: torch.optim.AdamW) -> None:
-        if not self._offload:
-            part.step()
-            return
-        for entry in part.state.values():
-            for name in MOMENTS:
-                _move(entry[name], self._device)
+        if self._offload:
+            for moment in _moments(part):
+                _set_local(moment, _local(moment).to(self._device, non_blocking=True))
         part.step()
-        for entry in part.state.values():
-            self._to_host(entry)
+        if self._offload:
+            self._to_host(part)
+
+    def _to_host(self, part: torch.optim.AdamW) -> None:
+        """Into one pinned buffer per part, which is kept: PyTorch rounds every pinned allocation up to a power of 2."""
+        moments = list(_moments(part))
+        sizes = [_local(moment).numel() for moment in moments]
+        if self._device.type == "cpu" or not moments:
+            return
+        if part not in self._host or len(self._host[part]) < sum(sizes):
+            self._host[part] = torch.empty(sum(sizes), pin_memory=True)
+        for moment, buffer in zip(moments, self._host[part][: sum(sizes)].split(sizes), strict=True):
+            _set_local(moment, buffer.view(_local(moment).shape).copy_(_local(moment), non_blocking=True))
+        torch.cuda.current_stream(self._device).synchronize()
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -86,15 +96,12 @@ class Optimizer:
         """Moments of zero and a step count of 0, as those of a parameter that was never updated; to be overwritten."""
         part = next(p for p in self._parts if any(parameter is q for group in p.param_groups for q in group["params"]))
         step = torch.zeros((), device=self._device if self._fused else "cpu")
-        part.state[parameter] = {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
+        entry: dict[str, Any] = {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
         if self._offload:
-            self._to_host(part.state[parameter])
-        entry: dict[str, Any] = part.state[parameter]
+            for name in MOMENTS:
+                _set_local(entry[name], _local(entry[name]).cpu())
+        part.state[parameter] = entry
         return entry
-
-    def _to_host(self, entry: Mapping[str, Any]) -> None:
-        for name in MOMENTS:
-            _move(entry[name], torch.device("cpu"))
 
 
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
@@ -138,18 +145,19 @@ def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list
             yield [parameter for parameter, _ in part]
 
 
-def _move(tensor: Tensor, device: torch.device) -> None:
-    """Move the storage of a tensor in place. The sharding of a DTensor stays. Host memory is pinned."""
-    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if held.device.type == device.type:
-        return
-    if device.type == "cpu":
-        moved = torch.empty_like(held, device="cpu", pin_memory=True)
-        moved.copy_(held, non_blocking=True)
-        torch.cuda.current_stream(held.device).synchronize()
-    else:
-        moved = held.to(device, non_blocking=True)
+def _moments(part: torch.optim.AdamW) -> Iterator[Tensor]:
+    for entry in part.state.values():
+        for name in MOMENTS:
+            yield entry[name]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _set_local(tensor: Tensor, values: Tensor) -> None:
+    """Replace the memory of a tensor. The sharding of a DTensor stays."""
     if isinstance(tensor, DTensor):
-        tensor._local_tensor = moved
+        tensor._local_tensor = values
     else:
-        tensor.data = moved
+        tensor.data = values

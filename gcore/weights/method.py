@@ -3,7 +3,7 @@
 in_process    the tensors themselves: trainer and engines share one process (runtime: local)
 cuda_ipc      a handle to GPU memory: rank i and engine i share GPU i (controller/gpu_assignment.py)
 broadcast     one collective from rank 0 to the engines: they are on different GPUs, or placement.weights=broadcast
-host_memory   an array in the shared memory of the machine: all other cases
+host_memory   an array in the shared memory of the machine, which Ray copies to other nodes: all other cases
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from gcore.config.tree import Placement
 TransferMethod = Literal["in_process", "cuda_ipc", "broadcast", "host_memory"]
 
 
-def choose_method(placement: Placement, one_process: bool, on_gpu: bool) -> TransferMethod:
-    """`one_process`: trainer and engines share it. `on_gpu`: all of them compute on GPUs."""
+def choose_method(placement: Placement, one_process: bool, on_gpu: bool, same_gpu: bool = True) -> TransferMethod:
+    """`one_process`: trainer and engines share it. `on_gpu`: all of them compute on GPUs. `same_gpu`: in modes where
+    roles share GPUs, every engine has the GPU of the rank that it reads from, and no other one."""
     if one_process:
         return "in_process"
     if placement.weights != "auto":
         return "broadcast" if placement.weights == "broadcast" else "host_memory"
     if not on_gpu:
         return "host_memory"
-    return "broadcast" if placement.mode == "disaggregated" else "cuda_ipc"
+    if placement.mode == "disaggregated":
+        return "broadcast"
+    return "cuda_ipc" if same_gpu else "host_memory"

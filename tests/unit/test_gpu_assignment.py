@@ -32,17 +32,21 @@ def config(tmp_path):
 
 
 def test_together_replica_i_of_every_kind_is_on_gpu_i():
-    gpu_assignment = shared_gpus(2, {"engine": 2, "judge-critic": 1, "trainer": 2})
-    assert gpu_assignment == GpuAssignment((1, 1), share=round(0.95 / 3, 4))
-    assert [gpu_assignment.of("engine", rank) for rank in (0, 1, 2)] == [(0, 0.3167), (1, 0.3167), (0, 0.3167)]
+    gpu_assignment = shared_gpus([2], {"engine": 3, "judge-critic": 1, "trainer": 2})
+    found = {"engine": ((0,), (1,), (0,)), "judge-critic": ((0,),), "trainer": ((0,), (1,))}
+    assert gpu_assignment == GpuAssignment((1, 1), (0, 0), found, share=0.2375)  # three on GPU 0, and a judge
+    assert gpu_assignment.of("engine", 2) == ((0,), 0.2375)
+    assert gpu_assignment.of("controller", 0) == ((), 0.0)
 
 
 def test_more_replicas_than_gpus_take_smaller_shares():
-    assert shared_gpus(2, {"engine": 4, "trainer": 2}).share == round(0.95 / 3, 4)  # two engines and a rank on each
+    assert shared_gpus([2], {"engine": 4, "trainer": 2}).share == round(0.95 / 3, 4)  # two engines and a rank on each
 
 
 def test_apart_every_replica_has_its_own():
-    gpu_assignment = separate_gpus(8, {"engine": 2, "judge-critic": 1, "trainer": 2}, {"engine": 1, "judge-critic": 4})
+    gpu_assignment = separate_gpus(
+        [8], {"engine": 2, "judge-critic": 1, "trainer": 2}, {"engine": 1, "judge-critic": 4}
+    )
     assert gpu_assignment.bundles == (1, 1, 4, 1, 1)
     places = [
         gpu_assignment.of("engine", 1),
@@ -50,12 +54,12 @@ def test_apart_every_replica_has_its_own():
         gpu_assignment.of("trainer", 0),
         gpu_assignment.of("trainer", 1),
     ]
-    assert places == [(1, 1.0), (2, 4.0), (3, 1.0), (4, 1.0)]
+    assert places == [((1,), 1.0), ((2,), 4.0), ((3,), 1.0), ((4,), 1.0)]
 
 
 def test_apart_refuses_what_does_not_fit():
     with pytest.raises(UserError, match=r"engine 2 x 4, trainer 2 x 1 = 10 GPUs, got 8 .*placement\.trainer\.ranks"):
-        separate_gpus(8, {"engine": 2, "trainer": 2}, {"engine": 4})
+        separate_gpus([8], {"engine": 2, "trainer": 2}, {"engine": 4})
 
 
 def test_disaggregated_shares_the_gpus_out(config):
@@ -81,8 +85,9 @@ def test_disaggregated_on_a_cpu_is_shared(config):
 
 def test_disaggregated_engines_stay_awake(config):
     asked = "generation.engine=vllm", "generation.sleep=2"
-    assert sleep_level(config(*asked)) == 2
-    assert sleep_level(config(*asked, "placement.mode=disaggregated")) == 0
+    plan = make_plan(config(*asked), EIGHT)
+    assert sleep_level(config(*asked), plan) == 2
+    assert sleep_level(config(*asked, "placement.mode=disaggregated"), plan) == 0
 
 
 # --- auto

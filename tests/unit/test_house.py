@@ -36,6 +36,7 @@ PURE = (
     "gcore.preparation.balance",
     "gcore.preparation.advantages",
     "gcore.preparation.workload",
+    "gcore.controller.machines",
     "gcore.controller.plan",
     "gcore.controller.footprint",
     "gcore.controller.gpu_memory",

@@ -118,13 +118,14 @@ def test_a_judge_has_no_lora(tmp_path):
         load_config(tmp_path / "r.yaml")
 
 
-def test_engines_keep_their_weights_while_they_sleep(monkeypatch):
-    from gcore.controller import build, plan
+def test_engines_keep_their_weights_while_they_sleep():
+    from gcore.controller.build import sleep_level
+    from gcore.controller.plan import Machine, make_plan
 
-    monkeypatch.setattr(plan, "detect_machine", lambda: plan.Machine(8, 1))
     for config, level in ((config_of(), 2), (lora_of(), 1)):
         on_gpu = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})
-        assert build.sleep_level(on_gpu) == level
+        assert sleep_level(on_gpu, make_plan(on_gpu, Machine(8, 1))) == level
+        assert sleep_level(on_gpu, make_plan(on_gpu, Machine(8, 0))) == 0
 
 
 # --- where they sit

@@ -508,7 +508,7 @@ def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(supervise, "choose_mode", lambda config, machine: (config, ""))
     monkeypatch.setattr(supervise, "decide", lambda config, plan: supervise.Decided(config))
     monkeypatch.setattr(supervise, "pin", lambda config: config)
-    for name in ("make_plan", "detect_machine", "model_megabytes", "check_models", "fetch"):
+    for name in ("make_plan", "see_cluster", "model_megabytes", "check_models", "fetch"):
         monkeypatch.setattr(supervise, name, lambda *args: None)
     monkeypatch.setattr(supervise, "preflight", lambda *args: Checked([], [], None))
     monkeypatch.setattr(supervise, "open_folder", lambda config: a_run(folder))

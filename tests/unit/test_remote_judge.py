@@ -16,7 +16,8 @@ from aiohttp import web
 
 from gcore.config import dump_config
 from gcore.config.tree import Config, Judge, Model
-from gcore.controller.build import Roles, build_rewarder
+from gcore.controller.build import Roles
+from gcore.controller.build_rewarder import build_rewarder
 from gcore.controller.plan import Machine, make_plan
 from gcore.controller.preflight import preflight
 from gcore.generation.noise import noise_key

@@ -1,0 +1,138 @@
+"""Ray outside of the roles: join a cluster, list its nodes, reserve GPUs on them.
+
+RAY_ADDRESS ──join──> nodes ──> the plan (controller/) ──reserve──> Reservation ──strategy──> options of an actor
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gcore.types import UserError
+
+PROBE_S = 5.0
+RESERVE_S = 60
+PROBE_GPUS = 0.01  # shares of roles leave at least 0.05 of a GPU
+HIDDEN_MESSAGES = (
+    "maximum expected startup concurrency",  # more processes than cores are intended
+    "The autoscaler failed",  # it is ended with the run and logs an error
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs. Place(node="75e354...", bundles=(2, 3), gpus=0.475)"""
+
+    node: str = ""  # Ray's id of the node; empty: any node
+    bundles: tuple[int, ...] = ()  # of the reserved GPUs that it uses; all on one node
+    gpus: float = 0.0  # GPUs to reserve in the first bundle
+
+
+def is_joined() -> bool:
+    """A cluster exists that the run should use: RAY_ADDRESS names it, or this process has joined it already."""
+    ray = sys.modules.get("ray")
+    return bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
+
+
+def join() -> None:
+    """Connect this process to the cluster at RAY_ADDRESS, if it is not connected yet."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "//" not in host:
+        try:  # Ray itself waits for two minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
+        except OSError as error:
+            raise _unreachable(address, str(error)) from None
+    import ray
+
+    if ray.is_initialized():
+        return
+    quiet_ray(None)
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise _unreachable(address, " ".join(str(error).split())[:300]) from error
+
+
+def _unreachable(address: str, reason: str) -> UserError:
+    return UserError(
+        f"RAY_ADDRESS={address}: cannot join a Ray cluster there ({reason}); start one with `ray start --head`, or "
+        "unset RAY_ADDRESS to use only this machine"
+    )
+
+
+def list_nodes() -> tuple[list[dict[str, Any]], str]:
+    """Join the cluster. The nodes, as Ray describes them, and the id of the node of this process."""
+    join()
+    import ray
+
+    return ray.nodes(), ray.get_runtime_context().get_node_id()
+
+
+def quiet_ray(log: Path | None) -> None:
+    """Write the messages that Ray prints on the driver's screen to `log`. Do not show HIDDEN_MESSAGES."""
+    from ray._private import worker
+
+    original: Any = getattr(worker, "print_to_stdstream", None)
+    if original is None:
+        return
+    original = getattr(original, "_original", original)  # a run before in the same process replaced it already
+
+    def log_and_print(data: dict[str, Any], *args: Any, **options: Any) -> None:
+        lines = data.get("lines", ())
+        if log is not None:
+            with contextlib.suppress(OSError), log.open("a") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        if not any(message in line for line in lines for message in HIDDEN_MESSAGES):
+            original(data, *args, **options)
+
+    log_and_print._original = original  # type: ignore[attr-defined]
+    worker.print_to_stdstream = log_and_print
+
+
+class Reservation:
+    """The GPUs of a run: a placement group of Ray. `nodes`: id of the node of each bundle; empty: any node."""
+
+    def __init__(self, bundles: Sequence[int], nodes: Sequence[str] = ()) -> None:
+        from ray.util import placement_group
+
+        selectors = [{"ray.io/node-id": node} for node in nodes] if any(nodes) else None
+        self._group = placement_group([{"GPU": gpus, "CPU": 1} for gpus in bundles], bundle_label_selector=selectors)
+        if not self._group.wait(timeout_seconds=RESERVE_S):
+            raise UserError(
+                f"the Ray cluster did not provide {sum(bundles)} GPUs, with one CPU for each process, within "
+                f"{RESERVE_S} s (key: placement.trainer.ranks)"
+            )
+        self._gpu_ids: dict[int, list[str]] = {}  # by bundle; they do not change
+
+    def strategy(self, bundle: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(self._group, bundle)
+
+    async def visible_gpus(self, bundles: Sequence[int]) -> str | None:
+        """CUDA_VISIBLE_DEVICES of a process that uses several bundles. None: Ray sets it, for one bundle."""
+        import ray
+
+        if len(bundles) < 2:
+            return None
+        for bundle in bundles:
+            if bundle not in self._gpu_ids:
+                probe = ray.remote(_own_gpu_ids).options(
+                    num_cpus=0, num_gpus=PROBE_GPUS, scheduling_strategy=self.strategy(bundle)
+                )
+                self._gpu_ids[bundle] = await probe.remote()
+        return ",".join(gpu for bundle in bundles for gpu in self._gpu_ids[bundle])
+
+
+def _own_gpu_ids() -> list[str]:
+    import ray
+
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
