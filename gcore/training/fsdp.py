@@ -203,7 +203,7 @@ class FsdpBackend:
             self._reference_adapters = lora.copy_adapters(self.policy)
             state.load_reference(folder, self._reference_adapters)
         elif reference:
-            self._reference = self._new_reference()
+            self._reference = self._reference or self._new_reference()
             state.load_reference(folder, lora.trainable_parameters(self._reference.network))
         return updates
 
