@@ -207,10 +207,16 @@ class SampleMeta:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of packed samples. rows[i] lists the samples of row i in order, by key. A row is `width` tokens wide."""
+    """Rows of packed samples. rows[i] lists the samples of row i in order, by key. A row is `width` tokens wide.
+
+    `context`: number of neighbouring data-parallel ranks that compute this micro-batch together, each a part of every
+    sequence. Data-parallel rank d belongs to group d // context; all ranks of a group have the same MicroBatch at the
+    same position, and at one position `context` is the same on all ranks.
+    """
 
     rows: tuple[tuple[tuple[int, int], ...], ...]
     width: int
+    context: int = 1
 
 
 @dataclass(frozen=True, slots=True)
