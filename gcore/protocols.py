@@ -324,6 +324,7 @@ class Rendezvous:
     size: int
     address: str | None  # host:port of rank 0; None when all members share one process
     hub: Any = None  # object that they share in that case
+    listener: Any = None  # rank 0: the socket that listens on `address`; it is open since the port was chosen
 
 
 class Runtime(Protocol):

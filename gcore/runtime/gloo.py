@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from gcore.protocols import Rendezvous
 
@@ -24,9 +24,20 @@ def join(rendezvous: Rendezvous, backend: str, timeout_s: float = TIMEOUT_S, dev
         if not dist.is_initialized():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
         return
+    host, _, port = rendezvous.address.rpartition(":")
+    listener = None if rendezvous.listener is None else rendezvous.listener.detach()
+    store = TCPStore(
+        host,
+        int(port),
+        rendezvous.size,
+        is_master=rendezvous.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{rendezvous.address}",
+        store=store,
         rank=rendezvous.rank,
         world_size=rendezvous.size,
         timeout=timeout,

@@ -18,6 +18,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Process:
         """`folder`: the driver's current folder, from which relative paths of the recipe start."""
         self.name = name
         self.role: Any = None
+        self._listener: socket.socket | None = None
         if folder is not None:
             with contextlib.suppress(OSError):  # a node without this folder needs absolute paths
                 os.chdir(folder)
@@ -49,11 +51,10 @@ class Process:
                 Log(Path(log)).take_over(name if folder is None else f"{name} on node {_node_address()}")
 
     async def address(self) -> str:
-        """A free host:port on this machine."""
+        """A free host:port on this machine. The socket stays open, so that no other process gets the port."""
         host = _node_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+        self._listener = socket.create_server((host, 0))
+        return f"{host}:{self._listener.getsockname()[1]}"
 
     async def pid(self) -> int:
         return os.getpid()
@@ -72,9 +73,12 @@ class Process:
         if interface := _interface_of(_node_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host name, which may fail
         try:
-            self.role = await asyncio.to_thread(factory, *args, rendezvous)
+            self.role = await asyncio.to_thread(factory, *args, replace(rendezvous, listener=self._listener))
         except Exception as error:
             raise self._wrap(error) from None
+        finally:
+            if self._listener is not None:
+                self._listener.close()  # does nothing if the role's group uses it
         return os.getpid()
 
     async def call(self, method: str, *args: Any) -> Any:

@@ -228,7 +228,7 @@ def test_sleep_and_weights(networks):
         with pytest.raises(RuntimeError, match="wake 'weights' first"):
             await engine.load_weights(1, weights_of(network))
         assert await engine.sleep(1) == MemoryChange(0, 0)  # it does already
-        with pytest.raises(RuntimeError, match="expected some of"):
+        with pytest.raises(ValueError, match="expected some of"):
             await engine.wake("everything")
         await engine.wake("weights")
         assert await engine.load_weights(1, weights_of(network)) == 1

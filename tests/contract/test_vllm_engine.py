@@ -250,7 +250,7 @@ def test_half_loaded_it_waits_for_whole_weights(engine, network, monkeypatch):
     async def load() -> list[Completion]:
         with monkeypatch.context() as broken:
             broken.setattr(engine.backend.core, "collective_rpc", fail)
-            with pytest.raises(RuntimeError, match="no room"):
+            with pytest.raises(MemoryError, match="no room"):
                 await engine.load_weights(5, weights_of(network))
         answer = asyncio.ensure_future(engine.generate([ask(p, 10, temperature=0)]))
         await asyncio.sleep(0.05)
@@ -285,7 +285,7 @@ def test_sleep_and_weights(engine, network):
         with pytest.raises(RuntimeError, match="wake 'weights' first"):
             await engine.load_weights(1, weights_of(network))
         assert await engine.sleep(1) == MemoryChange(0, 0)  # it does already
-        with pytest.raises(RuntimeError, match="expected some of"):
+        with pytest.raises(ValueError, match="expected some of"):
             await engine.wake("everything")
         await engine.wake("weights")
         assert await engine.load_weights(1, weights_of(network)) == 1
@@ -493,7 +493,7 @@ def test_parts_go_into_the_model_as_they_come(ahead):
     async def load() -> None:
         assert await engine.load_weights(1, {"a": torch.tensor(2.0)}, (0, 2)) == 0
         assert core.weight == 2
-        with pytest.raises(RuntimeError, match=r"lack \['b'\]"):
+        with pytest.raises(ValueError, match=r"lack \['b'\]"):
             await engine.load_weights(1, {"a": torch.tensor(2.0)}, (1, 2))
         assert core.weight == 2
         answer = asyncio.ensure_future(engine.generate([ask(prompt(3), 5)]))

@@ -45,6 +45,26 @@ def test_processes_under_ray(tmp_path, one, overrides):
     assert_same_run(steps(train(tmp_path, "ray", *overrides)), one)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("placement.trainer.ranks=2", "placement.trainer.tensor_parallel=2"),
+        pytest.param(
+            ("placement.trainer.ranks=4", "placement.trainer.tensor_parallel=2", "placement.trainer.shard=2"),
+            marks=pytest.mark.release,
+        ),
+    ],
+    ids=["tensor", "shards_x_tensor"],
+)
+def test_tensor_parallel_under_ray(tmp_path, overrides):
+    """Matrices are split over two ranks. The KL needs a pass of the reference, and KV heads must be divisible."""
+    extra = ("model.build.kv_heads=2", "algorithm.mini_batches=2", "algorithm.kl_coef=0.1")
+    one = steps(train(tmp_path, "one", "runtime=local", "controllers=1", *extra))
+    found = steps(train(tmp_path, "split", "controllers=2", "placement.policy.replicas=1", *extra, *overrides))
+    assert_same_run(found, one)
+    assert found[-1]["actor/kl"] == pytest.approx(one[-1]["actor/kl"], rel=1e-3)
+
+
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_mini_batches_and_kl(tmp_path, kl_in):
     """The same with old and reference logprobs in play, and an estimator that needs sums over all controllers."""

@@ -162,3 +162,21 @@ def test_the_loop_fits_one_screen():
 def test_files_stay_small():
     long = {str(p.relative_to(ROOT)): n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 420}
     assert long == {}
+
+
+def test_the_walks_name_files_and_functions_that_exist():
+    rows = re.findall(r"^\| \d+ .*?`([a-z_/]+\.py): ([^|]+)\|", (ROOT / "docs" / "walk.md").read_text(), re.M)
+    assert len(rows) > 80
+    for name, functions in rows:
+        code = (PACKAGE / name).read_text()
+        for function in re.findall(r"([A-Za-z_.]+)`", functions):
+            for part in function.split("."):
+                assert re.search(rf"(def|class) {part}\b", code), f"docs/walk.md: {name} has no {part}"
+
+
+def test_the_overview_names_every_module_of_the_controller():
+    text = (ROOT / "docs" / "overview.md").read_text()
+    described = text[text.index("  controller/ ") : text.index("  runtime/ ")]
+    named = set(re.findall(r"[a-z_]+", described))
+    missing = {path.stem for path in (PACKAGE / "controller").glob("*.py")} - named - {"__init__", "loop"}
+    assert not missing
