@@ -66,6 +66,9 @@ class EngineClient(Client):
         change: MemoryChange = await self.handle.call("wake", *tags)
         return change
 
+    async def reset(self) -> None:
+        await self.handle.call("reset")
+
     async def stats(self) -> EngineStats:
         stats: EngineStats = await self.handle.call("stats")
         return stats

@@ -195,6 +195,11 @@ class Engine(Protocol):
         """Allocate the memory again: all, or only some of the tags "weights" and "kv_cache"."""
         ...
 
+    async def reset(self) -> None:
+        """New controllers take over: abort all requests, wake, and forget an incomplete weight update. The engine then
+        waits for whole weights before it decodes."""
+        ...
+
     async def stats(self) -> EngineStats: ...
 
 
@@ -350,6 +355,26 @@ class Runtime(Protocol):
 
     async def revive(self, name: str) -> None:
         """Start a dead role again, with the same factory and arguments. Handles to it stay valid."""
+        ...
+
+    def dead(self) -> set[str]:
+        """Roles whose death `watch` has reported and that are not revived."""
+        ...
+
+    async def answers(self, name: str) -> None:
+        """Returns when the process of a role has answered: it is neither stopped nor blocked."""
+        ...
+
+    def kill(self, name: str) -> None:
+        """End the process of a role at once, also one that is stopped. `watch` reports its death."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Every process of this machine writes the stacks of its threads to its log."""
+        ...
+
+    async def stop_group(self, kind: str) -> None:
+        """End all processes of a kind. Its handles are invalid then, and `start_group` can start it again."""
         ...
 
     def stop(self) -> None:

@@ -216,3 +216,16 @@ def check_emulated(backend: str, training: EmulatedTraining | None, policy: Serv
     speeds = sorted({section.speed for section in sections if section is not None})
     if len(speeds) > 1:
         raise ValueError(f"emulated.speed: got {speeds}; expected the same value in all emulated sections of a run")
+
+
+class Fault(Section):
+    kind: Literal["kill", "stop", "slow", "error", "disk_full"]
+    """What happens to the process: SIGKILL, SIGSTOP, a delay of `seconds`, an exception, or a full disk."""
+    role: str
+    """`trainer-0`, `engine-1`, `controller-0`, `judge-NAME-0`, ..."""
+    at: str
+    """A call that the role receives (`update`, `generate`, ...) or a stage of a controller (`rollout`, ...)."""
+    nth: PositiveInt = 1
+    """Which time the process reaches this moment."""
+    seconds: Seconds = 1.0
+    """Length of the delay of `slow`."""

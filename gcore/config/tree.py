@@ -18,6 +18,7 @@ from gcore.config.base import (
     Auto,
     Count,
     EmulatedTraining,
+    Fault,
     FolderName,
     Fraction,
     NonNegative,
@@ -53,6 +54,14 @@ class Run(Section):
     resume: str = "never"
     """`never`: start a new run (an existing run of that name is renamed); `auto`: continue from the last complete
     checkpoint if there is one; or the path of a checkpoint `.../step_N` or `.../warm_N`."""
+    max_restarts: Count = 3
+    """If a controller or a trainer rank dies or hangs, the run continues by itself from its last checkpoint, at most
+    this many times per hour. 0: the run ends. Engines, judges and scorers are always restarted alone."""
+    hang_s: Seconds = 300.0
+    """A process that has not answered for this many seconds is restarted; the stacks of all processes are in their
+    logs then."""
+    no_progress_s: Seconds = 3600.0
+    """If no controller makes progress for this many seconds, controllers and trainer ranks are restarted."""
 
     @property
     def folder(self) -> Path:
@@ -299,6 +308,8 @@ class Config(Section):
     """Saving of checkpoints."""
     observe: Observe = Observe()
     """Evaluation, progress and logs."""
+    faults: list[Fault] = []
+    """Faults to inject, for tests of the recovery (needs `runtime: ray`)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gcore import faults
 from gcore.clients import EngineClient, ScorerClient, TrainerClient
 from gcore.config.tree import Config, Generation, Judge, Model
 from gcore.controller.machines import Cluster, check_shared_folder, cluster_of, detect_machine
@@ -90,6 +91,7 @@ def _engine(
     serving: Generation | Judge,
     max_length: int,
 ) -> Engine:
+    _arm_faults(config, name, rendezvous)
     if serving.emulated is not None:
         from gcore.simulate.engine import engine_of
 
@@ -181,6 +183,7 @@ def sleep_level(config: Config, plan: Plan) -> int:
 def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous) -> ScalarModel:
     """A replica of the scalar reward model rewards.models[index]."""
     quiet()
+    _arm_faults(config, f"scorer-{config.rewards.models[index].name}-{rendezvous.rank}", rendezvous)
     from gcore.models import load_scorer, pick_device, pick_dtype
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer, with_padding
@@ -200,6 +203,7 @@ def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous)
 
 
 def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer:
+    _arm_faults(config, f"trainer-{rendezvous.rank}", rendezvous)
     if config.training.emulated is not None:
         from gcore.simulate.trainer import trainer_of
 
@@ -289,9 +293,15 @@ def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rende
     from gcore.controller.loop import Controller
     from gcore.controller.setup import make_setup
 
+    _arm_faults(config, f"controller-{rendezvous.rank}", rendezvous)
     if roles.trainers:
         check_shared_folder(config.run.folder, plan.nodes)
     return Controller(make_setup(config, plan, roles, build_group(rendezvous)))
+
+
+def _arm_faults(config: Config, role: str, rendezvous: Rendezvous) -> None:
+    if rendezvous.address is not None:  # each role has its own process
+        faults.arm(config.faults, role, config.run.folder)
 
 
 def build_group(rendezvous: Rendezvous) -> Group:

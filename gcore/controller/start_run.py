@@ -131,17 +131,24 @@ async def _resume(setup: Setup, checkpointer: Checkpointer, collector: Collector
         if config.run.resume == "auto":
             again = ", with the warm start" if config.training.warm_start else ""
             setup.status.note(f"{folder}: no complete checkpoint; starting from the beginning{again}")
+        if setup.controllers.rank == 0:  # after a rollback, files have rows of the lost steps
+            _rewind_files(folder, START)
         return START
     setup.status.show(f"resuming from {checkpoint.name}")
     position = await checkpointer.restore(checkpoint)
     if position.warmed is None:
         await _send_first_weights(setup, collector, version=position.step)
     if setup.controllers.rank == 0:
-        rewind(folder, position.step, position.warmed)
-        rewind_samples(folder, position.step, position.warmed)
+        _rewind_files(folder, position)
         checkpointer.set_aside_later(position)
     setup.status.note(f"resumed from {checkpoint} at {position}")
     return position
+
+
+def _rewind_files(folder: Path, position: RunPosition) -> None:
+    """Drop what was written about later steps: the run makes these steps again."""
+    rewind(folder, position.step, position.warmed)
+    rewind_samples(folder, position.step, position.warmed)
 
 
 async def _send_first_weights(setup: Setup, collector: Collector, version: int) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from gcore import faults
 from gcore.observe.trace import Tracer
 from gcore.observe.values import Row
 from gcore.protocols import ControllerStatus
@@ -51,6 +52,7 @@ class LiveStatus:
         """Context of a stage, which is shown, traced and measured. A whole "step" is not shown: its stages are."""
         if name != "step":
             self.show(name)
+            faults.reach(name)
         started = time.perf_counter()
         with self._tracer.span(name, step=step):
             yield

@@ -1,14 +1,16 @@
-"""The driver: starts the processes of a run, shows its progress, restarts dead replicas, and stops all processes.
+"""The driver: starts the processes of a run, shows its progress, restarts what dies, and stops all processes.
 
     preflight -> engines, judges, scorers, trainers -> controllers -> (run | watch | poll status) -> stop -> report
+                                        └──── rollback: one of these died or hangs ──┘
 
 No samples or weights pass through the driver. A run ends when all controllers are done, when a role raises an
-exception, when a process dies that cannot be restarted, or with Ctrl-C.
+exception, when processes die too often (heal.py), or with Ctrl-C.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import shutil
 import signal
@@ -35,9 +37,11 @@ from gcore.controller.build import (
     see_cluster,
 )
 from gcore.controller.gpu_memory import Decided, decide
+from gcore.controller.heal import ProgressWatch, RoleWatch, Rollbacks, with_notes
 from gcore.controller.pins import check_models, fetch, pin
 from gcore.controller.plan import Plan, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
+from gcore.observe.events import EventLog
 from gcore.observe.logs import OutputPreview
 from gcore.observe.metrics import read_rows
 from gcore.observe.page import write_report
@@ -53,8 +57,6 @@ START_LINES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between two lines about the start,
 GRACE_S = 1.5  # after the first failure, how long to wait for failures that explain it better
 Mode = Literal["train", "eval"]
 C = TypeVar("C")
-REVIVABLE = ("engine-", "judge-", "scorer-")  # roles without state except weights
-MAX_REVIVALS = 3  # restarts of one replica per run
 
 
 def run(config: Config, mode: Mode = "train") -> Any:
@@ -124,23 +126,62 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()
             preview = OutputPreview(log_folder(config))
             runtime = build_runtime(config, plan)
             _end_at_sigterm()  # again: Ray has replaced the handler
-            controllers = await _reporting_start(
-                _start(runtime, config, plan, mode), runtime, _wanted(plan, mode), progress
-            )
-            progress.note(
-                f"{plan.controllers} controller(s), {plan.engines} engine(s), "
-                f"{plan.trainers if mode == 'train' else 0} trainer rank(s)"
-                + "".join(f", judge {name}" for name in plan.judges)
-                + "".join(f", scorer {name}" for name in plan.scorers)
-                + (f" on {len(plan.nodes)} nodes" if len(plan.nodes) > 1 else "")
-                + f" ready in {time.monotonic() - started:.1f} s"
-            )
-            if pids := runtime.processes():
-                progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
-            return await _supervise(runtime, controllers, progress, mode, preview)
+            return await _run_to_the_end(runtime, config, plan, mode, progress, preview, started)
         finally:
             if runtime is not None:
                 runtime.stop()
+
+
+async def _run_to_the_end(
+    runtime: Runtime,
+    config: Config,
+    plan: Plan,
+    mode: Mode,
+    progress: Progress,
+    preview: OutputPreview,
+    started: float,
+) -> Any:
+    """Start the roles and wait for the controllers. If one of them or a trainer rank dies, start these again: they
+    continue from the last checkpoint."""
+    events = EventLog(config.run.folder if mode == "train" else None)
+    watch = RoleWatch(runtime, progress, events, config.run.hang_s)
+    rollbacks = Rollbacks(config.run.max_restarts if mode == "train" else 0)
+    starting: Coroutine[Any, Any, tuple[Roles, list[ControllerClient]]] = _start(runtime, config, plan, mode)
+    roles: Roles | None = None
+    while True:
+        try:
+            roles, controllers = await _reporting_start(starting, runtime, _wanted(plan, mode), progress)
+            progress.note(_ready_line(plan, mode, time.monotonic() - started))
+            if pids := runtime.processes():
+                progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
+            return await _supervise(controllers, progress, mode, preview, watch, ProgressWatch(runtime, config.run))
+        except (RoleDied, RoleError) as error:
+            if roles is None or not rollbacks.allow(error):
+                raise
+            started, config = time.monotonic(), _from_last_checkpoint(config)
+            events.add("rollback", cause=str(error))
+            progress.note(
+                with_notes(error, "; controllers and trainer ranks are restarted and load the last checkpoint")
+            )
+            starting = _start_again(runtime, config, plan, roles, watch)
+
+
+def _from_last_checkpoint(config: Config) -> Config:
+    """The configuration of a restart. Without a checkpoint of its own, the run starts as it did."""
+    if not store.complete(config.run.folder):
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+
+
+def _ready_line(plan: Plan, mode: Mode, seconds: float) -> str:
+    return (
+        f"{plan.controllers} controller(s), {plan.engines} engine(s), "
+        f"{plan.trainers if mode == 'train' else 0} trainer rank(s)"
+        + "".join(f", judge {name}" for name in plan.judges)
+        + "".join(f", scorer {name}" for name in plan.scorers)
+        + (f" on {len(plan.nodes)} nodes" if len(plan.nodes) > 1 else "")
+        + f" ready in {seconds:.1f} s"
+    )
 
 
 def _end_at_sigterm() -> None:
@@ -150,36 +191,69 @@ def _end_at_sigterm() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
-async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> list[ControllerClient]:
+async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> tuple[Roles, list[ControllerClient]]:
     """Start all roles that serve requests at the same time, then the controllers, which call them."""
-
-    async def group(
-        kind: str, client: Callable[[Handle], C], factory: Callable[..., Any], args: tuple[Any, ...], count: int
-    ) -> list[C]:
-        return [client(handle) for handle in await runtime.start_group(kind, factory, [args] * count)]
 
     async def judges() -> dict[str, list[EngineClient]]:
         groups = (
-            group(f"judge-{name}", EngineClient, build_judge, (config, plan, name), count)
+            _group(runtime, f"judge-{name}", EngineClient, build_judge, (config, plan, name), count)
             for name, count in plan.judges.items()
         )
         return dict(zip(plan.judges, await asyncio.gather(*groups), strict=True))
 
     async def scorers() -> dict[str, list[ScorerClient]]:
         groups = (
-            group(f"scorer-{name}", ScorerClient, build_scorer, (config, plan, i), count)
+            _group(runtime, f"scorer-{name}", ScorerClient, build_scorer, (config, plan, i), count)
             for i, (name, count) in enumerate(plan.scorers.items())
         )
         return dict(zip(plan.scorers, await asyncio.gather(*groups), strict=True))
 
     served = await asyncio.gather(
-        group("engine", EngineClient, build_engine, (config, plan), plan.engines),
-        group("trainer", TrainerClient, build_trainer, (config, plan), plan.trainers if mode == "train" else 0),
+        _group(runtime, "engine", EngineClient, build_engine, (config, plan), plan.engines),
+        _trainers(runtime, config, plan, plan.trainers if mode == "train" else 0),
         judges(),
         scorers(),
     )
-    args = config, plan, Roles(*served)
-    return await group("controller", ControllerClient, build_controller, args, plan.controllers)
+    roles = Roles(*served)
+    return roles, await _controllers(runtime, config, plan, roles)
+
+
+async def _start_again(
+    runtime: Runtime, config: Config, plan: Plan, roles: Roles, watch: RoleWatch
+) -> tuple[Roles, list[ControllerClient]]:
+    """Start controllers and trainer ranks again. The other roles keep their processes and drop their requests."""
+
+    async def reset_engines() -> None:
+        await watch.revive_dead()
+        engines = (*roles.engines, *itertools.chain.from_iterable(roles.judges.values()))
+        for failed in await asyncio.gather(*(engine.reset() for engine in engines), return_exceptions=True):
+            if failed is not None and not isinstance(failed, RoleDied):  # a dead one is restarted later
+                raise failed
+
+    await asyncio.gather(runtime.stop_group("controller"), runtime.stop_group("trainer"))
+    trainers, _ = await asyncio.gather(_trainers(runtime, config, plan, plan.trainers), reset_engines())
+    roles = dataclasses.replace(roles, trainers=trainers)
+    return roles, await _controllers(runtime, config, plan, roles)
+
+
+async def _trainers(runtime: Runtime, config: Config, plan: Plan, count: int) -> list[TrainerClient]:
+    return await _group(runtime, "trainer", TrainerClient, build_trainer, (config, plan), count)
+
+
+async def _controllers(runtime: Runtime, config: Config, plan: Plan, roles: Roles) -> list[ControllerClient]:
+    args = config, plan, roles
+    return await _group(runtime, "controller", ControllerClient, build_controller, args, plan.controllers)
+
+
+async def _group(
+    runtime: Runtime,
+    kind: str,
+    client: Callable[[Handle], C],
+    factory: Callable[..., Any],
+    args: tuple[Any, ...],
+    count: int,
+) -> list[C]:
+    return [client(handle) for handle in await runtime.start_group(kind, factory, [args] * count)]
 
 
 def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
@@ -225,14 +299,19 @@ def starting_statuses(wanted: Mapping[str, int], up: Collection[str], ready: Col
 
 
 async def _supervise(
-    runtime: Runtime, controllers: Sequence[ControllerClient], progress: Progress, mode: Mode, preview: OutputPreview
+    controllers: Sequence[ControllerClient],
+    progress: Progress,
+    mode: Mode,
+    preview: OutputPreview,
+    roles: RoleWatch,
+    progress_watch: ProgressWatch,
 ) -> Any:
-    """Wait until all controllers are done. The first failure ends the run, with the error that explains it best."""
+    """Wait until all controllers are done. The first failure is raised: the error that explains the others best."""
     runs: list[asyncio.Future[Any]] = [
         asyncio.ensure_future(c.run() if mode == "train" else c.evaluate()) for c in controllers
     ]
-    watch = _watch(runtime, controllers, progress)
-    others = [asyncio.ensure_future(watch), asyncio.ensure_future(_poll(controllers, progress, preview))]
+    poll = _poll(controllers, progress, preview, progress_watch)
+    others = [asyncio.ensure_future(roles.watch(controllers)), asyncio.ensure_future(poll)]
     try:
         waiting = {*runs, *others}
         while not all(task.done() for task in runs):
@@ -247,46 +326,6 @@ async def _supervise(
         for task in (*runs, *others):
             task.cancel()
         await asyncio.gather(*runs, *others, return_exceptions=True)
-
-
-async def _watch(runtime: Runtime, controllers: Sequence[ControllerClient], progress: Progress) -> None:
-    """Restart replicas that die; nothing else is restarted. The run ends with RoleDied if a trainer or a controller
-    dies, or if one replica dies too often."""
-    deaths: Counter[str] = Counter()
-    tasks: set[asyncio.Future[None]] = set()  # restarts in progress, and the watch
-
-    async def restart(name: str) -> None:
-        await asyncio.gather(*(c.mark_dead(name) for c in controllers))
-        await runtime.revive(name)
-        if not await controllers[0].restore(name):
-            return  # it died again; the runtime reports this death too
-        await asyncio.gather(*(c.mark_alive(name) for c in controllers))
-        progress.note(f"{name} is restarted, with current weights: process {runtime.processes().get(name)}")
-
-    try:
-        while True:
-            watching = asyncio.ensure_future(runtime.watch())
-            tasks.add(watching)
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            tasks -= done
-            for task in done - {watching}:
-                task.result()
-            if watching in done:
-                error = watching.exception()
-                if not isinstance(error, RoleDied) or not error.role.startswith(REVIVABLE):
-                    watching.result()
-                assert isinstance(error, RoleDied)
-                deaths[error.role] += 1
-                if deaths[error.role] > MAX_REVIVALS:
-                    raise error
-                progress.note(_with_notes(error, "; its requests go to other replicas until it is restarted"))
-                tasks.add(asyncio.ensure_future(restart(error.role)))
-            else:
-                watching.cancel()
-                tasks.discard(watching)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
@@ -304,13 +343,18 @@ def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
     return cause
 
 
-async def _poll(controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview) -> None:
+async def _poll(
+    controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview, watch: ProgressWatch
+) -> None:
     while True:
         await asyncio.sleep(POLL_S.get(progress.mode, DEFAULT_POLL_S))
-        await _show(controllers, progress, preview)
+        await watch.seen(await _show(controllers, progress, preview))
 
 
-async def _show(controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview) -> None:
+async def _show(
+    controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview
+) -> Sequence[Status]:
+    """Poll the controllers and show what they report."""
     answers = await asyncio.gather(*(c.status() for c in controllers))
     statuses = [Status(answer.role, answer.stage, answer.detail, answer.step) for answer in answers]
     for line in preview.poll():
@@ -321,6 +365,7 @@ async def _show(controllers: Sequence[ControllerClient], progress: Progress, pre
         for row in answer.rows:
             progress.update(statuses, row)
     progress.update(statuses, None)
+    return statuses
 
 
 def exit_code(error: BaseException) -> int:
@@ -335,14 +380,9 @@ def explain(error: BaseException) -> None:
     if isinstance(error, RoleError):
         if not error.user_error:
             print(f"\nfirst traceback, from {error.role}:\n{error.traceback}", file=sys.stderr)
-        print(f"gcore: {error.message if error.user_error else _with_notes(error)}", file=sys.stderr)
+        print(f"gcore: {error.message if error.user_error else with_notes(error)}", file=sys.stderr)
     elif isinstance(error, RoleDied):
         print(
-            "gcore: " + _with_notes(error, "; run.resume=auto continues from the last checkpoint, if any"),
+            "gcore: " + with_notes(error, "; run.resume=auto continues from the last checkpoint, if any"),
             file=sys.stderr,
         )
-
-
-def _with_notes(error: BaseException, then: str = "") -> str:
-    """The error, and on the next lines its notes: the last lines of a log, or the path of the log."""
-    return "\n".join([f"{error}{then}", *getattr(error, "__notes__", ())])

@@ -130,6 +130,9 @@ class SteppedEngine:
     async def wake(self, *tags: str) -> MemoryChange:
         return await self._between_steps(lambda: self._wake(tags))
 
+    async def reset(self) -> None:
+        await self._between_steps(self._reset)
+
     async def stats(self) -> EngineStats:
         return stats_of(self.backend.jobs, self._queue, self._busy_s, self._generated)
 
@@ -236,6 +239,16 @@ class SteppedEngine:
         running = [job for job in self.backend.jobs if job.ticket == ticket]
         self.backend.remove(running)
         self._deliver((job, "abort") for job in (*running, *waiting))
+
+    def _reset(self) -> None:
+        with self._changed:
+            waiting = self._queue.clear()
+        running = list(self.backend.jobs)
+        self.backend.remove(running)
+        self._deliver((job, "abort") for job in (*running, *waiting))
+        self._wake(())
+        if self._receiver.forget_update():
+            self._memory.lose_weights()
 
     def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
         self._memory.check_load(version)

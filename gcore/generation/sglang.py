@@ -87,6 +87,9 @@ class SglangEngine:
     async def wake(self, *tags: str) -> MemoryChange:
         return await self._command(lambda: self._wake(tags))
 
+    async def reset(self) -> None:
+        await self._command(self._reset)
+
     async def stats(self) -> EngineStats:
         busy = time.perf_counter() - self._busy_since if self._jobs else 0.0
         return stats_of(self._jobs.values(), self._queue, self._busy_s + busy, self._generated)
@@ -261,6 +264,15 @@ class SglangEngine:
             self._server.manager.abort_request(name)
         if tasks:
             await asyncio.wait(tasks)
+
+    async def _reset(self) -> None:
+        for job in self._queue.clear():
+            resolve(job.future, self._completion(job, "abort"))
+        for ticket in {job.ticket for job in self._jobs.values()}:
+            await self._abort(ticket)
+        await self._wake(())
+        if self._receiver.forget_update():
+            self._memory.lose_weights()
 
     async def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
         self._memory.check_load(version)

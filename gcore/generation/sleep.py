@@ -29,11 +29,12 @@ class SleepState:
         self._memory, self._drops_weights, self._adapters = memory, drops_weights, adapters
         self._asleep: set[str] = set()
         self.weights_dropped = False
+        self._mixed = False  # the weights are a mix of two versions
 
     @property
     def awake(self) -> bool:
         """The engine can decode, if no weight update is incomplete."""
-        return not (self._asleep or self.weights_dropped)
+        return not (self._asleep or self.weights_dropped or self._mixed)
 
     def may_sleep(self, level: int, in_progress: int, weights_arriving: bool) -> bool:
         """False if the engine is asleep already. Raises if it must not sleep now."""
@@ -66,6 +67,10 @@ class SleepState:
         if "weights" in self._asleep:
             raise RuntimeError(f"weights of version {version} sent to an engine that is asleep; wake 'weights' first")
 
+    def lose_weights(self) -> None:
+        """The weights are a mix of two versions. They cannot be used until a whole update has arrived."""
+        self._mixed = True
+
     def loaded(self) -> None:
         """All weights of an update have arrived."""
-        self.weights_dropped = False
+        self.weights_dropped = self._mixed = False

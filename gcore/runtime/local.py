@@ -61,6 +61,21 @@ class LocalRuntime:
     async def revive(self, name: str) -> None:
         raise AssertionError(f"{name} runs in this process; it cannot die alone")
 
+    def dead(self) -> set[str]:
+        return set()
+
+    async def answers(self, name: str) -> None:
+        """All roles share the process of the caller."""
+
+    def kill(self, name: str) -> None:
+        raise AssertionError(f"{name} runs in this process; it cannot be killed alone")
+
+    def dump_stacks(self) -> None:
+        """A debugger shows them."""
+
+    async def stop_group(self, kind: str) -> None:
+        raise AssertionError(f"{kind}: roles of this process are not restarted")
+
     def stop(self) -> None:
         for role in reversed(self._roles):
             close = getattr(role, "close", None)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import faulthandler
 import logging
 import os
 import secrets
+import signal
 import socket
 import time
 import traceback
@@ -24,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from gcore import faults
 from gcore.observe.logs import Log, last_lines, trim
 from gcore.protocols import Rendezvous, RoleDied, RoleError
 from gcore.runtime.guard import Guard
@@ -31,6 +34,7 @@ from gcore.runtime.ray_cluster import Place, Reservation, is_joined, join, quiet
 from gcore.types import UserError
 
 START_S = 300
+STOP_S = 10.0  # for killed processes to end
 NODE_GONE = "its node has left the Ray cluster"
 _TOKEN = secrets.token_hex(32)
 
@@ -49,6 +53,7 @@ class Process:
         if log is not None:
             with contextlib.suppress(OSError):  # a node without the run's folder prints to Ray's own log
                 Log(Path(log)).take_over(name if folder is None else f"{name} on node {_node_address()}")
+        faulthandler.register(signal.SIGUSR1, file=2)  # for `dump_stacks`; 2: where the log is now
 
     async def address(self) -> str:
         """A free host:port on this machine. The socket stays open, so that no other process gets the port."""
@@ -85,6 +90,7 @@ class Process:
         if self.role is None:  # sent to the process before this one: Ray delivers the call after the restart
             raise RoleDied(self.name, "the process was restarted, the role is not built yet")
         try:
+            faults.reach(method)
             return await getattr(self.role, method)(*args)
         except (RoleError, RoleDied, asyncio.CancelledError):
             raise
@@ -266,6 +272,45 @@ class RayRuntime:
                 if error.detail == NODE_GONE or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.1)
+
+    def dead(self) -> set[str]:
+        return set(self._down)
+
+    async def answers(self, name: str) -> None:
+        await translate(name, self._actors[name].pid.remote())
+
+    def kill(self, name: str) -> None:
+        import ray
+
+        if self._owns_cluster:  # by signal: a stopped process does not execute Ray's command
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[name], signal.SIGKILL)
+        else:
+            ray.kill(self._actors[name], no_restart=False)
+
+    def dump_stacks(self) -> None:
+        if self._owns_cluster:
+            for pid in self._pids.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+
+    async def stop_group(self, kind: str) -> None:
+        import ray
+
+        for name in [name for name in self._actors if name.rpartition("-")[0] == kind]:
+            actor, pid = self._actors.pop(name), self._pids.pop(name, None)
+            if self._owns_cluster and pid is not None:
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(pid)
+                    family = [*process.children(recursive=True), process]  # also the reward workers of a controller
+                    for member in family:
+                        _kill(member)
+                    await asyncio.to_thread(psutil.wait_procs, family, STOP_S)
+            ray.kill(actor)
+            self._ready.discard(name)
+            self._down.discard(name)
+            self._build_args.pop(name, None)
+            self._memory.pop(name, None)
 
     async def _until_gone(self, name: str, actor: Any) -> None:
         try:

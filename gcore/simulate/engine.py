@@ -191,6 +191,12 @@ class EmulatedEngine:
         self._resume()
         return MemoryChange(self.speed.wake_s, 0.0)
 
+    async def reset(self) -> None:
+        for ticket in list(self._calls):
+            await self.abort(ticket)
+        await self.wake()
+        self._weights_dropped, self._incomplete = self._weights_dropped or self._incomplete, False
+
     async def stats(self) -> EngineStats:
         """Seconds are emulated. Weight updates count as busy, sleep does not."""
         self._catch_up()

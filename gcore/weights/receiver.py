@@ -80,6 +80,11 @@ class WeightReceiver:
         """Some buckets of an update are loaded and others are not: the engine must not decode."""
         return self._update is not None
 
+    def forget_update(self) -> bool:
+        """Drop an incomplete update. True: there was one, so the engine has a mix of two versions."""
+        was_incomplete, self._update = self.incomplete, None
+        return was_incomplete
+
     @contextmanager
     def receive(
         self, version: int, weights: Weights, bucket: tuple[int, int]

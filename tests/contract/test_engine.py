@@ -673,6 +673,47 @@ def test_parts_that_do_not_fit_are_refused_and_may_come_again(make):
     assert run(engine, ask(p, 10, temperature=0))[0].content.tokens_S.tolist() == greedy(new, p, 10)
 
 
+def test_reset_aborts_all_and_waits_for_whole_weights(make):
+    """New controllers take over in the middle of an update: no token comes from a mix of old and new weights."""
+    old, new = network_of(seed=1), network_of(seed=2)
+    engine, parts, p = make(old, max_concurrent=2), in_parts(new, 2), prompt(9)
+
+    async def take_over() -> tuple[list[Completion], list[Completion]]:
+        left = asyncio.ensure_future(engine.generate([ask(p, 40, key=i) for i in range(4)], "one"))
+        await until_generated(engine, 5)
+        await engine.load_weights(4, parts[0], (0, 2))
+        await engine.reset()
+        aborted = await left
+        again = asyncio.ensure_future(engine.generate([ask(p, 10, temperature=0)]))
+        await asyncio.sleep(0.1)
+        assert not again.done()
+        for i, part in enumerate(in_parts(old, 2)):
+            served = await engine.load_weights(2, part, (i, 2))
+        assert served == 2  # an older version than that of the forgotten update
+        return aborted, await again
+
+    aborted, again = asyncio.run(asyncio.wait_for(take_over(), 60))
+    assert [c.finish for c in aborted] == ["abort"] * 4
+    assert again[0].content.tokens_S.tolist() == greedy(old, p, 10) and set(again[0].versions_S.tolist()) == {2}
+
+
+@also_emulated
+def test_reset_wakes(make, networks):
+    engine, requests = make(networks["qwen3"]), crowd(3)
+    expected = run(engine, *requests)
+
+    async def take_over() -> list[Completion]:
+        await engine.sleep(1)
+        left = asyncio.ensure_future(engine.generate(requests, "left"))
+        await asyncio.sleep(0.02)
+        await engine.wake("weights")
+        await engine.reset()
+        assert [c.finish for c in await left] == ["abort"] * 3
+        return await engine.generate(requests)
+
+    assert alike(make, asyncio.run(asyncio.wait_for(take_over(), 60)), expected)
+
+
 # --- sleeping
 
 

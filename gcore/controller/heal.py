@@ -1,0 +1,164 @@
+"""Restarts of roles that die or hang. Runs in the driver.
+
+    engine, judge, scorer    restarted alone; its requests go to other replicas meanwhile
+    controller, trainer      all controllers and trainer ranks are started again and load the last checkpoint;
+                             engines, judges and scorers keep their processes
+
+Controllers and trainer ranks are restarted together: their collectives break when one of them dies, and all of their
+state is in the checkpoint. `Rollbacks` decides whether the run continues; supervise.py does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from gcore.clients import ControllerClient
+from gcore.config.tree import Run
+from gcore.observe.events import EventLog
+from gcore.observe.progress import Progress
+from gcore.protocols import RoleDied, RoleError, Runtime
+
+HOUR_S = 3600.0
+PING_S = 5.0  # between two checks of a process that answers
+STACKS_S = 1.0  # for the processes to write their stacks
+REVIVABLE = ("engine-", "judge-", "scorer-")  # roles without state except weights
+MAX_REVIVALS = 3  # restarts of one replica per run, without those that a rollback causes
+
+
+class Rollbacks:
+    """Counts the automatic restarts of controllers and trainer ranks: at most `limit` per hour."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._times: list[float] = []
+
+    def allow(self, error: BaseException) -> bool:
+        """True: restart after this error, which counts. An exception in the code of a role would occur again."""
+        if not (isinstance(error, RoleDied) and error.role != "ray") and not is_broken_connection(error):
+            return False
+        now = self._clock()
+        self._times = [at for at in self._times if now - at < HOUR_S]
+        if len(self._times) >= self._limit:
+            return False
+        self._times.append(now)
+        return True
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """A collective failed although both sides are alive."""
+    if not isinstance(error, RoleError) or error.user_error:
+        return False
+    return error.kind in ("TimeoutError", "DistBackendError", "DistNetworkError") or "gloo/transport" in error.message
+
+
+class RoleWatch:
+    """Restarts replicas that die, and kills those that hang. Raises RoleDied if a controller or a trainer rank dies or
+    hangs, or if one replica dies too often."""
+
+    def __init__(self, runtime: Runtime, progress: Progress, events: EventLog, hang_s: float) -> None:
+        self._runtime, self._progress, self._events, self._hang_s = runtime, progress, events, hang_s
+        self._deaths: Counter[str] = Counter()
+
+    async def watch(self, controllers: Sequence[ControllerClient]) -> None:
+        """Until the run ends. `controllers` must know which replicas are alive."""
+        tasks = {asyncio.ensure_future(self._watch_answers(name)) for name in self._runtime.ready()}
+        try:
+            while True:
+                watching = asyncio.ensure_future(self._runtime.watch())
+                tasks.add(watching)
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                tasks -= done
+                for task in done - {watching}:
+                    task.result()
+                if watching in done:
+                    tasks.add(asyncio.ensure_future(self._restart(_died(watching), controllers)))
+                else:
+                    watching.cancel()
+                    tasks.discard(watching)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _restart(self, error: RoleDied, controllers: Sequence[ControllerClient]) -> None:
+        name = error.role
+        self._deaths[name] += 1
+        if self._deaths[name] > MAX_REVIVALS:
+            raise error
+        self._events.add("died", role=name)
+        self._progress.note(with_notes(error, "; its requests go to other replicas until it is restarted"))
+        await asyncio.gather(*(c.mark_dead(name) for c in controllers))
+        await self._runtime.revive(name)
+        if not await controllers[0].restore(name):
+            return  # it died again; the runtime reports this death too
+        await asyncio.gather(*(c.mark_alive(name) for c in controllers))
+        self._events.add("restarted", role=name)
+        self._progress.note(f"{name} is restarted, with current weights: process {self._runtime.processes().get(name)}")
+
+    async def revive_dead(self) -> None:
+        """Without controllers: restart replicas whose restart a rollback has interrupted."""
+        await asyncio.gather(
+            *(self._runtime.revive(name) for name in self._runtime.dead() if name.startswith(REVIVABLE))
+        )
+
+    async def _watch_answers(self, name: str) -> None:
+        """A process that is stopped or blocked is alive, but nothing continues without it."""
+        while True:
+            try:
+                await asyncio.wait_for(self._runtime.answers(name), self._hang_s)
+            except TimeoutError:
+                await self._hung(name)
+            except (RoleDied, RoleError):
+                pass  # `watch` of the runtime reports it
+            await asyncio.sleep(min(PING_S, self._hang_s))
+
+    async def _hung(self, name: str) -> None:
+        await write_stacks(self._runtime)
+        self._events.add("hung", role=name)
+        text = f"it has not answered for {self._hang_s:.0f} s; the stacks of all processes are in their logs"
+        if not name.startswith(REVIVABLE):
+            raise RoleDied(name, f"{text} (key: run.hang_s)")
+        self._progress.note(f"{name}: {text}; it is restarted")
+        self._runtime.kill(name)
+
+
+class ProgressWatch:
+    """Notices that no controller makes progress. `seen`: the status of all controllers, at each poll."""
+
+    def __init__(self, runtime: Runtime, run: Run) -> None:
+        self._runtime, self._limit_s = runtime, run.no_progress_s
+        self._last: object = None
+        self._since = time.monotonic()
+
+    async def seen(self, statuses: object) -> None:
+        now = time.monotonic()
+        if statuses != self._last:
+            self._last, self._since = statuses, now
+        elif now - self._since > self._limit_s:
+            await write_stacks(self._runtime)
+            raise RoleDied(
+                "run",
+                f"no controller has made progress for {self._limit_s:.0f} s ({statuses}); the stacks of all processes "
+                "are in their logs (key: run.no_progress_s)",
+            )
+
+
+async def write_stacks(runtime: Runtime) -> None:
+    runtime.dump_stacks()
+    await asyncio.sleep(STACKS_S)
+
+
+def with_notes(error: BaseException, then: str = "") -> str:
+    """The error, and on the next lines its notes: the last lines of a log, or the path of the log."""
+    return "\n".join([f"{error}{then}", *getattr(error, "__notes__", ())])
+
+
+def _died(watching: asyncio.Future[None]) -> RoleDied:
+    """The replica that died. Raises the error if it is another role."""
+    error = watching.exception()
+    if not isinstance(error, RoleDied) or not error.role.startswith(REVIVABLE):
+        watching.result()
+    assert isinstance(error, RoleDied)
+    return error

@@ -1,0 +1,68 @@
+"""Injected faults, for tests: when a role reaches a moment, its process is killed, stopped, delayed or gets an error.
+
+    faults: [{kind: kill, role: trainer-0, at: update, nth: 3}]
+
+Moments are the calls that a role receives (`generate`, `update`, `weight_bucket`, ...) and the stages of a controller
+(`rollout`, `preparation`, `training`, `weights`, `checkpoint`). Each fault occurs once per run. It is written to
+events.jsonl before it acts, so that a test can check that it occurred, and a restarted process does not repeat it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from gcore.config.base import Fault
+from gcore.observe.events import EventLog, read_events
+
+
+class FaultPlan:
+    """The faults of one role."""
+
+    def __init__(self, faults: Sequence[Fault], role: str, folder: Path) -> None:
+        self._faults = [(i, fault) for i, fault in enumerate(faults) if fault.role == role]
+        self._role, self._folder = role, folder
+        self._reached: Counter[str] = Counter()
+
+    def reach(self, moment: str) -> None:
+        self._reached[moment] += 1
+        for index, fault in self._faults:
+            if fault.at == moment and fault.nth == self._reached[moment] and not self._has_occurred(index):
+                EventLog(self._folder).add("fault", index=index, kind=fault.kind, role=self._role, at=moment)
+                _act(fault)
+
+    def _has_occurred(self, index: int) -> bool:
+        return any(event["event"] == "fault" and event["index"] == index for event in read_events(self._folder))
+
+
+def _act(fault: Fault) -> None:
+    match fault.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "slow":
+            time.sleep(fault.seconds)
+        case "error":
+            raise RuntimeError("injected error")
+        case "disk_full":
+            raise OSError(errno.ENOSPC, "injected: no space left on device")
+
+
+_plan: FaultPlan | None = None
+
+
+def arm(faults: Sequence[Fault], role: str, folder: Path) -> None:
+    """Call when a role is built. Without faults nothing happens at any moment."""
+    global _plan
+    _plan = FaultPlan(faults, role, folder) if faults else None
+
+
+def reach(moment: str) -> None:
+    if _plan is not None:
+        _plan.reach(moment)
