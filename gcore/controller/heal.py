@@ -15,13 +15,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from gcore.checkpoint import store
 from gcore.clients import ControllerClient
-from gcore.config.tree import Run
+from gcore.config.tree import Config, Run
+from gcore.controller.machines import Cluster, Machine
+from gcore.controller.plan import Plan, make_plan
 from gcore.observe.events import EventLog
 from gcore.observe.progress import Progress
 from gcore.protocols import RoleDied, RoleError, Runtime
 
 HOUR_S = 3600.0
+NODES_S = 10.0  # between two looks at the nodes of the cluster
 PING_S = 5.0  # between two checks of a process that answers
 STACKS_S = 1.0  # for the processes to write their stacks
 REVIVABLE = ("engine-", "judge-", "scorer-")  # roles without state except weights
@@ -143,6 +147,33 @@ class ProgressWatch:
                 f"no controller has made progress for {self._limit_s:.0f} s ({statuses}); the stacks of all processes "
                 "are in their logs (key: run.no_progress_s)",
             )
+
+
+class NodesChanged(Exception):
+    """The run needs another plan: a node of its plan is lost, or the cluster has new nodes that it can use."""
+
+
+def lost_nodes(plan: Plan, cluster: Cluster) -> list[Machine]:
+    """Nodes of the plan that are not in the cluster any more. On one machine without a cluster: none."""
+    present = {node.node_id for node in cluster.nodes}
+    return [node for node in plan.nodes if node.node_id not in present]
+
+
+async def watch_for_new_nodes(plan: Plan, config: Config, see: Callable[[Config], Cluster]) -> None:
+    """Raises NodesChanged after the next checkpoint, if a plan with the new nodes has more processes. Never returns if
+    the run has no cluster, or keeps no checkpoints: then growing would cost more than it gains."""
+    if not plan.nodes[0].node_id or not config.checkpoint.every:
+        await asyncio.Event().wait()
+    while True:
+        await asyncio.sleep(NODES_S)
+        cluster = await asyncio.to_thread(see, config)
+        known = {node.node_id for node in plan.nodes}
+        new = [node for node in cluster.nodes if node.node_id not in known]
+        if new and make_plan(config, cluster).num_processes > plan.num_processes:
+            before = store.complete(config.run.folder)
+            while store.complete(config.run.folder)[-1:] == before[-1:]:
+                await asyncio.sleep(NODES_S)
+            raise NodesChanged(f"new: {', '.join(node.address for node in new)}")
 
 
 async def write_stacks(runtime: Runtime) -> None:

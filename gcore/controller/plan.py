@@ -53,6 +53,10 @@ class Plan:
         """Replicas of the trainer's model that train on different samples."""
         return self.trainers // self.tensor_parallel
 
+    @property
+    def num_processes(self) -> int:
+        return sum(len(nodes) for nodes in self.role_nodes.values())
+
     def on_node(self, node: int) -> Plan:
         """The plan with the processes of one node only."""
         counts = {kind: nodes.count(node) for kind, nodes in self.role_nodes.items()}

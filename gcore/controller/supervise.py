@@ -37,7 +37,16 @@ from gcore.controller.build import (
     see_cluster,
 )
 from gcore.controller.gpu_memory import Decided, decide
-from gcore.controller.heal import ProgressWatch, RoleWatch, Rollbacks, with_notes
+from gcore.controller.heal import (
+    NodesChanged,
+    ProgressWatch,
+    RoleWatch,
+    Rollbacks,
+    lost_nodes,
+    watch_for_new_nodes,
+    with_notes,
+)
+from gcore.controller.machines import Cluster
 from gcore.controller.pins import check_models, fetch, pin
 from gcore.controller.plan import Plan, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
@@ -61,22 +70,20 @@ C = TypeVar("C")
 
 def run(config: Config, mode: Mode = "train") -> Any:
     """The whole run. Returns the row of an evaluation. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
-    cluster = see_cluster(config)
-    config = pin(config)
+    cluster, config = see_cluster(config), pin(config)
     check_models(config)
-    config, why = choose_mode(config, cluster)
-    memory = decide(config, make_plan(config, cluster)) if mode == "train" else Decided(config)
-    config, notes = memory.config, [*([why] if why else []), *memory.notes]
-    checked = preflight(config, make_plan(config, cluster), mode == "train")
-    fetch(config)
-    plan = make_plan(config, cluster, model_megabytes(config))
-    if mode == "eval":
-        changes = {"trace": False, "logs": config.observe.logs and config.run.folder.is_dir()}
-        config = config.model_copy(update={"observe": config.observe.model_copy(update=changes)})
+    decided, plan, notes = _decide(config, cluster, mode)
     if mode == "train":
-        open_folder(config)
+        open_folder(decided)
+    rollbacks = Rollbacks(config.run.max_restarts if mode == "train" else 0)
     try:
-        return asyncio.run(_run(config, plan, mode, [*notes, *checked.warnings]))
+        while True:
+            try:
+                return asyncio.run(_run(decided, plan, mode, notes, rollbacks))
+            except NodesChanged as change:
+                config = _from_last_checkpoint(config)
+                decided, plan, notes = _decide(config, see_cluster(config), mode)
+                notes = [f"{change}: the run continues on {len(plan.nodes)} node(s)", *notes]
     except asyncio.CancelledError:  # by SIGTERM
         raise KeyboardInterrupt from None
     except RoleError as error:
@@ -90,6 +97,21 @@ def run(config: Config, mode: Mode = "train") -> Any:
                     write(config.run.folder)
                 except Exception as error:  # must not hide the error of the run
                     print(f"gcore: {write.__name__} failed: {error}", file=sys.stderr)
+
+
+def _decide(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, Plan, list[str]]:
+    """For these machines: the configuration without `auto` in placement and memory, the plan, and notes for the user.
+    UserError if the run cannot work there."""
+    config, why = choose_mode(config, cluster)
+    memory = decide(config, make_plan(config, cluster)) if mode == "train" else Decided(config)
+    config = memory.config
+    checked = preflight(config, make_plan(config, cluster), mode == "train")
+    fetch(config)
+    plan = make_plan(config, cluster, model_megabytes(config))
+    if mode == "eval":
+        changes = {"trace": False, "logs": config.observe.logs and config.run.folder.is_dir()}
+        config = config.model_copy(update={"observe": config.observe.model_copy(update=changes)})
+    return config, plan, [*([why] if why else []), *memory.notes, *checked.warnings]
 
 
 def open_folder(config: Config) -> Path:
@@ -106,7 +128,7 @@ def open_folder(config: Config) -> Path:
     return folder
 
 
-async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()) -> Any:
+async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str], rollbacks: Rollbacks) -> Any:
     _end_at_sigterm()
     warm = config.training.warm_start
     history = read_rows(config.run.folder) if config.run.resume != "never" else []
@@ -126,7 +148,7 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()
             preview = OutputPreview(log_folder(config))
             runtime = build_runtime(config, plan)
             _end_at_sigterm()  # again: Ray has replaced the handler
-            return await _run_to_the_end(runtime, config, plan, mode, progress, preview, started)
+            return await _run_to_the_end(runtime, config, plan, mode, progress, preview, rollbacks, started)
         finally:
             if runtime is not None:
                 runtime.stop()
@@ -139,13 +161,13 @@ async def _run_to_the_end(
     mode: Mode,
     progress: Progress,
     preview: OutputPreview,
+    rollbacks: Rollbacks,
     started: float,
 ) -> Any:
     """Start the roles and wait for the controllers. If one of them or a trainer rank dies, start these again: they
     continue from the last checkpoint."""
     events = EventLog(config.run.folder if mode == "train" else None)
     watch = RoleWatch(runtime, progress, events, config.run.hang_s)
-    rollbacks = Rollbacks(config.run.max_restarts if mode == "train" else 0)
     starting: Coroutine[Any, Any, tuple[Roles, list[ControllerClient]]] = _start(runtime, config, plan, mode)
     roles: Roles | None = None
     while True:
@@ -154,12 +176,15 @@ async def _run_to_the_end(
             progress.note(_ready_line(plan, mode, time.monotonic() - started))
             if pids := runtime.processes():
                 progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
-            return await _supervise(controllers, progress, mode, preview, watch, ProgressWatch(runtime, config.run))
+            others = [watch.watch(controllers), watch_for_new_nodes(plan, config, see_cluster)]
+            return await _supervise(controllers, progress, mode, preview, others, ProgressWatch(runtime, config.run))
         except (RoleDied, RoleError) as error:
             if roles is None or not rollbacks.allow(error):
                 raise
             started, config = time.monotonic(), _from_last_checkpoint(config)
             events.add("rollback", cause=str(error))
+            if lost := lost_nodes(plan, see_cluster(config)):
+                raise NodesChanged(f"{error}; lost: {', '.join(node.address for node in lost)}") from error
             progress.note(
                 with_notes(error, "; controllers and trainer ranks are restarted and load the last checkpoint")
             )
@@ -303,15 +328,16 @@ async def _supervise(
     progress: Progress,
     mode: Mode,
     preview: OutputPreview,
-    roles: RoleWatch,
+    watches: Sequence[Coroutine[Any, Any, None]],
     progress_watch: ProgressWatch,
 ) -> Any:
-    """Wait until all controllers are done. The first failure is raised: the error that explains the others best."""
+    """Wait until all controllers are done. The first failure is raised: the error that explains the others best.
+    `watches`: they never return, and raise if the run cannot continue as it is."""
     runs: list[asyncio.Future[Any]] = [
         asyncio.ensure_future(c.run() if mode == "train" else c.evaluate()) for c in controllers
     ]
     poll = _poll(controllers, progress, preview, progress_watch)
-    others = [asyncio.ensure_future(roles.watch(controllers)), asyncio.ensure_future(poll)]
+    others = [asyncio.ensure_future(watch) for watch in (*watches, poll)]
     try:
         waiting = {*runs, *others}
         while not all(task.done() for task in runs):

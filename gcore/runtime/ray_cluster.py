@@ -22,6 +22,7 @@ RESERVE_S = 60
 PROBE_GPUS = 0.01  # shares of roles leave at least 0.05 of a GPU
 HIDDEN_MESSAGES = (
     "maximum expected startup concurrency",  # more processes than cores are intended
+    "A worker died or was killed",  # the driver names the role
     "The autoscaler failed",  # it is ended with the run and logs an error
 )
 

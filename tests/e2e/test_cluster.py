@@ -9,13 +9,16 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gcore.observe.events import read_events
 from tests.e2e.helpers import rows, steps, train, write_recipe
 from tests.e2e.ray_nodes import ADDRESSES, two_nodes
+from tests.faults.test_kill import EMULATED
 
 pytestmark = pytest.mark.release
 ROOT = Path(__file__).parents[2]
@@ -24,8 +27,8 @@ ROLES = ("controllers=2", "placement.policy.replicas=2", "placement.trainer.rank
 
 @pytest.fixture(scope="module")
 def cluster():
-    with two_nodes(cpus=2, gpus=(2, 2)) as env:
-        yield env
+    with two_nodes(cpus=2, gpus=(2, 2)) as nodes:
+        yield nodes.env
 
 
 def run(env: dict[str, str], *command: str, cwd: Path = ROOT) -> str:
@@ -78,6 +81,42 @@ def test_the_quickstart_learns_on_two_nodes(cluster, tmp_path):
     accuracy = [row["eval/accuracy"] for row in found if "eval/accuracy" in row]
     assert accuracy[0] <= 0.5 and accuracy[-1] >= 0.85, accuracy
     assert set(node_of_each_role(tmp_path / "quickstart").values()) == set(ADDRESSES)
+
+
+# ---- nodes that leave and join --------------------------------------------------------------------------------------
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 300
+    while not (folder / "metrics.jsonl").exists() or not any(row["step"] >= step for row in steps(rows(folder))):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_a_run_shrinks_and_grows_with_the_cluster(tmp_path):
+    """A node dies: the run continues on the other one from its last checkpoint. A node joins: the run uses it after
+    the next checkpoint. The samples are those of a run that nothing disturbed."""
+    emulated = [text for text in EMULATED if not text.startswith("training.emulated")]
+    slow = "training.emulated={seconds_per_token: 2.0e-3}"  # some seconds per step
+    overrides = (*emulated, slow, "checkpoint.every=1", "run.steps=20", "training.device=cpu", "observe.eval_every=0")
+    auto = ("controllers=auto", "placement.policy.replicas=auto", "placement.trainer.ranks=auto")
+    with two_nodes(cpus=2) as nodes:
+        command = [sys.executable, "-m", "gcore.cli", "train", str(write_recipe(tmp_path)), "run.name=moved"]
+        folder = tmp_path / "runs" / "moved"
+        with subprocess.Popen(
+            [*command, *overrides, *auto], env=nodes.env, cwd=ROOT, text=True, stdout=subprocess.PIPE
+        ) as process:
+            wait_for_step(folder, 2, process)
+            assert set(node_of_each_role(folder).values()) == set(ADDRESSES)
+            nodes.change("remove")
+            wait_for_step(folder, 6, process)
+            nodes.change("add")
+            shown, _ = process.communicate(timeout=500)
+            assert process.returncode == 0, shown
+    assert "the run continues on 1 node(s)" in shown and "the run continues on 2 node(s)" in shown, shown
+    assert sum(event["event"] == "rollback" for event in read_events(folder)) == 1  # growing loses nothing
+    expected = train(tmp_path, "still", *overrides, "controllers=1")
+    assert [row["samples_digest"] for row in steps(rows(folder))] == [row["samples_digest"] for row in steps(expected)]
 
 
 # ---- GPUs that Ray only counts --------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ class Running:
             "train",
             str(write_recipe(folder)),
             "run.steps=100000",
+            "run.max_restarts=0",
             *overrides,
         ]
         self.process = subprocess.Popen(

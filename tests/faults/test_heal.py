@@ -1,0 +1,87 @@
+"""A controller or a trainer rank dies or hangs: the run rolls back to its last checkpoint by itself, and its metrics
+are those of a run without the fault."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gcore.controller.heal import Rollbacks
+from gcore.observe.events import read_events
+from gcore.protocols import RoleDied, RoleError
+from tests.e2e.helpers import gcore, steps, train, untimed, write_recipe
+from tests.faults.test_kill import EMULATED
+
+SHAPE = ("controllers=2", "placement.policy.replicas=2", "placement.trainer.ranks=2", "checkpoint.every=2")
+CASES = {
+    "kill a trainer": {"kind": "kill", "role": "trainer-1", "at": "update", "nth": 3},
+    "stop a trainer": {"kind": "stop", "role": "trainer-0", "at": "update", "nth": 4},
+    "kill a controller": {"kind": "kill", "role": "controller-1", "at": "rollout", "nth": 4},
+    "stop a controller": {"kind": "stop", "role": "controller-0", "at": "weights", "nth": 3},
+    "before any checkpoint": {"kind": "kill", "role": "controller-0", "at": "training", "nth": 1},
+    "during a checkpoint": {"kind": "kill", "role": "trainer-0", "at": "save", "nth": 2},
+    "during a weight update": {"kind": "kill", "role": "trainer-0", "at": "weight_bucket", "nth": 4},
+}
+FAST = ("stop a trainer", "kill a controller", "before any checkpoint")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return [untimed(row) for row in steps(train(tmp_path_factory.mktemp("plain"), "plain", *SHAPE, *EMULATED))]
+
+
+@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.release) for c in CASES])
+def test_a_healed_run_equals_one_without_the_fault(tmp_path, expected, case):
+    fault = CASES[case]
+    hang = "run.hang_s=10" if fault["kind"] == "stop" else "run.hang_s=300"
+    found = train(tmp_path, "healed", *SHAPE, *EMULATED, f"faults={json.dumps([fault])}", hang)
+    events = read_events(tmp_path / "runs" / "healed")
+    assert [event["kind"] for event in events if event["event"] == "fault"] == [fault["kind"]]
+    rollbacks = [event["cause"] for event in events if event["event"] == "rollback"]
+    assert len(rollbacks) == 1 and rollbacks[0].startswith(f"{fault['role']} died")
+    assert [untimed(row) for row in steps(found)] == expected
+
+
+def test_a_healed_run_trains_the_same_weights(tmp_path):
+    """With a real trainer and warm start. The engines keep their processes and get the weights of the checkpoint."""
+    fault = {"kind": "kill", "role": "trainer-1", "at": "update", "nth": 6 + 3}  # 6 updates of the warm start
+    plain, healed = (
+        train(tmp_path, name, *SHAPE, *faults)
+        for name, faults in (("plain", ()), ("healed", (f"faults={json.dumps([fault])}",)))
+    )
+    assert [event["event"] for event in read_events(tmp_path / "runs" / "healed")] == ["fault", "rollback"]
+    assert [untimed(row) for row in steps(healed)] == [untimed(row) for row in steps(plain)]
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_an_engine_heals_alone(tmp_path, expected, kind):
+    fault = {"kind": kind, "role": "engine-1", "at": "generate", "nth": 8}
+    faults = f"faults={json.dumps([fault])}"
+    found = train(tmp_path, "healed", *SHAPE, *EMULATED, faults, "run.hang_s=10", "checkpoint.every=0")
+    events = [event["event"] for event in read_events(tmp_path / "runs" / "healed")]
+    assert events[0] == "fault" and "restarted" in events and "rollback" not in events
+    assert ("hung" in events) == (kind == "stop")
+    assert [untimed(row) for row in steps(found)] == expected
+
+
+def test_an_error_is_not_repeated(tmp_path):
+    """An exception in the code of a role would occur again after a rollback: it ends the run."""
+    fault = {"kind": "error", "role": "trainer-0", "at": "update", "nth": 2}
+    run = gcore("train", str(write_recipe(tmp_path)), *SHAPE, *EMULATED, f"faults={json.dumps([fault])}")
+    assert run.returncode == 1 and "injected error" in run.stderr
+    assert [event["event"] for event in read_events(tmp_path / "runs" / "tiny")] == ["fault"]
+
+
+def test_restarts_per_hour():
+    now = [0.0]
+    rollbacks = Rollbacks(2, clock=lambda: now[0])
+    died, broken = RoleDied("trainer-0", "gone"), RoleError("controller-1", "collective", "", kind="TimeoutError")
+    assert not rollbacks.allow(RoleError("trainer-0", "ValueError: x", "", kind="ValueError"))
+    assert not rollbacks.allow(RoleDied("ray", "gone"))
+    assert rollbacks.allow(died) and rollbacks.allow(broken)
+    assert not rollbacks.allow(died)
+    now[0] = 3601.0
+    assert rollbacks.allow(died)
+    assert not Rollbacks(0).allow(died)
