@@ -5,14 +5,14 @@
                              engines, judges and scorers keep their processes
 
 Controllers and trainer ranks are restarted together: their collectives break when one of them dies, and all of their
-state is in the checkpoint. `Rollbacks` decides whether the run continues; supervise.py does it.
+state is in the checkpoint. supervise.py does the rollback.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from gcore.checkpoint import store
@@ -29,26 +29,29 @@ NODES_S = 10.0  # between two looks at the nodes of the cluster
 PING_S = 5.0  # between two checks of a process that answers
 STACKS_S = 1.0  # for the processes to write their stacks
 REVIVABLE = ("engine-", "judge-", "scorer-")  # roles without state except weights
-MAX_REVIVALS = 3  # restarts of one replica per run, without those that a rollback causes
+MIN_REVIVALS = 3  # of one replica per hour, also if run.max_restarts is lower
 
 
-class Rollbacks:
-    """Counts the automatic restarts of controllers and trainer ranks: at most `limit` per hour."""
+class RestartBudget:
+    """At most `limit` restarts per hour."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
         self._times: list[float] = []
 
-    def allow(self, error: BaseException) -> bool:
-        """True: restart after this error, which counts. An exception in the code of a role would occur again."""
-        if not (isinstance(error, RoleDied) and error.role != "ray") and not is_broken_connection(error):
-            return False
+    def take(self) -> bool:
+        """True: one more restart is allowed. It counts."""
         now = self._clock()
         self._times = [at for at in self._times if now - at < HOUR_S]
         if len(self._times) >= self._limit:
             return False
         self._times.append(now)
         return True
+
+
+def is_healable(error: BaseException) -> bool:
+    """A rollback may help. An exception in the code of a role would occur again, and without Ray nothing can start."""
+    return (isinstance(error, RoleDied) and error.role != "ray") or is_broken_connection(error)
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -62,9 +65,10 @@ class RoleWatch:
     """Restarts replicas that die, and kills those that hang. Raises RoleDied if a controller or a trainer rank dies or
     hangs, or if one replica dies too often."""
 
-    def __init__(self, runtime: Runtime, progress: Progress, events: EventLog, hang_s: float) -> None:
-        self._runtime, self._progress, self._events, self._hang_s = runtime, progress, events, hang_s
-        self._deaths: Counter[str] = Counter()
+    def __init__(self, runtime: Runtime, progress: Progress, events: EventLog, run: Run) -> None:
+        self._runtime, self._progress, self._events, self._hang_s = runtime, progress, events, run.hang_s
+        limit = max(MIN_REVIVALS, run.max_restarts)
+        self._budgets: defaultdict[str, RestartBudget] = defaultdict(lambda: RestartBudget(limit))
 
     async def watch(self, controllers: Sequence[ControllerClient]) -> None:
         """Until the run ends. `controllers` must know which replicas are alive."""
@@ -88,8 +92,7 @@ class RoleWatch:
 
     async def _restart(self, error: RoleDied, controllers: Sequence[ControllerClient]) -> None:
         name = error.role
-        self._deaths[name] += 1
-        if self._deaths[name] > MAX_REVIVALS:
+        if not self._budgets[name].take():
             raise error
         self._events.add("died", role=name)
         self._progress.note(with_notes(error, "; its requests go to other replicas until it is restarted"))

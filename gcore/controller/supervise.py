@@ -40,8 +40,9 @@ from gcore.controller.gpu_memory import Decided, decide
 from gcore.controller.heal import (
     NodesChanged,
     ProgressWatch,
+    RestartBudget,
     RoleWatch,
-    Rollbacks,
+    is_healable,
     lost_nodes,
     watch_for_new_nodes,
     with_notes,
@@ -75,7 +76,7 @@ def run(config: Config, mode: Mode = "train") -> Any:
     decided, plan, notes = _decide(config, cluster, mode)
     if mode == "train":
         open_folder(decided)
-    rollbacks = Rollbacks(config.run.max_restarts if mode == "train" else 0)
+    rollbacks = RestartBudget(config.run.max_restarts if mode == "train" else 0)
     try:
         while True:
             try:
@@ -128,7 +129,7 @@ def open_folder(config: Config) -> Path:
     return folder
 
 
-async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str], rollbacks: Rollbacks) -> Any:
+async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str], rollbacks: RestartBudget) -> Any:
     _end_at_sigterm()
     warm = config.training.warm_start
     history = read_rows(config.run.folder) if config.run.resume != "never" else []
@@ -161,13 +162,13 @@ async def _run_to_the_end(
     mode: Mode,
     progress: Progress,
     preview: OutputPreview,
-    rollbacks: Rollbacks,
+    rollbacks: RestartBudget,
     started: float,
 ) -> Any:
     """Start the roles and wait for the controllers. If one of them or a trainer rank dies, start these again: they
     continue from the last checkpoint."""
     events = EventLog(config.run.folder if mode == "train" else None)
-    watch = RoleWatch(runtime, progress, events, config.run.hang_s)
+    watch = RoleWatch(runtime, progress, events, config.run)
     starting: Coroutine[Any, Any, tuple[Roles, list[ControllerClient]]] = _start(runtime, config, plan, mode)
     roles: Roles | None = None
     while True:
@@ -179,7 +180,7 @@ async def _run_to_the_end(
             others = [watch.watch(controllers), watch_for_new_nodes(plan, config, see_cluster)]
             return await _supervise(controllers, progress, mode, preview, others, ProgressWatch(runtime, config.run))
         except (RoleDied, RoleError) as error:
-            if roles is None or not rollbacks.allow(error):
+            if roles is None or not (is_healable(error) and rollbacks.take()):
                 raise
             started, config = time.monotonic(), _from_last_checkpoint(config)
             events.add("rollback", cause=str(error))

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from gcore.controller.heal import Rollbacks
+from gcore.controller.heal import RestartBudget, is_healable
 from gcore.observe.events import read_events
 from gcore.protocols import RoleDied, RoleError
 from tests.e2e.helpers import gcore, steps, train, untimed, write_recipe
@@ -76,12 +76,16 @@ def test_an_error_is_not_repeated(tmp_path):
 
 def test_restarts_per_hour():
     now = [0.0]
-    rollbacks = Rollbacks(2, clock=lambda: now[0])
-    died, broken = RoleDied("trainer-0", "gone"), RoleError("controller-1", "collective", "", kind="TimeoutError")
-    assert not rollbacks.allow(RoleError("trainer-0", "ValueError: x", "", kind="ValueError"))
-    assert not rollbacks.allow(RoleDied("ray", "gone"))
-    assert rollbacks.allow(died) and rollbacks.allow(broken)
-    assert not rollbacks.allow(died)
+    budget = RestartBudget(2, clock=lambda: now[0])
+    assert [budget.take() for _ in range(3)] == [True, True, False]
     now[0] = 3601.0
-    assert rollbacks.allow(died)
-    assert not Rollbacks(0).allow(died)
+    assert budget.take()
+    assert not RestartBudget(0).take()
+
+
+def test_what_a_rollback_can_heal():
+    assert is_healable(RoleDied("trainer-0", "gone"))
+    assert is_healable(RoleError("controller-1", "collective", "", kind="TimeoutError"))
+    assert not is_healable(RoleDied("ray", "gone"))
+    assert not is_healable(RoleError("trainer-0", "ValueError: x", "", kind="ValueError"))
+    assert not is_healable(RoleError("trainer-0", "x", "", user_error=True, kind="TimeoutError"))
