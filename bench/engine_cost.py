@@ -8,8 +8,9 @@ microseconds per sequence and step, of a batch that only decodes: `schedule` and
 and after the model, `model` is its model runner with the sampler, `vllm` the rest of vLLM's core, `ours` is
 generation/vllm.py and engine_shell.py. CPU time does not depend on other processes of the machine, except by caches.
 
-`text`: the longest time between two turns of the event loop, which wakes every millisecond, while all responses of a batch are decoded, the best of five
-runs: by calls of `tokenizer.decode` on the event loop, by the same calls in a thread, and by content/decoding.py.
+`text`: the longest time between two turns of the event loop, which wakes every millisecond, while all responses of a
+batch are decoded: by calls of `tokenizer.decode` on the event loop, by the same calls in a thread, and by
+content/decoding.py. The best of five runs.
 """
 
 from __future__ import annotations
@@ -134,9 +135,8 @@ def measure_step(folder: Path, num_sequences: int, tokens: int) -> dict[str, flo
 
 def steps(sequences: list[int], tokens: int) -> list[dict[str, float]]:
     rows = []
-    print(
-        f"{'sequences':>9}" + "".join(f"{part:>10}" for part in (*PARTS, "sum", "wall")) + "   us per sequence and step"
-    )
+    columns = (*PARTS, "sum", "wall")
+    print(f"{'sequences':>9}" + "".join(f"{column:>10}" for column in columns) + "   us per sequence and step")
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_tiny_model(Path(temporary))
         for count in sequences:
