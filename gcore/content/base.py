@@ -7,14 +7,14 @@ Only engines and trainers read content. Other stages pass it on unread; they use
 module, and `Modality` for the code that makes it:
 
     tokens.py   the tokens of a language model, and its images
-    text.py     tokenizer and chat template
+    text.py     tokenizer and chat template; decoding.py: tokens to text
 
 Large parts of content can be references (media.py), which the engine or the trainer rank resolves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -82,6 +82,7 @@ class Modality(Protocol):
         """The steps of the feedback, between the policy's last step and its next turn."""
         ...
 
-    def output(self, content: Content) -> Any:
-        """What rewards score and people read: for language models the text of all steps."""
+    async def outputs(self, contents: Sequence[Content]) -> Sequence[Any]:
+        """What rewards score and people read, for each content: for language models the text of all steps. Must not
+        block the event loop."""
         ...

@@ -14,6 +14,7 @@ import numpy as np
 
 from gcore.config.tree import Generation
 from gcore.content.base import Content
+from gcore.content.decoding import TextDecoder
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.types import Message, SamplingParams, UserError
 
@@ -26,6 +27,7 @@ class TextModality:
 
     def __init__(self, generation: Generation, tokenizer: Any, stop_tokens: tuple[int, ...]) -> None:
         self._tokenizer, self._max_tokens = tokenizer, generation.max_response_length
+        self._decoder = TextDecoder(tokenizer)
         self._params = SamplingParams(
             generation.max_response_length,
             generation.temperature,
@@ -63,9 +65,8 @@ class TextModality:
             tokens = tokens[1:]  # the policy generated the end-of-turn token itself
         return Tokens.steps(tokens)
 
-    def output(self, content: Content) -> str:
-        text: str = self._tokenizer.decode(tokens_of(content).tokens_S, skip_special_tokens=True)
-        return text
+    async def outputs(self, contents: Sequence[Content]) -> list[str]:
+        return await self._decoder.texts([tokens_of(content).tokens_S for content in contents])
 
     def _override(self, given: Mapping[str, Any], room: int | None, greedy: bool) -> SamplingParams:
         fields = {**given, **({"temperature": 0.0} if greedy else {})}

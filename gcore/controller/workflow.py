@@ -180,20 +180,24 @@ class SampleContext:
         requests = [Request(content, params, noise_key(shared.seed, prompt.id, s)) for s in siblings]
         with shared.clock.within("generation"):
             completions = await shared.pool.generate(requests, priority=prompt.id, key=(shared.greedy, prompt.id))
-        return [self._joined(start, s, content, c) for s, c in zip(siblings, completions, strict=True)]
+        wholes = [content.extended(c.content) for c in completions]
+        outputs = await shared.modality.outputs(wholes)
+        between = content.num_steps - start.num_steps  # feedback
+        parts = zip(siblings, completions, wholes, outputs, strict=True)
+        return [_joined(start, s, between, c, whole, output) for s, c, whole, output in parts]
 
-    def _joined(self, start: Rollout, sibling: int, content: Content, end: Completion) -> Rollout:
-        """One rollout of three parts: `start`, the other steps of `content` (feedback, masked), and `end`."""
-        between, new = content.num_steps - start.num_steps, end.content.num_steps
-        whole = content.extended(end.content)
-        before = start.versions_S[-1:] if start.num_steps else end.versions_S[:1]
-        return dataclasses.replace(
-            start,
-            sibling=sibling,
-            content=whole,
-            logprobs_S=np.concatenate([start.logprobs_S, np.zeros(between, np.float32), end.logprobs_S]),
-            mask_S=np.concatenate([start.mask_S, np.zeros(between, np.bool_), np.ones(new, np.bool_)]),
-            output=self._shared.modality.output(whole),
-            versions_S=np.concatenate([start.versions_S, np.repeat(before, between), end.versions_S]).astype(np.int32),
-            finish=end.finish,
-        )
+
+def _joined(start: Rollout, sibling: int, between: int, end: Completion, whole: Content, output: Any) -> Rollout:
+    """One rollout of three parts: `start`, `between` masked steps (feedback), and `end`."""
+    new = end.content.num_steps
+    before = start.versions_S[-1:] if start.num_steps else end.versions_S[:1]
+    return dataclasses.replace(
+        start,
+        sibling=sibling,
+        content=whole,
+        logprobs_S=np.concatenate([start.logprobs_S, np.zeros(between, np.float32), end.logprobs_S]),
+        mask_S=np.concatenate([start.mask_S, np.zeros(between, np.bool_), np.ones(new, np.bool_)]),
+        output=output,
+        versions_S=np.concatenate([start.versions_S, np.repeat(before, between), end.versions_S]).astype(np.int32),
+        finish=end.finish,
+    )

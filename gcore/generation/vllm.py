@@ -35,6 +35,7 @@ from gcore.generation.vllm_core import (
     open_core,
     reload_packed,
     shut_core,
+    skip_block_accounting,
     with_images,
 )
 from gcore.observe.trace import Tracer
@@ -73,6 +74,7 @@ class VllmBackend:
     def open(self) -> tuple[WeightReceiver, SleepState]:
         options = self.options
         self.core = open_core(self._folder, options)
+        skip_block_accounting(self.core.engine_core.engine_core.scheduler)
         config, whole = self.core.model_config, is_cpu()  # on CPU, packing needs all weights at once
         self.can_truncate = all(self.core.collective_rpc(keep_logprobs_untruncated))
         self._vocabulary = config.get_vocab_size()
@@ -158,7 +160,11 @@ class VllmBackend:
             if job is None:  # aborted while this step was computed
                 continue
             tokens = output.new_token_ids
-            if tokens:
+            if len(tokens) == 1:  # almost always; per token, slices of arrays would be most of the work here
+                job.tokens.append(tokens[0])
+                job.logprobs.append(output.new_logprobs.logprobs.item(0))
+                num_tokens += 1
+            elif tokens:
                 job.tokens += tokens
                 job.logprobs += output.new_logprobs.logprobs[: len(tokens), 0].tolist()
                 num_tokens += len(tokens)

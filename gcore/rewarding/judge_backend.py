@@ -19,6 +19,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from gcore.config.tree import Judge
+from gcore.content.decoding import TextDecoder
 from gcore.content.tokens import Tokens, tokens_of
 from gcore.rewarding.client import REACH_S, JsonClient, RetryDelays
 from gcore.rewarding.source import BadAnswer, short
@@ -78,6 +79,7 @@ class EngineBackend:
     def __init__(self, spec: Judge, tokenizer: Any, stop_tokens: tuple[int, ...], ask: Ask, key: str):
         self.spec, self.tokenizer, self.stop_tokens, self.ask, self.key = spec, tokenizer, stop_tokens, ask, key
         self.counts: Counter[str] = Counter()
+        self._decoder = TextDecoder(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = re.compile("|".join(re.escape(text) for text in sorted(special, key=len)[::-1]) or r"(?!)")
@@ -122,7 +124,7 @@ class EngineBackend:
         completion = await self.ask(question, params, key)
         if completion.finish == "abort":  # a cut verdict is wrong: "1" may be the beginning of "10"
             raise RewardError(f"judge {self.spec.name!r}: the request was aborted during generation")
-        return str(self.tokenizer.decode(tokens_of(completion.content).tokens_S, skip_special_tokens=True))
+        return (await self._decoder.texts([tokens_of(completion.content).tokens_S]))[0]
 
     def close(self) -> None:
         pass

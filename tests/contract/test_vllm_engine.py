@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from gcore.generation.vllm_core import skip_block_accounting
 from gcore.protocols import MemoryChange
 from gcore.types import Completion, UserError
 from tests.contract.test_engine import (
@@ -126,6 +127,60 @@ def test_requests_that_wait_within_vllm_start_with_the_new_weights(network):
     assert first.versions_S[0] == 0 and first.versions_S[-1] == 3
     assert set(second.versions_S.tolist()) == {3} and exactly(new, q, second)
     engine.close()
+
+
+@on_cpu
+def test_skipped_block_accounting_would_have_done_nothing(network, monkeypatch):
+    """Four sequences in a cache of six blocks: one is preempted and starts again. Each call is repeated in full: it
+    gives no block and caches none."""
+    engine = open_vllm(network, cpu_cache_gib=7 * BLOCK / 2**30)
+    blocks = engine.backend.core.engine_core.engine_core.scheduler.kv_cache_manager
+    (kind,), shortcut, whole = (
+        blocks.coordinator.single_type_managers,
+        blocks.allocate_slots,
+        type(blocks).allocate_slots,
+    )
+    calls, count, resumed = Counter[str](), kind.cache_blocks, set[str]()
+    monkeypatch.setattr(kind, "cache_blocks", lambda *args, **rest: (calls.update(["whole"]), count(*args, **rest))[1])
+
+    def state(request: Any) -> tuple[int, int, int]:
+        name = request.request_id
+        return (
+            len(kind.req_to_blocks[name]),
+            kind.num_cached_block.get(name, 0),
+            blocks.block_pool.get_num_free_blocks(),
+        )
+
+    def repeated(request: Any, tokens: int, **options: Any) -> Any:
+        found = shortcut(request, tokens, **options)
+        resumed.update([request.request_id] if request.num_preemptions else [])
+        if found is not None and set(options) == {"num_lookahead_tokens"}:
+            calls["all"] += 1
+            before, counted = state(request), calls["whole"]
+            assert whole(blocks, request, tokens, **options) is blocks.empty_kv_cache_blocks
+            assert state(request) == before
+            calls["whole"] = counted
+        return found
+
+    monkeypatch.setattr(blocks, "allocate_slots", repeated)
+    prompts = [prompt(100 + 9 * i, seed=i) for i in range(4)]
+    answers = run(engine, *(ask(p, 200, key=i) for i, p in enumerate(prompts)))
+    assert all(len(c.content.tokens_S) == 200 and exactly(network, p, c) for p, c in zip(prompts, answers, strict=True))
+    assert resumed and calls["whole"] < 0.1 * calls["all"]
+    engine.close()
+
+
+def test_an_unknown_scheduler_is_left_as_it_is(caplog):
+    def allocate(request: Any, tokens: int) -> None: ...
+
+    kinds = [type("FullAttentionManager", (), {"block_size": 16})()]
+    blocks = SimpleNamespace(
+        allocate_slots=allocate, empty_kv_cache_blocks=(), coordinator=SimpleNamespace(single_type_managers=kinds)
+    )
+    for scheduler in (SimpleNamespace(kv_cache_manager=blocks), SimpleNamespace()):
+        caplog.clear()
+        assert not skip_block_accounting(scheduler) and blocks.allocate_slots is allocate
+        assert "unknown version of vLLM's scheduler" in caplog.text
 
 
 # --- requests

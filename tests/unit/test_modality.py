@@ -119,8 +119,8 @@ class PushModality:
     def between_turns(self, content: Any, feedback: Any) -> Any:
         raise NotImplementedError
 
-    def output(self, content: Any) -> float:
-        return float(content.pushes_S.sum())
+    async def outputs(self, contents: Sequence[Any]) -> list[float]:
+        return [float(content.pushes_S.sum()) for content in contents]
 
 
 class PushEngine:

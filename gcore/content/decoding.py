@@ -1,0 +1,56 @@
+"""Tokens to text, in a thread: the event loop of a controller serves thousands of workflows and must not wait for it.
+
+    await TextDecoder(tokenizer).texts([tokens, ...]) ──> [text, ...]        one thread per process
+
+A transformers tokenizer holds Python's lock while its library decodes a sequence, so a thread alone would not help: the
+event loop would still wait for every sequence. The library's batch method releases the lock. It is used where it gives
+the same text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from gcore.types import Ints
+
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="text")  # starts at its first use
+
+
+class TextDecoder:
+    """Special tokens are left out of the text. Other threads may encode with the same tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = _without_lock(tokenizer) or (lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
+
+    async def texts(self, sequences: Sequence[Ints]) -> list[str]:
+        """The text of each sequence, in the same order."""
+        return await asyncio.get_running_loop().run_in_executor(_THREAD, self._all, sequences)
+
+    def _all(self, sequences: Sequence[Ints]) -> list[str]:
+        return [self._decode(tokens.tolist()) for tokens in sequences]
+
+
+def _without_lock(tokenizer: Any) -> Callable[[list[int]], str] | None:
+    """What `tokenizer.decode` does if its class changes nothing and no spaces are cleaned up, by the library's batch
+    method; else None."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    is_plain = (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+        and not tokenizer.clean_up_tokenization_spaces
+    )
+    if not is_plain:
+        return None
+    library = tokenizer.backend_tokenizer
+
+    def decode(ids: list[int]) -> str:
+        text: str = library.decode_batch([ids], skip_special_tokens=True)[0]
+        return text
+
+    return decode
