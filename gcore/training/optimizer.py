@@ -9,7 +9,6 @@ part holds parameters of one kind. With `offload`, the moments of a part are on 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from gcore.training.schedule import decay_groups
 from gcore.training.shards import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PART_BYTES = 2**31  # of the two moments of a part that is off-loaded
+PART_BYTES = 2**32  # of the two moments of a part that is off-loaded; a larger parameter is a part of its own
 
 
 class Optimizer:
@@ -130,19 +129,22 @@ def _scale(parameters: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def _parts(parameters: Sequence[Tensor], max_bytes: int | None) -> Iterator[list[Tensor]]:
-    """Parameters of one mesh, in order; with `max_bytes`, in parts whose moments are at most so large."""
+    """Parameters of one mesh, in order; with `max_bytes`, in parts whose moments are at most so large. Most parts are
+    just below that power of 2, to which PyTorch rounds up their pinned memory."""
 
     def mesh_of(parameter: Tensor) -> str:
         return str(parameter.device_mesh) if isinstance(parameter, DTensor) else ""
 
     for mesh in dict.fromkeys(map(mesh_of, parameters)):
-        same = [parameter for parameter in parameters if mesh_of(parameter) == mesh]
-        if max_bytes is None:
-            yield same
-            continue
-        ends = list(itertools.accumulate(8 * local_of(parameter).numel() for parameter in same))
-        for _, part in itertools.groupby(zip(same, ends, strict=True), lambda pair: (pair[1] - 1) // max_bytes):
-            yield [parameter for parameter, _ in part]
+        part, size = list[Tensor](), 0
+        for parameter in (parameter for parameter in parameters if mesh_of(parameter) == mesh):
+            own = 8 * local_of(parameter).numel()
+            if part and max_bytes is not None and size + own > max_bytes:
+                yield part
+                part, size = [], 0
+            part.append(parameter)
+            size += own
+        yield part
 
 
 def _moments(part: torch.optim.AdamW) -> Iterator[Tensor]:

@@ -625,6 +625,15 @@ def test_off_load_changes_no_number(tmp_path, monkeypatch, offload):
     assert same(weights_of(plain), weights_of(other)) and same(state_of(plain), state_of(other))
 
 
+def test_off_loaded_parts_are_full_and_not_larger():
+    """A pinned buffer takes the next power of two: a part that is a little larger than one wastes half of it."""
+    sizes = [3, 3, 3, 20, 4, 4, 1, 7]
+    parameters = [torch.empty(size) for size in sizes]
+    parts = [[len(p) for p in part] for part in optimizer_module._parts(parameters, 8 * 8)]
+    assert parts == [[3, 3], [3], [20], [4, 4], [1, 7]]
+    assert [len(part) for part in optimizer_module._parts(parameters, None)] == [8]
+
+
 # --- schedule
 
 
