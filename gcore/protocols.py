@@ -429,11 +429,12 @@ class RoleError(RuntimeError):
 
 
 class RoleDied(RuntimeError):
-    """A process died: killed, crashed or out of memory."""
+    """A process died: killed, crashed or out of memory. `observed`: by the runtime itself; other reports of deaths may
+    be consequences of it."""
 
-    def __init__(self, role: str, detail: str):
-        super().__init__(role, detail)
-        self.role, self.detail = role, detail
+    def __init__(self, role: str, detail: str, observed: bool = False):
+        super().__init__(role, detail, observed)
+        self.role, self.detail, self.observed = role, detail, observed
 
     def __str__(self) -> str:
         return f"{self.role} died: {self.detail}"

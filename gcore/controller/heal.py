@@ -126,7 +126,7 @@ class RoleWatch:
         self._events.add("hung", role=name)
         text = f"it has not answered for {self._hang_s:.0f} s; the stacks of all processes are in their logs"
         if not name.startswith(REVIVABLE):
-            raise RoleDied(name, f"{text} (key: run.hang_s)")
+            raise RoleDied(name, f"{text} (key: run.hang_s)", observed=True)
         self._progress.note(f"{name}: {text}; it is restarted")
         self._runtime.kill(name)
 

@@ -360,7 +360,7 @@ def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
 
     def rank(error: BaseException | None) -> int:
         if isinstance(error, RoleDied):
-            return 0 if "is gone" in error.detail else 1
+            return 0 if error.observed else 1
         if isinstance(error, RoleError):
             return 3 if "TimeoutError" in error.message else 2
         return 4

@@ -323,7 +323,8 @@ class RayRuntime:
                 known = f"; it held {self._memory[name]:.0f} MB when last seen, {free:.0f} MB are free on this machine"
             pid, log = self._pids.get(name, "?"), self._log(name)
             printed = "" if log is None else f"; its output is in {log}"
-            error = RoleDied(name, f"process {pid} is gone (killed, crashed, or out of memory{known}){printed}")
+            text = f"process {pid} is gone (killed, crashed, or out of memory{known}){printed}"
+            error = RoleDied(name, text, observed=True)
             if log is not None and (lines := last_lines(log)):
                 error.add_note("\n  ".join([f"last lines of {log}:", *lines]))
             raise error from None
@@ -334,7 +335,8 @@ class RayRuntime:
     def _check_daemons(self) -> None:
         for process in self._daemons.values():
             if not _alive(process):
-                raise RoleDied("ray", f"its process {process.pid} is gone; no role can be called any more")
+                text = f"its process {process.pid} is gone; no role can be called any more"
+                raise RoleDied("ray", text, observed=True)
 
     async def _watch_daemons(self) -> None:
         while True:
