@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import math
+import shutil
 from functools import partial
 
 import numpy as np
@@ -715,3 +716,22 @@ def test_rows_that_change_places_are_noticed():
     rows[[0, 1]] = rows[[1, 0]]
     with pytest.raises(ValueError, match="damaged"):
         unpack_bucket(packed)
+
+
+@pytest.mark.release
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_layers_train_as_eager_ones():
+    """Two updates, so that the second one uses weights that the first one has changed."""
+    eager, compiled = (trainer_of(config_of(training={"compile": value})) for value in (False, True))
+    for seed in (0, 1):
+        samples = samples_of(seed)
+        batch = batch_of(samples, max_tokens=60)
+        assert len(batch.mini_batches[0].micro_batches) > 1
+        a, b = update(eager, samples, batch), update(compiled, samples, batch)
+        assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+        loss = [stats.metrics["actor/loss"] for stats in (a, b)]
+        assert loss[1].total == pytest.approx(loss[0].total, abs=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # something was compiled
+    expected = weights_of(eager)
+    for name, found in weights_of(compiled).items():
+        np.testing.assert_allclose(found, expected[name], atol=1e-6, err_msg=name)
