@@ -247,7 +247,8 @@ class Rewarder(Protocol):
 
 
 class Trainer(Protocol):
-    """One rank. Except for `push`, each method is called on all ranks, because the ranks meet in collectives."""
+    """One rank. Except for `push`, `write` and `abandon`, each method is called on all ranks, because the ranks meet in
+    collectives."""
 
     async def info(self) -> TrainerInfo: ...
 
@@ -276,10 +277,18 @@ class Trainer(Protocol):
         """Bucket `index` of the full weights, packed, if this rank publishes; else empty."""
         ...
 
-    async def save(self, folder: str) -> None: ...
+    async def snapshot(self) -> int:
+        """Start to copy the state to host memory; returns its bytes. Calls that would change the state wait for the
+        copy. `write` or `abandon` follows before the next snapshot."""
+        ...
+
+    async def write(self, folder: str) -> Written: ...  # of the snapshot, to files; other calls go on
+
+    async def abandon(self) -> None: ...  # drops the snapshot; a `write` that runs is stopped
 
     async def load(self, folder: str, begun: bool = True) -> None:
-        """Read what `save` wrote. `begun`: False for checkpoints of the warm start, which ends with `begin`."""
+        """Bring the rank to what `write` wrote, whatever it has done since. `begun`: False for checkpoints of the warm
+        start, which ends with `begin`."""
         ...
 
 
