@@ -25,6 +25,7 @@ from gcore.types import (
     Scored,
     TrainBatch,
     UserError,
+    Written,
 )
 
 Weights = Mapping[str, Any]  # name (Hugging Face; PEFT for adapters) -> array, or packed: see weights/bucket.py
@@ -278,8 +279,7 @@ class Trainer(Protocol):
         ...
 
     async def snapshot(self) -> int:
-        """Start to copy the state to host memory; returns its bytes. Calls that would change the state wait for the
-        copy. `write` or `abandon` follows before the next snapshot."""
+        """Start to copy the state to host memory; returns its bytes. Calls that would change it wait for the copy."""
         ...
 
     async def write(self, folder: str) -> Written: ...  # of the snapshot, to files; other calls go on
@@ -287,8 +287,7 @@ class Trainer(Protocol):
     async def abandon(self) -> None: ...  # drops the snapshot; a `write` that runs is stopped
 
     async def load(self, folder: str, begun: bool = True) -> None:
-        """Bring the rank to what `write` wrote, whatever it has done since. `begun`: False for checkpoints of the warm
-        start, which ends with `begin`."""
+        """Bring the rank to what `write` wrote. `begun`: False for the warm start, which ends with `begin`."""
         ...
 
 
