@@ -26,7 +26,7 @@ from gcore.protocols import (
     WeightPlan,
     Weights,
 )
-from gcore.types import Completion, Ints, Key, Request, Sample, TrainBatch
+from gcore.types import Completion, Ints, Key, Request, Sample, TrainBatch, Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,16 @@ class TrainerClient(Client):
         """Starts the call; the bucket stays in the rank's process until an engine reads it."""
         return self.handle.submit("weight_bucket", index, receivers)
 
-    async def save(self, folder: str) -> None:
-        await self.handle.call("save", folder)
+    async def snapshot(self) -> int:
+        num_bytes: int = await self.handle.call("snapshot")
+        return num_bytes
+
+    async def write(self, folder: str) -> Written:
+        written: Written = await self.handle.call("write", folder)
+        return written
+
+    async def abandon(self) -> None:
+        await self.handle.call("abandon")
 
     async def load(self, folder: str, begun: bool = True) -> None:
         await self.handle.call("load", folder, begun)

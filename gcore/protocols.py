@@ -25,6 +25,7 @@ from gcore.types import (
     Scored,
     TrainBatch,
     UserError,
+    Written,
 )
 
 Weights = Mapping[str, Any]  # name (Hugging Face; PEFT for adapters) -> array, or packed: see weights/bucket.py
@@ -252,7 +253,8 @@ class Rewarder(Protocol):
 
 
 class Trainer(Protocol):
-    """One rank. Except for `push`, each method is called on all ranks, because the ranks meet in collectives."""
+    """One rank. Except for `push`, `write` and `abandon`, each method is called on all ranks, because the ranks meet in
+    collectives."""
 
     async def info(self) -> TrainerInfo: ...
 
@@ -281,10 +283,16 @@ class Trainer(Protocol):
         """Bucket `index` of the full weights, packed, if this rank publishes; else empty."""
         ...
 
-    async def save(self, folder: str) -> None: ...
+    async def snapshot(self) -> int:
+        """Start to copy the state to host memory; returns its bytes. Calls that would change it wait for the copy."""
+        ...
+
+    async def write(self, folder: str) -> Written: ...  # of the snapshot, to files; other calls go on
+
+    async def abandon(self) -> None: ...  # drops the snapshot; a `write` that runs is stopped
 
     async def load(self, folder: str, begun: bool = True) -> None:
-        """Read what `save` wrote. `begun`: False for checkpoints of the warm start, which ends with `begin`."""
+        """Bring the rank to what `write` wrote. `begun`: False for the warm start, which ends with `begin`."""
         ...
 
 

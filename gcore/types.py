@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -240,3 +240,21 @@ class TrainBatch:
     @property
     def keys(self) -> list[Key]:
         return [key for mini in self.mini_batches for micro in mini.micro_batches for row in micro.rows for key in row]
+
+
+class FileEntry(TypedDict):
+    """A file of a checkpoint: {"bytes": 120, "sha256": "9f86d0..."}"""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one process wrote of a checkpoint: Written({"weights/0-0.safetensors": {...}}, waited_s=0.0, ...)"""
+
+    files: Mapping[str, FileEntry]
+    waited_s: float = 0.0  # computation waited for the copy
+    copied_s: float = 0.0
+    written_s: float = 0.0
+    error: str = ""  # why nothing complete was written

@@ -1,6 +1,6 @@
 """Saves and loads the groups that were ready but not yet trained on when a checkpoint was made.
 
-    controller RANK ──save──> pending-RANK.safetensors (arrays), pending-RANK.json (all other fields) ──load──> all
+    controller RANK ──write──> pending-RANK.safetensors (arrays), pending-RANK.json (all other fields) ──load──> all
 
 Every controller writes its own files and reads the files of all controllers, so a run can be resumed with another
 number of controllers.
@@ -15,24 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
-from gcore.types import Prompt, Rollout, Scored
+from gcore.checkpoint.store import write_file
+from gcore.types import FileEntry, Prompt, Rollout, Scored
 
 COLUMNS = ("logprobs_S", "mask_S", "versions_S")  # one value per step; the content adds its own arrays
 
 
-def save_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scored]]) -> None:
-    """Each array in the file is the concatenation over all samples; the JSON file has the lengths of the parts."""
+def write_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scored]]) -> dict[str, FileEntry]:
+    """Returns the files. Each array in the file is the concatenation over all samples; the JSON file has the lengths of
+    the parts."""
     samples = [s for group in groups for s in group]
     if not samples:
-        return
+        return {}
     arrays = [_arrays(s.rollout) for s in samples]
     names = sorted({name for part in arrays for name in part})
-    save_file(
-        {name: np.concatenate([part[name] for part in arrays if name in part]) for name in names},
-        folder / f"pending-{rank}.safetensors",
-    )
+    joined = {name: np.concatenate([part[name] for part in arrays if name in part]) for name in names}
     about = [
         {
             "prompt": s.rollout.prompt.id,
@@ -47,7 +46,13 @@ def save_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Score
         }
         for s, part in zip(samples, arrays, strict=True)
     ]
-    (folder / f"pending-{rank}.json").write_text(json.dumps(about))
+    contents = {f"pending-{rank}.safetensors": save(joined), f"pending-{rank}.json": json.dumps(about).encode()}
+    return {name: write_file(folder / name, [content]) for name, content in contents.items()}
+
+
+def pending_bytes(groups: Sequence[Sequence[Scored]]) -> int:
+    """Of the arrays."""
+    return sum(array.nbytes for group in groups for s in group for array in _arrays(s.rollout).values())
 
 
 def load_pending_groups(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[list[Scored]]:

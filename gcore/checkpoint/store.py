@@ -1,9 +1,9 @@
 """The folders of checkpoints: `step_N/`, and `warm_N/` during the warm start. Each is complete or does not exist.
 
-    begin -> step_N.partial/ ... files ... -> state.json -> manifest.json (sizes, checksums) -> rename to step_N/
+    begin -> step_N.partial/ -> files of all processes, each on disk -> commit: state.json, manifest.json, rename
 
-The manifest is written last, and then the folder is renamed, so a folder named `step_N` is always complete. A crash
-leaves a `.partial` folder, which is never read and which the next save removes.
+The manifest names every file with its size and checksum and is written last; then the folder is renamed. A crash
+leaves a `.partial` folder, which is never read and which the next save removes. This module alone knows the names.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gcore.types import UserError
+from gcore.types import FileEntry, UserError
 
-MANIFEST, STATE = "manifest.json", "state.json"
-FORMAT = 3  # version of the checkpoint format
+MANIFEST, STATE, EXPORTS = "manifest.json", "state.json", "hf"
+FORMAT = 4  # version of the checkpoint format
 Kind = Literal["warm", "step"]
 KINDS: tuple[Kind, ...] = ("warm", "step")  # in the order in which a run makes them
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
 
 
 def begin(folder: Path, step: int, need_bytes: int, kind: Kind = "step") -> Path:
@@ -33,40 +38,115 @@ def begin(folder: Path, step: int, need_bytes: int, kind: Kind = "step") -> Path
         what = f"step {step}" if kind == "step" else f"warm start step {step}"
         raise UserError(
             f"{folder}: checkpoint of {what} needs {need_bytes / 2**20:.0f} MB, {free / 2**20:.0f} MB are free; "
-            "the last complete checkpoint is kept (keys: run.dir, checkpoint.keep)"
+            "the last complete checkpoint is kept (keys: run.dir, checkpoint.keep_last)"
         )
     partial = folder / f"{kind}_{step}.partial"
     partial.mkdir()
     return partial
 
 
-def commit(partial: Path, state: dict[str, Any], keep: int) -> Path:
-    """Make the folder a complete checkpoint. Only the newest `keep` remain; this one always does, even if checkpoints
-    of later steps are left from an earlier run."""
-    (partial / STATE).write_text(json.dumps(state, indent=1))
+def write_file(path: Path, contents: Iterable[Any]) -> FileEntry:
+    """Write a file to disk and read it again. The checksum is that of the bytes in memory. OSError if they differ."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb", buffering=0) as file:
+        for content in contents:
+            view = memoryview(content).cast("B")
+            digest.update(view)
+            size += len(view)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # so that it is read from the disk
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    entry = FileEntry(bytes=size, sha256=digest.hexdigest())
+    if entry_of(path) != entry:
+        raise OSError(f"{path} was written, but what is read from it differs")
+    return entry
+
+
+def entry_of(path: Path) -> FileEntry:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(bytes=file.tell(), sha256=digest)
+
+
+def commit(
+    partial: Path, files: Mapping[str, FileEntry], state: Mapping[str, Any], about: Mapping[str, Any] | None = None
+) -> Path:
+    """Make the folder a complete checkpoint. `files`: what all processes wrote. `about`: more for the manifest."""
+    for name, entry in files.items():
+        if not (partial / name).is_file() or (partial / name).stat().st_size != entry["bytes"]:
+            raise UserError(
+                f"{partial} lacks {name}, which another process wrote; expected a folder that the machines of all "
+                "trainer ranks and controllers share (key: run.dir)"
+            )
+    state_entry = write_file(partial / STATE, [json.dumps(state, indent=1).encode()])
     for path in partial.rglob("*"):
-        _to_disk(path)
-    found = sorted(path for path in partial.rglob("*") if path.is_file())
-    files = {f.relative_to(partial).as_posix(): {"bytes": f.stat().st_size, "sha256": _checksum(f)} for f in found}
-    (partial / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
-    _to_disk(partial / MANIFEST)
+        if path.is_dir():
+            _to_disk(path)
+    listed = dict(sorted({**files, STATE: state_entry}.items()))
+    manifest: dict[str, Any] = {"format": FORMAT, **(about or {}), "files": listed}
+    write_file(partial / MANIFEST, [_sealed(manifest).encode()])
     _to_disk(partial)
     final = partial.with_suffix("")
     if final.exists():
         set_aside(final)
     partial.rename(final)
     _to_disk(partial.parent)
-    others = [p for p in complete(partial.parent) if p != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        shutil.rmtree(old)
     return final
 
 
-def set_aside(checkpoint: Path) -> None:
+def _sealed(manifest: Mapping[str, Any]) -> str:
+    """The text of a manifest, which ends with a checksum of the rest."""
+    text = json.dumps(manifest, indent=1)
+    return json.dumps({**manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}, indent=1)
+
+
+def set_aside(checkpoint: Path, suffix: str = "old") -> Path:
     """Rename step_N to step_N.old, so that `resume=auto` ignores it."""
-    old = checkpoint.with_name(checkpoint.name + ".old")
+    old = checkpoint.with_name(f"{checkpoint.name}.{suffix}")
     shutil.rmtree(old, ignore_errors=True)
-    checkpoint.rename(old)
+    return checkpoint.rename(old)
+
+
+# ---- which remain ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Retention(last=2, every=0, best=1): the newest two, and the one with the best score."""
+
+    last: int = 2
+    every: int = 0
+    best: int = 0
+
+    def dropped(self, scores: Mapping[Path, float | None], newest: Path) -> list[Path]:
+        """Those of the checkpoints, oldest first and with their scores, that are not kept. `newest` was just saved: it
+        is kept, even if checkpoints of later steps are left from an earlier run."""
+        others = [path for path in scores if path != newest]
+        kept = {newest, *others[len(others) - self.last + 1 :]}
+        steps = [(path, position(path)[1]) for path in others if position(path)[0] == KINDS.index("step")]
+        kept |= {path for path, step in steps if self.every and step % self.every == 0}
+        scored = sorted(
+            ((score, position(path), path) for path, score in scores.items() if score is not None), reverse=True
+        )
+        kept |= {path for _, _, path in scored[: self.best]}
+        return [path for path in scores if path not in kept]
+
+
+def retain(newest: Path, retention: Retention) -> None:
+    """Delete what is not kept, with its export."""
+    found = complete(newest.parent)
+    scores = {path: read_manifest(path).get("score") for path in found} if retention.best else dict.fromkeys(found)
+    for old in retention.dropped(scores, newest):
+        # Without its manifest a folder is no checkpoint, so a kill in the middle leaves none that is damaged.
+        (old / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(old, ignore_errors=True)
+        for export in (old.name, f"{old.name}-adapter"):
+            shutil.rmtree(old.parent / EXPORTS / export, ignore_errors=True)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
 
 
 def complete(folder: Path) -> list[Path]:
@@ -81,40 +161,70 @@ def position(checkpoint: Path) -> tuple[int, int]:
     return [str(name) for name in KINDS].index(kind), int(number)
 
 
-def find(resume: str, folder: Path) -> Path | None:
-    """The checkpoint that `run.resume` selects, verified; None: start from the beginning."""
+def candidates(resume: str, folder: Path) -> list[Path]:
+    """The checkpoints that `run.resume` allows, the preferred one first; none: start from the beginning."""
     if resume == "never":
-        return None
+        return []
     if resume == "auto":
-        found = complete(folder)
-        return verify(found[-1]) if found else None
-    path = Path(resume)
-    if not (path / MANIFEST).is_file():
+        return complete(folder)[::-1]
+    if not (Path(resume) / MANIFEST).is_file():
         raise UserError(
             f"run.resume={resume}: no complete checkpoint there (expected `auto`, `never` or a folder step_N or warm_N)"
         )
-    return verify(path)
+    return [Path(resume)]
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Empty if any byte of the manifest is damaged."""
+    try:
+        text = (checkpoint / MANIFEST).read_text()
+        manifest: dict[str, Any] = json.loads(text)
+        manifest.pop("sha256")
+        return manifest if _sealed(manifest) == text else {}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+
+
+def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
+    """The first file that differs from the manifest; None if there is none. `part`: check only this share of the files,
+    because that takes long. UserError if the checkpoint has another format."""
+    manifest = read_manifest(checkpoint)
+    _check_format(checkpoint, manifest)
+    if not manifest:
+        return MANIFEST
+    for name, entry in list(manifest["files"].items())[part::parts]:
+        file = checkpoint / name
+        if not file.is_file() or file.stat().st_size != entry["bytes"] or entry_of(file) != entry:
+            return str(name)
+    return None
+
+
+def _check_format(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    """UserError if the manifest was written by another version. Those of formats before 4 have no checksum."""
+    try:
+        found = manifest or json.loads((checkpoint / MANIFEST).read_text())
+        known = found["format"] == FORMAT or (not manifest and "sha256" in found)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if not known:
+        raise UserError(
+            f"{checkpoint} has checkpoint format {found['format']}; this version reads {FORMAT}: resume with the "
+            "version that wrote it (key: run.resume)"
+        )
 
 
 def verify(checkpoint: Path) -> Path:
     """Check that every file has the size and checksum of the manifest. UserError if not."""
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        files = manifest["files"]
-    except (ValueError, KeyError):
-        manifest, files = {"format": FORMAT}, {MANIFEST: {"bytes": -1}}
-    if manifest.get("format") != FORMAT:
-        raise UserError(
-            f"{checkpoint} has checkpoint format {manifest.get('format')}; this version reads {FORMAT}: resume with "
-            "the version that wrote it (key: run.resume)"
-        )
-    for name, entry in files.items():
-        file = checkpoint / name
-        if not file.is_file() or file.stat().st_size != entry["bytes"] or _checksum(file) != entry["sha256"]:
-            raise UserError(
-                f"{file}: damaged or missing; remove {checkpoint} to resume from an older one (key: run.resume)"
-            )
+    if (name := damage(checkpoint)) is not None:
+        raise damaged(checkpoint, name)
     return checkpoint
+
+
+def damaged(checkpoint: Path, name: str) -> UserError:
+    return UserError(
+        f"{checkpoint / name}: damaged or missing; use an older checkpoint, or run.resume=auto, which does (key: "
+        "run.resume)"
+    )
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -128,8 +238,3 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,54 +1,169 @@
-"""Folders of sharded tensors (torch.distributed.checkpoint): each rank writes its shards; any number of ranks reads.
+"""Folders of sharded tensors: each rank writes its shards to its own files; any process reads any part of any tensor.
 
-write (N ranks) ──> folder: .metadata (where each shard is), __RANK_0.distcp ──> read_into (M ranks, sharded anew)
-                                                                            └──> read (one process, some tensors)
+    N ranks: Shard (name, place, values) ──assign: one writer per shard──> folder/RANK-NUMBER.safetensors (writer.py)
+    folder ──ShardFiles: headers of all files──> name -> shards ──read (a part of a tensor)──> M ranks, one process
+
+The files are ordinary safetensors. The header of a file also says where each of its shards is in the whole tensor, so a
+folder needs no index, and reading it needs neither pickle nor collectives.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from gcore.types import UserError
 
-
-def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Collective: all ranks pass the same names. Of a tensor that several ranks hold, one of them writes it."""
-    writer = FileSystemWriter(folder, sync_files=False)  # store.commit writes to disk what it checksums
-    metadata = save(dict(tensors), storage_writer=writer)
-    files = {info.relative_path for info in (metadata.storage_data or {}).values()}
-    if missing := sorted(name for name in files if not (folder / name).is_file()):
-        raise UserError(
-            f"{folder} lacks {missing[0]}, which another trainer rank wrote; expected a folder that the machines of "
-            "all trainer ranks share (key: run.dir)"
-        )
-
-
-def read_into(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Collective: fill the tensors, which may be sharded differently than those that were written."""
-    with torch.no_grad():
-        load(dict(tensors), storage_reader=FileSystemReader(folder))
+FILES = "*.safetensors"
+FILE_BYTES = 2**31  # of a file, about; a larger shard has a file of its own
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+}
+Sizes = tuple[int, ...]
+Place = tuple[str, Sizes]  # of a shard: name of the tensor, offset in each dimension
 
 
-def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A contiguous part of a tensor. Shard("w", whole=(8, 4), offset=(4, 0), values=torch.zeros(4, 4))"""
+
+    name: str
+    whole: Sizes
+    offset: Sizes
+    values: Tensor
+
+    @property
+    def place(self) -> Place:
+        return self.name, self.offset
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.numel() * self.values.element_size()
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def assign(held: Sequence[Mapping[Place, int]], rank: int) -> set[Place]:
+    """The shards that `rank` writes. `held`: the bytes of each shard, by the rank that holds it. Of ranks that hold
+    the same shard, one writes it: the one with the fewest bytes so far. Every rank computes the same."""
+    holders: dict[Place, list[int]] = {}
+    for holder, shards in enumerate(held):
+        for place in shards:
+            holders.setdefault(place, []).append(holder)
+    loads, chosen = [0] * len(held), set[Place]()
+    for place, ranks in sorted(holders.items()):
+        writer = min(ranks, key=lambda r: (loads[r], r))
+        loads[writer] += held[writer][place]
+        if writer == rank:
+            chosen.add(place)
+    return chosen
+
+
+def split_into_files(shards: Iterable[Shard]) -> list[list[Shard]]:
+    """The shards of each file, largest elements first, so that all elements are aligned."""
+    files, size = list[list[Shard]](), FILE_BYTES
+    for shard in sorted(shards, key=lambda shard: -shard.values.element_size()):
+        if size + shard.num_bytes > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(shard)
+        size += shard.num_bytes
+    return files
+
+
+def header(shards: Sequence[Shard]) -> bytes:
+    """The start of a safetensors file; the values of the shards follow it without gaps."""
+    places = {shard.name: [shard.whole, shard.offset] for shard in shards}
+    entries: dict[str, Any] = {"__metadata__": {"places": json.dumps(places)}}
+    start = 0
+    for shard in shards:
+        end = start + shard.num_bytes
+        entries[shard.name] = {
+            "dtype": DTYPES[shard.values.dtype],
+            "shape": list(shard.values.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class ShardFiles:
+    """The tensors of a folder. Files are mapped: only the parts that are used are read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.shapes = folder, dict[str, Sizes]()
+        self._shards: dict[str, list[tuple[Any, Sizes]]] = {}  # name -> (file, offset in the tensor)
+        for path in sorted(folder.glob(FILES)):
+            file = safe_open(path, "pt")
+            for name, (whole, offset) in json.loads(file.metadata()["places"]).items():
+                self.shapes[name] = tuple(whole)
+                self._shards.setdefault(name, []).append((file, tuple(offset)))
+
+    def read(self, shard: Shard) -> None:
+        """Fill the values of the shard, which may be another part of the tensor than any that was written."""
+        saved, into = self.shapes.get(shard.name), shard.values
+        if saved != shard.whole:
+            raise UserError(
+                f"{self._folder}: {shard.name} has shape {saved}, got a model with shape {shard.whole}; expected the "
+                "model that the checkpoint was made with (key: model)"
+            )
+        filled = 0
+        for file, start in self._shards[shard.name]:
+            stored = file.get_slice(shard.name)
+            found = _overlap(start, tuple(stored.get_shape()), shard.offset, tuple(into.shape))
+            if found is not None:
+                theirs, ours = found
+                target = into[ours] if ours else into
+                target.copy_(stored[theirs] if theirs else file.get_tensor(shard.name))
+                filled += target.numel()
+        if filled != into.numel():
+            raise UserError(
+                f"{self._folder}: {filled} of {into.numel()} values of {shard.name} found; expected the files of all "
+                "ranks in one folder (key: run.dir)"
+            )
+
+
+def _overlap(
+    start: Sizes, sizes: Sizes, at: Sizes, wanted: Sizes
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """The common part of two boxes, as slices of the first and of the second; None if they have none."""
+    theirs, ours = list[slice](), list[slice]()
+    for a, n, b, m in zip(start, sizes, at, wanted, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        theirs.append(slice(low - a, high - a))
+        ours.append(slice(low - b, high - b))
+    return tuple(theirs), tuple(ours)
+
+
+def shapes(folder: Path) -> dict[str, Sizes]:
     """Names and shapes of the whole tensors."""
-    found = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {name: tuple(entry.size) for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    return ShardFiles(folder).shapes
 
 
 def read(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Some tensors, whole and in float32. Not a collective."""
-    known = shapes(folder)
-    found = {name: torch.empty(known[name]) for name in names}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(dict(found), storage_reader=FileSystemReader(folder), no_dist=True)
+    """Some tensors, whole and in float32."""
+    files = ShardFiles(folder)
+    found = {name: torch.empty(files.shapes[name]) for name in names}
+    for name, tensor in found.items():
+        files.read(Shard(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor))
     return found

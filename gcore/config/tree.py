@@ -53,7 +53,11 @@ class Run(Section):
     """Training steps."""
     resume: str = "never"
     """`never`: start a new run (an existing run of that name is renamed); `auto`: continue from the last complete
-    checkpoint if there is one; or the path of a checkpoint `.../step_N` or `.../warm_N`."""
+    checkpoint if there is one; or the path of a checkpoint `.../step_N` or `.../warm_N`. With `auto`, a damaged
+    checkpoint is skipped and reported."""
+    resume_anyway: bool = False
+    """Resume even if keys, data or the version of G-Core changed in a way that changes the results, see
+    docs/checkpointing.md."""
     max_restarts: Count = 3
     """If a controller or a trainer rank dies or hangs, the run continues by itself from its last checkpoint, at most
     this many times per hour. 0: the run ends. Engines, judges and scorers are always restarted alone."""
@@ -249,8 +253,23 @@ class Checkpoint(Section):
     every: Count = 50
     """Steps between checkpoints; there is also one at the end. 0: only at the end. The same applies to the warm start
     (`warm_N`)."""
-    keep: PositiveInt = 2
-    """Number of complete checkpoints to keep."""
+    asynchronous: bool = True
+    """Write checkpoints while the run goes on, from a copy in host memory, see docs/checkpointing.md. false: the run
+    waits until the files are written."""
+    keep_last: PositiveInt = 2
+    """Number of newest checkpoints to keep."""
+    keep_every: Count = 0
+    """Also keep checkpoints of steps that are multiples of this number. 0: none."""
+    keep_best: Count = 0
+    """Also keep this number of checkpoints with the highest held-out accuracy (`eval/accuracy`), of those with an
+    evaluation at their step, see `observe.eval_every`."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """If a checkpoint cannot be written (full disk): `continue`: the run goes on with a warning and tries again at the
+    next one; `stop`: the run ends. The last complete checkpoint is kept. A run whose last checkpoint fails ends with an
+    error."""
+    export: bool = False
+    """Also export the policy of each checkpoint as a Hugging Face folder, `runs/NAME/hf/step_N`, in a process of its
+    own. It is deleted with its checkpoint."""
 
 
 class Observe(Section):

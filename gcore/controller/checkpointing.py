@@ -1,26 +1,40 @@
-"""Checkpoints of a run: the state of all controllers and trainer ranks, saved together and restored together.
+"""Checkpoints of a run: the state of all controllers and trainer ranks of one moment, written while the run goes on.
 
-controllers: place in the prompt order, ready groups ──┐
-trainer ranks: weights, optimizer ─────────────────────┴──> step_N.partial/ ──commit (controller 0)──> step_N/
+    save     controllers: place in the prompt order, ready groups ──by value──┐
+             trainer ranks: weights, optimizer ──copy in host memory──────────┤
+    task     each process writes its files, in the background <───────────────┘
+             all files reported ──> commit (controller 0) ──> old checkpoints deleted ──> export, if asked for
 
-All controllers call `save` and `restore`; only controller 0 makes and commits the folder. The format of the folder is
-in checkpoint/store.py.
+All controllers call `save` and `restore`; only controller 0 makes and commits the folder. One save is in flight: the
+next one and the end of the run wait for it. The format of the folder is in checkpoint/store.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from gcore import __version__
 from gcore.checkpoint import store
-from gcore.checkpoint.pending_groups import load_pending_groups, save_pending_groups
+from gcore.checkpoint.pending_groups import load_pending_groups, pending_bytes, write_pending_groups
+from gcore.config.load import dump_config, parse_yaml
+from gcore.config.resume import changes
 from gcore.controller.collect import Collector, merge_places
 from gcore.controller.setup import Setup
 from gcore.prompts.source import PromptSource
-from gcore.types import UserError
+from gcore.types import Scored, UserError, Written
 
-MARGIN_BYTES = 16 << 20  # for all files except the trainer's state
+MARGIN_BYTES = 16 << 20  # for texts of ready groups and small files
+Groups = Sequence[Sequence[Scored]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,68 +64,207 @@ class RunPosition:
 START = RunPosition(step=0, warmed=0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A save in flight: all that belongs to its moment, by value."""
+
+    position: RunPosition
+    partial: Path
+    groups: Groups  # of this controller
+    state: Mapping[str, Any]
+    about: Mapping[str, Any]  # for the manifest
+    started: float
+    stall_s: float = 0.0  # of this controller
+
+
 class Checkpointer:
-    def __init__(self, setup: Setup, source: PromptSource, collector: Collector, num_parameters: int) -> None:
+    def __init__(self, setup: Setup, source: PromptSource, collector: Collector) -> None:
         self._config, self._group, self._status = setup.config, setup.controllers, setup.status
+        self._background = setup.controllers.subgroup()  # for the collectives of saves in flight
         self._folder = setup.config.run.folder
         self._source, self._collector, self._dispatcher = source, collector, setup.dispatcher
-        # weights and two moments of the optimizer; with a KL term also the reference model
-        copies = 4 if setup.config.algorithm.kl_coef > 0 else 3
-        self._state_bytes = num_parameters * 4 * copies
+        self._tree = parse_yaml(dump_config(setup.config))  # without secrets
+        self._in_flight: asyncio.Task[str] | None = None  # result: why it failed, or ""
+        self._failure = ""  # of the last save
+        self._parent: str | None = None  # name of the checkpoint before the next one
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
-    async def save_if_due(self, step: int) -> None:
+    async def save_if_due(self, step: int, score: float | None = None) -> None:
+        """`score`: of the evaluation of this step, for checkpoint.keep_best."""
         every = self._config.checkpoint.every
         if step == self._config.run.steps or (every and step % every == 0):
-            await self.save(RunPosition(step, warmed=None))
+            await self.save(RunPosition(step, warmed=None), score)
+        elif self._in_flight is not None and self._in_flight.done():
+            await self.drain()
 
-    async def save(self, position: RunPosition) -> None:
+    async def save(self, position: RunPosition, score: float | None = None) -> None:
+        """Returns when everything that belongs to the checkpoint is copied or protected from changes."""
         with self._status.timed("checkpoint", position.step):
-            partial = self._folder / f"{position.kind}_{position.number}.partial"
-            if self._group.rank == 0:
-                need_bytes = self._state_bytes + MARGIN_BYTES
-                partial = store.begin(self._folder, position.number, need_bytes, position.kind)
-            await self._group.all_gather("checkpoint folder", None)
+            started = time.perf_counter()
+            await self.drain()
             # No await between these two: they must be of the same moment.
-            place, groups = self._collector.place(), list(self._collector.ready.values())
-            places = await self._group.all_gather("places in the prompt order", place)
-            await asyncio.to_thread(save_pending_groups, partial, self._group.rank, groups)
-            await self._dispatcher.save(partial)
-            if self._group.rank == 0:
-                state = {
-                    "step": position.step,
-                    **merge_places(places, self._config.sampling.strict),
-                    "seed": self._config.run.seed,
-                    "prompts": len(self._source),
-                    **({} if position.warmed is None else {"warm_start": position.warmed}),
+            place, groups = self._collector.place(), [list(group) for group in self._collector.ready.values()]
+            num_bytes = await self._dispatcher.snapshot()
+            gathered = await self._group.all_gather("places in the prompt order", (place, pending_bytes(groups)))
+            places = [part[0] for part in gathered]
+            num_bytes += sum(part[1] for part in gathered) + MARGIN_BYTES
+            error = await self._begin(position, num_bytes)
+            if error:
+                await self._dispatcher.abandon()
+                self._report(error)
+                return
+            state = {
+                "step": position.step,
+                **merge_places(places, self._config.sampling.strict),
+                "prompts": len(self._source),
+                "data": self._source.digest,
+                "version": __version__,
+                "config": self._tree,
+                **({} if position.warmed is None else {"warm_start": position.warmed}),
+            }
+            partial = self._folder / f"{position.kind}_{position.number}.partial"
+            stall_s = time.perf_counter() - started
+            found = _Save(position, partial, groups, state, self._about(position, score), started, stall_s)
+            self._in_flight = asyncio.create_task(self._finish(found))
+            if not self._config.checkpoint.asynchronous:
+                await self.drain()
+
+    async def drain(self) -> None:
+        """Wait for the save in flight. Not a collective."""
+        if self._in_flight is not None:
+            task, self._in_flight = self._in_flight, None
+            self._report(await task)
+
+    async def close(self) -> None:
+        """The end of the run. UserError if its last checkpoint was not written."""
+        await self.drain()
+        if self._failure:
+            raise UserError(f"the last checkpoint of the run was not written: {self._failure}")
+
+    def _report(self, error: str) -> None:
+        self._failure = error
+        if error and self._config.checkpoint.on_failure == "stop":
+            raise UserError(f"{error} (checkpoint.on_failure=stop)")
+        if error:
+            self._status.note(f"checkpoint not written, the run goes on: {error}")
+
+    async def _begin(self, position: RunPosition, num_bytes: int) -> str:
+        """Controller 0 makes the folder. Returns why it cannot, on every controller."""
+        error = ""
+        if self._group.rank == 0:
+            try:
+                await asyncio.to_thread(store.begin, self._folder, position.number, num_bytes, position.kind)
+            except (OSError, UserError) as found:
+                error = str(found)
+        return str((await self._group.all_gather("checkpoint folder", error))[0])
+
+    def _about(self, position: RunPosition, score: float | None) -> dict[str, Any]:
+        return {
+            "kind": position.kind,
+            "step": position.number,
+            "parent": self._parent,
+            "score": score,
+            "topology": self._dispatcher.topology,
+            "version": __version__,
+            "config": hashlib.sha256(json.dumps(self._tree, sort_keys=True).encode()).hexdigest(),
+            "data": self._source.digest,
+        }
+
+    # ---- the task -------------------------------------------------------------------------------------------------
+
+    async def _finish(self, save: _Save) -> str:
+        """Write all files, then commit. Returns why it failed, the same on all controllers."""
+        own, ranks = await asyncio.gather(
+            asyncio.to_thread(self._write_groups, save), self._dispatcher.write(save.partial)
+        )
+        gathered = await self._background.all_gather("files of a checkpoint", (save.stall_s, [own, *ranks]))
+        written: list[Written] = [each for _, part in gathered for each in part]
+        error = next((each.error for each in written if each.error), "")
+        if self._group.rank == 0:
+            files = {name: entry for each in written for name, entry in each.files.items()}
+            error = error or await asyncio.to_thread(self._commit, save, files)
+            if error:
+                await asyncio.to_thread(shutil.rmtree, save.partial, ignore_errors=True)
+        error = str((await self._background.all_gather("checkpoint committed", error))[0])
+        if not error:
+            self._parent = f"{save.position.kind}_{save.position.number}"
+            self._status.measured(
+                {
+                    "checkpoint/stall_s": max(stall_s for stall_s, _ in gathered) + max(w.waited_s for w in written),
+                    "checkpoint/copy_s": max(each.copied_s for each in written),
+                    "checkpoint/write_s": time.perf_counter() - save.started,
+                    "checkpoint/bytes": sum(e["bytes"] for each in written for e in each.files.values()),
                 }
-                await asyncio.to_thread(store.commit, partial, state, self._config.checkpoint.keep)
-            await self._group.all_gather("checkpoint committed", None)
+            )
+        return error
+
+    def _write_groups(self, save: _Save) -> Written:
+        try:
+            return Written(write_pending_groups(save.partial, self._group.rank, save.groups))
+        except OSError as error:
+            return Written({}, error=str(error))
+
+    def _commit(self, save: _Save, files: Mapping[str, Any]) -> str:
+        """On controller 0. Returns why it failed."""
+        keep = self._config.checkpoint
+        try:
+            final = store.commit(save.partial, files, save.state, save.about)
+            store.retain(final, store.Retention(keep.keep_last, keep.keep_every, keep.keep_best))
+        except (OSError, UserError) as error:
+            return str(error)
+        if keep.export and save.position.kind == "step":
+            self._export(final)
+        return ""
+
+    def _export(self, checkpoint: Path) -> None:
+        """In a process of its own: the controller neither imports torch nor waits for its interpreter."""
+        target = self._folder / store.EXPORTS
+        partial = target / ".partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        command = [sys.executable, "-m", "gcore.cli", "export", str(checkpoint), str(partial / checkpoint.name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            for folder in partial.iterdir():  # with model.lora also that of the adapters
+                shutil.rmtree(target / folder.name, ignore_errors=True)
+                folder.rename(target / folder.name)
+        else:
+            reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+            self._status.note(f"{checkpoint.name} is saved, but not exported: {''.join(reason)}")
 
     # ---- restoring ------------------------------------------------------------------------------------------------
 
     async def find(self) -> Path | None:
-        """The checkpoint to resume from, or None. Controller 0 finds and verifies it; all controllers return it."""
-        found = None
-        if self._group.rank == 0:
-            found = await asyncio.to_thread(store.find, self._config.run.resume, self._folder)
-        return (await self._group.all_gather("checkpoint to resume from", found))[0]
+        """The checkpoint to resume from, or None; the same on all controllers. Each verifies a share of the files. With
+        run.resume=auto, damaged checkpoints are renamed and an older one is used."""
+        resume, group = self._config.run.resume, self._group
+        own = store.candidates(resume, self._folder) if group.rank == 0 else []
+        candidates: list[Path] = (await group.all_gather("checkpoints to resume from", own))[0]
+        for checkpoint in candidates:
+            damage = await asyncio.to_thread(store.damage, checkpoint, group.rank, group.size)
+            name = next(filter(None, await group.all_gather(f"{checkpoint.name} verified", damage)), None)
+            if name is None:
+                self._parent = checkpoint.name
+                return checkpoint
+            if resume != "auto":
+                raise store.damaged(checkpoint, name)
+            self._status.note(
+                f"{checkpoint / name} is damaged or missing: {checkpoint.name} is renamed to "
+                f"{checkpoint.name}.damaged, and an older checkpoint is used"
+            )
+            if group.rank == 0:
+                store.set_aside(checkpoint, "damaged")
+        if candidates:
+            raise UserError(
+                f"{self._folder}: all checkpoints are damaged; start a new run (run.resume=never), or restore one "
+                "from a copy"
+            )
+        return None
 
     async def restore(self, checkpoint: Path) -> RunPosition:
         """Load the checkpoint into the trainer ranks and the collector. The engines still need the weights."""
         state = store.read_state(checkpoint)
-        seed, num_prompts = self._config.run.seed, len(self._source)
-        if state["seed"] != seed:
-            raise UserError(
-                f"{checkpoint} was made with run.seed={state['seed']}, got run.seed={seed}; expected the same seed, "
-                "else samples would repeat"
-            )
-        if state["prompts"] != num_prompts:
-            raise UserError(
-                f"{checkpoint} was made with {state['prompts']} prompts, data.train now has {num_prompts}: the "
-                "prompt order would change (keys: data.train, data.max_prompt_length)"
-            )
+        self._check_unchanged(checkpoint, state)
         position = RunPosition(state["step"], state.get("warm_start"))
         self._status.finished(position.step)
         in_training = position.warmed is None
@@ -120,6 +273,25 @@ class Checkpointer:
             groups = await asyncio.to_thread(load_pending_groups, checkpoint, self._source.at)
             self._collector.restore(state, groups)
         return position
+
+    def _check_unchanged(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """UserError if the resumed run would not be the one that was saved."""
+        found = changes(state["config"], self._tree)
+        if state["prompts"] != len(self._source):
+            found.append(f"data.train now has {len(self._source)} prompts that fit, before {state['prompts']}")
+        elif state["data"] != self._source.digest:
+            found.append("data.train: the content of the prompts, answers or columns")
+        if state["version"] != __version__:
+            found.append(f"the version of G-Core: {state['version']} -> {__version__}")
+        if not found:
+            return
+        listed = "; ".join(found)
+        if not self._config.run.resume_anyway:
+            raise UserError(
+                f"{checkpoint} was made by a run that differs: {listed}. The results would be those of neither run; "
+                "change it back, or set run.resume_anyway=true"
+            )
+        self._status.note(f"resumed although this changed (run.resume_anyway): {listed}")
 
     def set_aside_later(self, position: RunPosition) -> None:
         """On controller 0: rename checkpoints after `position`. The resumed run makes these steps again."""

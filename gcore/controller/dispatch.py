@@ -1,6 +1,6 @@
 """Sends samples to the trainer ranks, calls the ranks, and starts the weight update of the engines.
 
-    samples ──layout (all_gather of metadata)──> push to the ranks ──> calls of all ranks (prepare, update, save, ...)
+    samples ──layout (all_gather of metadata)──> push to the ranks ──> calls of all ranks (prepare, update, load, ...)
     new weights ──started by controller 0──> engines; they sleep while the trainer works and wake for the update
 
 Every controller computes the same layout from the gathered metadata. Each sample goes directly from its controller to
@@ -22,7 +22,7 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.protocols import Group, TrainerInfo, UpdateStats
-from gcore.types import Key, Sample, SampleMeta, TrainBatch
+from gcore.types import Key, Sample, SampleMeta, TrainBatch, Written
 from gcore.weights.transfer import WeightTransfer
 
 T = TypeVar("T")
@@ -110,8 +110,27 @@ class Dispatcher:
             "update", lambda trainer, rank: trainer.update(batches[rank // self._tensor_parallel])
         )
 
-    async def save(self, folder: Path) -> None:
-        await self._on_ranks("save", lambda trainer, rank: trainer.save(str(folder)))
+    async def snapshot(self) -> int:
+        """All ranks start to copy their state; returns the bytes of all."""
+        return sum(await self._on_ranks("snapshot", lambda trainer, rank: trainer.snapshot()))
+
+    async def write(self, folder: Path) -> list[Written]:
+        """The ranks of this controller write their snapshots. Not a collective: other calls go on meanwhile."""
+        return await asyncio.gather(*(self._trainers[r].write(str(folder)) for r in self._mine))
+
+    async def abandon(self) -> None:
+        """The ranks of this controller drop their snapshots. Not a collective."""
+        await asyncio.gather(*(self._trainers[r].abandon() for r in self._mine))
+
+    @property
+    def topology(self) -> dict[str, int]:
+        """Numbers of processes, for the manifest of a checkpoint."""
+        return {
+            "controllers": self._group.size,
+            "trainers": len(self._trainers),
+            "tensor_parallel": self._tensor_parallel,
+            "engines": len(self._engines.replicas),
+        }
 
     async def load(self, folder: Path, begun: bool) -> None:
         await self._on_ranks("load", lambda trainer, rank: trainer.load(str(folder), begun))

@@ -24,10 +24,12 @@ class Evaluator:
         self._greedy = setup.sample_context(greedy=True)
         self._recorder, self._held_out = recorder, held_out
 
-    async def evaluate_if_due(self, step: int) -> None:
-        every = self._config.observe.eval_every
+    async def evaluate_if_due(self, step: int) -> float | None:
+        """The accuracy, if there was an evaluation."""
+        every, row = self._config.observe.eval_every, dict[str, Any]()
         if step == self._config.run.steps or (every and step % every == 0):
-            await self.evaluate(step)
+            row = await self.evaluate(step)
+        return row.get("eval/accuracy")
 
     async def evaluate(self, step: int) -> dict[str, Any]:
         """The row of metrics. `step`: the last completed step."""

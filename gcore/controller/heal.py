@@ -156,9 +156,11 @@ class NodesChanged(Exception):
     """The run needs another plan: a node of its plan is lost, or the cluster has new nodes that it can use."""
 
 
-def lost_nodes(plan: Plan, cluster: Cluster) -> list[Machine]:
+def lost_nodes(plan: Plan, see: Callable[[], Cluster]) -> list[Machine]:
     """Nodes of the plan that are not in the cluster any more. On one machine without a cluster: none."""
-    present = {node.node_id for node in cluster.nodes}
+    if not plan.nodes[0].node_id:
+        return []
+    present = {node.node_id for node in see().nodes}
     return [node for node in plan.nodes if node.node_id not in present]
 
 

@@ -50,8 +50,8 @@ class Controller:
                         stats = await train(services, step, batches)
                         await update_weights(services, step)
                 await services.recorder.record_step(step, collected, metas, stats)
-                await services.evaluator.evaluate_if_due(step)
-                await services.checkpointer.save_if_due(step)
+                score = await services.evaluator.evaluate_if_due(step)
+                await services.checkpointer.save_if_due(step, score)
             await services.close()
 
     async def evaluate(self) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class Recorder:
                 **actor_row(rank_stats),
                 **self._dispatcher.sleep_metrics,
                 **self._placement.row(),
+                **self._status.take_metrics(),
                 "perf/tokens_per_s": tokens / times["step"],
                 "controller/bytes_in": max(part["tokens"] * 8 for part in gathered),  # token id, logprob
                 "controller/bytes_out": max(part["bytes_out"] for part in gathered),

@@ -34,6 +34,7 @@ class Services:
 
     async def close(self) -> None:
         """Call after the last step."""
+        await self.checkpointer.close()
         self.status.show("done")
         self.collector.close()
         self.rewarder.close()

@@ -20,7 +20,7 @@ from gcore.controller.warm_start import warm_start
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.samples import SampleLog, rewind_samples
 from gcore.prompts.rows import load_rows
-from gcore.prompts.source import PromptSource, Templater, measure
+from gcore.prompts.source import PromptSource, Templater, add_digests, measure
 from gcore.types import UserError
 
 
@@ -38,8 +38,8 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
         source,
         lambda: dispatcher.version,
     )
-    info = await dispatcher.open()
-    checkpointer = Checkpointer(setup, source, collector, info.num_parameters)
+    await dispatcher.open()
+    checkpointer = Checkpointer(setup, source, collector)
     position = await _resume(setup, checkpointer, collector)  # sends the first weights too, if training was resumed
     recorder = _open_recorder(setup)
     services = Services(
@@ -107,9 +107,9 @@ async def _load(setup: Setup, dataset: Dataset, split: Literal["train", "eval"],
     rows = load_rows(dataset, key)
     templater = Templater(setup.tokenizer, setup.config.data, split)
     mine = measure(rows, templater, limit, setup.controllers.rank, setup.controllers.size)
-    parts = await setup.controllers.all_gather(f"prompts of {key}", (mine.kept, mine.too_long))
-    kept = sorted(i for part in parts for i in part[0])
-    too_long = sorted(i for part in parts for i in part[1])
+    parts = await setup.controllers.all_gather(f"prompts of {key}", mine)
+    kept = sorted(i for part in parts for i in part.kept)
+    too_long = sorted(i for part in parts for i in part.too_long)
     if too_long:
         setup.status.note(
             f"{key}: dropped {len(too_long)} of {len(rows)} prompts over data.max_prompt_length={limit} "
@@ -117,7 +117,8 @@ async def _load(setup: Setup, dataset: Dataset, split: Literal["train", "eval"],
         )
     if not kept:
         raise UserError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")
-    return PromptSource(rows, kept, templater, setup.config.run.seed, shuffle)
+    digest = add_digests(part.digest for part in parts)
+    return PromptSource(rows, kept, templater, setup.config.run.seed, shuffle, digest)
 
 
 # ---- resume ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gcore import faults
 from gcore.observe.trace import Tracer
@@ -27,6 +27,7 @@ class LiveStatus:
         self._rows: list[Row] = []
         self._notes: list[str] = []
         self._seconds: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
 
     def show(self, stage: str, detail: str = "") -> None:
         self._stage, self._detail = stage, detail
@@ -66,6 +67,14 @@ class LiveStatus:
         """Seconds of all stages since the last call."""
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+    def measured(self, metrics: Mapping[str, float]) -> None:
+        """Metrics for the next row, of something that has ended since the last."""
+        self._metrics |= metrics
+
+    def take_metrics(self) -> dict[str, float]:
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     async def take(self) -> ControllerStatus:
         """The current status, with rows and notes since the last call."""

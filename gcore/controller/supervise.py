@@ -184,7 +184,7 @@ async def _run_to_the_end(
                 raise
             started, config = time.monotonic(), _from_last_checkpoint(config)
             events.add("rollback", cause=str(error))
-            if lost := lost_nodes(plan, see_cluster(config)):
+            if lost := lost_nodes(plan, lambda: see_cluster(config)):
                 raise NodesChanged(f"{error}; lost: {', '.join(node.address for node in lost)}") from error
             progress.note(
                 with_notes(error, "; controllers and trainer ranks are restarted and load the last checkpoint")

@@ -8,6 +8,8 @@ number of controllers, and after a restart.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -122,35 +124,63 @@ class Templater:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured(kept=[0, 2, 3], too_long=[1]): row indices of the dataset, ascending"""
+    """Measured(kept=[0, 2, 3], too_long=[1], digest=0x9f86...): row indices of the dataset, ascending"""
 
     kept: list[int]
     too_long: list[int]
+    digest: int = 0  # of the content of the kept rows; those of parts are added
+
+
+def add_digests(parts: Iterable[int]) -> str:
+    """Of the content of a dataset; the same for any number of parts."""
+    return f"{sum(parts) % 2**256:064x}"
+
+
+def _digest(index: int, row: Row, tokens: Ints) -> int:
+    """Of all that a run uses of a row: the tokens of the prompt, and the columns that rewards and the warm start read.
+    Values that are no JSON (images) count by their type."""
+    columns = json.dumps(dict(row), sort_keys=True, default=lambda value: type(value).__name__)
+    content = hashlib.sha256(f"{index} {columns} ".encode())
+    content.update(tokens.tobytes())
+    return int.from_bytes(content.digest(), "big")
 
 
 def measure(rows: Sequence[Row], templater: Templater, max_length: int, part: int = 0, parts: int = 1) -> Measured:
     """The rows that have at most `max_length` tokens after templating. A controller measures i % parts == part."""
-    measured = Measured([], [])
+    kept, too_long, digest = list[int](), list[int](), 0
     for index in range(part, len(rows), parts):
         try:
             _, _, tokens = templater.render(rows[index])
         except UserError as error:
             raise UserError(f"row {index}: {error}") from None
-        (measured.kept if len(tokens) <= max_length else measured.too_long).append(index)
-    return measured
+        if len(tokens) <= max_length:
+            kept.append(index)
+            digest += _digest(index, rows[index], tokens)
+        else:
+            too_long.append(index)
+    return Measured(kept, too_long, digest)
 
 
 class PromptSource:
-    """The infinite global order of prompts: `at(cursor)`. Each epoch contains every kept row once."""
+    """The infinite global order of prompts: `at(cursor)`. Each epoch contains every kept row once. `digest`: of their
+    content."""
 
-    def __init__(self, rows: Sequence[Row], kept: Iterable[int], templater: Templater, seed: int, shuffle: bool = True):
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        kept: Iterable[int],
+        templater: Templater,
+        seed: int,
+        shuffle: bool = True,
+        digest: str = "",
+    ):
         self.kept = np.unique(np.asarray(list(kept), dtype=np.int64))  # sorted: parts may arrive in any order
         if not len(self.kept):
             raise UserError(
                 f"{templater.key}: none of the {len(rows)} prompts fits; expected at least one (raise "
                 f"data.max_prompt_length, or see {templater.key}.prompt_column)"
             )
-        self.rows, self.templater, self.seed, self.shuffle = rows, templater, seed, shuffle
+        self.rows, self.templater, self.seed, self.shuffle, self.digest = rows, templater, seed, shuffle, digest
         self._orders: dict[int, npt.NDArray[np.int64]] = {}  # of the last two epochs: requests may span both
 
     def __len__(self) -> int:

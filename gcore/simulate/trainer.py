@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from gcore.checkpoint.store import write_file
 from gcore.config.base import EmulatedTraining
 from gcore.config.tree import Config
 from gcore.hub import model_folder
 from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
-from gcore.types import Key, Sample, TrainBatch, UserError
+from gcore.types import Key, Sample, TrainBatch, UserError, Written
 
 FILE = "emulated_trainer.json"
 ZERO_METRICS = (  # those of training/objective.py that readers of metrics.jsonl expect
@@ -38,9 +39,9 @@ class EmulatedTrainer:
         self.updates = 0
         self.busy_s = 0.0  # emulated
         self._samples: dict[Key, Sample] = {}
+        self._staged = b""  # the content of a checkpoint
 
     async def info(self) -> TrainerInfo:
-        """One parameter: the size of its checkpoint, which the check of free disk space uses."""
         return TrainerInfo(num_parameters=1, hidden_size=self.hidden_size)
 
     async def begin(self) -> None:
@@ -73,9 +74,18 @@ class EmulatedTrainer:
     async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
         return {"emulated.updates": np.array([self.updates])} if self.rank == 0 else {}
 
-    async def save(self, folder: str) -> None:
-        if self.rank == 0:
-            (Path(folder) / FILE).write_text(json.dumps({"updates": self.updates}))
+    async def snapshot(self) -> int:
+        self._staged = json.dumps({"updates": self.updates}).encode()
+        return len(self._staged)
+
+    async def write(self, folder: str) -> Written:
+        try:
+            return Written({FILE: write_file(Path(folder) / FILE, [self._staged])} if self.rank == 0 else {})
+        except OSError as error:
+            return Written({}, error=str(error))
+
+    async def abandon(self) -> None:
+        self._staged = b""
 
     async def load(self, folder: str, begun: bool = True) -> None:
         file = Path(folder) / FILE

@@ -10,12 +10,14 @@ call it, in the same order, from one thread. Implementation: fsdp.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from gcore.checkpoint.tensors import Shard
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training.micro import StepData
 from gcore.training.objective import Objective
@@ -23,6 +25,15 @@ from gcore.training.step_advantages import Array
 from gcore.types import Key, MicroBatch
 
 NetworkName = Literal["policy", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Snapshot({"weights": [...], "reference": [...]}, versions={"reference": 1}, about={"trainer.json": b"..."})"""
+
+    shards: Mapping[str, Sequence[Shard]]  # by folder
+    versions: Mapping[str, int]  # of folders that rarely change: the same version has the same values
+    about: Mapping[str, bytes]  # more files
 
 
 class Backend(Protocol):
@@ -57,10 +68,13 @@ class Backend(Protocol):
         """The trained parameters by their Hugging Face names, sharded: the publisher gathers them one by one."""
         ...
 
-    def save(self, folder: Path, updates: int) -> None: ...
+    def snapshot(self, counters: Mapping[str, int]) -> Snapshot:
+        """What this rank writes of a checkpoint: references, which the caller copies before any other call."""
+        ...
 
-    def load(self, folder: Path, reference: bool) -> int:
-        """Read what `save` wrote, with any number of ranks. `reference`: also that network. Returns `updates`."""
+    def load(self, folder: Path, reference: bool) -> Mapping[str, int]:
+        """Bring the rank to the state that was saved, by any number of ranks. `reference`: also that network; without,
+        there is none afterwards. Returns the counters. Not a collective."""
         ...
 
     def free_memory(self, weights: bool) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import loading, lora, state, tensor_parallel, varlen
-from gcore.training.backend import NetworkName
+from gcore.training.backend import NetworkName, Snapshot
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import StepData, step_columns, to_tensors
 from gcore.training.objective import Metrics, Objective, StepOutputs, to_metrics
@@ -68,6 +68,7 @@ class FsdpBackend:
             fill(network)
         self._reference: LogprobModel | None = None
         self._reference_adapters: dict[str, Tensor] | None = None  # the reference policy, with model.lora
+        self._reference_version, self._save_plan = 0, state.SavePlan()
         self.optimizer = self._new_optimizer()
 
     # ---- networks -------------------------------------------------------------------------------------------------
@@ -117,6 +118,7 @@ class FsdpBackend:
     def begin(self, reference: bool) -> None:
         self._on_device(self.policy)
         self.optimizer = self._new_optimizer()
+        self._reference_version += 1
         if reference and self._adapters is not None:
             self._reference_adapters = lora.copy_adapters(self.policy)
         elif reference:
@@ -189,23 +191,32 @@ class FsdpBackend:
         self._on_device(self.policy)
         return lora.trainable_parameters(self.policy.network)
 
-    def save(self, folder: Path, updates: int) -> None:
-        self._on_device(self.policy)
-        reference = self._reference_adapters
+    def snapshot(self, counters: Mapping[str, int]) -> Snapshot:
+        network, reference = self.policy.network, self._reference_adapters or {}
         if self._reference is not None:
             reference = lora.trainable_parameters(self._reference.network)
-        state.save(folder, self.policy.network, self.optimizer, updates, self._adapters, reference)
+        tensors = {
+            state.WEIGHTS: lora.trainable_parameters(network),
+            state.OPTIMIZER: state.optimizer_state(network, self.optimizer),
+            state.REFERENCE: reference,
+        }
+        about = {state.ABOUT: state.describe(counters, self._adapters)} if dist.get_rank() == 0 else {}
+        return Snapshot(self._save_plan.own(tensors), {state.REFERENCE: self._reference_version}, about)
 
-    def load(self, folder: Path, reference: bool) -> int:
-        self._on_device(self.policy)
-        updates = state.load(folder, self.policy.network, self.optimizer, self._adapters)
-        if reference and self._adapters is not None:
+    def load(self, folder: Path, reference: bool) -> Mapping[str, int]:
+        reshard(self.policy)  # else a pass could use gathered weights of before
+        counters = state.load(folder, self.policy.network, self.optimizer, self._adapters)
+        self._reference_version += 1
+        if not reference:
+            self._reference = self._reference_adapters = None
+        elif self._adapters is not None:
             self._reference_adapters = lora.copy_adapters(self.policy)
             state.load_reference(folder, self._reference_adapters)
-        elif reference:
+        else:
             self._reference = self._reference or self._new_reference()
+            reshard(self._reference)
             state.load_reference(folder, lora.trainable_parameters(self._reference.network))
-        return updates
+        return counters
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 

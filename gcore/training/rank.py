@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gcore.checkpoint.writer import BackgroundWriter
 from gcore.config.tree import Config
 from gcore.observe.trace import Tracer
 from gcore.protocols import Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
@@ -26,7 +27,7 @@ from gcore.training.backend import Backend, NetworkName
 from gcore.training.micro import ColumnName, StepData
 from gcore.training.schedule import learning_rate
 from gcore.training.step_advantages import step_advantages
-from gcore.types import Floats, Key, MiniBatch, Sample, TrainBatch
+from gcore.types import Floats, Key, MiniBatch, Sample, TrainBatch, Written
 from gcore.weights.publisher import WeightPublisher
 
 T = TypeVar("T")
@@ -53,9 +54,16 @@ class TrainerRank:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._pool.submit(torch.set_num_threads, threads).result()
         self.backend = self._pool.submit(make_backend).result()
+        self._writer, self._about = BackgroundWriter(rank, self.backend.device), dict[str, bytes]()
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+        """In the compute thread, after the copy of a snapshot: every function may change or move what is copied. Even
+        a pass of the reference does, which writes its adapters into the policy for a while."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._fenced, function, *args)
+
+    def _fenced(self, function: Callable[..., T], *args: Any) -> T:
+        self._writer.fence()
+        return function(*args)
 
     # ---- protocol -------------------------------------------------------------------------------------------------
 
@@ -83,10 +91,18 @@ class TrainerRank:
     async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
         return await self._in_thread(self._weight_bucket, index, receivers)
 
-    async def save(self, folder: str) -> None:
-        await self._in_thread(self._save, Path(folder))
+    async def snapshot(self) -> int:
+        return await self._in_thread(self._snapshot)
+
+    async def write(self, folder: str) -> Written:
+        with self._tracer.span("write", lane="checkpoint"):
+            return await asyncio.wrap_future(self._writer.write(Path(folder), self._about))
+
+    async def abandon(self) -> None:
+        await asyncio.to_thread(self._writer.abandon)
 
     async def load(self, folder: str, begun: bool = True) -> None:
+        await self.abandon()
         await self._in_thread(self._load, Path(folder), begun)
 
     # ---- the compute thread ---------------------------------------------------------------------------------------
@@ -208,10 +224,15 @@ class TrainerRank:
             self.backend.free_memory(weights=True)
         return bucket
 
-    def _save(self, folder: Path) -> None:
-        with self._tracer.span("save"):
-            self.backend.save(folder, self.updates)
+    def _snapshot(self) -> int:
+        counters = {"updates": self.updates, "bad_in_a_row": self._bad_in_a_row}
+        found = self.backend.snapshot(counters)
+        self._about = dict(found.about)
+        return self._writer.stage(found.shards, found.versions)
 
     def _load(self, folder: Path, begun: bool) -> None:
-        self._bad_in_a_row = 0  # a warm start has no reference until `begin`
-        self.updates = self.backend.load(folder, reference=begun and self._config.algorithm.kl_coef > 0)
+        self._publisher.release()
+        self._data.clear()
+        # a warm start has no reference until `begin`
+        counters = self.backend.load(folder, reference=begun and self._config.algorithm.kl_coef > 0)
+        self.updates, self._bad_in_a_row = counters["updates"], counters["bad_in_a_row"]

@@ -1,7 +1,7 @@
-"""Weights, optimizer state and reference of a sharded network, on disk. Each rank writes its shards, and any number of
-ranks reads them again; no rank holds a whole model. All ranks must call each function together.
+"""Weights, optimizer state and reference of a sharded network, in a checkpoint. Each rank writes its shards, and any
+number of ranks reads them again; no rank holds a whole model.
 
-    trainer.json (updates, adapters)    weights/    optimizer/ (moments, step counters)    reference/ (with a KL)
+    trainer.json (counters, adapters)    weights/    optimizer/ (moments, step counters)    reference/ (with a KL)
 
 If the network has adapters, only the adapters are written and read. The format of the three folders is in
 checkpoint/tensors.py.
@@ -18,65 +18,96 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gcore.checkpoint.tensors import read_into, shapes, write
+from gcore.checkpoint.tensors import Place, Shard, ShardFiles, assign, shapes
 from gcore.models import LORA_A, Adapters
 from gcore.training.lora import trainable_parameters
 from gcore.training.optimizer import MOMENTS, Optimizer
+from gcore.training.shards import local_of, part_of
 from gcore.types import UserError
 
 ABOUT, WEIGHTS, OPTIMIZER, REFERENCE = "trainer.json", "weights", "optimizer", "reference"
+Shards = dict[str, list[Shard]]  # by folder
 
 
-def save(
-    folder: Path,
-    network: Any,
-    optimizer: Optimizer,
-    updates: int,
-    adapters: Adapters | None = None,
-    reference: Mapping[str, Tensor] | None = None,
-) -> None:
-    """`reference`: trainable parameters of the KL reference, sharded like those of the network."""
-    parameters, moments, entries = trainable_parameters(network), optimizer.state, dict[str, Tensor]()
-    for name, parameter in parameters.items():
+class SavePlan:
+    """Which rank writes which shard: ranks may hold copies. Decided once, because it needs a collective."""
+
+    def __init__(self) -> None:
+        self._own: dict[frozenset[str], set[Place]] = {}  # by the names of all tensors, which all ranks share
+
+    def own(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Shards:
+        """References to the shards that this rank writes. `tensors`: all, by folder. Collective if they are new."""
+        held = {folder: shards_of(group) for folder, group in tensors.items() if group}
+        names = frozenset(f"{folder}/{name}" for folder, group in tensors.items() for name in group)
+        if names not in self._own:
+            sizes = {_place(folder, s): s.num_bytes for folder, shards in held.items() for s in shards}
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, sizes)
+            self._own[names] = assign(gathered, dist.get_rank())
+        own = self._own[names]
+        return {folder: [s for s in shards if _place(folder, s) in own] for folder, shards in held.items()}
+
+
+def _place(folder: str, shard: Shard) -> Place:
+    return f"{folder}/{shard.name}", shard.offset
+
+
+def shards_of(tensors: Mapping[str, Tensor]) -> list[Shard]:
+    """What this rank holds of each tensor, without a copy. It stays what it is if the tensor is moved."""
+    found = []
+    for name, tensor in tensors.items():
+        local = local_of(tensor).detach()
+        if local.numel():
+            found.append(Shard(name, tuple(tensor.shape), tuple(part.start for part in part_of(tensor)), local))
+    return found
+
+
+def optimizer_state(network: Any, optimizer: Optimizer) -> dict[str, Tensor]:
+    moments, entries = optimizer.state, dict[str, Tensor]()
+    for name, parameter in trainable_parameters(network).items():
         if entry := moments.get(parameter):
             entries[f"{name}/step"] = torch.as_tensor(entry["step"])
             entries |= {f"{name}/{moment}": entry[moment] for moment in MOMENTS}
-    if dist.get_rank() == 0:
-        kind = {"rank": adapters.rank, "alpha": adapters.alpha} if adapters else None
-        (folder / ABOUT).write_text(json.dumps({"updates": updates, "adapters": kind}))
-    groups = {WEIGHTS: parameters, OPTIMIZER: entries, REFERENCE: reference or {}}
-    for name, group in groups.items():
-        if group:
-            write(folder / name, _values(group))
-    dist.barrier()
+    return entries
 
 
-def load(folder: Path, network: Any, optimizer: Optimizer, adapters: Adapters | None = None) -> int:
-    """Fill network and optimizer; returns the number of updates so far."""
+def describe(counters: Mapping[str, int], adapters: Adapters | None) -> bytes:
+    """The content of trainer.json."""
+    kind = {"rank": adapters.rank, "alpha": adapters.alpha} if adapters else None
+    return json.dumps({"counters": dict(counters), "adapters": kind}).encode()
+
+
+def load(folder: Path, network: Any, optimizer: Optimizer, adapters: Adapters | None = None) -> dict[str, int]:
+    """Fill network and optimizer; returns the counters. Gradients are dropped."""
     about = json.loads((folder / ABOUT).read_text())
     _check(folder, about["adapters"], adapters)
     parameters = trainable_parameters(network)
-    read_into(folder / WEIGHTS, _values(parameters))
+    _fill(folder / WEIGHTS, parameters)
     saved = shapes(folder / OPTIMIZER) if (folder / OPTIMIZER).is_dir() else {}
     optimizer.clear()
     entries: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
+        parameter.grad = None
         if f"{name}/step" in saved:
             entries |= {f"{name}/{key}": value for key, value in optimizer.new_state(parameter).items()}
     if entries:
-        read_into(folder / OPTIMIZER, _values(entries))
-    return int(about["updates"])
+        _fill(folder / OPTIMIZER, entries)
+    counters: dict[str, int] = about["counters"]
+    return counters
 
 
 def load_reference(folder: Path, parameters: Mapping[str, Tensor]) -> None:
     """Fill the parameters of the KL reference: of its network, or of its adapters."""
     if not (folder / REFERENCE).is_dir():
         raise UserError(f"{folder} has no reference model: it was saved with algorithm.kl_coef=0; resume with 0 too")
-    read_into(folder / REFERENCE, _values(parameters))
+    _fill(folder / REFERENCE, parameters)
 
 
-def _values(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+@torch.no_grad()
+def _fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    files = ShardFiles(folder)
+    for shard in shards_of(tensors):
+        files.read(shard)
 
 
 def _check(folder: Path, kind: Mapping[str, Any] | None, adapters: Adapters | None) -> None:

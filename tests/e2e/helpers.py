@@ -46,7 +46,7 @@ RECIPE: dict[str, Any] = {
     "placement": {"trainer": {"ranks": 1, "threads": 1}},
     "observe": {"progress": "plain"},
 }
-UNTIMED = ("timing_s/", "perf/", "controller/")
+UNTIMED = ("timing_s/", "perf/", "controller/", "checkpoint/")
 
 
 def write_recipe(folder: Path, **top: Any) -> Path:

@@ -48,7 +48,7 @@ def test_kill_and_resume(tmp_path, uninterrupted, how):
     assert [untimed(row) for row in rows(run)] == uninterrupted
 
 
-SAVED = ("checkpoint.every=3", "checkpoint.keep=9")
+SAVED = ("checkpoint.every=3", "checkpoint.keep_last=9")
 WARM = ("training.warm_start.steps=8", "run.steps=4", "algorithm.kl_coef=0.05", *SAVED)
 
 

@@ -115,7 +115,8 @@ def test_rank_0_has_the_weights_and_a_checkpoint_restores_the_updates(tmp_path):
             ]:
                 await trainer.push(n, [sample(key[0], 5)])
             await trainer.update(batch)
-            await trainer.save(str(tmp_path))
+            await trainer.snapshot()
+            await trainer.write(str(tmp_path))
         assert [p.name for p in tmp_path.iterdir()] == ["emulated_trainer.json"]
         to = Receivers(("engine-0",))
         assert await ranks[0].weight_plan() == WeightPlan(1, every_rank=False)

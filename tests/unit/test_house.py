@@ -20,8 +20,10 @@ COMMON = (
     *("gcore.hub", "gcore.models", "gcore.decoders", "gcore.content"),
 )
 ALSO = {
-    "simulate": ("gcore.placement", "gcore.generation.routing"),  # what is simulated is the code of a run
-    "training": ("gcore.weights", "gcore.checkpoint.tensors"),  # it holds a WeightPublisher, and saves its shards
+    # what is simulated is the code of a run; the emulated trainer writes a file of a checkpoint
+    "simulate": ("gcore.placement", "gcore.generation.routing", "gcore.checkpoint.store"),
+    # it holds a WeightPublisher, and saves its shards
+    "training": ("gcore.weights", "gcore.checkpoint.tensors", "gcore.checkpoint.writer"),
     "generation": ("gcore.weights",),  # an engine holds a WeightReceiver
 }
 PURE = (

@@ -41,6 +41,7 @@ from tests.unit.test_training import (
     network_of,
     same,
     samples_of,
+    save_state,
     trainer_of,
     update,
     weights_of,
@@ -265,7 +266,7 @@ def train_as(rank: int, size: int, shard: int, folder: Path, dtype: torch.dtype 
         keys = {k for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows for k in row}
         norms.append(update(trainer, [s for s in samples if s.key in keys], batch).grad_norm)
     folder.mkdir(exist_ok=True)
-    asyncio.run(trainer.save(str(folder)))
+    save_state(trainer, folder)
     (folder / "norms.json").write_text(json.dumps(norms))
 
 
@@ -306,7 +307,7 @@ def test_two_ranks_train_as_one(tmp_path):
 def test_state_round_trip_is_exact_and_small(tmp_path, kl_coef):
     config = lora_of(algorithm={"kl_coef": kl_coef}, training={"schedule": "linear"})
     trainer, samples = trained(config), samples_of()
-    asyncio.run(trainer.save(str(tmp_path)))
+    save_state(trainer, tmp_path)
     names = {"trainer.json", "weights", "optimizer"} | ({"reference"} if kl_coef else set())
     assert {path.name for path in tmp_path.iterdir()} == names
     numbers = sum(value.size for value in weights_of(trainer).values())
@@ -330,7 +331,7 @@ def test_checkpoints_of_another_kind_are_refused(tmp_path):
     full, small = tmp_path / "full", tmp_path / "small"
     for folder, config in ((full, config_of()), (small, lora_of())):
         folder.mkdir()
-        asyncio.run(trained(config, 1).save(str(folder)))
+        save_state(trained(config, 1), folder)
     cases = [
         (full, lora_of(), r"holds all weights, and this run trains adapters; resume without model\.lora"),
         (small, config_of(), r"holds adapters, and this run trains all weights; resume with the model\.lora"),
@@ -396,8 +397,7 @@ def test_an_export_is_merged_and_peft_reads_the_adapters_beside_it(tmp_path):
     config = lora_of(run={"dir": str(tmp_path), "name": "run"})
     trainer, run = trained(config), tmp_path / "run"
     partial = store.begin(run, 3, 0)
-    asyncio.run(trainer.save(str(partial)))
-    store.commit(partial, {}, keep=1)
+    store.commit(partial, save_state(trainer, partial).files, {})
     (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     folder = tmp_path / "out" / "model"
     assert export(run, folder) == 24

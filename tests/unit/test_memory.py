@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gcore.config.tree import Config
 from gcore.models import make_empty
@@ -38,7 +39,7 @@ from gcore.training.rank import TrainerRank
 from gcore.weights import bucket
 from gcore.weights.publisher import WeightPublisher
 from tests.contract.test_families import family
-from tests.unit.test_training import CPU, config_of, samples_of, update
+from tests.unit.test_training import CPU, config_of, samples_of, save_state, update
 
 STATUS = Path("/proc/self/status")
 RANKS = 4
@@ -125,7 +126,8 @@ def run_all(rank: int, model: Path, folder: Path) -> dict[str, int]:
         for index in range(num_buckets):
             asyncio.run(trainer.weight_bucket(index, Receivers(())))
     with memory.phase("save"):
-        asyncio.run(trainer.save(str(folder)))
+        save_state(trainer, folder)
+        dist.barrier()
     with memory.phase("load"):
         asyncio.run(trainer.load(str(folder)))
     return memory.close()

@@ -54,7 +54,7 @@ from gcore.protocols import (
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import Answer
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle
-from gcore.types import Completion, Finish, Prompt, Request, Rollout, Sample, SamplingParams, TrainBatch
+from gcore.types import Completion, Finish, Prompt, Request, Rollout, Sample, SamplingParams, TrainBatch, Written
 
 GOAL, STEPS, SIGMA = 6.0, 6, 0.5  # the best policy pushes by GOAL / STEPS
 NO_PUSHES = np.zeros(0, np.float32)
@@ -219,8 +219,14 @@ class PushTrainer:
     async def weight_bucket(self, index: int, receivers: Receivers) -> dict[str, np.ndarray]:
         return {"mean": np.array([self.mean])}
 
-    async def save(self, folder: str) -> None:
-        (Path(folder) / "mean.json").write_text(json.dumps(self.mean))
+    async def snapshot(self) -> int:
+        self._staged = json.dumps(self.mean).encode()
+        return len(self._staged)
+
+    async def write(self, folder: str) -> Written:
+        return Written({"mean.json": checkpoints.write_file(Path(folder) / "mean.json", [self._staged])})
+
+    async def abandon(self) -> None: ...
 
     async def load(self, folder: str, begun: bool = True) -> None:
         self.mean = json.loads((Path(folder) / "mean.json").read_text())
@@ -246,6 +252,8 @@ class Closeness:
 class Goals:
     """Prompts, in place of prompts.source.PromptSource."""
 
+    digest = "goals"
+
     def __len__(self) -> int:
         return 64
 
@@ -262,7 +270,7 @@ def config_of(folder: Path, steps: int, sampling: dict[str, Any]) -> Config:
             "generation": {"max_response_length": STEPS},
             "rewards": {"functions": [{"name": "exact", "path": "gcore.rewarding.rules:exact_answer"}]},
             "sampling": {"prompts_per_step": 8, "samples_per_prompt": 4, **sampling},
-            "checkpoint": {"every": 2, "keep": 9},
+            "checkpoint": {"every": 2, "keep_last": 9},
         }
     )
 
@@ -306,8 +314,8 @@ class World:
         config, source, dispatcher = setup.config, Goals(), setup.dispatcher
         rest = config.sampling, setup.group_filter, setup.status.report, source, lambda: dispatcher.version
         collector = Collector(setup.workflow, setup.sample_context(), setup.controllers, *rest)  # type: ignore[arg-type]
-        info = await dispatcher.open()
-        checkpointer = Checkpointer(setup, source, collector, info.num_parameters)  # type: ignore[arg-type]
+        await dispatcher.open()
+        checkpointer = Checkpointer(setup, source, collector)  # type: ignore[arg-type]
         found, step = await checkpointer.find(), 0
         if found is not None:
             step = (await checkpointer.restore(found)).step

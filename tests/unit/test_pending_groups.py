@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore.checkpoint.pending_groups import load_pending_groups, save_pending_groups
+from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
 from gcore.content.tokens import Tokens
 from gcore.types import Prompt, Rollout, Scored
 
@@ -60,7 +60,7 @@ def plain(group: list[Scored]) -> list[Any]:
 
 def test_what_is_read_is_what_was_written(tmp_path: Path):
     groups = [group_of(12, 4), group_of(3, 1), group_of(40, 5)]
-    save_pending_groups(tmp_path, 0, groups)
+    write_pending_groups(tmp_path, 0, groups)
     found = load_pending_groups(tmp_path, prompt_at)
     assert [plain(group) for group in found] == [plain(group) for group in groups]
     assert [s.rollout.version for s in found[0]] == [s.rollout.version for s in groups[0]]
@@ -71,7 +71,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path):
 def test_everyone_writes_and_everyone_reads_all(tmp_path: Path):
     written = {rank: [group_of(100 * rank + i, 2, rank) for i in range(rank % 3)] for rank in range(12)}
     for rank, groups in written.items():
-        save_pending_groups(tmp_path, rank, groups)
+        write_pending_groups(tmp_path, rank, groups)
     asked: list[int] = []
 
     def at(number: int) -> Prompt:
@@ -86,13 +86,13 @@ def test_everyone_writes_and_everyone_reads_all(tmp_path: Path):
 
 
 def test_nothing_waits_nothing_is_written(tmp_path: Path):
-    save_pending_groups(tmp_path, 0, [])
+    write_pending_groups(tmp_path, 0, [])
     assert list(tmp_path.iterdir()) == [] and load_pending_groups(tmp_path, prompt_at) == []
 
 
 @pytest.mark.parametrize("reward", [float("inf"), float("-inf"), 1e-300, -0.0, 3])
 def test_rewards_come_back_exactly(tmp_path: Path, reward: float):
     (sample, *_) = group_of(1, 1)
-    save_pending_groups(tmp_path, 0, [[Scored(sample.rollout, reward, {})]])
+    write_pending_groups(tmp_path, 0, [[Scored(sample.rollout, reward, {})]])
     (((found,),)) = load_pending_groups(tmp_path, prompt_at)
     assert (found.reward, np.signbit(found.reward), found.parts) == (reward, np.signbit(reward), {})

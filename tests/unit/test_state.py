@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM
 
@@ -33,6 +34,7 @@ from tests.unit.test_training import (
     load_tokenizer,
     network_of,
     samples_of,
+    save_state,
     trainer_of,
     update,
     weights_of,
@@ -77,7 +79,8 @@ def _rank(rank: int, address: str, folder: str) -> None:
         assert trainer.updates == 3
         target = Path(folder) / f"{shard}"
         target.mkdir(exist_ok=True)
-        asyncio.run(trainer.save(str(target)))
+        save_state(trainer, target)
+        dist.barrier()
         source = target
 
 
@@ -90,7 +93,7 @@ def test_ranks_load_what_other_numbers_of_ranks_saved(tmp_path):
     for seed in range(3):
         update(trainer, samples_of(seed), batch_of(samples_of(seed)))
     (tmp_path / "1").mkdir()
-    asyncio.run(trainer.save(str(tmp_path / "1")))
+    save_state(trainer, tmp_path / "1")
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(i, address, str(tmp_path)), daemon=True) for i in range(4)]
     for rank in ranks:
@@ -103,7 +106,7 @@ def test_ranks_load_what_other_numbers_of_ranks_saved(tmp_path):
     assert len(expected) == 24 * 5
     for shard in ("4", "2"):
         assert_equal(everything(tmp_path / shard), expected)
-    sizes = [file.stat().st_size for file in sorted((tmp_path / "4" / "weights").glob("*.distcp"))]
+    sizes = [file.stat().st_size for file in sorted((tmp_path / "4" / "weights").glob("*.safetensors"))]
     assert len(sizes) == 4 and max(sizes) < 0.5 * sum(sizes)  # every rank wrote its part
     again = trainer_of(config_of(**SECTIONS, run={"seed": 99}))
     asyncio.run(again.load(str(tmp_path / "2")))
@@ -115,7 +118,7 @@ def test_ranks_load_what_other_numbers_of_ranks_saved(tmp_path):
 
 def test_before_the_first_update_there_are_no_moments(tmp_path):
     trainer, other = trainer_of(config_of()), trainer_of(config_of(run={"seed": 99}))
-    asyncio.run(trainer.save(str(tmp_path)))
+    save_state(trainer, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"trainer.json", "weights"}
     samples = samples_of()
     update(other, samples, batch_of(samples))
@@ -125,21 +128,17 @@ def test_before_the_first_update_there_are_no_moments(tmp_path):
 
 
 def test_without_a_reference_a_kl_is_refused(tmp_path):
-    asyncio.run(trainer_of(config_of()).save(str(tmp_path)))
+    save_state(trainer_of(config_of()), tmp_path)
     with pytest.raises(UserError, match=r"has no reference model: it was saved with algorithm\.kl_coef=0"):
         asyncio.run(trainer_of(config_of(**SECTIONS)).load(str(tmp_path)))
 
 
-def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path, monkeypatch):
-    def written_elsewhere(state: Any, storage_writer: Any) -> Any:
-        metadata = written(state, storage_writer=storage_writer)
-        (tmp_path / "__0_0.distcp").unlink()
-        return metadata
-
-    written = tensors.save
-    monkeypatch.setattr(tensors, "save", written_elsewhere)
-    with pytest.raises(UserError, match=r"lacks __0_0\.distcp, which another trainer rank wrote"):
-        tensors.write(tmp_path, {"a": torch.ones(3)})
+def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
+    partial = store.begin(tmp_path, 1, 0)
+    files = save_state(trainer_of(config_of()), partial).files
+    elsewhere = {"weights/1-0.safetensors": {"bytes": 10, "sha256": "0"}}
+    with pytest.raises(UserError, match=r"lacks weights/1-0\.safetensors, which another process wrote.*run\.dir"):
+        store.commit(partial, {**files, **elsewhere}, {})  # type: ignore[dict-item]
 
 
 # --- export
@@ -150,8 +149,7 @@ def checkpoint_of(tmp_path: Path, config: Any) -> Any:
     trainer, samples = trainer_of(config), samples_of()
     update(trainer, samples, batch_of(samples))
     partial = store.begin(config.run.folder, 1, 0)
-    asyncio.run(trainer.save(str(partial)))
-    store.commit(partial, {}, keep=1)
+    store.commit(partial, save_state(trainer, partial).files, {})
     (config.run.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     network = network_of(config)
     network.load_state_dict({k: torch.from_numpy(v) for k, v in weights_of(trainer).items()}, strict=False)

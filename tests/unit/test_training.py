@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from gcore.training.lora import trainable_parameters
 from gcore.training.micro import StepData, step_columns, to_tensors
 from gcore.training.rank import TrainerRank
 from gcore.training.schedule import learning_rate
-from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch
+from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch, Written
 from gcore.weights.bucket import PACKED, pack_bucket, to_host_memory, unpack_bucket
 from tests.e2e.helpers import RECIPE
 
@@ -105,6 +106,16 @@ def update(trainer: TrainerRank, samples, batch: TrainBatch) -> UpdateStats:
         return await trainer.update(batch)
 
     return asyncio.run(run())
+
+
+def save_state(trainer: TrainerRank, folder: Path | str) -> Written:
+    async def run():
+        assert await trainer.snapshot() > 0
+        return await trainer.write(str(folder))
+
+    written = asyncio.run(run())
+    assert not written.error
+    return written
 
 
 def weights_of(trainer: TrainerRank) -> dict[str, np.ndarray]:
@@ -577,7 +588,7 @@ def test_state_round_trip_is_exact(tmp_path, kl_coef):
     asyncio.run(trainer.begin())
     for seed in range(3):
         update(trainer, samples_of(seed), batch_of(samples_of(seed)))
-    asyncio.run(trainer.save(str(tmp_path)))
+    save_state(trainer, tmp_path)
     names = {"trainer.json", "weights", "optimizer"} | ({"reference"} if kl_coef else set())
     assert {path.name for path in tmp_path.iterdir()} == names
 
@@ -618,7 +629,7 @@ def test_off_load_changes_no_number(tmp_path, monkeypatch, offload):
             update(trainer, samples_of(seed), batch_of(samples_of(seed), mini_batches=2))
             weights_of(trainer)
     assert same(weights_of(plain), weights_of(moved)) and same(state_of(plain), state_of(moved))
-    asyncio.run(moved.save(str(tmp_path)))
+    save_state(moved, tmp_path)
     other = trainer_of(moved._config)
     asyncio.run(other.load(str(tmp_path)))
     for trainer in (plain, other):

@@ -1,0 +1,189 @@
+"""Writes the shards of one rank in the background. One save at a time.
+
+    stage ──references to shards──> thread: copy ──> host memory (reused) ──write──> threads: files, read again
+    fence: wait until they are copied                                              └──checksums of the copy
+
+`stage` returns at once. Whoever changes or moves the shards calls `fence` first; then the shards are free, and the rest
+works on the copy. Nothing here is a collective.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcore.checkpoint.store import write_file
+from gcore.checkpoint.tensors import Shard, header, split_into_files
+from gcore.types import FileEntry, Written
+
+BLOCK_BYTES = 2**30  # of pinned host memory: PyTorch rounds every pinned allocation up to a power of 2
+PIECE_BYTES = 2**25  # between two checks whether the save was abandoned
+WRITER_THREADS = 4  # one thread does not reach the bandwidth of a fast disk, because it also computes checksums
+
+
+class Abandoned(Exception):
+    """The save was abandoned."""
+
+
+class HostMemory:
+    """Bytes in host memory, in blocks. They are kept for the next save."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned, self._blocks = pinned, list[Tensor]()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._blocks))
+
+    def reserve(self, num_bytes: int) -> None:
+        while (missing := num_bytes - self.num_bytes) > 0:
+            size = min(missing, BLOCK_BYTES)
+            if self._pinned:
+                size = 1 << (size - 1).bit_length()
+            self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+
+    def pieces(self, start: int, end: int) -> Iterator[Tensor]:
+        """The bytes from `start` to `end`."""
+        for block in self._blocks:
+            if start < len(block) and end > 0:
+                yield block[max(start, 0) : end]
+            start, end = start - len(block), end - len(block)
+
+
+class BackgroundWriter:
+    """`device`: of the shards."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._memory: dict[str, HostMemory] = {}
+        self._versions: dict[str, Any] = {}  # of what the host memory of a group holds
+        self._groups: dict[str, list[Shard]] = {}  # of the staged save; without values once they are copied
+        self._copied: Future[float] | None = None
+        self._written: Future[Written] | None = None
+        self._abandoned = threading.Event()
+        self._waited_s = 0.0
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the copies."""
+        return sum(memory.num_bytes for memory in self._memory.values())
+
+    def stage(self, groups: Mapping[str, Sequence[Shard]], versions: Mapping[str, Any]) -> int:
+        """Start to copy the shards of each group; returns the number of bytes to write. A group with a version is not
+        copied again while its version stays the same."""
+        assert self._copied is None or (self._written is not None and self._written.done()), "one save at a time"
+        self._abandoned.clear()
+        self._written = None
+        self._waited_s = 0.0
+        self._groups = {name: list(shards) for name, shards in groups.items()}
+        ready = None
+        if self._device.type == "cuda":  # what the compute stream has queued comes before the copy
+            ready = torch.cuda.current_stream(self._device).record_event()
+        due = [name for name in groups if name not in versions or self._versions.get(name) != versions[name]]
+        for name in due:
+            self._versions.pop(name, None)
+        self._copied = self._thread.submit(self._copy_all, due, dict(versions), ready)
+        return sum(shard.num_bytes for shards in groups.values() for shard in shards)
+
+    def fence(self) -> None:
+        """Wait until the shards are copied. Call before they change or move."""
+        if self._copied is not None and not self._copied.done():
+            started = time.perf_counter()
+            self._copied.exception()
+            self._waited_s += time.perf_counter() - started
+
+    def write(self, folder: Path, extra: Mapping[str, bytes]) -> Future[Written]:
+        """Start to write the staged shards, and `extra` files, to `folder`. The result says if it failed."""
+        assert self._copied is not None and self._written is None, "`write` follows `stage`, once"
+        self._written = self._thread.submit(self._write_all, folder, dict(extra))
+        return self._written
+
+    def abandon(self) -> None:
+        """Stop the save, if there is one, and wait until no file of it is written any more."""
+        self._abandoned.set()
+        for running in (self._copied, self._written):
+            if running is not None:
+                running.exception()
+        self._copied = self._written = None
+
+    # ---- the thread -----------------------------------------------------------------------------------------------
+
+    def _copy_all(self, names: Sequence[str], versions: Mapping[str, Any], ready: Any) -> float:
+        started = time.perf_counter()
+        if ready is None:
+            self._copy(names)
+        else:
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_event(ready)
+            with torch.cuda.stream(stream):
+                self._copy(names)
+            stream.synchronize()
+        self._versions |= {name: versions[name] for name in names if name in versions}
+        # References would keep memory alive that an off-load wants to free.
+        self._groups = {
+            name: [replace(shard, values=shard.values.to("meta")) for shard in shards]
+            for name, shards in self._groups.items()
+        }
+        return time.perf_counter() - started
+
+    def _copy(self, names: Sequence[str]) -> None:
+        for name in names:
+            memory = self._memory.setdefault(name, HostMemory(pinned=self._device.type == "cuda"))
+            shards = [shard for file in split_into_files(self._groups[name]) for shard in file]
+            memory.reserve(sum(shard.num_bytes for shard in shards))
+            start = 0
+            for shard in shards:
+                source, end = _bytes_of(shard.values), start + shard.num_bytes
+                for piece in memory.pieces(start, end):
+                    piece.copy_(source[: len(piece)], non_blocking=True)
+                    source = source[len(piece) :]
+                start = end
+
+    def _write_all(self, folder: Path, extra: Mapping[str, bytes]) -> Written:
+        assert self._copied is not None
+        started = time.perf_counter()
+        try:
+            copy_s = self._copied.result()
+            files = {name: write_file(folder / name, [content]) for name, content in extra.items()}
+            for group in self._groups:
+                (folder / group).mkdir(exist_ok=True)
+            with ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="checkpoint") as threads:
+                jobs = {name: threads.submit(job, folder / name) for name, job in self._jobs()}
+                files |= {name: job.result() for name, job in jobs.items()}
+        except (OSError, Abandoned) as error:
+            return Written({}, error=f"{type(error).__name__}: {error}")
+        return Written(files, self._waited_s, copy_s, time.perf_counter() - started)
+
+    def _jobs(self) -> Iterator[tuple[str, Callable[[Path], FileEntry]]]:
+        """One per file: its path in the folder, and what writes it."""
+        for group, shards in self._groups.items():
+            start = 0
+            for number, file in enumerate(split_into_files(shards)):
+                end = start + sum(shard.num_bytes for shard in file)
+                pieces = self._memory[group].pieces(start, end)
+                yield f"{group}/{self._rank}-{number}.safetensors", self._job(header(file), pieces)
+                start = end
+
+    def _job(self, head: bytes, pieces: Iterator[Tensor]) -> Callable[[Path], FileEntry]:
+        def contents() -> Iterator[Any]:
+            yield head
+            for piece in pieces:
+                for part in piece.split(PIECE_BYTES):
+                    if self._abandoned.is_set():
+                        raise Abandoned("abandoned")
+                    yield part.numpy()
+
+        return lambda path: write_file(path, contents())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

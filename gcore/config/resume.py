@@ -1,0 +1,49 @@
+"""Which keys a resumed run may change: those that decide where and how fast it runs, but not what it computes.
+
+redacted tree of the checkpoint, tree of this run ──changes──> ["training.lr: 1e-06 -> 1e-05"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+FREE = (
+    *("run.name", "run.dir", "run.resume", "run.resume_anyway", "controllers", "runtime"),
+    *("run.max_restarts", "run.hang_s", "run.no_progress_s", "faults*"),
+    *("placement.*", "checkpoint.*", "observe.*"),
+    *("training.compile", "training.activation_checkpointing", "training.offload", "training.max_tokens_per_gpu"),
+    *("training.max_bad_updates", "*.emulated*"),
+    # The content of the prompts is compared by its checksum.
+    *("data.eval*", "data.max_prompt_length", "data.system_prompt"),
+    *(f"data.train.{name}" for name in ("path", "subset", "split", "revision", "size", "task", "args*")),
+    # resources, patience and addresses
+    *("*.device", "*.max_concurrent", "*.min_step_s", "*.gpu_memory_utilization", "*.tensor_parallel", "*.eager"),
+    *("*.sleep", "*.timeout_s", "*.retries", "*.attempts", "*.replicas", "*.workers", "*.recycle_after"),
+    *("*.max_error_frac", "*.token_env", "*.url", "*.max_tokens_per_batch"),
+)
+UNSET = "not set"
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Keys whose change makes the results differ from those of one uninterrupted run."""
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    free = list(FREE)
+    if old.get("training.schedule") == new.get("training.schedule") == "constant":
+        free.append("run.steps")  # other schedules end with the last step
+    return [
+        f"{key}: {old.get(key, UNSET)} -> {new.get(key, UNSET)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, UNSET) != new.get(key, UNSET) and not any(fnmatchcase(key, pattern) for pattern in free)
+    ]
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """("training.lr", 1e-6), ("rewards.functions.0.name", "exact"), ..."""
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else None
+    if items is None:
+        yield path, tree
+        return
+    for name, value in items:
+        yield from _leaves(value, f"{path}.{name}" if path else str(name))
