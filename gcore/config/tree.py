@@ -177,6 +177,10 @@ class Training(Section):
     compile: bool | Auto = "auto"
     """Compile each decoder layer: faster steps after about ten seconds in the first one. `auto`: on GPUs; a layer that
     does not compile runs eagerly, with a warning in the trainer's log."""
+    context_attention: Literal["auto", "ulysses", "ring"] = "auto"
+    """How ranks that share a sequence compute its attention. `ulysses`: each computes some heads of the whole sequence;
+    their number must divide the heads. `ring`: keys and values pass from rank to rank. `auto`: `ulysses` where it is
+    possible. See docs/long_context.md."""
     activation_checkpointing: bool | Auto = "auto"
     """Keep only the input of each decoder layer and recompute the rest in the backward pass: less memory, about a third
     more compute. `auto`: only if the activations of `max_tokens_per_gpu` tokens do not fit on the GPU beside the rest;

@@ -3,9 +3,9 @@
     network ──tensor parallel──> matrices split within a group of ranks ──fully_shard──> every rank holds its shards
 
 Ranks form a mesh of copies x shards x tensor. The ranks of a `tensor` group compute the same micro-batch together; all
-other ranks have their own: they are the data-parallel ranks. Loss denominators are global. FSDP averages gradients over
-data-parallel ranks, so the loss is multiplied by their number: the gradient is that of one process that holds the
-whole batch.
+other ranks are the data-parallel ranks. Each has its own micro-batch, or shares one with its neighbours (context.py).
+Loss denominators are global. FSDP averages gradients over data-parallel ranks, so the loss is multiplied by their
+number: the gradient is that of one process that holds the whole batch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
-from gcore.training import loading, lora, state, tensor_parallel, varlen
+from gcore.training import context, loading, lora, state, tensor_parallel, varlen
 from gcore.training.backend import NetworkName, Snapshot
 from gcore.training.logprob_model import LogprobModel
-from gcore.training.micro import StepData, step_columns, to_tensors
+from gcore.training.micro import Packed, StepData, step_columns, to_tensors
 from gcore.training.objective import Metrics, Objective, StepOutputs, to_metrics
 from gcore.training.optimizer import Optimizer
 from gcore.training.shards import local_of, reshard
@@ -57,6 +57,7 @@ class FsdpBackend:
         self._shard_size, self._tensor_size, self._data_size = shard, tensor, world // tensor
         shape = (world // shard // tensor, shard, tensor)
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "tensor"))
+        self._context_groups = context.ContextGroups(self._data_size, tensor)
         self._summed: tuple[str, ...] = ()  # parameters whose gradients are summed over the tensor group
         offload, compiles = config.training.offload, config.training.compile
         self._offload = "none" if offload == "auto" else offload  # on GPUs, controller/build.py has decided
@@ -76,8 +77,6 @@ class FsdpBackend:
     def _shard(self, network: Any) -> LogprobModel:
         model = LogprobModel(network, self._compiles).train()
         self._varlen = varlen.usable(network, self.device, self._dtype)
-        if self._varlen:
-            varlen.install(network)
         if self._config.training.activation_checkpointing is True:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self._tensor_size > 1:
@@ -145,13 +144,22 @@ class FsdpBackend:
         num_parameters = sum(p.numel() for p in lora.trainable_parameters(network).values())
         return TrainerInfo(num_parameters, network.config.hidden_size)
 
+    def _pack(self, micro: MicroBatch, data: StepData) -> Packed:
+        if micro.context == 1 or not micro.rows:
+            return to_tensors(micro, data.samples, self.device, self._varlen)
+        wanted = self._config.training.context_attention
+        method = context.choose_method(self.policy.network.config, micro.context, self._tensor_size, wanted)
+        multiple = context.padding_of(micro.context, method)
+        packed = to_tensors(micro, data.samples, torch.device("cpu"), varlen=True, multiple=multiple)
+        return context.split(packed, self._context_groups.of(micro.context), method, self.device)
+
     @torch.no_grad()
     def logprobs(self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData) -> dict[Key, Tensor]:
         found: dict[Key, Tensor] = {}
         with self._network(network) as model:
             for micro in micros:
-                packed = to_tensors(micro, data.samples, self.device, self._varlen)
-                logprobs_S, _ = model(*packed.inputs)
+                packed = self._pack(micro, data)
+                logprobs_S, _ = packed.joined(*model(*packed.inputs))
                 for i, key in enumerate(packed.keys):
                     found[key] = logprobs_S[packed.sample_S == i]
             reshard(model)  # FSDP does so by itself only in a backward pass
@@ -163,13 +171,14 @@ class FsdpBackend:
         metrics: list[Metrics] = []
         self._on_device(self.policy)
         for count, micro in enumerate(micros, start=1):
-            packed = to_tensors(micro, data.samples, self.device, self._varlen)
+            packed = self._pack(micro, data)
             columns = step_columns(packed, data, self.device)
             # Copies are summed once per mini-batch. Shards at once: otherwise each rank would hold all gradients.
             cast(FSDPModule, self.policy).set_requires_gradient_sync(count == len(micros) or self._shard_size > 1)
-            loss, parts = objective(StepOutputs(*self.policy(*packed.inputs)), columns)
+            outputs = StepOutputs(*packed.joined(*self.policy(*packed.inputs)))
+            loss, parts = objective(outputs, columns)
             (loss * self._data_size).backward()
-            metrics.append(parts)
+            metrics.append({name: part.shared_by(micro.context) for name, part in parts.items()})
         return to_metrics(metrics)
 
     def step(self, lr: float) -> float:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gcore.decoders import as_argument, traits_of
+from gcore.training import attention
+from gcore.training.context import Sharing
 from gcore.training.fused_head import Scaling, token_logprobs
 
 MASKED_LOGIT = -1e9  # its probability and gradient are 0; with -infinity, 0 * infinity would give NaN
@@ -23,6 +25,8 @@ class LogprobModel(nn.Module):
         super().__init__()
         self.network, self.compiled = network, compiled
         self.traits = traits_of(network.config)
+        self.attention = network.config._attn_implementation  # of rows with a mask
+        attention.register()
 
     def forward(
         self,
@@ -36,15 +40,20 @@ class LogprobModel(nn.Module):
         candidate_counts_S: Tensor | None = None,
         starts: Tensor | None = None,
         longest: int = 0,
+        sharing: Sharing | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`candidate_*`: the tokens that could be sampled per step, as in content.tokens.SamplingMask; None: all.
-        `starts`, `longest`: of the samples, where all are in one row and the attention needs no mask (varlen.py)."""
-        attention: dict[str, Any] = {}  # one sample per row: transformers makes positions and mask
+        `starts`, `longest`: of the samples, where all are in one row and the attention needs no mask (varlen.py).
+        `sharing`: this rank has a part of that row (context.py)."""
+        # Layers that are computed again in the backward pass read it then: it stays until the next forward pass.
+        self.network.config._attn_implementation = self.attention if starts is None else attention.NAME
+        options: dict[str, Any] = {}  # one sample per row: transformers makes positions and mask
         if starts is not None:
-            attention = {"position_ids": positions_RW, "cu_seq_lens_q": starts, "max_length_q": longest}
+            options = {"position_ids": positions_RW, "cu_seq_lens_q": starts, "max_length_q": longest}
+            options |= {} if sharing is None else {"sharing": sharing}
         elif mask is not None:
-            attention = {"position_ids": positions_RW, "attention_mask": self._masks(mask)}
-        hidden = self.network.get_decoder()(input_ids=tokens_RW, use_cache=False, **attention).last_hidden_state
+            options = {"position_ids": positions_RW, "attention_mask": self._masks(mask)}
+        hidden = self.network.get_decoder()(input_ids=tokens_RW, use_cache=False, **options).last_hidden_state
         hidden_SD = hidden.flatten(0, 1)[select_S]
         head = self.network.get_output_embeddings()
         chunk = max(1, LOGITS_AT_ONCE // head.weight.shape[0])

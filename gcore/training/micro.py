@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -19,12 +19,19 @@ from gcore.content.tokens import SamplingMask, Tokens, tokens_of
 from gcore.training.varlen import rounded
 from gcore.types import Key, MicroBatch, Sample
 
+if TYPE_CHECKING:
+    from gcore.training.context import Sharing
+
 ColumnName = Literal["old_logprobs", "ref_logprobs", "advantages"]
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """R rows of W tokens; S response steps in all. The logits at flat positions `select_S` predict `targets_S`."""
+    """R rows of W tokens; S response steps in all. The logits at flat positions `select_S` predict `targets_S`.
+
+    With `sharing`, the inputs of the network are those of this rank: a part of the tokens and of the steps. `sample_S`
+    and `keys` are of all steps.
+    """
 
     tokens_RW: Tensor
     positions_RW: Tensor
@@ -38,6 +45,7 @@ class Packed:
     longest: int = 0  # varlen: of the samples, rounded up
     sampling_mask: tuple[Tensor, Tensor] | None = None  # ids_K, counts_S, as in content.tokens.SamplingMask
     is_padding: bool = False  # dummy batch so that this rank joins the collectives
+    sharing: Sharing | None = None  # varlen: the ranks that have the other parts of the row
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -52,7 +60,12 @@ class Packed:
             *(self.sampling_mask or (None, None)),
             self.starts,
             self.longest,
+            self.sharing,
         )
+
+    def joined(self, logprobs_S: Tensor, entropy_S: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs of all steps, from those of LogprobModel.forward."""
+        return (logprobs_S, entropy_S) if self.sharing is None else self.sharing.join(logprobs_S, entropy_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +94,21 @@ class StepData:
 
 
 def to_tensors(
-    batch: MicroBatch, samples: Mapping[tuple[int, int], Sample], device: torch.device, varlen: bool = False
+    batch: MicroBatch,
+    samples: Mapping[tuple[int, int], Sample],
+    device: torch.device,
+    varlen: bool = False,
+    multiple: int = 1,
 ) -> Packed:
-    """`varlen`: all samples in one row as long as they are, for attention that needs no mask (varlen.py)."""
+    """`varlen`: all samples in one row as long as they are, for attention that needs no mask (varlen.py). `multiple`:
+    then, each sample is padded to a multiple of it, at its end."""
+
+    def padded(length: int) -> int:
+        return -(-length // multiple) * multiple
+
     if varlen:
         keys = tuple(key for row in batch.rows for key in row)
-        total = sum(samples[key].content.size for key in keys)
+        total = sum(padded(samples[key].content.size) for key in keys)
         batch = MicroBatch((keys,) if keys else (), max(total, batch.width if not keys else 0))
     num_rows, width = max(len(batch.rows), 1), batch.width
     tokens = np.zeros((num_rows, width), np.int64)
@@ -104,14 +126,14 @@ def to_tensors(
             select.append(r * width + start + np.arange(first - 1, length - 1))
             ordered.append(sample)
             contents.append(content)
-            start += length
+            start += padded(length)
     if not ordered:
         return _padding(tokens, positions, device, varlen)
     segment_RW = torch.from_numpy(segments)
     mask = starts = None
     longest = 0
     if varlen:
-        lengths = [content.size for content in contents]
+        lengths = [padded(content.size) for content in contents]
         starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         longest = rounded(max(lengths))
     elif any(len(row) > 1 for row in batch.rows):

@@ -29,6 +29,10 @@ class Part(NamedTuple):
     weight: Tensor
     reducer: Literal["mean", "max"] = "mean"
 
+    def shared_by(self, num_ranks: int) -> Part:
+        """The part of one rank, if this many ranks computed this one together. Their sum counts it once."""
+        return self if self.reducer == "max" else Part(self.total / num_ranks, self.weight / num_ranks)
+
 
 Metrics = dict[str, Part]
 

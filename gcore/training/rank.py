@@ -157,7 +157,10 @@ class TrainerRank:
         algorithm = self._config.algorithm
         kl = self._kl(batch) if algorithm.kl_per_step else {}
         advantages = {key: batch.advantages[key] for key in batch.keys}
-        found = step_advantages(self._data.samples, advantages, kl, algorithm, self.backend.sum_over_ranks)
+        micros = [micro for mini in batch.mini_batches for micro in mini.micro_batches]
+        holders = {key: micro.context for micro in micros for row in micro.rows for key in row}
+        sum_over_ranks = self.backend.sum_over_ranks
+        found = step_advantages(self._data.samples, advantages, kl, algorithm, sum_over_ranks, holders)
         self._data.columns["advantages"] = {
             key: torch.from_numpy(values).to(self.backend.device) for key, values in found.items()
         }

@@ -51,18 +51,22 @@ def step_advantages(
     kl: Mapping[Key, Floats],
     algorithm: Algorithm,
     sum_over_ranks: Callable[[Array], Array],
+    num_holders: Mapping[Key, int] | None = None,
 ) -> dict[Key, Floats]:
     """`advantages`: one per sample. `kl`: per step, to the reference model; used if the KL is part of the reward and
-    the estimator charges it to each step. `sum_over_ranks`: a collective, for estimators that whiten."""
+    the estimator charges it to each step. `sum_over_ranks`: a collective, for estimators that whiten. `num_holders`:
+    data-parallel ranks that have the sample; default: 1. The sum counts each sample once."""
     found: dict[Key, Array] = {}
     for key, advantage in advantages.items():
         found[key] = np.full(samples[key].num_steps, advantage)
         if algorithm.kl_per_step:
             found[key] -= algorithm.kl_coef * kl_to_come(kl[key], samples[key].mask_S)
     if algorithm.estimator.whiten:
-        actions = [values[samples[key].mask_S] for key, values in found.items()]
-        own = Moments.of(np.concatenate([np.zeros(0), *actions]))
-        moments = Moments(*sum_over_ranks(np.array([own.count, own.total, own.squares])))
+        own = np.zeros(3)
+        for key, values in found.items():
+            moments = Moments.of(values[samples[key].mask_S])
+            own += np.array([moments.count, moments.total, moments.squares]) / (num_holders or {}).get(key, 1)
+        moments = Moments(*sum_over_ranks(own))
         found = {key: whiten(values, moments) for key, values in found.items()}
     return {key: values.astype(np.float32) for key, values in found.items()}
 

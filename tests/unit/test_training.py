@@ -26,7 +26,6 @@ from gcore.protocols import Receivers, Rendezvous, UpdateStats
 from gcore.runtime.gloo import join
 from gcore.training import logprob_model as policy_module
 from gcore.training import optimizer as optimizer_module
-from gcore.training import varlen
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.lora import trainable_parameters
@@ -148,8 +147,6 @@ def test_packed_logprobs_are_those_of_each_sample_alone(architecture, max_tokens
     samples = [dataclasses.replace(s, temperature=(0.7, 1.0, 1.3)[s.sibling % 3]) for s in samples_of(prompts=6)]
     by_key = {s.key: s for s in samples}
     policy, reference = LogprobModel(network), copy.deepcopy(network)
-    if in_one_row:
-        varlen.install(network)
     micros = batch_of(samples, max_tokens).mini_batches[0].micro_batches
     assert any(len(row) > 1 for micro in micros for row in micro.rows)
     assert (len(micros) > 1) == (max_tokens == 40)
