@@ -20,7 +20,8 @@ COMMON = (
     *("gcore.hub", "gcore.models", "gcore.decoders", "gcore.content"),
 )
 ALSO = {
-    "simulate": ("gcore.placement", "gcore.generation.routing"),  # what is simulated is the code of a run
+    # what is simulated is the code of a run
+    "simulate": ("gcore.placement", "gcore.generation.routing", "gcore.preparation.workload"),
     "training": ("gcore.weights", "gcore.checkpoint.tensors"),  # it holds a WeightPublisher, and saves its shards
     "generation": ("gcore.weights",),  # an engine holds a WeightReceiver
 }
@@ -33,7 +34,9 @@ PURE = (
     "gcore.hub",
     "gcore.prompts",
     "gcore.controller.pins",
+    "gcore.preparation.assignment",
     "gcore.preparation.balance",
+    "gcore.preparation.baselines",
     "gcore.preparation.advantages",
     "gcore.preparation.workload",
     "gcore.controller.machines",
