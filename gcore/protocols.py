@@ -95,6 +95,8 @@ class TrainerInfo:
 
     num_parameters: int  # trained ones, over all ranks
     hidden_size: int
+    padded: bool = True  # micro-batches are computed as rows with a mask; False: sample by sample, without padding
+    sharded: bool = False  # ranks share weights, so they wait for each other in every micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,8 @@ class UpdateStats:
     grad_norm: float = 0.0  # sum over the updates; the same on every rank, like `updates`, `skipped` and `lr`
     lr: float = 0.0  # sum over the updates
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # of this rank's samples
+    wall_s: float = field(default=0.0, compare=False)  # seconds of the updates, with waiting for other ranks
+    busy_s: float = field(default=0.0, compare=False)  # without waiting; 0: unknown, as on GPUs: kernels wait there
 
     def __add__(self, other: UpdateStats) -> UpdateStats:
         return UpdateStats(
@@ -147,6 +151,8 @@ class UpdateStats:
             self.grad_norm + other.grad_norm,
             self.lr + other.lr,
             add_metrics(self.metrics, other.metrics),
+            self.wall_s + other.wall_s,
+            self.busy_s + other.busy_s,
         )
 
 

@@ -199,6 +199,9 @@ class SampleMeta:
     length: int  # size of the content
     actions: int  # steps that count in the loss
     digest: bytes = b""  # of the steps, for samples_digest
+    steps: int = 0  # that the head predicts
+    passes: int = 1  # of the network over the content: for diffusion, the denoising steps that are trained
+    images: tuple[int, ...] = ()  # pixels of each image
 
     @property
     def key(self) -> tuple[int, int]:

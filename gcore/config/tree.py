@@ -174,6 +174,10 @@ class Training(Section):
     """Gradients are clipped to this global norm."""
     max_tokens_per_gpu: PositiveInt = 16384
     """Maximum number of tokens per micro-batch and rank; a training step has as many micro-batches as it needs."""
+    context_parallel: PositiveInt = 1
+    """Maximum number of data-parallel ranks that compute a long sample together, each a part of the sequence; a power
+    of two that divides the number of data-parallel ranks. Samples that fit on one rank and do not cost far more than
+    others stay on one. 1: never. See docs/balance.md."""
     compile: bool | Auto = "auto"
     """Compile each decoder layer: faster steps after about ten seconds in the first one. `auto`: on GPUs; a layer that
     does not compile runs eagerly, with a warning in the trainer's log."""
@@ -195,6 +199,12 @@ class Training(Section):
     `runs/NAME/bad_batches/` (the first 8 of each rank); this number of them in a row ends the run."""
     warm_start: WarmStart | None = None
     """Supervised training on the dataset's answers before reinforcement learning."""
+
+    @model_validator(mode="after")
+    def _halves(self) -> Training:
+        if self.context_parallel & (self.context_parallel - 1):
+            raise ValueError(f"context_parallel={self.context_parallel}; expected a power of two")
+        return self
 
 
 class PolicyPlacement(Section):
@@ -370,10 +380,11 @@ class Config(Section):
         check_emulated(training.backend, training.emulated, self.generation, self.rewards.judges)
         check_lora(self.model.lora, training.backend, self.generation.sleep)
         longest = self.data.max_prompt_length + self.generation.max_response_length
-        if longest > self.training.max_tokens_per_gpu:
+        if longest > training.max_tokens_per_gpu * training.context_parallel:
             raise ValueError(
                 f"data.max_prompt_length + generation.max_response_length = {longest} exceeds "
-                f"training.max_tokens_per_gpu={self.training.max_tokens_per_gpu}: the longest sample would not fit"
+                f"training.max_tokens_per_gpu={training.max_tokens_per_gpu} x context_parallel="
+                f"{training.context_parallel}: the longest sample would not fit"
             )
         if self.model.build and longest > self.model.build.max_length:
             raise ValueError(

@@ -35,6 +35,16 @@ class Content(Protocol):
         ...
 
     @property
+    def passes(self) -> int:
+        """Times that a trainer rank computes `size` tokens: 1 for a sequence, else the trained denoising steps."""
+        ...
+
+    @property
+    def image_pixels(self) -> tuple[int, ...]:
+        """Of the images that a vision tower encodes."""
+        ...
+
+    @property
     def nbytes(self) -> int:
         """Bytes to send. A reference counts as 0."""
         ...

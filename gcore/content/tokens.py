@@ -76,6 +76,14 @@ class Tokens:
         return len(self.tokens_P) + len(self.tokens_S)
 
     @property
+    def passes(self) -> int:
+        return 1
+
+    @property
+    def image_pixels(self) -> tuple[int, ...]:
+        return tuple(image.shape[0] * image.shape[1] for image in self.images)
+
+    @property
     def nbytes(self) -> int:
         mask = self.sampling_mask
         pixels = sum(image.nbytes for image in self.images if not isinstance(image, ArrayRef))

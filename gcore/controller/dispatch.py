@@ -20,9 +20,11 @@ from gcore.generation.pool import EnginePool
 from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
+from gcore.preparation.step_times import StepTimes
 from gcore.preparation.workload import CostModel
 from gcore.protocols import Group, TrainerInfo, UpdateStats
-from gcore.types import Key, Sample, SampleMeta, TrainBatch, Written
+from gcore.simulate.shapes import model_shape
+from gcore.types import Key, Sample, SampleMeta, TrainBatch, UserError, Written
 from gcore.weights.transfer import WeightTransfer
 
 T = TypeVar("T")
@@ -45,15 +47,21 @@ class Dispatcher:
         self._transfer = WeightTransfer(trainers)
         self._sleeps, self._switch = sleep_level > 0, ReplicaSwitch(engines.replicas, sleep_level)
         self._mine = [r for r in range(len(trainers)) if r // tensor_parallel % group.size == group.rank]
-        self._cost = CostModel(crossover=768.0)  # until `open`
+        self._open(TrainerInfo(num_parameters=1, hidden_size=128), CostModel(crossover=768.0))  # until `open`
+        self._metas: Sequence[SampleMeta] = ()
+        self.balance_metrics: dict[str, float] = {}  # of the last update: idle shares, seconds per token
         self._tensor_parallel, self._bytes_out = tensor_parallel, 0
         self.version = 0  # of the weights that the engines serve
 
     async def open(self) -> TrainerInfo:
-        """Call once before the first dispatch: the cost model needs the hidden size."""
+        """Call once before the first dispatch, on every controller: it makes the cost model of the layout."""
         info = await self._trainers[0].info()
-        self._cost = CostModel(crossover=6.0 * info.hidden_size)  # see preparation/workload.py
+        found = await self._group.all_gather("cost model", cost_model(self._config, info))
+        self._open(info, found[0])  # every controller must compute the same layout
         return info
+
+    def _open(self, info: TrainerInfo, cost: CostModel) -> None:
+        self._info, self._cost, self._times = info, cost, StepTimes(cost, info)
 
     @property
     def sleep_metrics(self) -> dict[str, float]:
@@ -76,7 +84,11 @@ class Dispatcher:
             objective=objective,
             mini_batches=self._config.algorithm.mini_batches if objective == "policy" else 1,
             max_tokens=self._config.training.max_tokens_per_gpu,
+            padded=self._info.padded,
+            sharded=self._info.sharded,
+            max_context=self._config.training.context_parallel,
         )
+        self._metas = metas
         by_key = {sample.key: sample for sample in samples}
         await asyncio.gather(*(self._push(rank, batch, by_key) for rank, batch in enumerate(batches)))
         await self._group.all_gather(f"samples of step {step} at their ranks", None)
@@ -106,9 +118,11 @@ class Dispatcher:
         )
 
     async def update(self, batches: Sequence[TrainBatch]) -> list[UpdateStats]:
-        return await self._on_ranks(
+        stats = await self._on_ranks(
             "update", lambda trainer, rank: trainer.update(batches[rank // self._tensor_parallel])
         )
+        self.balance_metrics = self._times.row(batches, self._metas, stats[:: self._tensor_parallel])
+        return stats
 
     async def snapshot(self) -> int:
         """All ranks start to copy their state; returns the bytes of all."""
@@ -165,3 +179,12 @@ class Dispatcher:
         await self._group.all_gather(f"weights of version {version}", None)
         self.version = version
         self._engines.resume()
+
+
+def cost_model(config: Config, info: TrainerInfo) -> CostModel:
+    """Of the policy's own shape. A model whose shape is not known has that of a dense decoder of its width."""
+    try:
+        cost = model_shape(config.model, "model.path").cost
+    except UserError:
+        return CostModel(crossover=6.0 * info.hidden_size)
+    return cost.recomputed() if config.training.activation_checkpointing is True else cost

@@ -140,6 +140,11 @@ def make_plan(config: Config, machines: Cluster | Machine, model_mb: int = 0) ->
     if data_parallel % shard:
         what = "ranks" if trainer.tensor_parallel == 1 else "ranks / tensor_parallel"
         raise UserError(f"placement.trainer.shard={shard} must divide the number of {what}, {data_parallel}")
+    if data_parallel % config.training.context_parallel:
+        raise UserError(
+            f"training.context_parallel={config.training.context_parallel} must divide the number of data-parallel "
+            f"ranks, {data_parallel} (placement.trainer.ranks / tensor_parallel)"
+        )
     controllers = config.controllers if config.controllers != "auto" else data_parallel
     grid = _grid(config, cluster)
     if grid is not None:  # every role has replicas on every block

@@ -61,6 +61,7 @@ class Recorder:
                 "step": step,
                 **rollout_row(gathered, metas),
                 **actor_row(rank_stats),
+                **(self._dispatcher.balance_metrics if rank_stats else {}),
                 **self._dispatcher.sleep_metrics,
                 **self._placement.row(),
                 **self._status.take_metrics(),

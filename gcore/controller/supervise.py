@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -184,7 +185,7 @@ async def _run_to_the_end(
                 raise
             started, config = time.monotonic(), _from_last_checkpoint(config)
             events.add("rollback", cause=str(error))
-            if lost := lost_nodes(plan, lambda: see_cluster(config)):
+            if lost := lost_nodes(plan, partial(see_cluster, config)):
                 raise NodesChanged(f"{error}; lost: {', '.join(node.address for node in lost)}") from error
             progress.note(
                 with_notes(error, "; controllers and trainer ranks are restarted and load the last checkpoint")

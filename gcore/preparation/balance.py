@@ -1,25 +1,61 @@
-"""Assigns samples to trainer ranks, and packs them into rows and micro-batches, by their lengths. Pure functions.
+"""Assigns samples to trainer ranks and micro-batches by their simulated workload. Pure functions.
 
-    metas (gathered, sorted) ──split──> mini-batches ──assign (cost)──> ranks ──pack──> rows ──> micro-batches
+    metas (gathered, sorted) ──split──> mini-batches ──┬──long samples──> groups of ranks: positions with context > 1
+                                                       └──the rest──> ranks x positions (assignment.py) ──> rows
 
+All ranks run equally many micro-batches. If weights are sharded, ranks meet in the collectives of every micro-batch, so
+the micro-batches at one *position* of the ranks' lists should cost the same; otherwise ranks meet once per mini-batch.
 Every controller calls `make_layout` on the same gathered metadata and gets the same layout without further messages.
-Invariants (tests/unit/test_balance.py): every sample is in exactly one row of one rank; no row is wider than its
-micro-batch; no micro-batch exceeds the token budget; all ranks have the same number of micro-batches (they meet in
-collectives); the layout depends neither on the order of `metas` nor on the number of controllers.
+
+Invariants (tests/unit/test_balance.py): every sample is in exactly one row of one group of ranks; no row is wider than
+its micro-batch; no micro-batch exceeds the token budget of its ranks; all ranks have the same number of micro-batches
+and the same `context` at each position; the layout depends neither on the order of `metas` nor on the number of
+controllers.
 """
 
 from __future__ import annotations
 
-import bisect
-import heapq
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from gcore.preparation.workload import CostModel
-from gcore.types import MicroBatch, MiniBatch, SampleMeta, TrainBatch
+from gcore.preparation.assignment import (
+    WIDTH_BLOCK,
+    Bin,
+    Grid,
+    Items,
+    Pool,
+    by_bin,
+    by_rank,
+    candidates,
+    even_ranks,
+    fill,
+    greedy,
+)
+from gcore.preparation.refine import refine
+from gcore.preparation.workload import MICRO_BATCH_TOKENS, CostModel
+from gcore.types import Key, MicroBatch, MiniBatch, SampleMeta, TrainBatch
 
-WIDTH_BLOCK = 8
+UNIT = 1024  # integer costs per token
+FAR_ABOVE = 1.2  # a sample is split over ranks if it costs more than this multiple of what others have. Chosen
+MIN_PART = 1024  # tokens of a split sample per rank, unless it does not fit otherwise. Chosen
+CONTEXT_OVERHEAD = 0.1  # of the time, for each doubling of the ranks that share a sample: communication. Chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What a layout must know of the trainer. Ranks(number=8, max_tokens=16384, sharded=True)"""
+
+    number: int  # data-parallel ranks
+    max_tokens: int  # per micro-batch and rank
+    padded: bool = True  # micro-batches are computed as rows with a mask; False: sample by sample, without padding
+    sharded: bool = False  # ranks meet in every micro-batch
+    max_context: int = 1  # ranks that may share a sample; a power of two that divides `number`
+
+
+Method = Callable[[Items], Grid]
 
 
 def make_layout(
@@ -31,17 +67,18 @@ def make_layout(
     max_tokens: int,
     cost: CostModel,
     objective: Literal["policy", "imitation"] = "policy",
+    padded: bool = True,
+    sharded: bool = False,
+    max_context: int = 1,
+    method: Method | None = None,
 ) -> list[TrainBatch]:
-    """One TrainBatch per rank."""
-    parts = split(sorted(metas, key=lambda meta: meta.key), mini_batches)
+    """One TrainBatch per data-parallel rank. `method`: instead of ours, without context parallelism (baselines.py)."""
+    ranks = Ranks(num_ranks, max_tokens, padded, sharded, max_context)
     by_rank: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
-    for part in parts:
+    for part in split(sorted(metas, key=lambda meta: meta.key), mini_batches):
         num_actions, num_samples = sum(m.actions for m in part), len(part)
-        micro = [pack(share, max_tokens) for share in assign(part, num_ranks, cost)]
-        most = max(len(batches) for batches in micro)
-        for rank, batches in enumerate(micro):
-            padded = (*batches, *[MicroBatch((), WIDTH_BLOCK)] * (most - len(batches)))
-            by_rank[rank].append(MiniBatch(padded, num_actions, num_samples))
+        for rank, micro_batches in enumerate(_lay_out(part, ranks, cost, method)):
+            by_rank[rank].append(MiniBatch(micro_batches, num_actions, num_samples))
     return [TrainBatch(step, tuple(batches), objective) for batches in by_rank]
 
 
@@ -56,52 +93,178 @@ def split(metas: Sequence[SampleMeta], num_parts: int) -> list[list[SampleMeta]]
     return [[m for g in groups[a:b] for m in g] for a, b in itertools.pairwise(bounds)]
 
 
-def assign(metas: Sequence[SampleMeta], num_ranks: int, cost: CostModel) -> list[list[SampleMeta]]:
-    """Each sample, most expensive first, goes to the rank with the lowest cost so far. The highest cost of a rank is at
-    most 4/3 of the optimum."""
-    shares: list[list[SampleMeta]] = [[] for _ in range(num_ranks)]
-    loads = [(0.0, rank) for rank in range(num_ranks)]
-    for meta in sorted(metas, key=lambda m: (-m.length, m.key)):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(meta)
-        heapq.heappush(loads, (load + cost.of(meta.length), rank))
-    return shares
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Micro-batches that all ranks run at the same time. Their items are numbers of `metas`."""
+
+    context: int
+    metas: Sequence[SampleMeta]
+    bins: Sequence[Bin]  # one per group of `context` ranks
 
 
-def pack(metas: Sequence[SampleMeta], max_tokens: int) -> list[MicroBatch]:
-    """Pack samples into rows by best fit. The rows of a micro-batch are as wide as its longest sample.
+def _lay_out(
+    part: Sequence[SampleMeta], ranks: Ranks, cost: CostModel, method: Method | None
+) -> list[tuple[MicroBatch, ...]]:
+    """The micro-batches of each rank, in one mini-batch."""
+    costs = {meta.key: max(1, round(UNIT * cost.of_sample(meta))) for meta in part}
+    metas = sorted(part, key=lambda m: (-costs[m.key], m.key))
+    if method:
+        found = [Position(1, metas, bins) for bins in method(_items(metas, costs, ranks))]
+    else:
+        layouts = (_positions(metas, degrees, costs, ranks, cost) for degrees in _choices(metas, costs, ranks))
+        found = min(layouts, key=lambda positions: _time(positions, ranks, cost))
+    by_rank: list[list[MicroBatch]] = [[] for _ in range(ranks.number)]
+    for position in found:
+        for rank, micro_batches in enumerate(by_rank):
+            micro_batches.append(_micro_batch(position, rank // position.context, ranks.padded))
+    return [tuple(micro_batches) for micro_batches in by_rank]
 
-    `metas` are sorted, longest first, so a micro-batch has samples of similar length and little padding.
+
+def _micro_batch(position: Position, group: int, padded: bool) -> MicroBatch:
+    each = position.bins[group]
+    rows = tuple(tuple(position.metas[i].key for i in row) for row in each.rows)
+    width = each.width if padded else -(-each.width // WIDTH_BLOCK) * WIDTH_BLOCK
+    return MicroBatch(rows, width or WIDTH_BLOCK * position.context, position.context)
+
+
+def _items(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks, context: int = 1) -> Items:
+    arrival = sorted(range(len(metas)), key=lambda i: metas[i].key)
+    return Items(
+        [m.length for m in metas],
+        [max(1, costs[m.key] // context) for m in metas],
+        ranks.number // context,
+        ranks.max_tokens * context,
+        ranks.padded,
+        tuple(arrival),
+    )
+
+
+def _time(positions: Sequence[Position], ranks: Ranks, cost: CostModel) -> float:
+    """Of the mini-batch, in integer costs."""
+
+    def of_bin(each: Bin, position: Position) -> float:
+        if not ranks.padded:
+            return each.load
+        steps = sum(position.metas[i].steps for row in each.rows for i in row)
+        return UNIT * (len(each.rows) * cost.of_row(each.width) + cost.head * steps) / position.context
+
+    grid = [
+        [
+            of_bin(position.bins[rank // position.context], position)
+            * (1 + CONTEXT_OVERHEAD * (position.context.bit_length() - 1))
+            for rank in range(ranks.number)
+        ]
+        for position in positions
+    ]
+    longest = sum(map(max, grid)) if ranks.sharded else max(map(sum, zip(*grid, strict=True)))
+    return longest + len(grid) * UNIT * MICRO_BATCH_TOKENS
+
+
+# ---- one rank per sample ------------------------------------------------------------------------------------------
+
+
+def _on_one_rank(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks, cost: CostModel) -> Grid:
+    """The grid that takes the least time. Ties: the first."""
+    items = _items(metas, costs, ranks)
+
+    def time(grid: Grid) -> float:
+        return _time([Position(1, metas, bins) for bins in grid], ranks, cost)
+
+    if not ranks.sharded:
+        return min([*candidates(items), by_rank(items, equal_shares(items))], key=time)
+    found = min([*candidates(items), by_rank(items, greedy(items))], key=time)
+    return found if ranks.padded else even_ranks(refine(items, found))
+
+
+def equal_shares(items: Items) -> list[list[int]]:
+    """The items of each rank, such that ranks cost the same: one position without a token budget."""
+    whole = replace(items, budget=sum(items.lengths), padded=False)
+    grid = by_bin(whole, 1)
+    assert grid is not None
+    return [[i for row in each.rows for i in row] for each in refine(whole, grid)[0]]
+
+
+# ---- several ranks per sample -------------------------------------------------------------------------------------
+
+
+def _choices(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks) -> list[dict[Key, int]]:
+    """Degrees to choose from: split only what does not fit; also what costs more than a rank's share; also what costs
+    more than a full micro-batch of average samples, since the other ranks of its position have no more than that."""
+    share = sum(costs.values()) / ranks.number
+    full = ranks.max_tokens * sum(costs.values()) / sum(m.length for m in metas)
+    found = list[dict[Key, int]]()
+    for limit in (math.inf, FAR_ABOVE * share, FAR_ABOVE * min(share, full)):
+        degrees = context_degrees(metas, costs, ranks, limit)
+        if degrees not in found:
+            found.append(degrees)
+    return found
+
+
+def context_degrees(
+    metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks, limit: float
+) -> dict[Key, int]:
+    """Number of ranks that compute a sample together: as few as possible, so that short samples have no communication.
+
+    A sample is split if it does not fit the token budget of its ranks, or if it costs each of them more than `limit`
+    and its parts do not become too short.
     """
-    batches: list[MicroBatch] = []
-    rows: list[list[SampleMeta]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    width = 0
-
-    def close() -> None:
-        if rows:
-            batches.append(MicroBatch(tuple(tuple(m.key for m in row) for row in rows), width))
-            rows.clear()
-            room.clear()
-
+    found = dict[Key, int]()
     for meta in metas:
-        best = bisect.bisect_left(room, (meta.length, -1))
-        if best < len(room):
-            free, row = room.pop(best)
-            rows[row].append(meta)
-            bisect.insort(room, (free - meta.length, row))
-            continue
-        if rows and (len(rows) + 1) * width > max_tokens:
-            close()
-        if not rows:
-            width = min(-(-meta.length // WIDTH_BLOCK) * WIDTH_BLOCK, max(max_tokens, meta.length))
-        rows.append([meta])
-        bisect.insort(room, (width - meta.length, len(rows) - 1))
-    close()
-    return batches
+        degree = 1
+        while 2 * degree <= ranks.max_context and not ranks.number % (2 * degree):
+            fits = meta.length <= degree * ranks.max_tokens
+            short = meta.length < 2 * degree * MIN_PART
+            if fits and (short or costs[meta.key] <= degree * limit):
+                break
+            degree *= 2
+        found[meta.key] = degree
+    return found
 
 
-def imbalance(shares: Sequence[Sequence[SampleMeta]], cost: CostModel) -> float:
-    """Highest cost of a rank / mean cost: 1.0 is perfect."""
-    loads = [sum(cost.of(m.length) for m in share) for share in shares]
-    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+def _positions(
+    metas: Sequence[SampleMeta], degrees: Mapping[Key, int], costs: Mapping[Key, int], ranks: Ranks, cost: CostModel
+) -> list[Position]:
+    """Positions with the highest degree first. Groups of ranks that would wait for a long sample get others too."""
+    left, found = list(metas), list[Position]()
+    for context in sorted(set(degrees.values()) - {1}, reverse=True):
+        chosen = [m for m in left if m.length >= WIDTH_BLOCK * context or degrees[m.key] == context]
+        need = [i for i, meta in enumerate(chosen) if degrees[meta.key] == context]
+        items = _items(chosen, costs, ranks, context)
+        pool, taken = Pool(items), set[int]()
+        while need:
+            bins = fill(pool, items, 0, need[: items.ranks])
+            taken |= {i for each in bins for row in each.rows for i in row}
+            need = [i for i in need if i not in taken]
+            found.append(Position(context, chosen, bins))
+        keys = {chosen[i].key for i in taken}
+        left = [meta for meta in left if meta.key not in keys]
+    if left:
+        found += [Position(1, left, bins) for bins in _on_one_rank(left, costs, ranks, cost)]
+    return found
+
+
+# ---- what a layout is worth ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Share of the ranks' time that they wait for each other. Idle(per_micro_batch=0.012, per_mini_batch=0.004)"""
+
+    per_micro_batch: float  # if ranks meet in every micro-batch: sharded weights
+    per_mini_batch: float  # if ranks meet once per mini-batch
+
+
+def idle_share(batches: Sequence[TrainBatch], metas: Sequence[SampleMeta], cost: CostModel) -> Idle:
+    """By the cost model. Padding is not counted: neither as work nor as waiting."""
+    costs = {meta.key: cost.of_sample(meta) for meta in metas}
+    busy = per_micro = per_mini = 0.0
+    for minis in zip(*(batch.mini_batches for batch in batches), strict=True):
+        loads = [[_load(micro, costs) for micro in mini.micro_batches] for mini in minis]
+        busy += sum(map(sum, loads)) / len(loads)
+        per_micro += sum(map(max, zip(*loads, strict=True)))
+        per_mini += max(map(sum, loads))
+    return Idle(1 - busy / per_micro, 1 - busy / per_mini) if busy else Idle(0.0, 0.0)
+
+
+def _load(micro: MicroBatch, costs: Mapping[Key, float]) -> float:
+    return sum(costs[key] for row in micro.rows for key in row) / micro.context

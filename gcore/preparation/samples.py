@@ -94,8 +94,17 @@ def to_sample(scored: Scored, mask_truncated: bool = False) -> Sample:
 
 
 def meta_of(sample: Sample) -> SampleMeta:
-    actions = int(sample.mask_S.sum())
-    return SampleMeta(sample.prompt_id, sample.sibling, sample.content.size, actions, sample.content.digest())
+    content = sample.content
+    return SampleMeta(
+        sample.prompt_id,
+        sample.sibling,
+        content.size,
+        actions=int(sample.mask_S.sum()),
+        digest=content.digest(),
+        steps=content.num_steps,
+        passes=content.passes,
+        images=content.image_pixels,
+    )
 
 
 def samples_digest(metas: Sequence[SampleMeta]) -> str:

@@ -4,11 +4,12 @@
                        ├──> Shape ──> parameters, bytes of weights, bytes of KV cache per token, FLOPs per token
     folder, config.json┘
 
-No weights are read. Biases (0.02 % of Qwen2.5) and vision towers are not counted.
+No weights are read. Biases (0.02 % of Qwen2.5) are not counted. Of a vision tower, only the FLOPs per patch are known.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from typing import Any
 
 from gcore.config.base import Model
 from gcore.hub import config_file, is_id, model_folder
+from gcore.preparation.workload import CostModel
 from gcore.types import UserError
 
 BYTES = 2  # bfloat16: the weights of engines, and the arithmetic of the trainer
@@ -41,6 +43,7 @@ class Shape:
     tied: bool = False
     experts: int = 0  # 0: dense
     active_experts: int = 0
+    vision: CostModel | None = None  # of the vision tower
     source: str = "given dimensions"
 
     @property
@@ -84,9 +87,17 @@ class Shape:
         """Parameters in matrix products per token: the head is multiplied, the embedding is only looked up."""
         return self.active_parameters - (0 if self.tied else self.table_parameters)
 
+    @functools.cached_property
+    def cost(self) -> CostModel:
+        """The cost model of samples, which training uses for its layout too."""
+        head = 2.0 * self.table_parameters
+        token = 2.0 * self.product_parameters - head
+        pair = 4.0 * self.layers * self.heads * self.head_dim
+        return CostModel(crossover=2 * token / pair, head=head / token, flops=token, vision=self.vision)
+
     def forward_flops(self, context: float) -> float:
         """FLOPs of one token that attends to `context` others."""
-        return 2 * self.product_parameters + 4 * self.layers * self.heads * self.head_dim * context
+        return self.cost.flops * self.cost.of_token(context)
 
     def read_bytes(self, running: float) -> float:
         """Bytes of weights that a decoding step with `running` sequences reads; of experts, only the used ones."""
@@ -223,5 +234,23 @@ def _from_config(file: Path, option: str) -> Shape:
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts + shared if experts else 0,
         active_experts=number("num_experts_per_tok") + shared if experts else 0,  # shared experts are always used
+        vision=_vision(config.get("vision_config")),
         source=str(file),
     )
+
+
+def _vision(config: Any) -> CostModel | None:
+    """Of an encoder of patches that all attend to each other. None: there is none, or its names are unknown."""
+    if not isinstance(config, dict):
+        return None
+
+    def number(*keys: str) -> float:
+        return next((float(config[key]) for key in keys if isinstance(config.get(key), int | float)), 0.0)
+
+    layers, hidden = number("depth", "num_hidden_layers"), number("embed_dim", "hidden_size")
+    mlp = number("intermediate_size") or hidden * number("mlp_ratio")
+    if not (layers and hidden and mlp):
+        return None
+    side = int(number("patch_size") or 14)
+    token = 2 * layers * (4 * hidden * hidden + 2 * hidden * mlp)
+    return CostModel(2 * token / (4 * layers * hidden), causal=False, flops=token, patch_pixels=side * side)

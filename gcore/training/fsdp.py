@@ -142,7 +142,7 @@ class FsdpBackend:
     def info(self) -> TrainerInfo:
         network = self.policy.network
         num_parameters = sum(p.numel() for p in lora.trainable_parameters(network).values())
-        return TrainerInfo(num_parameters, network.config.hidden_size)
+        return TrainerInfo(num_parameters, network.config.hidden_size, not self._varlen, self._shard_size > 1)
 
     def _pack(self, micro: MicroBatch, data: StepData) -> Packed:
         if micro.context == 1 or not micro.rows:

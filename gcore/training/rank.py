@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -167,8 +168,10 @@ class TrainerRank:
 
     def _mini_batch(self, batch: TrainBatch, number: int) -> UpdateStats:
         mini, lr = batch.mini_batches[number], self._learning_rate(batch, number)
+        wall, busy = time.perf_counter(), time.thread_time()  # a thread that waits for another rank uses no CPU time
         metrics = self.backend.forward_backward(mini.micro_batches, self._data, self._objective(batch, mini))
-        grad_norm = self.backend.step(lr)
+        grad_norm = self.backend.step(lr)  # on a GPU it ends with a value that is read: the passes are done
+        wall, busy = time.perf_counter() - wall, time.thread_time() - busy
         finite = math.isfinite(grad_norm)
         self.updates += finite
         self._bad_in_a_row = 0 if finite else self._bad_in_a_row + 1
@@ -180,7 +183,8 @@ class TrainerRank:
                 f"are in {self._config.run.folder / bad_batches.FOLDER}); lower training.lr, or raise "
                 "training.max_bad_updates to skip more"
             )
-        return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, metrics)
+        busy = busy if self.backend.device.type == "cpu" else 0.0
+        return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, metrics, wall, busy)
 
     def _objective(self, batch: TrainBatch, mini: MiniBatch) -> objective.Objective:
         if batch.objective == "imitation":

@@ -21,7 +21,9 @@ COMMON = (
 )
 ALSO = {
     # what is simulated is the code of a run; the emulated trainer writes a file of a checkpoint
-    "simulate": ("gcore.placement", "gcore.generation.routing", "gcore.checkpoint.store"),
+    "simulate": (
+        *("gcore.placement", "gcore.generation.routing", "gcore.checkpoint.store", "gcore.preparation.workload"),
+    ),
     # it holds a WeightPublisher, and saves its shards
     "training": ("gcore.weights", "gcore.checkpoint.tensors", "gcore.checkpoint.writer"),
     "generation": ("gcore.weights",),  # an engine holds a WeightReceiver
@@ -35,7 +37,9 @@ PURE = (
     "gcore.hub",
     "gcore.prompts",
     "gcore.controller.pins",
+    "gcore.preparation.assignment",
     "gcore.preparation.balance",
+    "gcore.preparation.baselines",
     "gcore.preparation.advantages",
     "gcore.preparation.workload",
     "gcore.controller.machines",

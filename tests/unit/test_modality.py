@@ -77,6 +77,14 @@ class Pushes:
         return 1 + self.num_steps
 
     @property
+    def passes(self) -> int:
+        return 1
+
+    @property
+    def image_pixels(self) -> tuple[int, ...]:
+        return ()
+
+    @property
     def nbytes(self) -> int:
         return self.pushes_S.nbytes + 8
 

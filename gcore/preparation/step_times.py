@@ -1,0 +1,86 @@
+"""Compares the layout of an update with the measured seconds of the ranks: idle shares, and a fit of the cost model.
+
+    TrainBatches, metas ──> predicted idle share ──┐
+    UpdateStats of the ranks ──> measured one ─────┼──> one row of metrics per step
+    the last steps ──workload.fit──> seconds ──────┘
+
+Nothing here changes a layout: see workload.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from gcore.preparation.balance import idle_share
+from gcore.preparation.workload import CostModel, Observation, fit
+from gcore.protocols import TrainerInfo, UpdateStats
+from gcore.types import Key, MicroBatch, SampleMeta, TrainBatch
+
+REMEMBERED = 256  # observations; one per step, or one per rank and step where ranks know how long they computed
+
+
+class StepTimes:
+    """StepTimes(CostModel(768.0), info).row(batches, metas, stats) -> {"perf/idle_predicted": 0.012, ...}"""
+
+    def __init__(self, cost: CostModel, info: TrainerInfo) -> None:
+        self._cost, self._info = cost, info
+        self._seen: deque[Observation] = deque(maxlen=REMEMBERED)
+
+    def row(
+        self, batches: Sequence[TrainBatch], metas: Sequence[SampleMeta], ranks: Sequence[UpdateStats]
+    ) -> dict[str, float]:
+        """`ranks`: of each data-parallel rank, as `batches`."""
+        idle = idle_share(batches, metas, self._cost)
+        row = {
+            "perf/idle_predicted": idle.per_micro_batch if self._info.sharded else idle.per_mini_batch,
+            "perf/micro_batches": float(sum(len(mini.micro_batches) for mini in batches[0].mini_batches)),
+        }
+        wall_s = max(rank.wall_s for rank in ranks)
+        if not wall_s:
+            return row
+        if all(rank.busy_s for rank in ranks):
+            row["perf/idle_measured"] = 1 - sum(rank.busy_s for rank in ranks) / (len(ranks) * wall_s)
+        self._seen.extend(observe(batches, metas, ranks, self._cost))
+        if found := fit(self._seen, self._cost):
+            row |= {
+                "perf/fit_us_per_token": 1e6 * found.token_s,
+                "perf/fit_ms_per_micro_batch": 1e3 * found.micro_batch_s,
+                "perf/fit_crossover": found.crossover,
+                "perf/fit_error": found.error,
+            }
+        return row
+
+
+def observe(
+    batches: Sequence[TrainBatch], metas: Sequence[SampleMeta], ranks: Sequence[UpdateStats], cost: CostModel
+) -> list[Observation]:
+    """One observation per rank if ranks know how long they computed. Otherwise one of the whole update: it took as long
+    as the most expensive micro-batch of each position."""
+    by_key = {meta.key: meta for meta in metas}
+    work = [
+        [[_work(micro, by_key, cost) for micro in mini.micro_batches] for mini in batch.mini_batches]
+        for batch in batches
+    ]
+    if all(rank.busy_s for rank in ranks):
+        shares = [[micro for mini in rank for micro in mini] for rank in work]
+        seconds = [rank.busy_s for rank in ranks]
+    else:
+
+        def seconds_of(pair: tuple[float, float]) -> float:
+            return pair[0] + pair[1] / cost.crossover
+
+        positions = [column for minis in zip(*work, strict=True) for column in zip(*minis, strict=True)]
+        shares, seconds = [[max(column, key=seconds_of) for column in positions]], [max(r.wall_s for r in ranks)]
+    return [
+        Observation(sum(t for t, _ in share), sum(p for _, p in share), len(share), s)
+        for share, s in zip(shares, seconds, strict=True)
+    ]
+
+
+def _work(micro: MicroBatch, metas: Mapping[Key, SampleMeta], cost: CostModel) -> tuple[float, float]:
+    """Tokens (with the head, in tokens) and pairs of one rank in a micro-batch."""
+    samples = [metas[key] for row in micro.rows for key in row]
+    tokens = sum(m.passes * m.length + cost.head * m.steps for m in samples)
+    pairs = sum(m.passes * m.length**2 * (1 if cost.causal else 2) for m in samples)
+    return tokens / micro.context, pairs / micro.context
