@@ -2,9 +2,10 @@
 
     faults: [{kind: kill, role: trainer-0, at: update, nth: 3}]
 
-Moments are the calls that a role receives (`generate`, `update`, `weight_bucket`, ...) and the stages of a controller
-(`rollout`, `preparation`, `training`, `weights`, `checkpoint`). Each fault occurs once per run. It is written to
-events.jsonl before it acts, so that a test can check that it occurred, and a restarted process does not repeat it.
+Moments are the calls that a role receives (`generate`, `update`, `weight_bucket`, ...), the stages of a controller
+(`rollout`, `preparation`, `training`, `weights`, `checkpoint`), and before and after each file of a checkpoint (`file`,
+`written`). Each fault occurs once per run. It is written to events.jsonl before it acts, so that a test can check that
+it occurred, and a restarted process does not repeat it.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ class FaultPlan:
         self._role, self._folder = role, folder
         self._reached: Counter[str] = Counter()
 
-    def reach(self, moment: str) -> None:
+    def reach(self, moment: str, path: Path | None) -> None:
         self._reached[moment] += 1
         for index, fault in self._faults:
             if fault.at == moment and fault.nth == self._reached[moment] and not self._has_occurred(index):
                 EventLog(self._folder).add("fault", index=index, kind=fault.kind, role=self._role, at=moment)
-                _act(fault)
+                _act(fault, path)
 
     def _has_occurred(self, index: int) -> bool:
         return any(event["event"] == "fault" and event["index"] == index for event in read_events(self._folder))
 
 
-def _act(fault: Fault) -> None:
+def _act(fault: Fault, path: Path | None) -> None:
     match fault.kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -52,6 +53,16 @@ def _act(fault: Fault) -> None:
             raise RuntimeError("injected error")
         case "disk_full":
             raise OSError(errno.ENOSPC, "injected: no space left on device")
+        case "short_write" if path is not None:
+            os.truncate(path, path.stat().st_size // 2)
+        case "flip_byte" if path is not None:
+            with path.open("r+b") as file:
+                file.seek(path.stat().st_size // 2)
+                byte = file.read(1)[0]
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ 1]))
+        case _:
+            raise ValueError(f"faults: kind {fault.kind} needs at=written, got at={fault.at}")
 
 
 _plan: FaultPlan | None = None
@@ -63,6 +74,7 @@ def arm(faults: Sequence[Fault], role: str, folder: Path) -> None:
     _plan = FaultPlan(faults, role, folder) if faults else None
 
 
-def reach(moment: str) -> None:
+def reach(moment: str, path: Path | None = None) -> None:
+    """`path`: the file that was written."""
     if _plan is not None:
-        _plan.reach(moment)
+        _plan.reach(moment, path)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gcore import faults
 from gcore.types import FileEntry, UserError
 
 MANIFEST, STATE, EXPORTS = "manifest.json", "state.json", "hf"
@@ -47,6 +48,7 @@ def begin(folder: Path, step: int, need_bytes: int, kind: Kind = "step") -> Path
 
 def write_file(path: Path, contents: Iterable[Any]) -> FileEntry:
     """Write a file to disk and read it again. The checksum is that of the bytes in memory. OSError if they differ."""
+    faults.reach("file")
     digest, size = hashlib.sha256(), 0
     with open(path, "wb", buffering=0) as file:
         for content in contents:
@@ -61,6 +63,7 @@ def write_file(path: Path, contents: Iterable[Any]) -> FileEntry:
     entry = FileEntry(bytes=size, sha256=digest.hexdigest())
     if entry_of(path) != entry:
         raise OSError(f"{path} was written, but what is read from it differs")
+    faults.reach("written", path)
     return entry
 
 

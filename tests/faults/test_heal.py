@@ -10,7 +10,7 @@ import pytest
 from gcore.controller.heal import RestartBudget, is_healable
 from gcore.observe.events import read_events
 from gcore.protocols import RoleDied, RoleError
-from tests.e2e.helpers import gcore, steps, train, untimed, write_recipe
+from tests.e2e.helpers import gcore_process, rows, steps, train, untimed, write_recipe
 from tests.faults.test_kill import EMULATED
 
 SHAPE = ("controllers=2", "placement.policy.replicas=2", "placement.trainer.ranks=2", "checkpoint.every=2")
@@ -66,10 +66,35 @@ def test_an_engine_heals_alone(tmp_path, expected, kind):
     assert [untimed(row) for row in steps(found)] == expected
 
 
+DISK = {  # kind -> the moment, and what the user reads
+    "disk_full": ("file", "checkpoint not written, the run goes on: [Errno 28]"),
+    "flip_byte": ("written", "step_4.damaged, and an older checkpoint is used"),
+    "short_write": ("written", "step_4.damaged, and an older checkpoint is used"),
+}
+
+
+@pytest.mark.parametrize("kind", [*DISK])
+def test_a_checkpoint_that_cannot_be_used(tmp_path, expected, kind):
+    """The file of the second checkpoint is not written, or damaged; then a controller dies. The run continues from the
+    first checkpoint."""
+    moment, message = DISK[kind]
+    faults = [
+        {"kind": kind, "role": "trainer-0", "at": moment, "nth": 2},
+        {"kind": "kill", "role": "controller-1", "at": "training", "nth": 5},
+    ]
+    command = ("train", str(write_recipe(tmp_path)), "run.name=healed", *SHAPE, *EMULATED)
+    run = gcore_process(*command, f"faults={json.dumps(faults)}")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert message in run.stdout and "resumed from" in run.stdout and "step_2 at step 2" in run.stdout
+    folder = tmp_path / "runs" / "healed"
+    assert [event["event"] for event in read_events(folder)] == ["fault", "fault", "rollback"]
+    assert [untimed(row) for row in steps(rows(folder))] == expected
+
+
 def test_an_error_is_not_repeated(tmp_path):
     """An exception in the code of a role would occur again after a rollback: it ends the run."""
     fault = {"kind": "error", "role": "trainer-0", "at": "update", "nth": 2}
-    run = gcore("train", str(write_recipe(tmp_path)), *SHAPE, *EMULATED, f"faults={json.dumps([fault])}")
+    run = gcore_process("train", str(write_recipe(tmp_path)), *SHAPE, *EMULATED, f"faults={json.dumps([fault])}")
     assert run.returncode == 1 and "injected error" in run.stderr
     assert [event["event"] for event in read_events(tmp_path / "runs" / "tiny")] == ["fault"]
 

@@ -17,7 +17,7 @@ STAGES = (
 )
 COMMON = (
     *("gcore.types", "gcore.protocols", "gcore.clients", "gcore.config", "gcore.observe"),
-    *("gcore.hub", "gcore.models", "gcore.decoders", "gcore.content"),
+    *("gcore.hub", "gcore.models", "gcore.decoders", "gcore.content", "gcore.faults"),
 )
 ALSO = {
     # what is simulated is the code of a run; the emulated trainer writes a file of a checkpoint
