@@ -9,7 +9,7 @@ call between processes is async, and every role has its own event loop. clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -344,56 +344,6 @@ class Rendezvous:
     address: str | None  # host:port of rank 0; None when all members share one process
     hub: Any = None  # object that they share in that case
     listener: Any = None  # rank 0: the socket that listens on `address`; it is open since the port was chosen
-
-
-class Runtime(Protocol):
-    """Starts and monitors roles. Implementations: runtime/local.py, runtime/ray.py."""
-
-    async def start_group(
-        self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
-    ) -> Sequence[Handle]:
-        """Build `factory(*args[i], rendezvous)` as `KIND-i`, each in its own process."""
-        ...
-
-    def processes(self) -> dict[str, int]:
-        """Role -> process id, for messages and debuggers. Includes roles that are still being built."""
-        ...
-
-    def ready(self) -> set[str]:
-        """Roles that are built, if roles have their own processes."""
-        ...
-
-    async def watch(self) -> None:
-        """Never returns; raises RoleDied as soon as a started role dies."""
-        ...
-
-    async def revive(self, name: str) -> None:
-        """Start a dead role again, with the same factory and arguments. Handles to it stay valid."""
-        ...
-
-    def dead(self) -> set[str]:
-        """Roles whose death `watch` has reported and that are not revived."""
-        ...
-
-    async def answers(self, name: str) -> None:
-        """Returns when the process of a role has answered: it is neither stopped nor blocked."""
-        ...
-
-    def kill(self, name: str) -> None:
-        """End the process of a role at once, also one that is stopped. `watch` reports its death."""
-        ...
-
-    def dump_stacks(self) -> None:
-        """Every process of this machine writes the stacks of its threads to its log."""
-        ...
-
-    async def stop_group(self, kind: str) -> None:
-        """End all processes of a kind. Its handles are invalid then, and `start_group` can start it again."""
-        ...
-
-    def stop(self) -> None:
-        """End every process this runtime started."""
-        ...
 
 
 class Context(Protocol):

@@ -27,7 +27,8 @@ from gcore.clients import EngineClient, ScorerClient, TrainerClient
 from gcore.config.tree import Config, Generation, Judge, Model
 from gcore.controller.machines import Cluster, check_shared_folder, cluster_of, detect_machine
 from gcore.controller.plan import Plan
-from gcore.protocols import Group, Rendezvous, Runtime, Trainer
+from gcore.protocols import Group, Rendezvous, Trainer
+from gcore.runtime.protocol import Runtime
 from gcore.types import Scored, UserError
 
 if TYPE_CHECKING:

@@ -112,6 +112,7 @@ class Checkpointer:
             error = await self._begin(position, num_bytes)
             if error:
                 await self._dispatcher.abandon()
+                self._note(error)
                 self._report(error)
                 return
             state = {
@@ -146,8 +147,9 @@ class Checkpointer:
         self._failure = error
         if error and self._config.checkpoint.on_failure == "stop":
             raise UserError(f"{error} (checkpoint.on_failure=stop)")
-        if error:
-            self._status.note(f"checkpoint not written, the run goes on: {error}")
+
+    def _note(self, error: str) -> None:
+        self._status.note(f"checkpoint not written, the run goes on: {error}")
 
     async def _begin(self, position: RunPosition, num_bytes: int) -> str:
         """Controller 0 makes the folder. Returns why it cannot, on every controller."""
@@ -187,7 +189,9 @@ class Checkpointer:
             if error:
                 await asyncio.to_thread(shutil.rmtree, save.partial, ignore_errors=True)
         error = str((await self._background.all_gather("checkpoint committed", error))[0])
-        if not error:
+        if error:
+            self._note(error)
+        else:
             self._parent = f"{save.position.kind}_{save.position.number}"
             self._status.measured(
                 {

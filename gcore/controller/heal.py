@@ -22,7 +22,8 @@ from gcore.controller.machines import Cluster, Machine
 from gcore.controller.plan import Plan, make_plan
 from gcore.observe.events import EventLog
 from gcore.observe.progress import Progress
-from gcore.protocols import RoleDied, RoleError, Runtime
+from gcore.protocols import RoleDied, RoleError
+from gcore.runtime.protocol import Runtime
 
 HOUR_S = 3600.0
 NODES_S = 10.0  # between two looks at the nodes of the cluster

@@ -59,7 +59,8 @@ from gcore.observe.page import write_report
 from gcore.observe.progress import Progress, Status
 from gcore.observe.report import plot_reward
 from gcore.observe.trace import merge_traces
-from gcore.protocols import Handle, RoleDied, RoleError, Runtime
+from gcore.protocols import Handle, RoleDied, RoleError
+from gcore.runtime.protocol import Runtime
 
 POLL_S = {"live": 0.25}  # seconds between two polls of the controllers, by progress view
 DEFAULT_POLL_S = 0.5  # other views print one line per step

@@ -140,7 +140,7 @@ async def translate(name: str, ref: Any) -> Any:
 
 
 class RayRuntime:
-    """Implements protocols.Runtime."""
+    """Implements runtime.protocol.Runtime."""
 
     def __init__(
         self,
