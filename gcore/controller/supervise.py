@@ -34,6 +34,7 @@ from gcore.controller.build import (
     log_folder,
     see_cluster,
 )
+from gcore.controller.engines_per_gpu import choose_engines
 from gcore.controller.gpu_memory import Decided, decide
 from gcore.controller.pins import check_models, fetch, pin
 from gcore.controller.plan import Plan, make_plan
@@ -63,8 +64,9 @@ def run(config: Config, mode: Mode = "train") -> Any:
     config = pin(config)
     check_models(config)
     config, why = choose_mode(config, cluster)
+    config, why_engines = choose_engines(config, cluster)
     memory = decide(config, make_plan(config, cluster)) if mode == "train" else Decided(config)
-    config, notes = memory.config, [*([why] if why else []), *memory.notes]
+    config, notes = memory.config, [*filter(None, (why, why_engines)), *memory.notes]
     checked = preflight(config, make_plan(config, cluster), mode == "train")
     fetch(config)
     plan = make_plan(config, cluster, model_megabytes(config))
