@@ -170,7 +170,8 @@ class Serving(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights; `auto`: float32 on CPU, bfloat16 on GPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """vLLM, SGLang: share of the GPU's memory for weights and KV cache."""
+    """vLLM, SGLang: share of the GPU's memory for weights and KV cache. If several engines of the policy are on a GPU,
+    they divide it; a judge's replica has it alone."""
     tensor_parallel: PositiveInt = 1
     """vLLM, SGLang: GPUs per replica."""
     eager: bool = False

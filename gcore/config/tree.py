@@ -210,8 +210,20 @@ class Training(Section):
 class PolicyPlacement(Section):
     replicas: PositiveInt | Auto = "auto"
     """Engine processes; `auto`: one per `generation.tensor_parallel` GPUs, or one per CPU core (at most 4 per node)."""
+    engines_per_gpu: PositiveInt | Auto = "auto"
+    """Engine processes on each GPU. Several divide `generation.gpu_memory_utilization` and the requests; they need
+    `placement.mode: shared` and `generation.tensor_parallel: 1`. `auto`: 2 for a small model with vLLM, whose GPU would
+    wait for Python, if the memory suffices; else 1, see docs/engines.md. Only with `replicas: auto`."""
     threads: PositiveInt | Auto = "auto"
     """CPU threads per process; `auto`: 1, with which results do not depend on the other sequences of a batch."""
+
+    @model_validator(mode="after")
+    def _one_number(self) -> PolicyPlacement:
+        if self.replicas != "auto" and self.engines_per_gpu != "auto":
+            raise ValueError(
+                f"replicas={self.replicas} and engines_per_gpu={self.engines_per_gpu}; expected at most one of the two"
+            )
+        return self
 
 
 class TrainerPlacement(Section):

@@ -45,8 +45,8 @@ def choose_mode(
         mode = "disaggregated" if gpus > len(judges) + len(config.rewards.models) + 1 else "shared"
         return _with_mode(config, mode), f"placement.mode=auto: {mode} (asynchronous rollout on {gpus} GPU(s))"
     slots = auto_slots(config, cluster) if config.placement.slots == "auto" else config.placement.slots
-    names = _gpu_names(cluster) if gpu_names is None else gpu_names
-    gpu = _planner_gpu(names)
+    names = detect_gpu_names(cluster) if gpu_names is None else gpu_names
+    gpu = planner_gpu(names)
     if gpu is None:
         mode = "dynamic" if slots > len(judges) else "colocated"
         why = f"the planner has no data for {names[0]!r}" if names else "the name of the GPUs is unknown"
@@ -108,7 +108,7 @@ def _with_mode(config: Config, mode: str, **more: Any) -> Config:
         raise UserError(f"placement.mode=auto chose {mode}: {error}") from error
 
 
-def _planner_gpu(names: Sequence[str]) -> Gpu | None:
+def planner_gpu(names: Sequence[str]) -> Gpu | None:
     """The planner's data for these GPUs; None if it has none, or if the GPUs differ."""
     if len(set(names)) != 1:
         return None
@@ -116,7 +116,7 @@ def _planner_gpu(names: Sequence[str]) -> Gpu | None:
     return next((gpu for name, gpu in GPUS.items() if name in words), None)
 
 
-def _gpu_names(cluster: Cluster) -> list[str]:
+def detect_gpu_names(cluster: Cluster) -> list[str]:
     """Names of the GPUs, from Ray or from this machine's NVIDIA driver. Does not import torch."""
     if cluster.is_joined:
         return [node.gpu_name for node in cluster.nodes if node.gpus and node.gpu_name]

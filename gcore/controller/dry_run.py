@@ -22,6 +22,7 @@ from gcore.content.tokens import Tokens
 from gcore.controller.auto_placement import choose_mode
 from gcore.controller.build import Roles, see_cluster
 from gcore.controller.build_rewarder import build_rewarder
+from gcore.controller.engines_per_gpu import choose_engines
 from gcore.controller.footprint import memory_line
 from gcore.controller.gpu_memory import decide, memory_lines
 from gcore.controller.pins import check_models, pin
@@ -56,6 +57,7 @@ def dry_run(config: Config) -> None:
     config = pin(config)
     check_models(config)
     config, why = choose_mode(config, cluster)
+    config, why_engines = choose_engines(config, cluster)
     plan = make_plan(config, cluster, model_megabytes(config))
     memory = decide(config, plan)
     config = memory.config
@@ -63,7 +65,7 @@ def dry_run(config: Config) -> None:
     *lines, files = plan.lines(config)
     _print([*lines, *_labelled("memory", _memory(config, plan)), files])
     _print([f"{'GPU memory' if i == 0 else '':{LABEL}}{line}" for i, line in enumerate(memory_lines(memory))])
-    _print([f"{'':{LABEL}}{why}"] if why else [])
+    _print([f"{'':{LABEL}}{line}" for line in (why, why_engines) if line])
     print()
     for data in checked.datasets:
         _print(_labelled(data.key, _dataset(data, config.data.max_prompt_length)))

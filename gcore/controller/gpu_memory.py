@@ -118,6 +118,8 @@ def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
     rows = min(generation.max_concurrent, -(-samples // max(1, plan.engines)))
     cache = rows * longest * shape.kv_bytes_per_token if generation.engine == "embedded" else 0
     policy = _awake(config, generation, shape.parameters, gpu_bytes) + (cache if _uses_gpu(config, generation) else 0)
+    if generation.engine in ("vllm", "sglang"):
+        policy /= plan.engines_per_gpu
     judges = {
         judge.name: _awake(config, judge, num_parameters(judge.model), gpu_bytes)
         for judge in config.rewards.engine_judges
@@ -146,6 +148,14 @@ def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
     return Engines(
         replicas * policy + others, replicas * asleep + others, replicas * min(policy, asleep + weights) + others
     )
+
+
+def kv_cache_bytes(serving: Serving, engines: int, gpu_bytes: float, shape: Shape) -> float:
+    """KV cache of one vLLM engine on each of its GPUs, if `engines` divide serving.gpu_memory_utilization: its share of
+    the GPU without the weights, and without what vLLM holds besides (CUDA context and graphs, buffers), which was
+    measured as the memory of an engine that sleeps."""
+    share = serving.gpu_memory_utilization / engines * gpu_bytes
+    return share - shape.weight_bytes / serving.tensor_parallel - ENGINE.asleep_gb * GB
 
 
 def detect_gpu_bytes() -> float | None:

@@ -49,6 +49,12 @@ class Plan:
     role_nodes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # kind -> node of each process
 
     @property
+    def engines_per_gpu(self) -> int:
+        """Policy engines on the GPU that has most of them; 1 on CPU. They divide generation.gpu_memory_utilization."""
+        taken = Counter(gpu for gpus in self.gpu_assignment.replicas.get("engine", ()) for gpu in gpus)
+        return max(taken.values(), default=1)
+
+    @property
     def data_parallel(self) -> int:
         """Replicas of the trainer's model that train on different samples."""
         return self.trainers // self.tensor_parallel
@@ -102,7 +108,8 @@ class Plan:
     def _devices(self) -> str:
         found = self.gpu_assignment
         if found.share < 1:
-            return f"{self.gpus} GPU(s), engine and trainer rank i share GPU i"
+            engines = "engine" if self.engines_per_gpu == 1 else f"{self.engines_per_gpu} engines"
+            return f"{self.gpus} GPU(s), {engines} and trainer rank i share GPU i"
         return f"{self.gpus} GPU(s): " + ", ".join(
             f"{kind} {sum(found.bundles[i] for bundles in replicas for i in bundles)}"
             for kind, replicas in found.replicas.items()
@@ -129,6 +136,7 @@ def make_plan(config: Config, machines: Cluster | Machine, model_mb: int = 0) ->
     cluster = Cluster(tuple(replace(node, gpus=0) for node in nodes) if is_on_cpu else nodes)
     gpus, policy, trainer = cluster.gpus, config.placement.policy, config.placement.trainer
     _check_widths(config, cluster)
+    _check_engines(config, cluster)
     scorers = {model.name: model.replicas for model in config.rewards.models}
     judges = {judge.name: judge.replicas for judge in config.rewards.engine_judges}
     is_separate = config.placement.mode == "disaggregated" and gpus > 0
@@ -185,10 +193,32 @@ def _auto_counts(config: Config, cluster: Cluster) -> tuple[int, int]:
         return 1, 1
     group, node_gpus = config.placement.trainer.tensor_parallel, _node_gpus(cluster)
     if cluster.gpus:
-        width = _widths(config)["engine"]
-        return group * len(within_nodes(node_gpus, group)), len(within_nodes(node_gpus, width))
+        places = len(within_nodes(node_gpus, _widths(config)["engine"]))
+        return group * len(within_nodes(node_gpus, group)), places * _engines_per_gpu(config)
     node_ranks = [min(node.cores, MAX_AUTO) for node in cluster.nodes]
     return max(group, sum(ranks - ranks % group for ranks in node_ranks)), sum(node_ranks)
+
+
+def _engines_per_gpu(config: Config) -> int:
+    """`auto`: 1; controller/engines_per_gpu.py replaces it before."""
+    given = config.placement.policy.engines_per_gpu
+    return 1 if given == "auto" else given
+
+
+def _check_engines(config: Config, cluster: Cluster) -> None:
+    count, placement, width = _engines_per_gpu(config), config.placement, _widths(config)["engine"]
+    if count == 1 or not cluster.gpus:
+        return
+    key = f"placement.policy.engines_per_gpu={count}"
+    if config.runtime == "local":
+        raise UserError(f"{key}: with runtime=local all engines are in one process; expected 1 or auto")
+    if placement.mode != "shared" or width > 1:
+        raise UserError(
+            f"{key} needs placement.mode=shared and generation.tensor_parallel=1, got {placement.mode} and {width}; "
+            "expected 1 or auto"
+        )
+    if placement.weights == "broadcast":  # NCCL refuses two processes of a group on one GPU
+        raise UserError(f"{key}: placement.weights=broadcast has one process per GPU; expected weights=auto or host")
 
 
 def _shares_of_gpus(config: Config, cluster: Cluster) -> tuple[int, int]:

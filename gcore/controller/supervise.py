@@ -37,6 +37,7 @@ from gcore.controller.build import (
     log_folder,
     see_cluster,
 )
+from gcore.controller.engines_per_gpu import choose_engines
 from gcore.controller.gpu_memory import Decided, decide
 from gcore.controller.heal import (
     NodesChanged,
@@ -106,6 +107,7 @@ def _decide(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, Plan,
     """For these machines: the configuration without `auto` in placement and memory, the plan, and notes for the user.
     UserError if the run cannot work there."""
     config, why = choose_mode(config, cluster)
+    config, why_engines = choose_engines(config, cluster)
     memory = decide(config, make_plan(config, cluster)) if mode == "train" else Decided(config)
     config = memory.config
     checked = preflight(config, make_plan(config, cluster), mode == "train")
@@ -114,7 +116,7 @@ def _decide(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, Plan,
     if mode == "eval":
         changes = {"trace": False, "logs": config.observe.logs and config.run.folder.is_dir()}
         config = config.model_copy(update={"observe": config.observe.model_copy(update=changes)})
-    return config, plan, [*([why] if why else []), *memory.notes, *checked.warnings]
+    return config, plan, [*filter(None, (why, why_engines)), *memory.notes, *checked.warnings]
 
 
 def open_folder(config: Config) -> Path:

@@ -8,7 +8,6 @@ Traps that it handles:
 - The CPU build cannot seed a prompt that is prefilled in chunks, and it replaces `torch.set_num_threads`.
 - vLLM reads the environment once per process: settings that differ between engines must be arguments.
 - vLLM's own shutdown destroys all process groups of the process, also those of other code.
-- vLLM sizes its cache by the memory of the whole GPU, and takes what another process allocates meanwhile for its own.
 - There are two samplers. The logprobs of both include top-k and top-p, or leave out the temperature.
 """
 
@@ -20,7 +19,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,6 @@ from gcore.generation.sleep import GIB
 from gcore.models import Adapters
 from gcore.types import Request, UserError
 
-OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch's: CUDA libraries, NCCL
-
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
@@ -44,6 +41,7 @@ class VllmOptions:
     max_length: int
     dtype: str = "auto"
     memory_fraction: float = 0.4  # of the GPU
+    cache_bytes: int | None = None  # KV cache on a GPU; None: vLLM measures what is left of memory_fraction
     cpu_cache_gib: float = 1.0
     threads: int = 1  # on CPU
     tensor_parallel: int = 1
@@ -62,7 +60,6 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0",  # the estimate multiplies what others allocate meanwhile
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one machine must not be pinned to the same cores
     }.items():
         os.environ.setdefault(name, value)
@@ -76,30 +73,8 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
     except ImportError as error:
         raise UserError(f"generation.engine: vllm cannot be imported ({error}); install it, or use embedded") from error
 
-    platform: dict[str, Any] = {"gpu_memory_utilization": options.memory_fraction, "enforce_eager": options.eager}
-    if is_cpu():
-        cache = int(options.cpu_cache_gib * GIB)
-        platform = {"kv_cache_memory_bytes": cache, "enforce_eager": True, "enable_chunked_prefill": False}
-    arguments = EngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # ignore the folder's sampling defaults
-        dtype=options.dtype,
-        load_format="dummy" if options.dummy else "auto",
-        max_model_len=options.max_length,
-        max_num_seqs=options.max_concurrent,
-        scheduling_policy="priority",  # which request is preempted when the KV cache is full
-        enable_prefix_caching=True,
-        enable_sleep_mode=options.sleep and not is_cpu(),
-        tensor_parallel_size=options.tensor_parallel,
-        seed=options.seed,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        max_logprobs=1,
-        logprobs_mode="processed_logprobs",
-        **platform,
-    )
-    with _threads_and_memory(options.threads) if is_cpu() else own_memory():
+    arguments = EngineArgs(**engine_arguments(folder, options, is_cpu()))
+    with _threads_and_memory(options.threads) if is_cpu() else nullcontext():
         try:
             if arguments.create_model_config().is_multimodal_model:  # needed to expand image placeholders
                 arguments.skip_tokenizer_init = False
@@ -107,6 +82,38 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
             return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except (ValueError, OSError) as error:  # an unusable folder, length or memory fraction
             raise UserError(f"vLLM cannot serve {folder}: {' '.join(str(error).split())}") from error
+
+
+def engine_arguments(folder: Path, options: VllmOptions, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of vLLM's EngineArgs. Pure."""
+    platform: dict[str, Any] = {"gpu_memory_utilization": options.memory_fraction, "enforce_eager": options.eager}
+    if options.cache_bytes is not None:
+        platform["kv_cache_memory_bytes"] = options.cache_bytes
+    if on_cpu:
+        cache = int(options.cpu_cache_gib * GIB)
+        platform = {"kv_cache_memory_bytes": cache, "enforce_eager": True, "enable_chunked_prefill": False}
+    if options.tensor_parallel > 1:
+        # inside a placement group of Ray, vLLM would make Ray actors, which need GPUs that are reserved already
+        platform["distributed_executor_backend"] = "mp"
+    return {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # ignore the folder's sampling defaults
+        "dtype": options.dtype,
+        "load_format": "dummy" if options.dummy else "auto",
+        "max_model_len": options.max_length,
+        "max_num_seqs": options.max_concurrent,
+        "scheduling_policy": "priority",  # which request is preempted when the KV cache is full
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": options.sleep and not on_cpu,
+        "tensor_parallel_size": options.tensor_parallel,
+        "seed": options.seed,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "max_logprobs": 1,
+        "logprobs_mode": "processed_logprobs",
+        **platform,
+    }
 
 
 @contextmanager
@@ -153,29 +160,6 @@ def skip_block_accounting(scheduler: Any) -> bool:
 
     blocks.allocate_slots = allocate_at_ends
     return True
-
-
-@contextmanager
-def own_memory() -> Iterator[None]:
-    """GPU: while vLLM starts, the trainer and other engines on the GPU allocate memory too. vLLM subtracts the growth
-    of all memory that is not PyTorch's from its cache, which could leave none, and it stops if memory becomes free.
-    With this, others count for at most OUTSIDE_TORCH."""
-    from vllm.utils.mem_utils import MemorySnapshot
-
-    measure, first = MemorySnapshot.measure, list[tuple[int, int]]()
-
-    def measure_own(snapshot: Any) -> None:
-        measure(snapshot)
-        first.append((snapshot.free_memory, snapshot.non_torch_memory))  # only the first is used
-        free, outside = first[0]
-        snapshot.free_memory = min(snapshot.free_memory, free)
-        snapshot.non_torch_memory = min(max(snapshot.non_torch_memory, outside), outside + OUTSIDE_TORCH)
-
-    MemorySnapshot.measure = measure_own
-    try:
-        yield
-    finally:
-        MemorySnapshot.measure = measure
 
 
 def shut_core(core: Any) -> None:

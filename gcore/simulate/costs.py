@@ -116,8 +116,12 @@ def decode_step_s(shape: Shape, gpu: Gpu, tp: int, running: float, mean_context:
     kv = running * mean_context * shape.kv_bytes_per_token / min(tp, shape.kv_heads)  # beyond kv_heads: copies
     read_s = (shape.read_bytes(running) / tp + kv) / (gpu.bandwidth_gb_s * GB * REACH.decode_bandwidth)
     compute_s = running * shape.forward_flops(mean_context) / tp / (gpu.tflops * 1e12 * REACH.decode_compute)
-    overhead_s = ENGINE.step_s + ENGINE.sequence_s * running
-    return max(read_s, compute_s) + _all_reduces_s(shape, gpu, tp, running) + overhead_s
+    return max(read_s, compute_s) + _all_reduces_s(shape, gpu, tp, running) + engine_overhead_s(running)
+
+
+def engine_overhead_s(running: float) -> float:
+    """Seconds of a decoding step in which the engine's process schedules and reads results, and the GPU waits."""
+    return ENGINE.step_s + ENGINE.sequence_s * running
 
 
 def prefill_s(shape: Shape, gpu: Gpu, tp: int, tokens: float, mean_context: float = 0.0) -> float:

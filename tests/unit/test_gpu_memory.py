@@ -149,8 +149,8 @@ def test_policy_engines(config):
     assert beside(config("7B", "generation.sleep=0")) == (40e9, 40e9, 40e9)
     awake = "sampling.max_staleness=1", "sampling.deterministic=false"
     assert beside(config("7B", *awake)) == (40e9, 40e9, 40e9)
-    two = config("7B", "placement.policy.replicas=2", "generation.gpu_memory_utilization=0.2")
-    assert beside(two) == (40e9, 2 * ASLEEP, 40e9)  # an engine never has more than its share
+    two = config("7B", "placement.policy.replicas=2")
+    assert beside(two) == (40e9, 2 * ASLEEP, 40e9)  # they divide it, and neither ever has more than its share
     wide = config("7B", "generation.tensor_parallel=4", "placement.policy.replicas=2")
     assert beside(wide, EIGHT) == (40e9, ASLEEP, ASLEEP + weights / 4)
     assert beside(config("7B", "placement.mode=disaggregated"), EIGHT) == (0, 0, 0)
