@@ -293,8 +293,8 @@ def show(record: dict[str, Any], args: argparse.Namespace) -> None:
     floor = 1e3 * record.get("weights", float("nan")) / record.get("bandwidth", float("nan"))
     weights, bandwidth = record.get("weights", 0) / 1e9, record.get("bandwidth", 0) / 1e12
     print(
-        f"{args.model}, responses of {args.tokens} tokens, {record.get('device')}, torch {record.get('torch')}; weights "
-        f"of {weights:.1f} GB at {bandwidth:.2f} TB/s: {floor:.2f} ms per step"
+        f"{args.model}, responses of {args.tokens} tokens, {record.get('device')}, torch {record.get('torch')}; "
+        f"weights of {weights:.1f} GB at {bandwidth:.2f} TB/s: {floor:.2f} ms per step"
     )
     head = f"{'':<24}" + "".join(f"{size:>10}" for size in args.sizes)
     for title, value in (
