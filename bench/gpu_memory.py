@@ -217,16 +217,19 @@ def measure_run(args: argparse.Namespace) -> None:
     )
     options.micro = max(1, args.micro_tokens // (options.tokens + options.prompt_length))
     options.set, options.folder = [*changes, *args.set], args.folder
-    save_step = gpu_step.save
+    save_step, plan = gpu_step.save, plan_of_run(options)
+    host_peak = 0.0
 
     def save_with_memory(result: Any) -> None:
-        save_step({**result, "gpu": gpu["most"], "host": host.take(), "plan": plan_of_run(args, options)})
+        nonlocal host_peak
+        host_peak = max(host_peak, host.take())
+        save_step({**result, "gpu": gpu["most"], "host": host_peak, "plan": plan})
 
     gpu_step.save = save_with_memory
     gpu_step.run_gcore("gcore", options)
 
 
-def plan_of_run(args: argparse.Namespace, options: argparse.Namespace) -> float:
+def plan_of_run(options: argparse.Namespace) -> float:
     """The plan's peak of the whole GPU."""
     import gpu_step
 
