@@ -34,7 +34,7 @@ def write_model(folder: Path, size: str) -> Path:
     from transformers import Qwen2Config
 
     hidden, intermediate, layers, heads, kv_heads = SHAPES[size]
-    vocabulary = 151_936 if size != "tiny" else 512
+    vocabulary = {"tiny": 512, "7B": 152_064}.get(size, 151_936)
     Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=hidden,

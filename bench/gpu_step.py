@@ -168,27 +168,26 @@ def gcore_tree(system: str, args: argparse.Namespace, folder: Path) -> dict[str,
 
 
 def watch_run(folder: Path, args: argparse.Namespace) -> None:
-    """Saves every step as soon as it is made; then ends the run."""
+    """Saves every step as soon as it is made; then ends the run, also if something here fails."""
     known = 0
-    while True:
-        time.sleep(0.2)
-        start_s, steps = gcore_steps(folder, args)
-        if len(steps) > known:
-            known = len(steps)
-            save({"start_s": start_s, "steps": steps})
-        if known >= total_steps(args):
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
+    try:
+        while known < total_steps(args):
+            time.sleep(0.2)
+            start_s, steps = gcore_steps(folder, args)
+            if len(steps) > known:
+                known = len(steps)
+                save({"start_s": start_s, "steps": steps})
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def gcore_steps(folder: Path, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
     """Seconds until the first step, and the steps that are complete, from the files of the run."""
-    from gcore.observe.metrics import read_rows
+    from gcore.observe.metrics import read_rows, whole_lines
 
     rows = [row for row in read_rows(folder) if "samples_digest" in row]
-    trace = folder / "trace" / "controller-0.jsonl"
-    events = [json.loads(line) for line in trace.read_text().splitlines() if line.strip()] if trace.exists() else []
-    spans = sorted((e["start"] / 1e6, e["end"] / 1e6) for e in events if e["name"] == "step" and "end" in e)
+    events: list[Any] = [event for _, event in whole_lines(folder / "trace" / "controller-0.jsonl")]
+    spans = sorted((e["start"] / 1e6, e["end"] / 1e6) for e in events if e.get("name") == "step" and "end" in e)
     steps = []
     for number, ((start, end), row) in enumerate(zip(spans, rows, strict=False)):
         mix, counted = mix_of(number, args) if number < total_steps(args) else (args.mix[-1], False)

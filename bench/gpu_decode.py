@@ -1,0 +1,352 @@
+"""Decoding on one GPU: tokens/s by number of sequences, and by number of engine processes that share the GPU.
+
+    python bench/gpu_decode.py --json decode.json              # one H200: about 7 minutes
+    python bench/gpu_decode.py --only vllm --engines 1,2 --sizes 256
+    python bench/gpu_decode.py --cpu                           # a rehearsal with a tiny model
+
+Work: 32, 128, 256 or 512 requests at once, prompts of 64 tokens, responses of 512 tokens with the logprob of every
+sampled token; a Qwen2 shape with random weights in bfloat16. Parts, each in a process of its own:
+- vllm: G-Core's pool over its vLLM engines, each in a process under Ray. As many engines as the largest of --engines
+  start; the pool then has 1, 2 or 4 of them, and the requests are divided among those. The others are idle.
+- vllm-mps: the same under NVIDIA's Multi-Process Service, which this script starts and stops: kernels of several
+  processes run at the same time instead of in turns.
+- llm: vLLM's own `LLM.generate`, as vLLM starts it, without G-Core
+- sglang, sglang-eager: G-Core's SGLang engine with and without CUDA graphs, and its sleep and wake. Skipped if SGLang
+  cannot be imported.
+
+Printed: tokens/s, the best of --rounds; milliseconds per decoding step (whole time / tokens per response, prefill
+included); and the floor of a step: the bytes of the weights over the bandwidth of the GPU, measured by a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from worker import run_worker, save, started_at  # noqa: E402
+
+PARTS = ("vllm", "vllm-mps", "llm", "sglang", "sglang-eager")
+PROMPT = 64
+MPS = "nvidia-cuda-mps-control"
+MPS_S = 30  # limit of each command to its daemon
+
+
+def prompts(count: int, salt: int) -> list[list[int]]:
+    """Prompts that occur only once: no prefix is in a cache."""
+    return [np.random.default_rng([salt, i]).integers(10, 500, PROMPT).tolist() for i in range(count)]
+
+
+# ---- G-Core's engines ------------------------------------------------------------------------------------------------
+
+
+def open_engine(
+    kind: str, folder: str, concurrent: int, length: int, fraction: float, eager: bool, device: str, _: Any
+) -> Any:
+    """Runs in the process of the engine."""
+    options: dict[str, Any] = {
+        "max_concurrent": concurrent,
+        "max_length": length,
+        "dtype": "bfloat16",
+        "memory_fraction": fraction,
+        "seeds": False,
+        "eager": eager,
+    }
+    if kind == "sglang":
+        from gcore.generation.sglang import SglangEngine
+        from gcore.generation.sglang_core import SglangOptions
+
+        return SglangEngine(Path(folder), SglangOptions(**options, device=device, sleep=True))
+    from gcore.generation.vllm import VllmEngine
+    from gcore.generation.vllm_core import VllmOptions
+
+    return VllmEngine(Path(folder), VllmOptions(**options, dummy=True))
+
+
+async def measure_pool(part: str, args: argparse.Namespace) -> None:
+    from gcore.clients import EngineClient
+    from gcore.runtime.ray import Place, RayRuntime
+
+    kind, _, how = part.partition("-")
+    counts = args.engines if kind == "vllm" else [1]
+    fraction, device = 0.85 / max(counts), "cpu" if args.cpu else "cuda"
+    argument = kind, str(args.folder), max(args.sizes), PROMPT + args.tokens, fraction, how == "eager", device
+    share = round(0.95 / max(counts), 3)
+    runtime = RayRuntime(1024, () if args.cpu else (1,), lambda kind, rank: _place(Place, args.cpu, share))
+    rows: list[dict[str, Any]] = []
+    try:
+        handles = await runtime.start_group("engine", open_engine, [argument] * max(counts))
+        engines = [EngineClient(handle) for handle in handles]
+        found: dict[str, Any] = {"start_s": time.time() - started_at(), "rows": rows}
+        for count in counts:
+            await timed(engines[:count], min(args.sizes), args.tokens // 4, salt=999)  # kernels of first use
+            for size in args.sizes:
+                seconds = [await timed(engines[:count], size, args.tokens, salt=r) for r in range(args.rounds)]
+                rows.append({"engines": count, "size": size, "seconds": min(seconds)})
+                save(found)
+        if kind == "sglang":
+            found["sleep"] = await sleep_seconds(engines[0])
+            save(found)
+    finally:
+        runtime.stop()
+
+
+def _place(place: Callable[..., Any], cpu: bool, share: float) -> Any:
+    return place() if cpu else place(bundles=(0,), gpus=share)
+
+
+async def timed(engines: Sequence[Any], size: int, tokens: int, salt: int) -> float:
+    """Seconds of `size` requests, sent as a controller sends groups of 8."""
+    from gcore.content.tokens import Tokens
+    from gcore.generation.pool import EnginePool
+    from gcore.types import Request, SamplingParams
+
+    pool = EnginePool(engines)
+    requests = [
+        Request(Tokens(np.array(p, np.int32)), SamplingParams(tokens), i)
+        for i, p in enumerate(prompts(size, salt * 10_000 + size))
+    ]
+    started = time.perf_counter()
+    found = await asyncio.gather(*(pool.generate(requests[i : i + 8]) for i in range(0, size, 8)))
+    seconds = time.perf_counter() - started
+    made = sum(len(completion.content.tokens_S) for group in found for completion in group)
+    assert made == size * tokens, f"{made} tokens, expected {size * tokens}"
+    return seconds
+
+
+async def sleep_seconds(engine: Any) -> dict[str, float]:
+    """Level 1: the weights are kept, so nothing has to be sent."""
+    slept = await engine.sleep(1)
+    woken = await engine.wake()
+    return {"sleep_s": slept.seconds, "freed_gb": slept.gigabytes, "wake_s": woken.seconds}
+
+
+# ---- references ------------------------------------------------------------------------------------------------------
+
+
+def measure_llm(args: argparse.Namespace) -> None:
+    """The same requests without G-Core."""
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(args.folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_num_seqs=max(args.sizes),
+        max_model_len=PROMPT + args.tokens,
+        gpu_memory_utilization=0.4,
+        max_logprobs=1,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        enforce_eager=args.cpu,
+        seed=0,
+    )
+
+    def seconds(size: int, tokens: int, salt: int) -> float:
+        params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True)
+        requests = [{"prompt_token_ids": p} for p in prompts(size, salt * 10_000 + size)]
+        started = time.perf_counter()
+        llm.generate(requests, params, use_tqdm=False)
+        return time.perf_counter() - started
+
+    found: dict[str, Any] = {"start_s": time.time() - started_at(), "rows": []}
+    seconds(min(args.sizes), args.tokens // 4, 999)
+    for size in args.sizes:
+        best = min(seconds(size, args.tokens, r) for r in range(args.rounds))
+        found["rows"].append({"engines": 1, "size": size, "seconds": best})
+        save(found)
+
+
+def measure_bandwidth(args: argparse.Namespace) -> None:
+    """Bytes per second that a copy reads and writes; bytes of the weights in bfloat16."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.folder))
+    weights = 2 * sum(p.numel() for p in network.parameters())
+    device = torch.device("cpu" if args.cpu else "cuda")
+    source = torch.empty(2**22 if args.cpu else 2**32, dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), 1e9
+    for _ in range(5):
+        _synchronize(args)
+        started = time.perf_counter()
+        target.copy_(source)
+        _synchronize(args)
+        best = min(best, time.perf_counter() - started)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    save({"bandwidth": 2 * len(source) / best, "weights": weights, "device": name, "torch": torch.__version__})
+
+
+def _synchronize(args: argparse.Namespace) -> None:
+    import torch
+
+    if not args.cpu:
+        torch.cuda.synchronize()
+
+
+# ---- MPS -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def mps(folder: Path) -> Iterator[dict[str, str]]:
+    """A daemon of the Multi-Process Service of our own. Yields the environment of its clients."""
+    pipe, logs = folder / "mps-pipe", folder / "mps-log"
+    for each in (pipe, logs):
+        each.mkdir(parents=True, exist_ok=True)
+    variables = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
+    environment = {**os.environ, **variables}
+    subprocess.run([MPS, "-d"], env=environment, timeout=MPS_S, check=True)
+    try:
+        yield variables
+    finally:
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run([MPS], input=b"quit\n", env=environment, timeout=MPS_S)
+        with suppress(OSError, ValueError):  # the file is gone if the daemon has ended
+            os.kill(int((pipe / f"{MPS}.pid").read_text()), signal.SIGKILL)
+
+
+# ---- the experiment --------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    args = parse()
+    if args.worker == "bandwidth":
+        return measure_bandwidth(args)
+    if args.worker == "model":
+        from random_model import main as write_random_model
+
+        return write_random_model(args.model, args.folder)
+    if args.worker == "llm":
+        return measure_llm(args)
+    if args.worker:
+        return asyncio.run(measure_pool(args.worker, args))
+    work = args.work or Path(tempfile.mkdtemp(prefix="gpu-decode-"))
+    parts = [part for part in args.only if usable(part, args)]
+    args.folder = args.folder or make_model(parts, work, args)
+    arguments = [f"--folder={args.folder}", f"--tokens={args.tokens}", f"--rounds={args.rounds}"]
+    arguments += [f"--sizes={_joined(args.sizes)}", f"--engines={_joined(args.engines)}", f"--model={args.model}"]
+    arguments += ["--cpu"] if args.cpu else []
+    record: dict[str, Any] = {"settings": vars(args), "parts": {}}
+    record |= run_worker(__file__, "bandwidth", arguments, work, 120)
+    for part in parts:
+        with mps(work) if part == "vllm-mps" else _no_mps() as variables:
+            record["parts"][part] = run_worker(__file__, part, arguments, work, args.limit, variables)
+        if args.json:
+            args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
+    show(record, args)
+
+
+@contextmanager
+def _no_mps() -> Iterator[dict[str, str]]:
+    yield {}
+
+
+def usable(part: str, args: argparse.Namespace) -> bool:
+    if part == "vllm-mps" and (args.cpu or shutil.which(MPS) is None):
+        print(f"{part}: skipped, {MPS} is not here", file=sys.stderr)
+        return False
+    library = part.split("-")[0] if part != "llm" else "vllm"
+    if importlib.util.find_spec(library) is None:
+        print(f"{part}: skipped, {library} cannot be imported", file=sys.stderr)
+        return False
+    return True
+
+
+def make_model(parts: Sequence[str], work: Path, args: argparse.Namespace) -> Path:
+    """SGLang reads weights; the others make random ones themselves."""
+    from gpu_engines import write_model
+
+    folder = work / f"model-{args.model}"
+    if any(part.startswith("sglang") for part in parts):
+        run_worker(__file__, "model", [f"--folder={folder}", f"--model={args.model}"], work, 300)
+        return folder
+    return write_model(folder, args.model)
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def show(record: dict[str, Any], args: argparse.Namespace) -> None:
+    floor = 1e3 * record.get("weights", float("nan")) / record.get("bandwidth", float("nan"))
+    weights, bandwidth = record.get("weights", 0) / 1e9, record.get("bandwidth", 0) / 1e12
+    print(
+        f"{args.model}, responses of {args.tokens} tokens, {record.get('device')}, torch {record.get('torch')}; "
+        f"weights of {weights:.1f} GB at {bandwidth:.2f} TB/s: {floor:.2f} ms per step"
+    )
+    head = f"{'':<24}" + "".join(f"{size:>10}" for size in args.sizes)
+    for title, value in (
+        ("tokens/s", lambda row: f"{row['size'] * args.tokens / row['seconds']:>10,.0f}"),
+        ("ms per step", lambda row: f"{1e3 * row['seconds'] / args.tokens:>10.2f}"),
+    ):
+        print(f"\n{title + ', sequences:':<24}{head[24:]}")
+        for part, found in record["parts"].items():
+            rows = {(row["engines"], row["size"]): row for row in found.get("rows", ())}
+            for count in dict.fromkeys(engines for engines, _ in rows):
+                cells = (value(rows[count, s]) if (count, s) in rows else f"{'-':>10}" for s in args.sizes)
+                print(f"{part + f', {count} process' + 'es' * (count > 1):<24}" + "".join(cells))
+            if not rows:
+                print(f"{part:<24}  {found.get('error', 'no result')}")
+    print()
+    for part, found in record["parts"].items():
+        notes = [f"{key} {number:.2f}" for key, number in found.get("sleep", {}).items()]
+        notes += [found["error"]] if "error" in found else []
+        print(
+            f"{part}: ready after {found.get('start_s', float('nan')):.0f} s" + "".join(f", {note}" for note in notes)
+        )
+
+
+def parse() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    def parts(text: str) -> list[str]:
+        if unknown := sorted(set(text.split(",")) - set(PARTS)):
+            raise argparse.ArgumentTypeError(f"{unknown}: expected some of {', '.join(PARTS)}")
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=parts, default=list(PARTS))
+    parser.add_argument("--sizes", type=numbers, default=None, help="32,128,256,512; 4,8 with --cpu")
+    parser.add_argument("--engines", type=numbers, default=None, help="1,2,4; 1,2 with --cpu")
+    parser.add_argument("--tokens", type=int, default=None, help="512; 16 with --cpu")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--model", default=None, help="0.5B, 1.5B (default), 7B or tiny")
+    parser.add_argument("--limit", type=float, default=240, help="seconds per part")
+    parser.add_argument("--folder", type=Path, help="of the model; by default it is made in --work")
+    parser.add_argument("--work", type=Path, help="folder of logs and of the model; by default a temporary one")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    sizes = {"sizes": ([32, 128, 256, 512], [4, 8]), "engines": ([1, 2, 4], [1, 2]), "tokens": (512, 16)}
+    for name, (gpu, cpu) in {**sizes, "model": ("1.5B", "tiny")}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, cpu if args.cpu else gpu)
+    return args
+
+
+if __name__ == "__main__":
+    main()
