@@ -1,0 +1,111 @@
+"""Costs of samples by hand and against the model's FLOPs; the fit to measured times; metrics of an update."""
+
+import json
+
+import numpy as np
+import pytest
+
+from gcore.preparation.balance import make_layout
+from gcore.preparation.step_times import StepTimes, observe
+from gcore.preparation.workload import CostModel, Observation, fit
+from gcore.protocols import TrainerInfo, UpdateStats
+from gcore.simulate.shapes import SHAPES, Shape, shape_of
+from gcore.types import SampleMeta
+
+TINY = Shape("tiny", layers=2, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4, vocab=10)
+COST = CostModel(crossover=100.0, head=0.5)
+
+
+def test_costs_by_hand():
+    assert COST.of(100) == 200.0 and COST.of(100, steps=40) == 220.0
+    assert COST.of(100, passes=3) == 600.0  # denoising steps
+    assert CostModel(100.0, causal=False).of(100) == 300.0
+    vision = CostModel(50.0, causal=False, flops=3.0, patch_pixels=100)
+    seeing = CostModel(100.0, flops=2.0, vision=vision)
+    assert seeing.of(100, images=(950,)) == 200.0 + 1.5 * (10 + 4)  # ten patches
+    assert COST.of(100, images=(950,)) == 200.0  # no vision tower is known
+    assert COST.of_row(100) == 300.0  # no pair is skipped
+    assert COST.recomputed().head == 0.375 and COST.recomputed().of(100) == 200.0
+    meta = SampleMeta(0, 0, 100, 1, steps=40, passes=2, images=(7,))
+    assert COST.of_sample(meta) == 420.0
+
+
+def test_the_cost_model_counts_the_flops_of_the_model():
+    """Layers: q and o 8 x 8, k and v 8 x 4, three 8 x 16 of the MLP, two norms of 8. Head: 10 x 8. Final norm: 8."""
+    layers, head = 2 * (2 * 64 + 2 * 32 + 3 * 128 + 16) + 8, 80
+    assert TINY.cost.flops == 2 * layers and TINY.cost.head == pytest.approx(head / layers)
+    n = 30
+    pairs = 4 * 2 * 2 * 4 * n * n / 2  # scores and values: layers x heads x head_dim
+    flops = TINY.cost.flops * TINY.cost.of(n, steps=n)
+    assert flops == pytest.approx(2 * n * (layers + head) + pairs)
+    assert n * TINY.forward_flops(n / 2) == pytest.approx(flops)  # what the planner uses
+
+
+def test_the_cost_of_a_mixture_counts_active_experts():
+    mixture, dense = SHAPES["30B-A3B"].cost, SHAPES["32B"].cost
+    assert mixture.flops == pytest.approx(2 * 3.0e9, rel=0.1) and dense.flops == pytest.approx(2 * 31e9, rel=0.05)
+    assert mixture.crossover < dense.crossover / 3  # attention weighs more
+
+
+def test_vision_towers_are_read_from_config_json(tmp_path):
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4}
+    tower = {"depth": 3, "embed_dim": 32, "mlp_ratio": 4, "num_heads": 4, "patch_size": 16, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**text, "vocab_size": 100, "vision_config": tower}))
+    vision = shape_of(str(tmp_path)).cost.vision
+    assert vision is not None and vision.patch_pixels == 256 and not vision.causal
+    assert vision.flops == 2 * 3 * (4 * 32 * 32 + 2 * 32 * 128)
+    (tmp_path / "config.json").write_text(json.dumps({**text, "vocab_size": 100, "vision_config": {"other": 1}}))
+    assert shape_of(str(tmp_path)).cost.vision is None
+
+
+# --- fit
+
+
+def observed(seed: int, number: int, noise: float = 0.0) -> list[Observation]:
+    """Times of a machine whose attention takes three times as long as its FLOPs say, with 5 ms per micro-batch."""
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(number):
+        tokens, mean, micro = rng.uniform(1e3, 2e4), rng.uniform(50, 800), int(rng.integers(1, 9))
+        seconds = 1e-4 * tokens + 3e-6 * tokens * mean + 5e-3 * micro
+        found.append(Observation(tokens, tokens * mean, micro, seconds * (1 + noise * rng.normal())))
+    return found
+
+
+def test_the_fit_finds_the_times_of_a_machine():
+    found = fit(observed(0, 60), COST)
+    assert found.token_s == pytest.approx(1e-4, rel=0.05) and found.pair_s == pytest.approx(3e-6, rel=0.02)
+    assert found.micro_batch_s == pytest.approx(5e-3, rel=0.5) and found.error < 0.01
+    assert found.crossover == pytest.approx(100 / 3, rel=0.05)
+    noisy = fit(observed(1, 200, noise=0.1), COST)
+    assert noisy.pair_s == pytest.approx(3e-6, rel=0.1) and 0.05 < noisy.error < 0.15
+    one = Observation(5000, 2e6, 4, 7.0)
+    assert found.seconds(5000, 2e6, 4) == pytest.approx(0.5 + 6 + 0.02, rel=0.03) and one.seconds == 7.0
+
+
+def test_the_fit_keeps_the_ratios_of_the_model_where_nothing_was_measured():
+    found = fit([Observation(1000, 1e5, 1, 2.0)] * 5, COST)  # always the same mixture
+    assert found.crossover == pytest.approx(100.0, rel=1e-3) and found.seconds(1000, 1e5, 1) == pytest.approx(2.0)
+    assert fit([], COST) is None and fit([Observation(1000, 1e5, 1, 0.0)], COST) is None
+
+
+# --- metrics
+
+
+def test_the_row_of_an_update():
+    metas = [SampleMeta(i, 0, n, 1) for i, n in enumerate([100, 50, 50])]  # costs 200, 75, 75
+    cost = CostModel(100.0)
+    batches = make_layout(metas, step=1, num_ranks=2, mini_batches=1, max_tokens=104, cost=cost, padded=False)
+    stats = [UpdateStats(1, wall_s=2.0, busy_s=1.9), UpdateStats(1, wall_s=2.0, busy_s=1.5)]
+    times = StepTimes(cost, TrainerInfo(1, 8))
+    row = times.row(batches, metas, stats)
+    assert row["perf/idle_predicted"] == pytest.approx(1 - 175 / 200) and row["perf/micro_batches"] == 1
+    assert row["perf/idle_measured"] == pytest.approx(1 - 3.4 / 4.0)
+    assert row["perf/fit_us_per_token"] > 0 and row["perf/fit_error"] >= 0
+    own = observe(batches, metas, stats, cost)
+    assert sorted((o.tokens, o.pairs, o.seconds) for o in own) == [(100, 5000, 1.5), (100, 10000, 1.9)]
+    # on GPUs a rank does not know how long it waited: the slowest micro-batch of each position counts
+    unknown = [UpdateStats(1, wall_s=2.0), UpdateStats(1, wall_s=2.1)]
+    assert observe(batches, metas, unknown, cost) == [Observation(100, 10000, 1, 2.1)]
+    assert "perf/idle_measured" not in times.row(batches, metas, unknown)
+    emulated = StepTimes(cost, TrainerInfo(1, 8)).row(batches, metas, [UpdateStats(1)] * 2)
+    assert set(emulated) == {"perf/idle_predicted", "perf/micro_batches"}
