@@ -148,12 +148,13 @@ class FsdpBackend:
         return TrainerInfo(num_parameters, network.config.hidden_size)
 
     def _pack(self, micro: MicroBatch, data: StepData) -> Packed:
-        if micro.context == 1 or not micro.rows:
+        ranks = self._context_groups.of(micro.context)  # a collective: also of groups that have only padding
+        if ranks.size == 1 or not micro.rows:
             return to_tensors(micro, data.samples, self.device, self._varlen)
         method = self._context_method(self.policy.network, micro.context)
         multiple = context_parallel.padding_of(micro.context, method)
         packed = to_tensors(micro, data.samples, torch.device("cpu"), varlen=True, multiple=multiple)
-        return context_parallel.split(packed, self._context_groups.of(micro.context), method, self.device)
+        return context_parallel.split(packed, ranks, method, self.device)
 
     def _context_method(self, network: Any, size: int) -> context_parallel.Method:
         wanted = self._config.training.context_attention

@@ -77,16 +77,16 @@ class World(NamedTuple):
 
 
 WORLDS = [
-    World(4, 4, 1, (4, 2, 1, 1), 4, 1, "ulysses"),  # one key head for four ranks
-    World(4, 2, 1, (4, 2, 1), 4, 2, "ring", checkpointing=True),
-    World(4, 2, 2, (2, 1), 4, 2),
+    World(4, 4, 1, (4, 4, 2, 1), 4, 1, "ulysses"),  # one key head for four ranks
+    World(4, 2, 1, (2, 4, 2, 1), 4, 2, "ring", checkpointing=True),
+    World(4, 2, 2, (2, 2, 1), 4, 2),
 ]
 MORE = [
-    World(2, 2, 1, (2, 1), 4, 2, "ulysses"),
+    World(2, 2, 1, (2, 2, 1), 4, 2, "ulysses"),
     World(2, 1, 1, (2,), 3, 1),  # ring, because two ranks do not divide three heads
-    World(4, 1, 1, (2, 4), 6, 3, lora=True),  # Ulysses with repeated key heads, then ring
+    World(4, 1, 1, (2, 2, 4), 6, 3, lora=True),  # Ulysses with repeated key heads, then ring
     World(4, 2, 2, (2,), 4, 2, "ring"),
-    World(2, 2, 1, (2, 1), 4, 2, "ring", checkpointing=True, compiled=True),
+    World(2, 2, 1, (2, 2, 1), 4, 2, "ring", checkpointing=True, compiled=True),
 ]
 TOLERANCE = 1e-5
 
@@ -107,12 +107,14 @@ def samples() -> list[Sample]:
 
 
 def mini_batch(world: World, data_rank: int) -> MiniBatch:
-    """Of one data-parallel rank: samples are dealt to the positions, and there to the groups, in turn."""
+    """Of one data-parallel rank: samples are dealt to the positions, and there to the groups, in turn. If there are
+    several positions, the first has only the long sample: one group has it, other groups have padding."""
     all_samples = samples()
-    micros = []
+    micros, later = [], len(world.contexts) - 1
     for position, context in enumerate(world.contexts):
         groups = world.size // world.tensor // context
-        dealt = all_samples[position :: len(world.contexts)][data_rank // context :: groups]
+        here = all_samples[-1:] if position == 0 else all_samples[position - 1 : -1 : later]
+        dealt = (here if later else all_samples)[data_rank // context :: groups]
         rows = (tuple(s.key for s in dealt),) if dealt else ()
         width = -(-sum(s.content.size for s in dealt) // 8) * 8
         micros.append(MicroBatch(rows, max(width, 8), context))
@@ -238,17 +240,17 @@ def attention_alone(
     spans = Spans(torch.tensor(starts, dtype=torch.int32), max(lengths))
     expected = attend_row(*row, spans, 0.3, window)
     expected_grads = torch.autograd.grad((expected * weight).sum(), row)
-    own = [tensor.detach()[order[ranks.index]].requires_grad_() for tensor in row]
+    own = [tensor.detach()[order[ranks.position]].requires_grad_() for tensor in row]
     nothing = torch.zeros(0, dtype=torch.int64)
     sharing = Sharing(ranks, method, spans, nothing, nothing, 0)
     with Counter() as forward:
         ulysses_or_ring = {"ulysses": partial(ulysses.attend, window=window), "ring": ring.attend}[method]
         found = ulysses_or_ring(*own, sharing, scale=0.3)
     with Counter() as backward:
-        grads = torch.autograd.grad((found * weight[order[ranks.index]]).sum(), own)
+        grads = torch.autograd.grad((found * weight[order[ranks.position]]).sum(), own)
     pairs = zip([found, *grads], [expected, *expected_grads], strict=True)
     with torch.no_grad():
-        differences = [float((a - b[order[ranks.index]]).abs().max() / b.abs().max()) for a, b in pairs]
+        differences = [float((a - b[order[ranks.position]]).abs().max() / b.abs().max()) for a, b in pairs]
     return {"differences": differences, "forward": forward, "backward": backward, "tokens": starts[-1]}
 
 
