@@ -74,7 +74,8 @@ class Run(Section):
 
 class Dataset(Stored):
     task: str | None = None
-    """A generated task instead of `path`: `arithmetic`, or `reasoning_gym/NAME` (needs the extra `reasoning-gym`)."""
+    """A generated task instead of `path`: `arithmetic`, `needle`, or `reasoning_gym/NAME` (needs the extra
+    `reasoning-gym`)."""
     args: dict[str, Any] = {}
     """Arguments of the task."""
     size: PositiveInt | None = None

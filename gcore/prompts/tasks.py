@@ -1,4 +1,4 @@
-"""Tasks that need no file: built-in arithmetic, and the generators of the package reasoning_gym."""
+"""Tasks that need no file: built-in arithmetic and needle, and the generators of the package reasoning_gym."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ ARITHMETIC: Row = {
     "eval_size": 500,
     "seed": 0,
 }
+NEEDLE: Row = {
+    "min_length": 32,  # of the prompt, in characters; lengths are log-uniform
+    "max_length": 4000,
+    "size": 10_000,  # problems of the split
+    "split": "train",
+    "seed": 0,
+}
+HAY = "abcdefgh"
 MOST_TRAIN = 2**18  # limit of training problems for large operands, where not all pairs are enumerated
 GYM_SIZE = 1000
 GYM_EVAL_SEED = 10**9  # reasoning_gym seeds row i with seed + i: nearby seeds would share rows
@@ -40,10 +48,12 @@ def make_task(
     """Rows of a task, the same for the same arguments. `args["seed"]` overrides `seed`."""
     if name == "arithmetic":
         return _arithmetic({"seed": seed, **args}, size, key)
+    if name == "needle":
+        return _needle({"seed": seed, **args}, size, key)
     package, _, task = name.partition("/")
     if package == "reasoning_gym" and task:
         return _reasoning_gym(task, {"seed": seed, **args}, size, key)
-    raise UserError(f"{key}.task: unknown task {name!r}; expected arithmetic or reasoning_gym/NAME")
+    raise UserError(f"{key}.task: unknown task {name!r}; expected arithmetic, needle or reasoning_gym/NAME")
 
 
 class _Arithmetic(Sequence[Row]):
@@ -128,6 +138,47 @@ def _selected(numbers: np.ndarray, args: Row) -> np.ndarray:
     rows = _Arithmetic(numbers.tolist(), args)
     least = -float("inf") if args["min_answer"] is None else args["min_answer"]
     return np.array([int(r["answer"]) >= least and (args["zeros"] or "0" not in r["prompt"]) for r in rows], bool)
+
+
+class _Needle(Sequence[Row]):
+    """{"prompt": "hbca7fdbeag?", "answer": "7"}: find the only digit among letters."""
+
+    def __init__(self, args: Row):
+        self.args = args
+
+    def __len__(self) -> int:
+        return int(self.args["size"])
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        args = self.args
+        random = np.random.default_rng([args["seed"] % 2**64, args["split"] == "eval", index])
+        length = round(args["min_length"] * (args["max_length"] / args["min_length"]) ** random.random())
+        text = random.choice(list(HAY), length - 1)
+        digit = str(random.integers(10))
+        text[random.integers(length - 1)] = digit
+        return {"prompt": "".join(text) + "?", "answer": digit}
+
+
+def _needle(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
+    for name, value in given.items():
+        if name not in NEEDLE:
+            raise UserError(f"{key}.args.{name}: needle has no such argument{_nearest(name, NEEDLE)}")
+        if name != "split" and (not isinstance(value, int) or isinstance(value, bool)):
+            raise UserError(f"{key}.args.{name}: expected a whole number, got {value!r}")
+    args = NEEDLE | dict(given)
+    if not 2 <= args["min_length"] <= args["max_length"]:
+        raise UserError(
+            f"{key}.args.min_length: expected 2 to max_length={args['max_length']}, got {args['min_length']}"
+        )
+    return _Needle(args | {"split": _split(args, key), "size": size or args["size"]})
 
 
 class _Gym(Sequence[Row]):

@@ -34,7 +34,7 @@ class Ranks(NamedTuple):
 
     group: Any
     members: tuple[int, ...]  # their global ranks
-    index: int  # of this rank among them
+    position: int  # of this rank among them
 
     @property
     def size(self) -> int:
@@ -48,7 +48,7 @@ class ContextGroups:
 
     def __init__(self, data_size: int, tensor_size: int) -> None:
         self._data_size, self._tensor_size = data_size, tensor_size
-        self._found: dict[int, Ranks] = {}
+        self._found = {1: Ranks(None, (dist.get_rank(),), 0)}
 
     def of(self, size: int) -> Ranks:
         assert self._data_size % size == 0, f"groups of {size} ranks do not divide {self._data_size}"
@@ -140,7 +140,7 @@ def split(packed: Packed, ranks: Ranks, method: Method, device: torch.device) ->
     """The inputs of this rank. `packed`: one row on the host, of samples that are padded (`padding_of`)."""
     assert packed.starts is not None
     order_kL = order_of(packed.starts.tolist(), ranks.size, method)
-    own_L, length = order_kL[ranks.index], order_kL.shape[1]
+    own_L, length = order_kL[ranks.position], order_kL.shape[1]
     place_T = torch.empty_like(order_kL.flatten())
     place_T[order_kL.flatten()] = torch.arange(order_kL.numel())
     at_S = place_T[packed.select_S]
@@ -148,12 +148,12 @@ def split(packed: Packed, ranks: Ranks, method: Method, device: torch.device) ->
     number_S = torch.empty_like(rank_S)
     for rank, count in enumerate(counts_k.tolist()):
         number_S[rank_S == rank] = torch.arange(count)
-    most, own_s = int(counts_k.max()), (rank_S == ranks.index).nonzero()[:, 0]
+    most, own_s = int(counts_k.max()), (rank_S == ranks.position).nonzero()[:, 0]
     spans = Spans(packed.starts.to(device), packed.longest)
     masked = packed.sampling_mask
     if masked is not None:
         ids_K, counts_S = masked
-        own_K = torch.repeat_interleave(rank_S == ranks.index, counts_S)
+        own_K = torch.repeat_interleave(rank_S == ranks.position, counts_S)
         masked = ids_K[own_K].to(device), counts_S[own_s].to(device)
     return dataclasses.replace(
         packed,

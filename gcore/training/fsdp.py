@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gcore.config.tree import Config
 from gcore.protocols import Metric, TrainerInfo
-from gcore.training import context, loading, lora, state, tensor_parallel, varlen
+from gcore.training import context as context_parallel
+from gcore.training import loading, lora, state, tensor_parallel, varlen
 from gcore.training.backend import NetworkName, Snapshot
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import Packed, StepData, step_columns, to_tensors
@@ -40,7 +41,8 @@ LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: few
 class FsdpBackend:
     """Implements backend.Backend. `shard`: ranks that share one copy of the weights. `tensor`: ranks that split each
     matrix. Both divide the number of ranks: world = copies x shard x tensor. `fill`: gives the sharded network its
-    weights if `make_network` makes it without (loading.py)."""
+    weights if `make_network` makes it without (loading.py). `context`: the largest number of data-parallel ranks that
+    will share a micro-batch, to check at the start that they can."""
 
     def __init__(
         self,
@@ -51,18 +53,21 @@ class FsdpBackend:
         shard: int = 1,
         tensor: int = 1,
         fill: Callable[[Any], None] | None = None,
+        context: int = 1,
     ) -> None:
         self._config, self._make_network, self.device, self._dtype = config, make_network, device, dtype
         world = dist.get_world_size()
         self._shard_size, self._tensor_size, self._data_size = shard, tensor, world // tensor
         shape = (world // shard // tensor, shard, tensor)
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "tensor"))
-        self._context_groups = context.ContextGroups(self._data_size, tensor)
+        self._context_groups = context_parallel.ContextGroups(self._data_size, tensor)
         self._summed: tuple[str, ...] = ()  # parameters whose gradients are summed over the tensor group
         offload, compiles = config.training.offload, config.training.compile
         self._offload = "none" if offload == "auto" else offload  # on GPUs, controller/build.py has decided
         self._compiles = device.type == "cuda" if compiles == "auto" else compiles
         network, chosen = make_network(), config.model.lora
+        for size in (size for size in range(2, context + 1) if self._data_size % size == 0):
+            self._context_method(network, size)
         self._adapters = lora.adapt(network, chosen, config.run.seed, dtype) if chosen else None
         self.policy = self._shard(network)
         if fill is not None:
@@ -145,13 +150,17 @@ class FsdpBackend:
         return TrainerInfo(num_parameters, network.config.hidden_size, not self._varlen, self._shard_size > 1)
 
     def _pack(self, micro: MicroBatch, data: StepData) -> Packed:
-        if micro.context == 1 or not micro.rows:
+        ranks = self._context_groups.of(micro.context)  # a collective: also of groups that have only padding
+        if ranks.size == 1 or not micro.rows:
             return to_tensors(micro, data.samples, self.device, self._varlen)
-        wanted = self._config.training.context_attention
-        method = context.choose_method(self.policy.network.config, micro.context, self._tensor_size, wanted)
-        multiple = context.padding_of(micro.context, method)
+        method = self._context_method(self.policy.network, micro.context)
+        multiple = context_parallel.padding_of(micro.context, method)
         packed = to_tensors(micro, data.samples, torch.device("cpu"), varlen=True, multiple=multiple)
-        return context.split(packed, self._context_groups.of(micro.context), method, self.device)
+        return context_parallel.split(packed, ranks, method, self.device)
+
+    def _context_method(self, network: Any, size: int) -> context_parallel.Method:
+        wanted = self._config.training.context_attention
+        return context_parallel.choose_method(network.config, size, self._tensor_size, wanted)
 
     @torch.no_grad()
     def logprobs(self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData) -> dict[Key, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gcore.decoders import as_argument, traits_of
+from gcore.decoders import as_argument, implementation, traits_of
 from gcore.training import attention
 from gcore.training.context import Sharing
 from gcore.training.fused_head import Scaling, token_logprobs
@@ -25,7 +25,7 @@ class LogprobModel(nn.Module):
         super().__init__()
         self.network, self.compiled = network, compiled
         self.traits = traits_of(network.config)
-        self.attention = network.config._attn_implementation  # of rows with a mask
+        self.attention = implementation(network.config)  # of rows with a mask
         attention.register()
 
     def forward(

@@ -42,9 +42,9 @@ def block_of(sharing: Sharing, source: int) -> Block:
     """`source`: the rank that the keys come from."""
     whole, half = sharing.spans.divided(sharing.ranks.size), sharing.spans.divided(2 * sharing.ranks.size)
     front_L, back_L = sharing.halves
-    if source == sharing.ranks.index:
+    if source == sharing.ranks.position:
         return Block(None, None, whole, whole, True)
-    if source < sharing.ranks.index:
+    if source < sharing.ranks.position:
         return Block(None, front_L, whole, half, False)
     return Block(back_L, None, half, whole, False)
 
@@ -61,7 +61,7 @@ class _Ring(torch.autograd.Function):
         lse_HL = torch.full((query_LHD.shape[1], len(query_LHD)), -torch.inf, dtype=exact, device=query_LHD.device)
         for step in range(ranks.size):
             arrival = _pass_on(passing, ranks) if step + 1 < ranks.size else None
-            block = block_of(sharing, (ranks.index - step) % ranks.size)
+            block = block_of(sharing, (ranks.position - step) % ranks.size)
             key, value = _rows(passing, block.key_index, 1).unbind()
             part = attend_block(_rows(query_LHD, block.query_index), key, value, *block[2:], scale)
             _merge(output_LHD, lse_HL, part, block.query_index)
@@ -81,7 +81,7 @@ class _Ring(torch.autograd.Function):
         home: Callable[[], Tensor] | None = None  # of the gradients that travel after their keys
         for step in range(ranks.size):
             arrival = _pass_on(passing, ranks) if step + 1 < ranks.size else None
-            block = block_of(ctx.sharing, (ranks.index - step) % ranks.size)
+            block = block_of(ctx.sharing, (ranks.position - step) % ranks.size)
             grad, query, output = (_rows(t, block.query_index) for t in (grad_LHD, query_LHD, output_LHD))
             key, value = _rows(passing, block.key_index, 1).unbind()
             lse = _rows(lse_HL, block.query_index, 1)
@@ -130,8 +130,8 @@ def _pass_on(tensor: Tensor, ranks: Ranks) -> Callable[[], Tensor]:
     waits and returns what was received."""
     received = torch.empty_like(tensor)
     ops = [
-        dist.P2POp(dist.isend, tensor, ranks.members[(ranks.index + 1) % ranks.size], ranks.group),
-        dist.P2POp(dist.irecv, received, ranks.members[ranks.index - 1], ranks.group),
+        dist.P2POp(dist.isend, tensor, ranks.members[(ranks.position + 1) % ranks.size], ranks.group),
+        dist.P2POp(dist.irecv, received, ranks.members[ranks.position - 1], ranks.group),
     ]
     works = dist.batch_isend_irecv(ops)
 

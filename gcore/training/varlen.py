@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from gcore.decoders import implementation
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
@@ -35,7 +37,7 @@ class Spans:
 
 def usable(network: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Models whose attention needs more than scores and a window (sinks, capped scores) are computed with masks."""
-    return device.type == "cuda" and dtype in HALF and network.config._attn_implementation == "sdpa" and bool(_KERNEL)
+    return device.type == "cuda" and dtype in HALF and implementation(network.config) == "sdpa" and bool(_KERNEL)
 
 
 def attend_row(
