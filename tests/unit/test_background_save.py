@@ -1,5 +1,5 @@
-"""Checkpoints written in the background are of one moment, whatever the rank does meanwhile. Each test fails if the guard
-that it describes is removed."""
+"""Checkpoints written in the background are of one moment, whatever the rank does meanwhile. Each test fails if the
+guard that it describes is removed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ class SlowCopy:
         monkeypatch.setattr(BackgroundWriter, "_copy", copy)
 
     def start_at_the_fence(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Or after half a second: then nobody waited for the copy."""
         real = BackgroundWriter.fence
 
         def fence(own: BackgroundWriter) -> None:
@@ -81,7 +80,6 @@ class SlowCopy:
             real(own)
 
         monkeypatch.setattr(BackgroundWriter, "fence", fence)
-        threading.Timer(0.5, self.go.set).start()
 
 
 CHANGES = {"update": KL, "reference pass of adapters": LORA, "update of adapters": LORA}
@@ -102,6 +100,7 @@ def test_whatever_changes_the_state_waits_for_the_copy(tmp_path, monkeypatch, wh
             await in_the_reference_pass(trainer, slow, batch_of(samples))
         else:
             await asyncio.to_thread(update, trainer, samples, batch_of(samples))
+        slow.go.set()  # at the latest: then nobody waited for the copy
         return await trainer.write(str(tmp_path))
 
     written = asyncio.run(run())
