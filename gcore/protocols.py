@@ -259,8 +259,7 @@ class Rewarder(Protocol):
 
 
 class Trainer(Protocol):
-    """One rank. Except for `push`, `write` and `abandon`, each method is called on all ranks, because the ranks meet in
-    collectives."""
+    """One rank. Except for `push`, `write` and `abandon`, all ranks are called, because they meet in collectives."""
 
     async def info(self) -> TrainerInfo: ...
 

@@ -1,0 +1,162 @@
+"""A checkpoint of any world of trainer ranks is loaded by any other: the next step is the same.
+
+Four processes form one world after another; those that are not in it wait for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import multiprocessing
+import os
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gcore.checkpoint import tensors
+from gcore.models import make_empty
+from gcore.observe.trace import Tracer
+from gcore.preparation.balance import make_layout
+from gcore.preparation.samples import meta_of
+from gcore.preparation.workload import CostModel
+from gcore.prompts.tokenizer import load_tokenizer
+from gcore.protocols import Metric, Rendezvous, add_metrics
+from gcore.runtime.gloo import join
+from gcore.training import loading
+from gcore.training.fsdp import FsdpBackend
+from gcore.training.rank import TrainerRank
+from tests.contract.test_trainer import QWEN3
+from tests.unit.test_training import CPU, config_of, samples_of, save_state
+
+SAVED = {"1": (1, 1, 1), "2": (2, 2, 1), "4": (4, 4, 1), "4 in 2 copies": (4, 2, 1), "2 x 2": (4, 2, 2)}
+LOADED = {"1": (1, 1, 1), "2": (2, 2, 1), "3": (3, 3, 1), "4": (4, 4, 1), "2 x 2": (4, 2, 2)}  # ranks, shard, tensor
+STEPS = 3  # before the save
+
+
+def trainer_of(rank: int, shard: int, tensor: int, seed: int) -> TrainerRank:
+    config = config_of(model=QWEN3, algorithm={"kl_coef": 0.1}, training={"lr": 1e-2}, run={"seed": seed})
+    tokenizer = load_tokenizer(config.model)
+    given = {"model": config.model, "seed": seed, "device": CPU, "tokenizer": tokenizer}
+    make, fill = partial(make_empty, config.model, tokenizer), partial(loading.fill, **given)
+    backend = partial(FsdpBackend, config, make, CPU, torch.float32, shard, tensor, fill)
+    return TrainerRank(config, backend, rank, 1, Tracer(None, f"trainer-{rank}"))
+
+
+async def step(trainer: TrainerRank, number: int, rank: int, size: int, tensor: int) -> list[dict[str, Any]]:
+    """Metrics of every data-parallel rank."""
+    samples = samples_of(number, prompts=6)
+    layout = make_layout(
+        [meta_of(s) for s in samples],
+        step=number,
+        num_ranks=size // tensor,
+        mini_batches=1,
+        max_tokens=60,
+        cost=CostModel(100.0),
+    )
+    batch = layout[rank // tensor]
+    batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples if s.key in batch.keys})
+    await trainer.push(0, [s for s in samples if s.key in batch.advantages])
+    await trainer.prepare(batch)
+    stats = await trainer.update(batch)
+    own = {name: dataclasses.astuple(metric) for name, metric in stats.metrics.items()} | {"norm": stats.grad_norm}
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, own)
+    return found[::tensor]
+
+
+def member(rank: int, addresses: list[str], folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    here = Path(folder)
+    worlds = [("saved", *item) for item in SAVED.items()] + [("loaded", *item) for item in LOADED.items()]
+    for address, (kind, name, (size, shard, tensor)) in zip(addresses, worlds, strict=True):
+        if rank >= size:
+            continue
+        join(Rendezvous(rank, size, address if size > 1 else None), "gloo", timeout_s=240)
+        sources = [""] if kind == "saved" else list(SAVED)
+        for source in sources:
+            trainer = trainer_of(rank, shard, tensor, seed=3 if kind == "saved" else 99)
+            result = asyncio.run(one(trainer, kind, here, name, source, (rank, size, tensor)))
+            if rank == 0:
+                (here / f"{kind}, {name}, {source}.json").write_text(json.dumps(result))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+async def one(trainer: TrainerRank, kind: str, here: Path, name: str, source: str, place: tuple[int, int, int]) -> Any:
+    """A world that saves goes on with the next step too, so that its loss is the one to expect."""
+    if kind == "saved":
+        await trainer.begin()
+        for number in range(STEPS):
+            await step(trainer, number, *place)
+        (here / name).mkdir(exist_ok=True)
+        await asyncio.to_thread(save_state, trainer, here / name)
+        dist.barrier()
+    else:
+        await trainer.load(str(here / source))
+        assert trainer.updates == STEPS
+    return [await step(trainer, number, *place) for number in (STEPS, STEPS + 1)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resharding")
+    probes = [socket.socket() for _ in range(len(SAVED) + len(LOADED))]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
+    for probe in probes:
+        probe.close()
+    context = multiprocessing.get_context("spawn")
+    members = [context.Process(target=member, args=(rank, addresses, str(folder)), daemon=True) for rank in range(4)]
+    for process in members:
+        process.start()
+    for process in members:
+        process.join(500)
+        process.kill()
+    assert [process.exitcode for process in members] == [0] * 4
+    return folder
+
+
+def losses(file: Path) -> list[dict[str, float]]:
+    found = []
+    for ranks in json.loads(file.read_text()):
+        parts = [{name: Metric(*value) for name, value in r.items() if name != "norm"} for r in ranks]
+        found.append({name: metric.value for name, metric in add_metrics(*parts).items()} | {"norm": ranks[0]["norm"]})
+    return found
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("source", list(SAVED))
+@pytest.mark.parametrize("name", list(LOADED))
+def test_the_next_steps_are_those_of_the_world_that_saved(results: Path, source: str, name: str):
+    expected, found = losses(results / f"saved, {source}, .json"), losses(results / f"loaded, {name}, {source}.json")
+    assert abs(expected[0]["actor/loss"]) > 1e-3
+    for now, before in zip(found, expected, strict=True):
+        assert now["actor/loss"] == pytest.approx(before["actor/loss"], abs=1e-6)
+        assert now == pytest.approx(before, abs=1e-5)
+
+
+@pytest.mark.release
+def test_no_value_is_stored_twice(results: Path):
+    """Also with copies of the weights, and of norms within a tensor-parallel group."""
+    sizes = {}
+    for name in SAVED:
+        for part in ("weights", "optimizer", "reference"):
+            files = list((results / name / part).glob(tensors.FILES))
+            sizes[name, part] = sum(_values(file) for file in files)
+            assert len(files) == SAVED[name][0] or part == "optimizer"
+    for part in ("weights", "optimizer", "reference"):
+        assert len({sizes[name, part] for name in SAVED}) == 1
+
+
+def _values(file: Path) -> int:
+    with open(file, "rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
