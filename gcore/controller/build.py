@@ -163,34 +163,7 @@ def _library_engine(
     from gcore.generation.vllm import VllmEngine
     from gcore.generation.vllm_core import VllmOptions
 
-    if device.type == "cuda" and plan.gpu_assignment.share < 1:
-        options["cache_bytes"] = _cache_bytes(model, serving, engines, device)
     return VllmEngine(folder, VllmOptions(**options), tracer)
-
-
-def _cache_bytes(model: Model, serving: Generation | Judge, engines: int, device: torch.device) -> int | None:
-    """vLLM's KV cache on a GPU with other processes of the run. If vLLM measured the memory that is left for it, it
-    would count what they allocate in the meantime. None: the model's size is not known, so vLLM measures."""
-    import torch
-
-    from gcore.controller.gpu_memory import kv_cache_bytes
-    from gcore.simulate.shapes import model_shape
-
-    try:
-        shape = model_shape(model, "model.path")
-    except UserError:
-        if engines > 1:
-            raise
-        return None
-    total = float(torch.cuda.get_device_properties(device).total_memory)
-    cache = kv_cache_bytes(serving, engines, total, shape)
-    if cache <= 0:
-        share = f"{serving.gpu_memory_utilization:g} of the GPU for {engines} engine(s)"
-        raise UserError(
-            f"gpu_memory_utilization={serving.gpu_memory_utilization:g}: {share} leaves no KV cache beside weights of "
-            f"{shape.weight_bytes / 1e9:.1f} GB; use a larger share, or placement.policy.engines_per_gpu=1"
-        )
-    return int(cache)
 
 
 def sleep_level(config: Config, plan: Plan) -> int:
