@@ -103,7 +103,8 @@ def _engine(
     dtype, tracer = pick_dtype(serving.dtype, device), Tracer(trace_folder(config), name)
     if serving.engine in ("vllm", "sglang"):
         dtype_name = str(dtype).removeprefix("torch.")
-        return _library_engine(config, plan, model, serving, max_length, dtype_name, device, tracer)
+        with tracer.span("start"):
+            return _library_engine(config, plan, model, serving, max_length, dtype_name, device, tracer)
     from gcore.generation.embedded import EmbeddedEngine
 
     network = load_model(model, load_tokenizer(model), config.run.seed, dtype, device, max_length=max_length)
@@ -283,6 +284,13 @@ class Roles:
     scorers: Mapping[str, Sequence[ScorerClient]] = field(default_factory=dict)
 
 
+def import_controller() -> None:
+    """What build_controller imports. Done while the other roles load their models."""
+    quiet()
+    importlib.import_module("gcore.controller.loop")
+    importlib.import_module("gcore.controller.setup")
+
+
 def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rendezvous) -> Controller:
     quiet()
     gc.freeze()
@@ -345,9 +353,17 @@ def log_folder(config: Config) -> Path | None:
     return config.run.folder / "logs" if config.observe.logs and config.runtime == "ray" else None
 
 
+def cache_folder() -> Path:
+    """Files that later runs of the same user can reuse."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "gcore"
+
+
 def quiet() -> None:
-    """Switch off the messages that libraries print at import: the terminal shows only the run."""
+    """The environment of processes with torch. Switches off the messages that libraries print at import."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # compiled code of earlier runs; PyTorch's default is a folder in /tmp. vLLM has its own, VLLM_CACHE_ROOT.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     logging_of_transformers = importlib.import_module("transformers").logging

@@ -9,13 +9,12 @@ exception, when a process dies that cannot be restarted, or with Ctrl-C.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +30,7 @@ from gcore.controller.build import (
     build_runtime,
     build_scorer,
     build_trainer,
+    import_controller,
     log_folder,
     see_cluster,
 )
@@ -39,6 +39,7 @@ from gcore.controller.gpu_memory import Decided, decide
 from gcore.controller.pins import check_models, fetch, pin
 from gcore.controller.plan import Plan, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
+from gcore.controller.start_report import reporting_start
 from gcore.observe.logs import OutputPreview
 from gcore.observe.metrics import read_rows
 from gcore.observe.page import write_report
@@ -49,8 +50,6 @@ from gcore.protocols import Handle, RoleDied, RoleError, Runtime
 
 POLL_S = {"live": 0.25}  # seconds between two polls of the controllers, by progress view
 DEFAULT_POLL_S = 0.5  # other views print one line per step
-START_POLL_S = 0.5  # between two polls of the processes during the start
-START_LINES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between two lines about the start, if the view is not live
 GRACE_S = 1.5  # after the first failure, how long to wait for failures that explain it better
 Mode = Literal["train", "eval"]
 C = TypeVar("C")
@@ -126,7 +125,8 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str] = ()
             preview = OutputPreview(log_folder(config))
             runtime = build_runtime(config, plan)
             _end_at_sigterm()  # again: Ray has replaced the handler
-            controllers = await _reporting_start(
+            runtime.prepare("controller", plan.controllers, import_controller)
+            controllers = await reporting_start(
                 _start(runtime, config, plan, mode), runtime, _wanted(plan, mode), progress
             )
             progress.note(
@@ -190,40 +190,6 @@ def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
     judges = {f"judge-{name}": count for name, count in plan.judges.items()}
     scorers = {f"scorer-{name}": count for name, count in plan.scorers.items()}
     return {**served, **judges, **scorers, "controller": plan.controllers}
-
-
-async def _reporting_start(
-    starting: Coroutine[Any, Any, C], runtime: Runtime, wanted: Mapping[str, int], progress: Progress
-) -> C:
-    """Await `starting` and return its result. Until then, show how many processes of each kind are ready."""
-    task = asyncio.ensure_future(starting)
-    pauses, began = itertools.chain(START_LINES_S, itertools.repeat(START_LINES_S[-1])), time.monotonic()
-    due = next(pauses)
-    try:
-        while not (await asyncio.wait({task}, timeout=START_POLL_S))[0]:
-            waited = time.monotonic() - began
-            statuses = starting_statuses(wanted, runtime.processes(), runtime.ready())
-            if progress.mode == "live":
-                progress.update(statuses)
-            elif waited >= due:
-                due = waited + next(pauses)
-                ready = "; ".join(f"{status.role} {status.detail}" for status in statuses)
-                progress.note(f"starting, {waited:.0f} s: {ready}")
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    return task.result()
-
-
-def starting_statuses(wanted: Mapping[str, int], up: Collection[str], ready: Collection[str]) -> list[Status]:
-    """One per kind of process: Status("engine", "starting", "2 of 8 ready, 3 loading", 0)"""
-    running, built = (Counter(name.rpartition("-")[0] for name in names) for names in (up, ready))
-    found = []
-    for kind, count in wanted.items():
-        more = running[kind] - built[kind]
-        detail = f"{built[kind]} of {count} ready" + (f", {more} loading" if more else "")
-        found.append(Status(kind, "starting", detail, 0))
-    return [status for status in found if wanted[status.role]]
 
 
 async def _supervise(

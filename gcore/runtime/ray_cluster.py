@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from gcore.types import UserError
 
 PROBE_S = 5.0
@@ -93,6 +95,17 @@ def list_nodes() -> tuple[list[dict[str, Any]], str]:
     import ray
 
     return ray.nodes(), ray.get_runtime_context().get_node_id()
+
+
+def node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def interface_of(address: str) -> str | None:
+    names = (name for name, found in psutil.net_if_addrs().items() if any(a.address == address for a in found))
+    return next(names, None)
 
 
 def quiet_ray(log: Path | None) -> None:
