@@ -106,7 +106,8 @@ def _engine(
     dtype, tracer = pick_dtype(serving.dtype, device), Tracer(trace_folder(config), name)
     if serving.engine in ("vllm", "sglang"):
         dtype_name = str(dtype).removeprefix("torch.")
-        return _library_engine(config, plan, model, serving, max_length, dtype_name, device, tracer)
+        with tracer.span("start"):
+            return _library_engine(config, plan, model, serving, max_length, dtype_name, device, tracer)
     from gcore.generation.embedded import EmbeddedEngine
 
     network = load_model(model, load_tokenizer(model), config.run.seed, dtype, device, max_length=max_length)
@@ -166,34 +167,7 @@ def _library_engine(
     from gcore.generation.vllm import VllmEngine
     from gcore.generation.vllm_core import VllmOptions
 
-    if device.type == "cuda" and plan.gpu_assignment.share < 1:
-        options["cache_bytes"] = _cache_bytes(model, serving, engines, device)
     return VllmEngine(folder, VllmOptions(**options), tracer)
-
-
-def _cache_bytes(model: Model, serving: Generation | Judge, engines: int, device: torch.device) -> int | None:
-    """vLLM's KV cache on a GPU with other processes of the run. If vLLM measured the memory that is left for it, it
-    would count what they allocate in the meantime. None: the model's size is not known, so vLLM measures."""
-    import torch
-
-    from gcore.controller.gpu_memory import kv_cache_bytes
-    from gcore.simulate.shapes import model_shape
-
-    try:
-        shape = model_shape(model, "model.path")
-    except UserError:
-        if engines > 1:
-            raise
-        return None
-    total = float(torch.cuda.get_device_properties(device).total_memory)
-    cache = kv_cache_bytes(serving, engines, total, shape)
-    if cache <= 0:
-        share = f"{serving.gpu_memory_utilization:g} of the GPU for {engines} engine(s)"
-        raise UserError(
-            f"gpu_memory_utilization={serving.gpu_memory_utilization:g}: {share} leaves no KV cache beside weights of "
-            f"{shape.weight_bytes / 1e9:.1f} GB; use a larger share, or placement.policy.engines_per_gpu=1"
-        )
-    return int(cache)
 
 
 def sleep_level(config: Config, plan: Plan) -> int:
@@ -315,6 +289,13 @@ class Roles:
     scorers: Mapping[str, Sequence[ScorerClient]] = field(default_factory=dict)
 
 
+def import_controller() -> None:
+    """What build_controller imports. Done while the other roles load their models."""
+    quiet()
+    importlib.import_module("gcore.controller.loop")
+    importlib.import_module("gcore.controller.setup")
+
+
 def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rendezvous) -> Controller:
     quiet()
     gc.freeze()
@@ -383,9 +364,17 @@ def log_folder(config: Config) -> Path | None:
     return config.run.folder / "logs" if config.observe.logs and config.runtime == "ray" else None
 
 
+def cache_folder() -> Path:
+    """Files that later runs of the same user can reuse."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "gcore"
+
+
 def quiet() -> None:
-    """Switch off the messages that libraries print at import: the terminal shows only the run."""
+    """The environment of processes with torch. Switches off the messages that libraries print at import."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # compiled code of earlier runs; PyTorch's default is a folder in /tmp. vLLM has its own, VLLM_CACHE_ROOT.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     logging_of_transformers = importlib.import_module("transformers").logging

@@ -151,9 +151,9 @@ def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
 
 
 def kv_cache_bytes(serving: Serving, engines: int, gpu_bytes: float, shape: Shape) -> float:
-    """KV cache of one vLLM engine on each of its GPUs, if `engines` divide serving.gpu_memory_utilization: its share of
-    the GPU without the weights, and without what vLLM holds besides (CUDA context and graphs, buffers), which was
-    measured as the memory of an engine that sleeps."""
+    """Estimate of the KV cache of one vLLM engine on each of its GPUs, if `engines` divide
+    serving.gpu_memory_utilization: its share of the GPU without the weights, and without what vLLM holds besides (CUDA
+    context and graphs, buffers), which was measured as the memory of an engine that sleeps."""
     share = serving.gpu_memory_utilization / engines * gpu_bytes
     return share - shape.weight_bytes / serving.tensor_parallel - ENGINE.asleep_gb * GB
 

@@ -16,8 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -34,6 +33,7 @@ from gcore.controller.build import (
     build_runtime,
     build_scorer,
     build_trainer,
+    import_controller,
     log_folder,
     see_cluster,
 )
@@ -53,6 +53,7 @@ from gcore.controller.machines import Cluster
 from gcore.controller.pins import check_models, fetch, pin
 from gcore.controller.plan import Plan, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
+from gcore.controller.start_report import reporting_start
 from gcore.observe.events import EventLog
 from gcore.observe.logs import OutputPreview
 from gcore.observe.metrics import read_rows
@@ -65,8 +66,6 @@ from gcore.runtime.protocol import Runtime
 
 POLL_S = {"live": 0.25}  # seconds between two polls of the controllers, by progress view
 DEFAULT_POLL_S = 0.5  # other views print one line per step
-START_POLL_S = 0.5  # between two polls of the processes during the start
-START_LINES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # between two lines about the start, if the view is not live
 GRACE_S = 1.5  # after the first failure, how long to wait for failures that explain it better
 Mode = Literal["train", "eval"]
 C = TypeVar("C")
@@ -153,6 +152,7 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str], rol
             preview = OutputPreview(log_folder(config))
             runtime = build_runtime(config, plan)
             _end_at_sigterm()  # again: Ray has replaced the handler
+            runtime.prepare("controller", plan.controllers, import_controller)
             return await _run_to_the_end(runtime, config, plan, mode, progress, preview, rollbacks, started)
         finally:
             if runtime is not None:
@@ -177,7 +177,7 @@ async def _run_to_the_end(
     roles: Roles | None = None
     while True:
         try:
-            roles, controllers = await _reporting_start(starting, runtime, _wanted(plan, mode), progress)
+            roles, controllers = await reporting_start(starting, runtime, _wanted(plan, mode), progress)
             progress.note(_ready_line(plan, mode, time.monotonic() - started))
             if pids := runtime.processes():
                 progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
@@ -261,6 +261,7 @@ async def _start_again(
                 raise failed
 
     await asyncio.gather(runtime.stop_group("controller"), runtime.stop_group("trainer"))
+    runtime.prepare("controller", plan.controllers, import_controller)
     trainers, _ = await asyncio.gather(_trainers(runtime, config, plan, plan.trainers), reset_engines())
     roles = dataclasses.replace(roles, trainers=trainers)
     return roles, await _controllers(runtime, config, plan, roles)
@@ -292,40 +293,6 @@ def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
     judges = {f"judge-{name}": count for name, count in plan.judges.items()}
     scorers = {f"scorer-{name}": count for name, count in plan.scorers.items()}
     return {**served, **judges, **scorers, "controller": plan.controllers}
-
-
-async def _reporting_start(
-    starting: Coroutine[Any, Any, C], runtime: Runtime, wanted: Mapping[str, int], progress: Progress
-) -> C:
-    """Await `starting` and return its result. Until then, show how many processes of each kind are ready."""
-    task = asyncio.ensure_future(starting)
-    pauses, began = itertools.chain(START_LINES_S, itertools.repeat(START_LINES_S[-1])), time.monotonic()
-    due = next(pauses)
-    try:
-        while not (await asyncio.wait({task}, timeout=START_POLL_S))[0]:
-            waited = time.monotonic() - began
-            statuses = starting_statuses(wanted, runtime.processes(), runtime.ready())
-            if progress.mode == "live":
-                progress.update(statuses)
-            elif waited >= due:
-                due = waited + next(pauses)
-                ready = "; ".join(f"{status.role} {status.detail}" for status in statuses)
-                progress.note(f"starting, {waited:.0f} s: {ready}")
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    return task.result()
-
-
-def starting_statuses(wanted: Mapping[str, int], up: Collection[str], ready: Collection[str]) -> list[Status]:
-    """One per kind of process: Status("engine", "starting", "2 of 8 ready, 3 loading", 0)"""
-    running, built = (Counter(name.rpartition("-")[0] for name in names) for names in (up, ready))
-    found = []
-    for kind, count in wanted.items():
-        more = running[kind] - built[kind]
-        detail = f"{built[kind]} of {count} ready" + (f", {more} loading" if more else "")
-        found.append(Status(kind, "starting", detail, 0))
-    return [status for status in found if wanted[status.role]]
 
 
 async def _supervise(

@@ -41,7 +41,6 @@ class VllmOptions:
     max_length: int
     dtype: str = "auto"
     memory_fraction: float = 0.4  # of the GPU
-    cache_bytes: int | None = None  # KV cache on a GPU; None: vLLM measures what is left of memory_fraction
     cpu_cache_gib: float = 1.0
     threads: int = 1  # on CPU
     tensor_parallel: int = 1
@@ -73,7 +72,32 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
     except ImportError as error:
         raise UserError(f"generation.engine: vllm cannot be imported ({error}); install it, or use embedded") from error
 
-    arguments = EngineArgs(**engine_arguments(folder, options, is_cpu()))
+    platform: dict[str, Any] = {"gpu_memory_utilization": options.memory_fraction, "enforce_eager": options.eager}
+    if is_cpu():
+        cache = int(options.cpu_cache_gib * GIB)
+        platform = {"kv_cache_memory_bytes": cache, "enforce_eager": True, "enable_chunked_prefill": False}
+    if options.tensor_parallel > 1:
+        # inside a placement group of Ray, vLLM would make Ray actors, which need GPUs that are reserved already
+        platform["distributed_executor_backend"] = "mp"
+    arguments = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # ignore the folder's sampling defaults
+        dtype=options.dtype,
+        load_format="dummy" if options.dummy else "auto",
+        max_model_len=options.max_length,
+        max_num_seqs=options.max_concurrent,
+        scheduling_policy="priority",  # which request is preempted when the KV cache is full
+        enable_prefix_caching=True,
+        enable_sleep_mode=options.sleep and not is_cpu(),
+        tensor_parallel_size=options.tensor_parallel,
+        seed=options.seed,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        max_logprobs=1,
+        logprobs_mode="processed_logprobs",
+        **platform,
+    )
     with _threads_and_memory(options.threads) if is_cpu() else nullcontext():
         try:
             if arguments.create_model_config().is_multimodal_model:  # needed to expand image placeholders
@@ -82,38 +106,6 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
             return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except (ValueError, OSError) as error:  # an unusable folder, length or memory fraction
             raise UserError(f"vLLM cannot serve {folder}: {' '.join(str(error).split())}") from error
-
-
-def engine_arguments(folder: Path, options: VllmOptions, on_cpu: bool) -> dict[str, Any]:
-    """Arguments of vLLM's EngineArgs. Pure."""
-    platform: dict[str, Any] = {"gpu_memory_utilization": options.memory_fraction, "enforce_eager": options.eager}
-    if options.cache_bytes is not None:
-        platform["kv_cache_memory_bytes"] = options.cache_bytes
-    if on_cpu:
-        cache = int(options.cpu_cache_gib * GIB)
-        platform = {"kv_cache_memory_bytes": cache, "enforce_eager": True, "enable_chunked_prefill": False}
-    if options.tensor_parallel > 1:
-        # inside a placement group of Ray, vLLM would make Ray actors, which need GPUs that are reserved already
-        platform["distributed_executor_backend"] = "mp"
-    return {
-        "model": str(folder),
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # ignore the folder's sampling defaults
-        "dtype": options.dtype,
-        "load_format": "dummy" if options.dummy else "auto",
-        "max_model_len": options.max_length,
-        "max_num_seqs": options.max_concurrent,
-        "scheduling_policy": "priority",  # which request is preempted when the KV cache is full
-        "enable_prefix_caching": True,
-        "enable_sleep_mode": options.sleep and not on_cpu,
-        "tensor_parallel_size": options.tensor_parallel,
-        "seed": options.seed,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "max_logprobs": 1,
-        "logprobs_mode": "processed_logprobs",
-        **platform,
-    }
 
 
 @contextmanager

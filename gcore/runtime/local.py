@@ -49,6 +49,9 @@ class LocalRuntime:
             handles.append(LocalHandle(name, role))
         return handles
 
+    def prepare(self, kind: str, count: int, imports: Callable[[], None]) -> None:
+        """There is only this process."""
+
     def processes(self) -> dict[str, int]:
         return {}
 

@@ -11,6 +11,10 @@ from gcore.protocols import Handle
 class Runtime(Protocol):
     """Starts and monitors roles. Implementations: runtime/local.py, runtime/ray.py."""
 
+    def prepare(self, kind: str, count: int, imports: Callable[[], None]) -> None:
+        """Start the processes of a group that `start_group` will build later. Meanwhile they call `imports`."""
+        ...
+
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
     ) -> Sequence[Handle]:

@@ -30,7 +30,7 @@ from gcore import faults
 from gcore.observe.logs import Log, last_lines, trim
 from gcore.protocols import Rendezvous, RoleDied, RoleError
 from gcore.runtime.guard import Guard
-from gcore.runtime.ray_cluster import Place, Reservation, is_joined, join, quiet_ray
+from gcore.runtime.ray_cluster import Place, Reservation, interface_of, is_joined, join, node_address, quiet_ray
 from gcore.types import UserError
 
 START_S = 300
@@ -52,17 +52,22 @@ class Process:
                 os.chdir(folder)
         if log is not None:
             with contextlib.suppress(OSError):  # a node without the run's folder prints to Ray's own log
-                Log(Path(log)).take_over(name if folder is None else f"{name} on node {_node_address()}")
+                Log(Path(log)).take_over(name if folder is None else f"{name} on node {node_address()}")
         faulthandler.register(signal.SIGUSR1, file=2)  # for `dump_stacks`; 2: where the log is now
 
     async def address(self) -> str:
         """A free host:port on this machine. The socket stays open, so that no other process gets the port."""
-        host = _node_address()
+        host = node_address()
         self._listener = socket.create_server((host, 0))
         return f"{host}:{self._listener.getsockname()[1]}"
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def prepare(self, imports: Callable[[], None]) -> None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in `build`
+        with contextlib.suppress(Exception):  # `build` fails too, and reports it
+            await asyncio.to_thread(imports)
 
     async def build(
         self,
@@ -75,7 +80,7 @@ class Process:
         if visible_gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not spin on a core
-        if interface := _interface_of(_node_address()):
+        if interface := interface_of(node_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host name, which may fail
         try:
             self.role = await asyncio.to_thread(factory, *args, replace(rendezvous, listener=self._listener))
@@ -188,21 +193,32 @@ class RayRuntime:
         self._track_processes()
         self._reserved = Reservation(bundles, bundle_nodes) if bundles else None
 
+    def prepare(self, kind: str, count: int, imports: Callable[[], None]) -> None:
+        for actor in self._create(kind, count):
+            actor.prepare.remote(imports)
+
+    def _create(self, kind: str, count: int) -> list[Any]:
+        """Start the processes of a group that are not started yet."""
+        import ray
+
+        folder = None if self._owns_cluster else os.getcwd()
+        names = [f"{kind}-{rank}" for rank in range(count)]
+        for name, place in zip(names, self._places(kind, count), strict=True):
+            if name not in self._actors:
+                log, actor = self._log(name), ray.remote(Process).options(**self._options(kind, place))
+                self._actors[name] = actor.remote(name, None if log is None else str(log), folder)
+        return [self._actors[name] for name in names]
+
+    def _places(self, kind: str, count: int) -> list[Place]:
+        return [Place() if self._place_of is None else self._place_of(kind, rank) for rank in range(count)]
+
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
     ) -> list[RayHandle]:
-        import ray
-
         if not args:
             return []
-        names = [f"{kind}-{rank}" for rank in range(len(args))]
-        places = [Place() if self._place_of is None else self._place_of(kind, rank) for rank in range(len(args))]
-        folder = None if self._owns_cluster else os.getcwd()
-        for name, place in zip(names, places, strict=True):
-            log = self._log(name)
-            actor = ray.remote(Process).options(**self._options(kind, place))
-            self._actors[name] = actor.remote(name, None if log is None else str(log), folder)
-        actors = [self._actors[name] for name in names]
+        names, places = [f"{kind}-{rank}" for rank in range(len(args))], self._places(kind, len(args))
+        actors = self._create(kind, len(args))
         try:
             address = await asyncio.wait_for(translate(names[0], actors[0].address.remote()), START_S)
         except TimeoutError:
@@ -393,17 +409,6 @@ def _alive(process: psutil.Process) -> bool:
 def _kill(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.Error):
         process.kill()
-
-
-def _node_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
-def _interface_of(address: str) -> str | None:
-    names = (name for name, found in psutil.net_if_addrs().items() if any(a.address == address for a in found))
-    return next(names, None)
 
 
 def _first_lines(text: str) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from gcore.types import UserError
 
 PROBE_S = 5.0
@@ -45,12 +47,10 @@ def is_joined() -> bool:
 def join() -> None:
     """Connect this process to the cluster at RAY_ADDRESS, if it is not connected yet."""
     address = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "//" not in host:
-        try:  # Ray itself waits for two minutes
-            socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
-        except OSError as error:
-            raise _unreachable(address, str(error)) from None
+    try:
+        _probe(_resolved(address))
+    except OSError as error:
+        raise _unreachable(address, " ".join(str(error).split())[:300]) from None
     import ray
 
     if ray.is_initialized():
@@ -60,6 +60,27 @@ def join() -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise _unreachable(address, " ".join(str(error).split())[:300]) from error
+
+
+def _resolved(address: str) -> str:
+    """`auto`: the address of a cluster that runs on this machine, or that of the last `ray start`, which Ray keeps in a
+    file. Other addresses: unchanged. Raises ConnectionError if there is none."""
+    if address != "auto":
+        return address
+    from ray._private import services
+
+    find = getattr(services, "get_ray_address_from_environment", None)
+    return address if find is None else str(find(address, None))
+
+
+def _probe(address: str) -> None:
+    """Raises OSError if nothing listens at HOST:PORT. Ray itself waits for two minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "//" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
+        except OSError as error:
+            raise OSError(f"{error}, at {address}") from None
 
 
 def _unreachable(address: str, reason: str) -> UserError:
@@ -75,6 +96,17 @@ def list_nodes() -> tuple[list[dict[str, Any]], str]:
     import ray
 
     return ray.nodes(), ray.get_runtime_context().get_node_id()
+
+
+def node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def interface_of(address: str) -> str | None:
+    names = (name for name, found in psutil.net_if_addrs().items() if any(a.address == address for a in found))
+    return next(names, None)
 
 
 def quiet_ray(log: Path | None) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.generation.vllm_core import skip_block_accounting
+from gcore.generation.vllm_core import VllmOptions, open_core, skip_block_accounting
 from gcore.protocols import MemoryChange
 from gcore.types import Completion, UserError
 from tests.contract.test_engine import (
@@ -181,6 +181,18 @@ def test_an_unknown_scheduler_is_left_as_it_is(caplog):
         caplog.clear()
         assert not skip_block_accounting(scheduler) and blocks.allocate_slots is allocate
         assert "unknown version of vLLM's scheduler" in caplog.text
+
+
+@pytest.mark.parametrize(("width", "backend"), [(1, None), (4, "mp")])
+def test_tensor_parallel_engines_start_processes_not_ray_actors(tmp_path, monkeypatch, width, backend):
+    def look(**arguments: Any) -> None:
+        found = arguments["tensor_parallel_size"], arguments.get("distributed_executor_backend")
+        raise AssertionError(found)
+
+    monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", look)
+    with pytest.raises(AssertionError) as raised:
+        open_core(tmp_path, VllmOptions(8, 64, tensor_parallel=width))
+    assert raised.value.args[0] == (width, backend)
 
 
 # --- requests

@@ -1,4 +1,4 @@
-"""Several runs one after another in one process, as in a notebook."""
+"""Several runs one after another in one process, as in a notebook. Their role is in a prepared process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import subprocess
 import sys
 
 SCRIPT = """
-import asyncio
+import asyncio, sys, time
 from gcore.runtime.ray import RayRuntime
+
+def prepare():
+    import wave
 
 class Role:
     def __init__(self, word, rendezvous):
-        self.word = word
+        deadline = time.monotonic() + 30
+        while "wave" not in sys.modules and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.word = word if "wave" in sys.modules else "unprepared"
 
     async def say(self):
         return self.word
@@ -20,6 +26,7 @@ def run(word):
     async def main():
         runtime = RayRuntime(128)
         try:
+            runtime.prepare("role", 1, prepare)
             (role,) = await runtime.start_group("role", Role, [(word,)])
             print(await role.call("say"), flush=True)
         finally:

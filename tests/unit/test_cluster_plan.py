@@ -90,6 +90,16 @@ def test_a_cluster_that_does_not_answer(config, monkeypatch):
         see_cluster(config())
 
 
+@pytest.mark.parametrize(("last", "reason"), [("127.0.0.1:9", "refused, at 127.0.0.1:9"), (None, "Could not find any")])
+def test_auto_fails_at_once_if_the_last_cluster_is_gone(config, monkeypatch, last, reason):
+    """The file in which Ray keeps the address of the last `ray start` stays when the cluster ends."""
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: set())
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: last)
+    with pytest.raises(UserError, match=rf"^RAY_ADDRESS=auto: cannot join .*{reason}.*unset RAY_ADDRESS"):
+        see_cluster(config())
+
+
 # ---- CPUs -----------------------------------------------------------------------------------------------------------
 
 

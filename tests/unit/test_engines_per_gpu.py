@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from gcore.controller.gpu_memory import engines_beside, kv_cache_bytes, resolve
 from gcore.controller.machines import Cluster
 from gcore.controller.plan import Machine, make_plan
 from gcore.generation.routing import own_replicas
-from gcore.generation.vllm_core import VllmOptions, engine_arguments
 from gcore.simulate.costs import GPUS, SHAPES
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
@@ -155,17 +153,3 @@ def test_the_kv_cache_is_what_weights_and_vllm_leave(config):
     assert one == pytest.approx(0.4 * H200 - shape.weight_bytes - ASLEEP)
     assert 50e9 < one < 53e9  # 52 GB were measured
     assert two == pytest.approx((one - shape.weight_bytes - ASLEEP) / 2)
-
-
-def test_vllm_gets_its_share_and_its_cache():
-    options = VllmOptions(128, 1024, memory_fraction=0.2, cache_bytes=21 * 10**9)
-    found = engine_arguments(Path("model"), options, on_cpu=False)
-    assert (found["gpu_memory_utilization"], found["kv_cache_memory_bytes"]) == (0.2, 21 * 10**9)
-    assert "kv_cache_memory_bytes" not in engine_arguments(Path("model"), VllmOptions(128, 1024), on_cpu=False)
-    assert engine_arguments(Path("model"), VllmOptions(128, 1024), on_cpu=True)["kv_cache_memory_bytes"] == 2**30
-
-
-def test_tensor_parallel_engines_start_processes_not_ray_actors():
-    for width, backend in ((1, None), (4, "mp")):
-        found = engine_arguments(Path("model"), VllmOptions(128, 1024, tensor_parallel=width), on_cpu=False)
-        assert (found["tensor_parallel_size"], found.get("distributed_executor_backend")) == (width, backend)

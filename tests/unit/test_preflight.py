@@ -22,7 +22,7 @@ from gcore.controller.dry_run import answers, shortened
 from gcore.controller.footprint import check_sizes, num_parameters, parts
 from gcore.controller.plan import Machine, make_plan
 from gcore.controller.preflight import preflight, sample_of
-from gcore.controller.supervise import starting_statuses
+from gcore.controller.start_report import starting_statuses
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Prompt, UserError
 from tests.e2e.helpers import RECIPE, environment
