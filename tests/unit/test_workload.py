@@ -83,8 +83,8 @@ def test_the_fit_finds_the_times_of_a_machine():
 
 
 def test_the_fit_keeps_the_ratios_of_the_model_where_nothing_was_measured():
-    found = fit([Observation(1000, 1e5, 1, 2.0)] * 5, COST)  # always the same mixture
-    assert found.crossover == pytest.approx(100.0, rel=1e-3) and found.seconds(1000, 1e5, 1) == pytest.approx(2.0)
+    found = fit([Observation(1000, 4e5, 1, 2.0)] * 5, COST)  # always the same mixture
+    assert found.crossover == pytest.approx(100.0, rel=1e-3) and found.seconds(1000, 4e5, 1) == pytest.approx(2.0)
     assert fit([], COST) is None and fit([Observation(1000, 1e5, 1, 0.0)], COST) is None
 
 
