@@ -41,6 +41,7 @@ CURVES = (  # title, keys (a key ending in / matches all keys with this prefix),
     ("Answer length", ("length",), "tokens", "line"),
     ("Accepted share", ("acceptance",), "%", "line"),
     ("Tokens per second", ("tokens_per_s",), "", "line"),
+    ("Idle share of trainer ranks", ("trainer_idle/",), "%", "line"),
 )
 BARS = (("Rollout time", "rollout_s", "s"), ("Idle share", "idle", "%"))
 Model = dict[str, Any]

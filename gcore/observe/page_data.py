@@ -34,6 +34,8 @@ OF_METRICS = {
     "timing_s/training": "update_s",
     "response_length/mean": "length",
     "perf/tokens_per_s": "tokens_per_s",
+    "perf/idle_predicted": "trainer_idle/predicted",
+    "perf/idle_measured": "trainer_idle/measured",
 }
 PLACEMENT = "placement.jsonl"
 EXPECTED = "expected a run's folder (runs/NAME) or a file of `gcore simulate ... --json FILE`"

@@ -31,15 +31,14 @@ class StepTimes:
         self, batches: Sequence[TrainBatch], metas: Sequence[SampleMeta], ranks: Sequence[UpdateStats]
     ) -> dict[str, float]:
         """`ranks`: of each data-parallel rank, as `batches`."""
-        idle = idle_share(batches, metas, self._cost)
-        row = {
-            "perf/idle_predicted": idle.per_micro_batch if self._info.sharded else idle.per_mini_batch,
-            "perf/micro_batches": float(sum(len(mini.micro_batches) for mini in batches[0].mini_batches)),
-        }
+        row = {"perf/micro_batches": float(sum(len(mini.micro_batches) for mini in batches[0].mini_batches))}
+        if len(batches) > 1:
+            idle = idle_share(batches, metas, self._cost)
+            row["perf/idle_predicted"] = idle.per_micro_batch if self._info.sharded else idle.per_mini_batch
         wall_s = max(rank.wall_s for rank in ranks)
         if not wall_s:
             return row
-        if all(rank.busy_s for rank in ranks):
+        if len(ranks) > 1 and all(rank.busy_s for rank in ranks):
             row["perf/idle_measured"] = 1 - sum(rank.busy_s for rank in ranks) / (len(ranks) * wall_s)
         self._seen.extend(observe(batches, metas, ranks, self._cost))
         if found := fit(self._seen, self._cost):

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.preparation.workload import UPDATE
 from gcore.simulate.shapes import BYTES
 from gcore.simulate.shapes import SHAPES as SHAPES
 from gcore.simulate.shapes import Shape as Shape
@@ -246,7 +247,7 @@ def training_s(
     Gathering weights (twice) and scattering gradients, once per micro-batch, overlap with arithmetic.
     """
     reach = REACH.training_recomputed if checkpointing else REACH.training
-    compute_s = 3 * tokens * shape.forward_flops(context) / (gpus * gpu.tflops * 1e12 * reach)
+    compute_s = UPDATE * tokens * shape.forward_flops(context) / (gpus * gpu.tflops * 1e12 * reach)
     micro_batches = max(1, math.ceil(tokens / gpus / micro_tokens))
     moved = (2 * BYTES + 4) * shape.parameters * (gpus - 1) / gpus  # gradients are summed in float32
     moving_s = micro_batches * moved / (gpu.collective_gb_s(gpus) * GB * REACH.link)

@@ -226,9 +226,9 @@ def test_exchanges_never_take_longer_and_keep_every_item_and_the_budget():
     better = 0
     for seed in range(60):
         rng = np.random.default_rng(seed)
-        lengths = sorted(map(int, rng.integers(1, 100, 60)), reverse=True)
-        items = items_of([n + n * n // 50 for n in lengths], int(rng.integers(2, 7)), 220, lengths)
-        before = assignment.by_level(items, 0.9)
+        lengths, costs = rng.integers(1, 100, (2, 60)).tolist()  # independent, so that the budget matters
+        items = items_of(costs, int(rng.integers(2, 7)), 220, lengths)
+        before = assignment.by_level(items, 1.0)
         after = refine(items, before)
         assert total(after) <= total(before), seed
         assert sorted(i for bins in after for b in bins for row in b.rows for i in row) == list(range(60)), seed
@@ -279,8 +279,9 @@ def test_idle_share_by_hand():
     found = idle_share([TrainBatch(1, (rank,)) for rank in ranks], metas, COST)
     assert found == Idle(1 - 175 / (200 + 75), 1 - 175 / 200)
     both = MicroBatch((((0, 0),),), 104, context=2)  # 100 for each rank
-    ranks = [MiniBatch((both, second), 3, 3), MiniBatch((both, third), 3, 3)]
-    assert idle_share([TrainBatch(1, (rank,)) for rank in ranks], metas, COST) == Idle(0.0, 0.0)
+    ranks = [MiniBatch((both, second), 3, 3), MiniBatch((both, MicroBatch((), 8)), 3, 3)]
+    found = idle_share([TrainBatch(1, (rank,)) for rank in ranks], metas, COST)
+    assert found == Idle(1 - 137.5 / 175, 1 - 137.5 / 175)
     assert idle_share([TrainBatch(1, ())], [], COST) == Idle(0.0, 0.0)
 
 

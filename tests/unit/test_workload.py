@@ -83,8 +83,8 @@ def test_the_fit_finds_the_times_of_a_machine():
 
 
 def test_the_fit_keeps_the_ratios_of_the_model_where_nothing_was_measured():
-    found = fit([Observation(1000, 1e5, 1, 2.0)] * 5, COST)  # always the same mixture
-    assert found.crossover == pytest.approx(100.0, rel=1e-3) and found.seconds(1000, 1e5, 1) == pytest.approx(2.0)
+    found = fit([Observation(1000, 4e5, 1, 2.0)] * 5, COST)  # always the same mixture
+    assert found.crossover == pytest.approx(100.0, rel=1e-3) and found.seconds(1000, 4e5, 1) == pytest.approx(2.0)
     assert fit([], COST) is None and fit([Observation(1000, 1e5, 1, 0.0)], COST) is None
 
 
@@ -109,3 +109,10 @@ def test_the_row_of_an_update():
     assert "perf/idle_measured" not in times.row(batches, metas, unknown)
     emulated = StepTimes(cost, TrainerInfo(1, 8)).row(batches, metas, [UpdateStats(1)] * 2)
     assert set(emulated) == {"perf/idle_predicted", "perf/micro_batches"}
+
+
+def test_one_rank_waits_for_nobody():
+    metas = [SampleMeta(0, 0, 100, 1)]
+    batches = make_layout(metas, step=1, num_ranks=1, mini_batches=1, max_tokens=104, cost=COST)
+    row = StepTimes(COST, TrainerInfo(1, 8)).row(batches, metas, [UpdateStats(1, wall_s=2.0, busy_s=1.9)])
+    assert not any("idle" in name for name in row) and row["perf/fit_us_per_token"] > 0
