@@ -435,7 +435,7 @@ def test_arithmetic_too_large_to_enumerate():
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("arithmetik", {}, r"data\.train\.task: unknown task 'arithmetik'; expected arithmetic or"),
+        ("arithmetik", {}, r"data\.train\.task: unknown task 'arithmetik'; expected arithmetic, needle or"),
         ("arithmetic", {"operation": ["+"]}, r"data\.train\.args\.operation: .*did you mean operations\?"),
         ("arithmetic", {"operations": ["/"]}, r"args\.operations: expected a list of \+, -, \*, got \['/'\]"),
         ("arithmetic", {"operations": "+-"}, r"args\.operations: expected a list"),
@@ -447,11 +447,32 @@ def test_arithmetic_too_large_to_enumerate():
             r"args\.eval_size: expected less than the number of problems, 4, got 4",
         ),
         ("arithmetic", {"split": "test"}, r"args\.split: expected train or eval, got 'test'"),
+        ("needle", {"length": 5}, r"args\.length: needle has no such argument; did you mean (max|min)_length\?"),
+        ("needle", {"min_length": 9, "max_length": 8}, r"args\.min_length: expected 2 to max_length=8, got 9"),
+        ("needle", {"size": "all"}, r"args\.size: expected a whole number, got 'all'"),
+        ("needle", {"split": "test"}, r"args\.split: expected train or eval, got 'test'"),
     ],
 )
 def test_bad_task_arguments(name, args, message):
     with pytest.raises(UserError, match=message):
         make_task(name, args)
+
+
+def test_needle_rows():
+    args = {"min_length": 4, "max_length": 64}
+    train, held_out = make_task("needle", args, 300), make_task("needle", {**args, "split": "eval", "size": 50})
+    assert (len(train), len(held_out)) == (300, 50)
+    for row in [*train, *held_out]:
+        hay, end = row["prompt"][:-1], row["prompt"][-1]
+        assert end == "?" and [c for c in hay if c.isdigit()] == [row["answer"]]
+        assert set(hay) - {row["answer"]} <= set("abcdefgh")
+    lengths = [len(row["prompt"]) for row in train]
+    assert min(lengths) == 4 and 60 <= max(lengths) <= 64 and 12 < np.median(lengths) < 20  # log-uniform: the median is 16
+    assert {row["answer"] for row in train} == set("0123456789")
+    where = [row["prompt"].index(row["answer"]) / (len(row["prompt"]) - 2) for row in train]
+    assert min(where) == 0 and max(where) == 1 and 0.4 < np.mean(where) < 0.6
+    assert list(make_task("needle", args, 300)) == list(train) != list(make_task("needle", args, 300, seed=1))
+    assert train[0] != held_out[0] and len(make_task("needle", {})[0]["prompt"]) > 32
 
 
 def test_reasoning_gym_rows():
