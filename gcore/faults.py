@@ -1,6 +1,6 @@
 """Injected faults, for tests: when a role reaches a moment, its process is killed, stopped, delayed or gets an error.
 
-    faults: [{kind: kill, role: trainer-0, at: update, nth: 3}]
+    faults: {plan: [{kind: kill, role: trainer-0, at: update, nth: 3}]}
 
 Moments are the calls that a role receives (`generate`, `update`, `weight_bucket`, ...), the stages of a controller
 (`rollout`, `preparation`, `training`, `weights`, `checkpoint`), and before and after each file of a checkpoint (`file`,
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from gcore.config.base import Fault
+from gcore.config.run import Fault
 from gcore.observe.events import EventLog, read_events
 
 

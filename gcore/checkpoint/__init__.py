@@ -1,1 +1,1 @@
-"""Checkpoints on disk: the folders (store.py), and groups that no step has trained on yet (pending_groups.py)."""
+"""Checkpoints on disk: folders (store), sharded tensors (tensors, writer), groups that no step has trained on yet."""

@@ -217,18 +217,3 @@ def check_emulated(backend: str, training: EmulatedTraining | None, policy: Serv
     speeds = sorted({section.speed for section in sections if section is not None})
     if len(speeds) > 1:
         raise ValueError(f"emulated.speed: got {speeds}; expected the same value in all emulated sections of a run")
-
-
-class Fault(Section):
-    kind: Literal["kill", "stop", "slow", "error", "disk_full", "short_write", "flip_byte"]
-    """What happens to the process: SIGKILL, SIGSTOP, a delay of `seconds`, an exception, or a full disk. Or to the file
-    that it wrote: half of it is cut, or a bit changes."""
-    role: str
-    """`trainer-0`, `engine-1`, `controller-0`, `judge-NAME-0`, ..."""
-    at: str
-    """A call that the role receives (`update`, `generate`, ...), a stage of a controller (`rollout`, ...), or `file`
-    and `written`: before and after each file of a checkpoint."""
-    nth: PositiveInt = 1
-    """Which time the process reaches this moment."""
-    seconds: Seconds = 1.0
-    """Length of the delay of `slow`."""

@@ -7,7 +7,6 @@ The reference in docs/configuration.md is generated from this file (`python -m g
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -18,8 +17,6 @@ from gcore.config.base import (
     Auto,
     Count,
     EmulatedTraining,
-    Fault,
-    FolderName,
     Fraction,
     NonNegative,
     PositiveInt,
@@ -39,37 +36,9 @@ from gcore.config.rewards import Judge as Judge
 from gcore.config.rewards import RewardFunction as RewardFunction
 from gcore.config.rewards import Rewards as Rewards
 from gcore.config.rewards import ScalarReward as ScalarReward
+from gcore.config.run import Faults as Faults
+from gcore.config.run import Run as Run
 from gcore.config.sampling import Sampling as Sampling
-
-
-class Run(Section):
-    name: FolderName = "run"
-    """Name of the run, without path separators; its files are in `DIR/NAME`."""
-    dir: str = "runs"
-    """Folder that holds the runs."""
-    seed: int = 0
-    """Seed of all randomness: data order, sampling noise, weights of a model built from scratch."""
-    steps: Count = 100
-    """Training steps."""
-    resume: str = "never"
-    """`never`: start a new run (an existing run of that name is renamed); `auto`: continue from the last complete
-    checkpoint if there is one; or the path of a checkpoint `.../step_N` or `.../warm_N`. With `auto`, a damaged
-    checkpoint is skipped and reported."""
-    resume_anyway: bool = False
-    """Resume even if keys, data or the version of G-Core changed in a way that changes the results, see
-    docs/checkpointing.md."""
-    max_restarts: Count = 3
-    """If a controller or a trainer rank dies or hangs, the run continues by itself from its last checkpoint, at most
-    this many times per hour. 0: the run ends. Engines, judges and scorers are always restarted alone."""
-    hang_s: Seconds = 300.0
-    """A process that has not answered for this many seconds is restarted; the stacks of all processes are in their
-    logs then."""
-    no_progress_s: Seconds = 3600.0
-    """If no controller makes progress for this many seconds, controllers and trainer ranks are restarted."""
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.dir) / self.name
 
 
 class Dataset(Stored):
@@ -354,7 +323,7 @@ class Config(Section):
     """Saving of checkpoints."""
     observe: Observe = Observe()
     """Evaluation, progress and logs."""
-    faults: list[Fault] = []
+    faults: Faults = Faults()
     """Faults to inject, for tests of the recovery (needs `runtime: ray`)."""
 
     @model_validator(mode="before")

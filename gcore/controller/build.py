@@ -311,7 +311,7 @@ def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rende
 
 def _arm_faults(config: Config, role: str, rendezvous: Rendezvous) -> None:
     if rendezvous.address is not None:  # each role has its own process
-        faults.arm(config.faults, role, config.run.folder)
+        faults.arm(config.faults.plan, role, config.run.folder)
 
 
 def build_group(rendezvous: Rendezvous) -> Group:

@@ -132,13 +132,16 @@ def _bytes_per_weight(file: Path) -> int:
 
 def _trained_mb(config: Config, plan: Plan) -> float:
     """On a CPU: weights, gradients, moments and the reference; with adapters only the weights count. On a GPU: what
-    training.offload keeps in host memory (`auto`: not decided yet, counted as nothing)."""
+    training.offload keeps in host memory (`auto`: not decided yet, counted as nothing). In both cases also the copy of
+    what the rank writes of a checkpoint."""
     offload, trainer = config.training.offload, config.placement.trainer
     on_gpu, adapters = plan.gpus > 0 and config.training.device != "cpu", config.model.lora is not None
     own = num_parameters(config.model) / plan.shard / trainer.tensor_parallel
     state = state_bytes(own, 0 if adapters else own, 2 if on_gpu else 4, config.algorithm.kl_coef > 0, adapters)
     held = tuple(state) if not on_gpu else () if offload == "auto" else off_gpu(offload)
-    return sum(state[name] for name in held) / 2**20
+    snapshot = 0.0 if adapters else state["weights"] + state["moments"] + state["reference"]
+    copies = plan.trainers / plan.shard / trainer.tensor_parallel  # of the weights: each writes a part
+    return (sum(state[name] for name in held) + snapshot / copies) / 2**20
 
 
 def _listed(found: Sequence[Part]) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import socket
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,7 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.protocols import Metric, Rendezvous, add_metrics
-from gcore.runtime.gloo import join
+from gcore.protocols import Metric, add_metrics
 from gcore.training import loading
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
@@ -70,15 +69,16 @@ async def step(trainer: TrainerRank, number: int, rank: int, size: int, tensor: 
     return found[::tensor]
 
 
-def member(rank: int, addresses: list[str], folder: str) -> None:
+def member(rank: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     here = Path(folder)
     worlds = [("saved", *item) for item in SAVED.items()] + [("loaded", *item) for item in LOADED.items()]
-    for address, (kind, name, (size, shard, tensor)) in zip(addresses, worlds, strict=True):
+    for kind, name, (size, shard, tensor) in worlds:
         if rank >= size:
             continue
-        join(Rendezvous(rank, size, address if size > 1 else None), "gloo", timeout_s=240)
+        store = dist.FileStore(str(here / f"{kind} {name}.store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=240))
         sources = [""] if kind == "saved" else list(SAVED)
         for source in sources:
             trainer = trainer_of(rank, shard, tensor, seed=3 if kind == "saved" else 99)
@@ -107,14 +107,8 @@ async def one(trainer: TrainerRank, kind: str, here: Path, name: str, source: st
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resharding")
-    probes = [socket.socket() for _ in range(len(SAVED) + len(LOADED))]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
-    for probe in probes:
-        probe.close()
     context = multiprocessing.get_context("spawn")
-    members = [context.Process(target=member, args=(rank, addresses, str(folder)), daemon=True) for rank in range(4)]
+    members = [context.Process(target=member, args=(rank, str(folder)), daemon=True) for rank in range(4)]
     for process in members:
         process.start()
     for process in members:

@@ -66,7 +66,10 @@ def test_resumed_it_is_the_run_that_was_not_interrupted(tmp_path):
     kept = [untimed(row) for row in again if not ("eval/accuracy" in row and row["step"] == 3)]  # it ended there once
     assert kept == [untimed(row) for row in whole]
     assert all(row["actor/kl"] > 0 for row in steps(whole)[1:])
-    full = gcore("train", str(recipe), "run.name=part", *HERE, "run.steps=7", "run.resume=auto")
+    resumed = ("train", str(recipe), "run.name=part", *HERE, "run.steps=7", "run.resume=auto")
+    changed = gcore(*resumed)
+    assert changed.returncode == 2 and "model.lora.rank: " in changed.stderr, changed.stderr
+    full = gcore(*resumed, "run.resume_anyway=true")
     assert full.returncode == 2 and "holds adapters, and this run trains all weights" in full.stderr, full.stderr
 
 

@@ -25,7 +25,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = train(folder, "whole", *HERE, *DYNAMIC, "checkpoint.every=0")
     prompts = store.read_state(folder / "runs" / "whole" / "step_6")["prompts"]
     drawn = [row["sampling/drawn"] for row in steps(found)]
-    assert sum(drawn[:3]) < prompts < sum(drawn)  # what is resumed from step 3 reaches the second epoch
+    assert sum(drawn) // prompts > sum(drawn[:3]) // prompts  # what is resumed from step 3 reaches another epoch
     return folder / "runs" / "whole"
 
 
@@ -95,6 +95,17 @@ def test_a_kill_during_a_save_is_resumed_exactly(tmp_path, monkeypatch, whole, m
     assert done.returncode == 0 and "step_3 at step 3" in done.stdout, done.stdout + done.stderr
     assert plain(run) == plain(whole)
     assert not list(run.glob("*.partial"))
+
+
+def test_a_run_saved_at_the_end_of_an_epoch_goes_on_with_the_next(tmp_path):
+    sizes = ("sampling.prompts_per_step=20", "sampling.samples_per_prompt=2", "training.warm_start.steps=2")
+    expected = train(tmp_path, "whole", *HERE, *sizes, "run.steps=6")
+    train(tmp_path, "part", *HERE, *sizes, "run.steps=4")
+    state = store.read_state(tmp_path / "runs" / "part" / "step_4")
+    assert state["cursor"] == state["prompts"] == 80
+    found = train(tmp_path, "part", *HERE, *sizes, "run.steps=6", "run.resume=auto", "controllers=1")
+    digests = [row["samples_digest"] for row in steps(expected)]
+    assert [row["samples_digest"] for row in steps(found)] == digests and len(set(digests)) == 6
 
 
 # --- damage

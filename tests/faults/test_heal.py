@@ -35,7 +35,7 @@ def expected(tmp_path_factory):
 def test_a_healed_run_equals_one_without_the_fault(tmp_path, expected, case):
     fault = CASES[case]
     hang = "run.hang_s=10" if fault["kind"] == "stop" else "run.hang_s=300"
-    found = train(tmp_path, "healed", *SHAPE, *EMULATED, f"faults={json.dumps([fault])}", hang)
+    found = train(tmp_path, "healed", *SHAPE, *EMULATED, f"faults.plan={json.dumps([fault])}", hang)
     events = read_events(tmp_path / "runs" / "healed")
     assert [event["kind"] for event in events if event["event"] == "fault"] == [fault["kind"]]
     rollbacks = [event["cause"] for event in events if event["event"] == "rollback"]
@@ -48,7 +48,7 @@ def test_a_healed_run_trains_the_same_weights(tmp_path):
     fault = {"kind": "kill", "role": "trainer-1", "at": "update", "nth": 6 + 3}  # 6 updates of the warm start
     plain, healed = (
         train(tmp_path, name, *SHAPE, *faults)
-        for name, faults in (("plain", ()), ("healed", (f"faults={json.dumps([fault])}",)))
+        for name, faults in (("plain", ()), ("healed", (f"faults.plan={json.dumps([fault])}",)))
     )
     assert [event["event"] for event in read_events(tmp_path / "runs" / "healed")] == ["fault", "rollback"]
     assert [untimed(row) for row in steps(healed)] == [untimed(row) for row in steps(plain)]
@@ -58,7 +58,7 @@ def test_a_healed_run_trains_the_same_weights(tmp_path):
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_an_engine_heals_alone(tmp_path, expected, kind):
     fault = {"kind": kind, "role": "engine-1", "at": "generate", "nth": 8}
-    faults = f"faults={json.dumps([fault])}"
+    faults = f"faults.plan={json.dumps([fault])}"
     found = train(tmp_path, "healed", *SHAPE, *EMULATED, faults, "run.hang_s=10", "checkpoint.every=0")
     events = [event["event"] for event in read_events(tmp_path / "runs" / "healed")]
     assert events[0] == "fault" and "restarted" in events and "rollback" not in events
@@ -83,7 +83,7 @@ def test_a_checkpoint_that_cannot_be_used(tmp_path, expected, kind):
         {"kind": "kill", "role": "controller-1", "at": "training", "nth": 5},
     ]
     command = ("train", str(write_recipe(tmp_path)), "run.name=healed", *SHAPE, *EMULATED)
-    run = gcore_process(*command, f"faults={json.dumps(faults)}")
+    run = gcore_process(*command, f"faults.plan={json.dumps(faults)}")
     assert run.returncode == 0, run.stdout + run.stderr
     assert message in run.stdout and "resumed from" in run.stdout and "step_2 at step 2" in run.stdout
     folder = tmp_path / "runs" / "healed"
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_cannot_be_used(tmp_path, expected, kind):
 def test_an_error_is_not_repeated(tmp_path):
     """An exception in the code of a role would occur again after a rollback: it ends the run."""
     fault = {"kind": "error", "role": "trainer-0", "at": "update", "nth": 2}
-    run = gcore_process("train", str(write_recipe(tmp_path)), *SHAPE, *EMULATED, f"faults={json.dumps([fault])}")
+    run = gcore_process("train", str(write_recipe(tmp_path)), *SHAPE, *EMULATED, f"faults.plan={json.dumps([fault])}")
     assert run.returncode == 1 and "injected error" in run.stderr
     assert [event["event"] for event in read_events(tmp_path / "runs" / "tiny")] == ["fault"]
 

@@ -192,6 +192,8 @@ class PushTrainer:
 
     def __init__(self) -> None:
         self.mean, self._samples = 0.0, dict[tuple[int, int], Sample]()
+        self.means = [self.mean]  # after each update
+        self.write_s = 0.0
 
     async def info(self) -> TrainerInfo:
         return TrainerInfo(num_parameters=1, hidden_size=1)
@@ -212,6 +214,7 @@ class PushTrainer:
             self.mean += 0.1 * gradient
             stats += UpdateStats(1, 0, abs(gradient), 0.1, {"actor/loss": Metric(-gradient)})
         self._samples.clear()
+        self.means.append(self.mean)
         return stats
 
     def _gradient(self, sample: Sample, advantage: float) -> float:
@@ -232,6 +235,7 @@ class PushTrainer:
         return len(self._staged)
 
     async def write(self, folder: str) -> Written:
+        await asyncio.sleep(self.write_s)
         return Written({"mean.json": checkpoints.write_file(Path(folder) / "mean.json", [self._staged])})
 
     async def abandon(self) -> None: ...
@@ -394,3 +398,18 @@ def test_groups_that_wait_are_saved_with_their_references(tmp_path, monkeypatch)
     assert groups and all(scored.rollout.num_steps == STEPS for group in groups for scored in group)
     for content in (scored.rollout.content for group in groups for scored in group):
         assert np.allclose(sum(track.read()[-1] for track in content.tracks), content.pushes_S.sum(), atol=1e-4)
+
+
+def test_a_save_waits_for_the_one_in_flight_and_the_end_of_the_run_for_the_last(tmp_path, monkeypatch):
+    """The writes take longer than the steps. Without the wait, the next snapshot would replace what is written."""
+    config = config_of(tmp_path, 5, {})
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 1})})
+    world = World(config, filters=False)
+    world.trainer.write_s = 0.3
+    world.run(monkeypatch)
+    found = checkpoints.complete(config.run.folder)
+    assert [path.name for path in found] == [f"step_{step}" for step in range(1, 6)]
+    assert [json.loads((path / "mean.json").read_text()) for path in found] == world.trainer.means[1:]
+    assert len(set(world.trainer.means)) == 6
+    cursors = [checkpoints.read_state(path)["cursor"] for path in found]
+    assert cursors == [8, 16, 24, 32, 40]

@@ -384,9 +384,14 @@ def test_weights_count_by_the_parameters_and_not_by_the_files(place):
     machine = Machine(2, 0, 24_000, 24_000)
     config = load_config(place / "recipe.yaml", [f"model={{path: {folder}}}", "algorithm.kl_coef=0.1"])
     found = {part.what: part.each_mb for part in parts(config, make_plan(config, machine))}
-    assert found["engine"] == 290 + 4 and found["trainer rank"] == 295 + 4 * 5
+    copy = 4 + 8 + 4  # for checkpoints
+    assert found["engine"] == 290 + 4 and found["trainer rank"] == 295 + 4 * 5 + copy
+    overrides = [f"model={{path: {folder}}}", "algorithm.kl_coef=0.1", "placement.trainer.ranks=2"]
+    two = load_config(place / "recipe.yaml", overrides)  # two copies of the weights: each rank writes a half
+    ranks = next(part for part in parts(two, make_plan(two, machine)) if part.what == "trainer rank")
+    assert ranks.each_mb == 295 + 4 * 5 + copy / 2
     found = {part.what: part.each_mb for part in parts(config, make_plan(config, Machine(2, 1)))}
-    assert found["engine"] == 290 and found["trainer rank"] == 295  # on a GPU
+    assert found["engine"] == 290 and found["trainer rank"] == 295 + 4 + 8 + 2  # on a GPU: only the copy
 
 
 # --- starting

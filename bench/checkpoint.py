@@ -1,0 +1,277 @@
+"""Checkpoints of one trainer rank: how long a step waits for them, how fast they are written, what a fault costs.
+
+    python bench/checkpoint.py --json checkpoint.json
+    python bench/checkpoint.py --device cuda --hidden 2048 --intermediate 8192 --layers 24 --rollout-s 3   # 1.6B
+
+A step is an emulated rollout (`--rollout-s` of sleep, in which the trainer is idle), the passes before the update and
+one update of a model with random weights. Three runs of the same steps, with a save after every `--every` steps:
+- `no saves`
+- `synchronous`: the step waits until the files are on disk (checkpoint.asynchronous=false)
+- `asynchronous`: the next step begins at once; before anything changes the state, it waits for the copy
+
+`stall s`: what a save adds to the step in which it is made and to those until the next, measured as the time in which
+the caller waits (for the previous save, for the snapshot, and in the next step for the copy). `% of step`: of a step
+without saves. `disk MB/s`: a file of the same size, written and flushed by one thread (`plain`); the checkpoint
+(`written`: with checksums and read again, from the copy to the last byte on disk). `host MB`: memory of the copy,
+planned (the bytes of the state, pinned memory in powers of two) and held. The gradients of all runs must be equal,
+else the bench fails.
+
+Rollback: the commits of the asynchronous run, at several intervals, and 10,000 faults at random times. A fault loses
+the steps since the last commit. `formula`: every / 2 + write s / step s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from gcore.config.tree import Config  # noqa: E402
+from gcore.content.tokens import Tokens  # noqa: E402
+from gcore.models import make_empty  # noqa: E402
+from gcore.observe.trace import Tracer  # noqa: E402
+from gcore.preparation.balance import make_layout  # noqa: E402
+from gcore.preparation.samples import meta_of  # noqa: E402
+from gcore.preparation.workload import CostModel  # noqa: E402
+from gcore.prompts.tokenizer import load_tokenizer  # noqa: E402
+from gcore.protocols import Rendezvous  # noqa: E402
+from gcore.runtime.gloo import join  # noqa: E402
+from gcore.training import loading  # noqa: E402
+from gcore.training.fsdp import FsdpBackend  # noqa: E402
+from gcore.training.rank import TrainerRank  # noqa: E402
+from gcore.types import Sample, Written  # noqa: E402
+
+FAULTS = 10_000
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    build = {"hidden_size": args.hidden, "intermediate_size": args.intermediate, "layers": args.layers}
+    build |= {"heads": args.heads, "kv_heads": args.heads, "max_length": 2 * args.tokens}
+    return Config.model_validate(
+        {
+            "run": {"steps": args.steps},
+            "model": {"build": build},
+            "data": {"train": {"task": "arithmetic"}, "max_prompt_length": args.tokens},
+            "generation": {"max_response_length": args.tokens},
+            "rewards": {"functions": [{"name": "exact", "path": "gcore.rewarding.rules:exact_answer"}]},
+            "algorithm": {"kl_coef": 0.05 if args.kl else 0.0},
+            "training": {"lr": 1e-4, "offload": args.offload, "device": args.device, "compile": False},
+        }
+    )
+
+
+def trainer_of(config: Config, device: torch.device, threads: int) -> TrainerRank:
+    tokenizer = load_tokenizer(config.model)
+    given = {"model": config.model, "seed": 0, "device": device, "tokenizer": tokenizer}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    make, fill = partial(make_empty, config.model, tokenizer), partial(loading.fill, **given)
+    backend = partial(FsdpBackend, config, make, device, dtype, fill=fill)
+    return TrainerRank(config, backend, 0, threads, Tracer(None, "trainer-0"))
+
+
+def samples_of(step: int, args: argparse.Namespace) -> list[Sample]:
+    rng = np.random.default_rng(step)
+    found = []
+    for prompt in range(args.samples):
+        tokens = rng.integers(4, 16, args.tokens).astype(np.int32)
+        content, n = Tokens.split(tokens, args.tokens // 2), args.tokens // 2
+        logprobs = -rng.exponential(1, n).astype(np.float32)
+        found.append(Sample(prompt, 0, content, np.ones(n, bool), logprobs, reward=float(rng.normal())))
+    return found
+
+
+class Runner:
+    """The steps of one variant."""
+
+    def __init__(self, args: argparse.Namespace, trainer: TrainerRank, folder: Path) -> None:
+        self.args, self.trainer, self.folder = args, trainer, folder
+        self.writing: asyncio.Task[Written] | None = None
+        self.stalls: list[float] = []
+        self.written: list[Written] = []
+        self.commits: list[tuple[float, int]] = []  # time, step
+        self.ends: list[float] = []  # of each step
+        self.norms: list[float] = []
+
+    async def step(self, number: int) -> None:
+        await asyncio.sleep(self.args.rollout_s)
+        samples = samples_of(number, self.args)
+        layout = {"num_ranks": 1, "mini_batches": 1, "max_tokens": 16 * self.args.tokens, "cost": CostModel(1e4)}
+        (batch,) = make_layout([meta_of(s) for s in samples], step=number, objective="policy", **layout)
+        batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples})
+        await self.trainer.push(0, samples)
+        await self.trainer.prepare(batch)
+        self.norms.append((await self.trainer.update(batch)).grad_norm)
+        self.ends.append(time.perf_counter())
+
+    async def save(self, step: int, asynchronous: bool) -> None:
+        started = time.perf_counter()
+        await self.drain()
+        await self.trainer.snapshot()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.writing = asyncio.create_task(self._write(step))
+        if not asynchronous:
+            await self.drain()
+        self.stalls.append(time.perf_counter() - started)
+
+    async def _write(self, step: int) -> Written:
+        written = await self.trainer.write(str(self.folder))
+        self.commits.append((time.perf_counter(), step))
+        return written
+
+    async def drain(self) -> None:
+        if self.writing is not None:
+            written, self.writing = await self.writing, None
+            assert not written.error, written.error
+            self.written.append(written)
+
+    async def run(self, every: int, asynchronous: bool) -> None:
+        for number in range(1, self.args.steps + 1):
+            await self.step(number)
+            if every and number % every == 0:
+                await self.save(number, asynchronous)
+        await self.drain()
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(np.diff(self.ends).tolist())
+
+    @property
+    def stall_s(self) -> float:
+        """Of a save, with the waits of computation for its copy."""
+        waits = [written.waited_s for written in self.written]
+        return statistics.median(a + b for a, b in zip(self.stalls, waits, strict=True)) if self.stalls else 0.0
+
+
+def disk_speed(folder: Path, num_bytes: int) -> float:
+    """Bytes per second of a plain file, on disk; best of two."""
+    block, best = os.urandom(2**24), 0.0
+    for _ in range(2):
+        started = time.perf_counter()
+        with open(folder / "plain", "wb", buffering=0) as file:
+            for _ in range(max(1, num_bytes // len(block))):
+                file.write(block)
+            os.fsync(file.fileno())
+        best = max(best, max(num_bytes, len(block)) / (time.perf_counter() - started))
+        (folder / "plain").unlink()
+    return best
+
+
+def lost_steps(runner: Runner) -> float:
+    """Steps since the last commit, over faults at random times between the first commit and the last."""
+    dice, (first, last) = random.Random(0), (runner.commits[0][0], runner.commits[-1][0])
+    lost = []
+    for _ in range(FAULTS):
+        at = dice.uniform(first, last)
+        saved = max(step for when, step in runner.commits if when <= at)
+        done = sum(end <= at for end in runner.ends)
+        begun = runner.ends[done - 1]
+        current = (at - begun) / (runner.ends[done] - begun) if done < len(runner.ends) else 0.0
+        lost.append(done + min(current, 1.0) - saved)
+    return statistics.mean(lost)
+
+
+async def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    config, folder = config_of(args), Path(args.folder) / "step"
+
+    async def variant(every: int, asynchronous: bool) -> Runner:
+        trainer = trainer_of(config, device, args.threads)
+        await trainer.begin()
+        runner = Runner(args, trainer, folder)
+        await runner.run(every, asynchronous)
+        return runner
+
+    plain, waiting, going = await variant(0, True), await variant(args.every, False), await variant(args.every, True)
+    assert plain.norms == waiting.norms == going.norms, "saves changed the gradients"
+    num_bytes = sum(entry["bytes"] for entry in going.written[-1].files.values())
+    result: dict[str, Any] = {
+        "parameters": (await plain.trainer.info()).num_parameters,
+        "checkpoint_bytes": num_bytes,
+        "step_s": plain.step_s,
+        "disk_mb_s": {"plain": disk_speed(Path(args.folder), num_bytes) / 1e6},
+        "host_mb": {"held": going.trainer._writer.host_bytes / 1e6, "planned": num_bytes / 1e6},
+        "variants": {},
+        "rollback": {},
+    }
+    for name, runner in (("synchronous", waiting), ("asynchronous", going)):
+        write_s = statistics.median(written.written_s for written in runner.written)
+        result["variants"][name] = {
+            "stall_s": runner.stall_s,
+            "stall_share": runner.stall_s / plain.step_s,
+            "copy_s": statistics.median(written.copied_s for written in runner.written),
+            "write_s": write_s,
+            "mb_s": num_bytes / write_s / 1e6,
+        }
+    for every in (every for every in args.intervals if args.steps >= 2 * every):
+        runner = going if every == args.every else await variant(every, True)
+        write_s = statistics.median(written.written_s for written in runner.written)
+        result["rollback"][every] = {"measured": lost_steps(runner), "formula": every / 2 + write_s / runner.step_s}
+    return result
+
+
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"{found['parameters'] / 1e6:.1f}M parameters, checkpoint {found['checkpoint_bytes'] / 1e6:.0f} MB, step "
+        f"{found['step_s']:.3f} s without saves"
+    )
+    print(f"\n{'':14}{'stall s':>9}{'% of step':>11}{'copy s':>9}{'write s':>9}{'disk MB/s':>11}")
+    for name, row in found["variants"].items():
+        print(
+            f"{name:14}{row['stall_s']:9.3f}{100 * row['stall_share']:11.1f}{row['copy_s']:9.3f}{row['write_s']:9.3f}"
+            f"{row['mb_s']:11.0f}"
+        )
+    print(f"{'plain file':14}{'':38}{found['disk_mb_s']['plain']:11.0f}")
+    print(f"\nhost MB: planned {found['host_mb']['planned']:.0f}, held {found['host_mb']['held']:.0f}")
+    print(f"\n{'save every':12}{'steps lost per fault':>22}{'formula':>9}")
+    for every, row in found["rollback"].items():
+        print(f"{every:<12}{row['measured']:22.2f}{row['formula']:9.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    for name, default in (("hidden", 512), ("intermediate", 2048), ("layers", 8), ("heads", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=32, help="per sample, half of them the prompt")
+    parser.add_argument("--rollout-s", type=float, default=2.0)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--intervals", type=int, nargs="*", default=[1, 2, 4], help="of the rollback table")
+    parser.add_argument("--kl", action="store_true", help="with a reference model")
+    parser.add_argument("--offload", choices=("none", "optimizer", "all"), default="none")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", default="runs/bench-checkpoint")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    torch.set_num_threads(args.threads)
+    join(Rendezvous(0, 1, None), "nccl" if device.type == "cuda" else "gloo", device=device)
+    Path(args.folder).mkdir(parents=True, exist_ok=True)
+    try:
+        found = asyncio.run(measure(args, device))
+    finally:
+        shutil.rmtree(args.folder, ignore_errors=True)
+    show(found)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

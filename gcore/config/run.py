@@ -1,0 +1,58 @@
+"""Configuration of the run itself: its name and length, resume and restarts; and of injected faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from gcore.config.base import Count, FolderName, PositiveInt, Seconds, Section
+
+
+class Run(Section):
+    name: FolderName = "run"
+    """Name of the run, without path separators; its files are in `DIR/NAME`."""
+    dir: str = "runs"
+    """Folder that holds the runs."""
+    seed: int = 0
+    """Seed of all randomness: data order, sampling noise, weights of a model built from scratch."""
+    steps: Count = 100
+    """Training steps."""
+    resume: str = "never"
+    """`never`: start a new run (an existing run of that name is renamed); `auto`: continue from the last complete
+    checkpoint if there is one; or the path of a checkpoint `.../step_N` or `.../warm_N`. With `auto`, a damaged
+    checkpoint is skipped and reported."""
+    resume_anyway: bool = False
+    """Resume even if keys, data or the version of G-Core changed in a way that changes the results, see
+    docs/checkpointing.md."""
+    max_restarts: Count = 3
+    """If a controller or a trainer rank dies or hangs, the run continues by itself from its last checkpoint, at most
+    this many times per hour. 0: the run ends. Engines, judges and scorers are always restarted alone."""
+    hang_s: Seconds = 300.0
+    """A process that has not answered for this many seconds is restarted; the stacks of all processes are in their
+    logs then."""
+    no_progress_s: Seconds = 3600.0
+    """If no controller makes progress for this many seconds, controllers and trainer ranks are restarted."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir) / self.name
+
+
+class Fault(Section):
+    kind: Literal["kill", "stop", "slow", "error", "disk_full", "short_write", "flip_byte"]
+    """What happens to the process: SIGKILL, SIGSTOP, a delay of `seconds`, an exception, or a full disk. Or to the file
+    that it wrote: half of it is cut, or a bit changes."""
+    role: str
+    """`trainer-0`, `engine-1`, `controller-0`, `judge-NAME-0`, ..."""
+    at: str
+    """A call that the role receives (`update`, `generate`, ...), a stage of a controller (`rollout`, ...), or `file`
+    and `written`: before and after each file of a checkpoint."""
+    nth: PositiveInt = 1
+    """Which time the process reaches this moment."""
+    seconds: Seconds = 1.0
+    """Length of the delay of `slow`."""
+
+
+class Faults(Section):
+    plan: list[Fault] = []
+    """Each fault occurs once per run, see docs/recovery.md."""
