@@ -35,6 +35,7 @@ from gcore.training.shards import local_of, reshard
 from gcore.training.step_advantages import Array
 from gcore.types import Key, MicroBatch
 
+RECOMPILE_LIMIT = 64  # of the code of a layer
 LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: fewer hooks on the host
 
 
@@ -92,6 +93,9 @@ class FsdpBackend:
         mesh = self._mesh["copies", "shards"] if self._mesh.size(0) > 1 else self._mesh["shards"]
         layers = network.get_decoder().layers
         if self._compiles:
+            # Variants: with and without gradients, fixed and dynamic shapes, shared sequences. Beyond the limit of 8,
+            # layers would run eagerly without a word.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
             if self._config.training.compile == "auto":  # a layer that does not compile runs eagerly, with a warning
                 torch._dynamo.config.suppress_errors = True
             for layer in layers:
