@@ -22,6 +22,7 @@ from gcore.simulate.shapes import Shape, model_shape
 from gcore.types import UserError
 
 SEVERAL = 2  # more were slower on the only GPU that was measured
+CORES = 2  # of a node per engine; chosen: one for its decoding thread, one for all other processes
 LEAST_GAIN = 1.25  # below it, the estimate is too uncertain for the memory of a second engine
 
 
@@ -37,7 +38,7 @@ def choose_engines(
     on_cpu = "cpu" in (config.training.device, generation.device) or not cluster.gpus
     if on_cpu or config.runtime == "local" or generation.engine != "vllm" or policy.replicas != "auto":
         return config, ""  # the plan takes `auto` as 1
-    count, why = 1, _why_one(config)
+    count, why = 1, _why_one(config, cluster)
     if not why:
         names = detect_gpu_names(cluster) if gpu_names is None else gpu_names
         gpu = planner_gpu(names)
@@ -48,13 +49,18 @@ def choose_engines(
     return _with_engines(config, count), f"placement.policy.engines_per_gpu=auto: {count} ({why})"
 
 
-def _why_one(config: Config) -> str:
+def _why_one(config: Config, cluster: Cluster) -> str:
     placement, width = config.placement, config.generation.tensor_parallel
     if width > 1:
         return f"generation.tensor_parallel={width}"
     if placement.mode != "shared":
         return f"placement.mode={placement.mode} has one engine of a role per device"
-    return "placement.weights=broadcast has one engine per GPU" if placement.weights == "broadcast" else ""
+    if placement.weights == "broadcast":
+        return "placement.weights=broadcast has one engine per GPU"
+    busiest = min((node for node in cluster.nodes if node.gpus), key=lambda node: node.cores / node.gpus)
+    if busiest.cores < CORES * SEVERAL * busiest.gpus:
+        return f"{busiest.cores} cores are too few for {SEVERAL * busiest.gpus} engines; expected {CORES} for each"
+    return ""
 
 
 def _planned(config: Config, cluster: Cluster, gpu: Gpu, gpu_bytes: float) -> tuple[int, str]:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from gcore.config import load_config
+from gcore.controller import engines_per_gpu, gpu_memory
 from gcore.controller.engines_per_gpu import choose_engines, expected_gain
 from gcore.controller.gpu_memory import engines_beside, kv_cache_bytes, resolve
 from gcore.controller.machines import Cluster
@@ -15,7 +16,7 @@ from gcore.controller.plan import Machine, make_plan
 from gcore.generation.routing import own_replicas
 from gcore.simulate.costs import GPUS, SHAPES
 from gcore.types import UserError
-from tests.e2e.helpers import RECIPE
+from tests.e2e.helpers import RECIPE, gcore, write_recipe
 from tests.unit.test_gpu_memory import ASLEEP, EIGHT, H200, ONE, folder_of
 
 NAMES = ["NVIDIA H200"]
@@ -75,6 +76,16 @@ def test_unknown_gpus_get_one(config):
         "placement.policy.engines_per_gpu=auto: 1 (the planner has no data for 'NVIDIA T4')",
     )
     assert "the name of the GPUs is unknown" in chosen(config(), names=[])[1]
+
+
+def test_engines_need_cores(config):
+    assert chosen(config(), Machine(4, 1))[0] == 2
+    assert chosen(config(), Machine(3, 1)) == (
+        1,
+        "placement.policy.engines_per_gpu=auto: 1 (3 cores are too few for 2 engines; expected 2 for each)",
+    )
+    mixed = Cluster((Machine(64, 1, node_id="a"), Machine(8, 4, node_id="b"), Machine(2, 0, node_id="c")))
+    assert "8 cores are too few for 8 engines" in chosen(config(), mixed)[1]
 
 
 @pytest.mark.parametrize(
@@ -153,3 +164,19 @@ def test_the_kv_cache_is_what_weights_and_vllm_leave(config):
     assert one == pytest.approx(0.4 * H200 - shape.weight_bytes - ASLEEP)
     assert 50e9 < one < 53e9  # 52 GB were measured
     assert two == pytest.approx((one - shape.weight_bytes - ASLEEP) / 2)
+
+
+def test_a_dry_run_says_how_many_and_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # the driver counts one GPU; nothing is started on it
+    monkeypatch.setattr(gpu_memory, "detect_gpu_bytes", lambda: H200)
+    monkeypatch.setattr(engines_per_gpu, "detect_gpu_bytes", lambda: H200)
+    monkeypatch.setattr(engines_per_gpu, "detect_gpu_names", lambda cluster: NAMES)
+    monkeypatch.setattr(engines_per_gpu, "CORES", 0)
+    many = ["sampling.prompts_per_step=64", "sampling.samples_per_prompt=8"]
+    recipe = str(write_recipe(tmp_path))
+    done = gcore("train", recipe, "--dry-run", "runtime=ray", "generation.engine=vllm", "placement={}", *many)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "\n             placement.policy.engines_per_gpu=auto: 2 (per step of 128 sequences, NVIDIA H200" in done.stdout
+    )
+    assert "1 GPU(s), 2 engines and trainer rank i share GPU i" in done.stdout and " 2 engine(s) x " in done.stdout
