@@ -279,6 +279,8 @@ def make_model(parts: Sequence[str], work: Path, args: argparse.Namespace) -> Pa
     from gpu_engines import write_model
 
     folder = work / f"model-{args.model}"
+    if any(folder.glob("*.safetensors")):  # of another script
+        return folder
     if any(part.startswith("sglang") for part in parts):
         run_worker(__file__, "model", [f"--folder={folder}", f"--model={args.model}"], work, 300)
         return folder

@@ -51,7 +51,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from worker import run_worker, save, started_at  # noqa: E402
+from worker import TARGET, run_worker, save, started_at  # noqa: E402
 
 SYSTEMS = {
     "gcore": "Ray, as `gcore train`",
@@ -125,16 +125,16 @@ def run_gcore(system: str, args: argparse.Namespace) -> None:
     from gcore.config.load import load_config
     from gcore.controller.supervise import run
 
-    with tempfile.TemporaryDirectory() as folder:
-        recipe = Path(folder) / "step.yaml"
-        recipe.write_text(json.dumps(gcore_tree(system, args, Path(folder))))  # JSON is YAML
-        config = load_config(recipe, args.set)
-        threading.Thread(target=watch_run, args=(config.run.folder, args), daemon=True).start()
-        try:
-            run(config)
-        except KeyboardInterrupt:  # by watch_run: all steps are made
-            if len(gcore_steps(config.run.folder, args)[1]) < total_steps(args):
-                raise
+    folder = Path(tempfile.mkdtemp(prefix=f"run-{system}-", dir=Path(os.environ[TARGET]).parent))  # its logs stay
+    recipe = folder / "step.yaml"
+    recipe.write_text(json.dumps(gcore_tree(system, args, folder)))  # JSON is YAML
+    config = load_config(recipe, args.set)
+    threading.Thread(target=watch_run, args=(config.run.folder, args), daemon=True).start()
+    try:
+        run(config)
+    except KeyboardInterrupt:  # by watch_run: all steps are made
+        if len(gcore_steps(config.run.folder, args)[1]) < total_steps(args):
+            raise
 
 
 def gcore_tree(system: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
