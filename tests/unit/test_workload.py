@@ -72,10 +72,12 @@ def observed(seed: int, number: int, noise: float = 0.0) -> list[Observation]:
 
 
 def test_the_fit_finds_the_times_of_a_machine():
-    found = fit(observed(0, 200), COST)
-    assert found.token_s == pytest.approx(1e-4, rel=0.1) and found.pair_s == pytest.approx(3e-6, rel=0.05)
-    assert found.micro_batch_s == pytest.approx(0.1, rel=0.05) and found.error < 0.01
-    assert found.crossover == pytest.approx(100 / 3, rel=0.1)
+    true = (1e-4, 3e-6, 0.1)
+    for number, rel in ((200, 0.1), (4000, 0.01)):  # the prior counts less and less
+        found = fit(observed(0, number), COST)
+        assert (found.token_s, found.pair_s, found.micro_batch_s) == pytest.approx(true, rel=rel)
+        assert found.error < rel / 5
+    assert found.crossover == pytest.approx(100 / 3, rel=0.01)
     noisy = fit(observed(1, 200, noise=0.1), COST)
     assert noisy.pair_s == pytest.approx(3e-6, rel=0.1) and 0.05 < noisy.error < 0.15
     assert found.seconds(5000, 2e5, 4) == pytest.approx(0.5 + 0.6 + 0.4, rel=0.03)
