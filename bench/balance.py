@@ -109,11 +109,11 @@ def one(case: dict[str, Any], draw: Callable[..., np.ndarray], cost: CostModel, 
         degree = min(8, case["ranks"]) if name == "split" else 1
         method = METHODS.get(name)
         for sharded in (True, False) if method is None else (True,):  # baselines do not depend on it
-            began = time.perf_counter()
+            began = time.thread_time()
             batches = make_layout(
                 metas, step=1, mini_batches=1, sharded=sharded, method=method, max_context=degree, **request
             )
-            seconds = time.perf_counter() - began
+            seconds = time.thread_time() - began
             idle = idle_share(batches, metas, cost)
             row[f"{name}_mini"] = idle.per_mini_batch
             if sharded:
@@ -268,8 +268,8 @@ def report(rows: Sequence[dict[str, Any]], cpu: Sequence[dict[str, Any]], seeds:
         f"Ranks meet once per mini-batch (weights not sharded), 64 samples per rank, {most} ranks:",
         simulated_table(rows, [most], 64, "mini"),
         f"Longest time to compute a layout of {64 * most} samples on {most} ranks: ours {slowest['ours']:.2f} s, ours "
-        f"with split samples {slowest['split']:.2f} s, Karmarkar-Karp {slowest['kk']:.2f} s ({platform.machine()}, "
-        "one thread, shared machine).",
+        f"with split samples {slowest['split']:.2f} s, Karmarkar-Karp {slowest['kk']:.2f} s (CPU seconds of one "
+        f"thread, {platform.machine()}).",
     ]
     if cpu:
         parts += ["Measured on CPU ranks, idle share in %, median of the rounds:", measured_table(cpu)]

@@ -45,10 +45,10 @@ class Bin:
     """The items of one micro-batch, in rows. `room`: an item up to this length fits. Padded: the first item must be the
     longest, and rows are as wide as it; otherwise there is one row."""
 
-    __slots__ = ("_budget", "_free", "_padded", "load", "room", "rows", "width")
+    __slots__ = ("_budget", "_free", "load", "padded", "room", "rows", "width")
 
     def __init__(self, budget: int, padded: bool) -> None:
-        self._budget, self._padded = budget, padded
+        self._budget, self.padded = budget, padded
         self.rows: list[list[int]] = []
         self.load = self.width = 0
         self.room = EMPTY  # a sample that exceeds the budget gets a bin of its own
@@ -56,7 +56,7 @@ class Bin:
 
     def add(self, item: int, length: int, cost: int) -> None:
         self.load += cost
-        if not self._padded:
+        if not self.padded:
             self.width += length
             self.room = self._budget - self.width
             self.rows = self.rows or [[]]

@@ -116,25 +116,27 @@ def _lay_out(
     by_rank: list[list[MicroBatch]] = [[] for _ in range(ranks.number)]
     for position in found:
         for rank, micro_batches in enumerate(by_rank):
-            micro_batches.append(_micro_batch(position, rank // position.context, ranks.padded))
+            micro_batches.append(_micro_batch(position, rank // position.context))
     return [tuple(micro_batches) for micro_batches in by_rank]
 
 
-def _micro_batch(position: Position, group: int, padded: bool) -> MicroBatch:
+def _micro_batch(position: Position, group: int) -> MicroBatch:
     each = position.bins[group]
     rows = tuple(tuple(position.metas[i].key for i in row) for row in each.rows)
-    width = each.width if padded else -(-each.width // WIDTH_BLOCK) * WIDTH_BLOCK
-    return MicroBatch(rows, width or WIDTH_BLOCK * position.context, position.context)
+    width = each.width if each.padded else -(-each.width // WIDTH_BLOCK) * WIDTH_BLOCK
+    return MicroBatch(rows, width or WIDTH_BLOCK, position.context)
 
 
 def _items(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks, context: int = 1) -> Items:
+    """For groups of `context` ranks. Shared samples are in one row; each begins at a multiple of twice the group."""
     arrival = sorted(range(len(metas)), key=lambda i: metas[i].key)
+    block = 2 * context if context > 1 else 1
     return Items(
-        [m.length for m in metas],
+        [-(-m.length // block) * block for m in metas],
         [max(1, costs[m.key] // context) for m in metas],
         ranks.number // context,
         ranks.max_tokens * context,
-        ranks.padded,
+        ranks.padded and context == 1,
         tuple(arrival),
     )
 
@@ -143,10 +145,10 @@ def _time(positions: Sequence[Position], ranks: Ranks, cost: CostModel) -> float
     """Of the mini-batch, in integer costs."""
 
     def of_bin(each: Bin, position: Position) -> float:
-        if not ranks.padded:
+        if not each.padded:
             return each.load
         steps = sum(position.metas[i].steps for row in each.rows for i in row)
-        return UNIT * (len(each.rows) * cost.of_row(each.width) + cost.head * steps) / position.context
+        return UNIT * (len(each.rows) * cost.of_row(each.width) + cost.head * steps)
 
     grid = [
         [

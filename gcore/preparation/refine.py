@@ -12,7 +12,8 @@ import numpy as np
 from gcore.preparation.assignment import Grid, Items
 
 EXCHANGES = 4  # at most, per bin
-ENOUGH = 0.001  # a position whose maximum is this close to its mean is left alone
+PARTNERS, MOVES = 128, 16  # that are tried for each item of the most expensive bin
+ENOUGH = 0.0003  # a position whose maximum is this close to its mean is left alone
 
 
 class _Exchange:
@@ -28,7 +29,7 @@ class _Exchange:
         self.bin_of[count:] = np.arange(number)
         self.costs = np.array(items.costs + [0] * number, np.int64)
         self.lengths = np.array(items.lengths + [0] * number, np.int64)
-        self.count = count
+        self.count, self._ascending = count, -self.costs[:count]  # items are numbered, most expensive first
         self.loads = np.array([b.load for bins in grid for b in bins], np.int64)
         self.rooms = items.budget - np.array([b.width for bins in grid for b in bins], np.int64)
 
@@ -43,21 +44,29 @@ class _Exchange:
         loads = self.loads[first : first + self.ranks]
         source = first + int(loads.argmax())
         wanted = int(self.loads[source]) - int(loads.sum()) // self.ranks  # to end at the mean of the position
-        slack = most[self.bin_of // self.ranks] - self.loads[self.bin_of]
-        same = self.bin_of // self.ranks == position
+        slack = np.repeat(most, self.ranks) - self.loads
+        slack[first : first + self.ranks] -= 1  # at the same position, only strictly less than now is better
         given = np.flatnonzero(self.bin_of[: self.count] == source)
-        gain = self.costs[given][:, None] - self.costs[None, :]
-        longer = self.lengths[given][:, None] - self.lengths[None, :]
-        allowed = (gain > 0) & (gain <= (slack - same)[None, :])
-        allowed &= (longer <= self.rooms[self.bin_of][None, :]) & (-longer <= self.rooms[source])
-        allowed &= (self.bin_of != source)[None, :]
+        taken = self._partners(given, wanted, slack)
+        target = self.bin_of[taken]
+        gain = self.costs[given][:, None] - self.costs[taken]
+        longer = self.lengths[given][:, None] - self.lengths[taken]
+        allowed = (gain > 0) & (gain <= slack[target]) & (target != source)
+        allowed &= (longer <= self.rooms[target]) & (-longer <= self.rooms[source])
         far = np.where(allowed, np.abs(gain - wanted), np.iinfo(np.int64).max)
-        best = int(far.argmin())
-        row, taken = divmod(best, far.shape[1])
-        if not allowed[row, taken]:
+        row, column = divmod(int(far.argmin()), far.shape[1])
+        if not allowed[row, column]:
             return False
-        self._swap(int(given[row]), taken, source)
+        self._swap(int(given[row]), int(taken[row, column]), source)
         return True
+
+    def _partners(self, given: np.ndarray, wanted: int, slack: np.ndarray) -> np.ndarray:
+        """Items to exchange each given one for: those whose cost is nearest to what is wanted, and moves to the bins
+        that have the most time."""
+        start = np.searchsorted(self._ascending, wanted - self.costs[given]) - PARTNERS // 2
+        near = (start[:, None] + np.arange(PARTNERS)).clip(0, self.count - 1)
+        freest = self.count + np.argsort(-slack, kind="stable")[:MOVES]
+        return np.concatenate([near, np.broadcast_to(freest, (len(given), len(freest)))], axis=1)
 
     def _swap(self, given: int, taken: int, source: int) -> None:
         target = int(self.bin_of[taken])

@@ -26,6 +26,7 @@ class StepTimes:
     def __init__(self, cost: CostModel, info: TrainerInfo) -> None:
         self._cost, self._info = cost, info
         self._seen: deque[Observation] = deque(maxlen=REMEMBERED)
+        self._warm = False  # the first update also compiles and allocates
 
     def row(
         self, batches: Sequence[TrainBatch], metas: Sequence[SampleMeta], ranks: Sequence[UpdateStats]
@@ -40,7 +41,9 @@ class StepTimes:
             return row
         if len(ranks) > 1 and all(rank.busy_s for rank in ranks):
             row["perf/idle_measured"] = 1 - sum(rank.busy_s for rank in ranks) / (len(ranks) * wall_s)
-        self._seen.extend(observe(batches, metas, ranks, self._cost))
+        if self._warm:
+            self._seen.extend(observe(batches, metas, ranks, self._cost))
+        self._warm = True
         if found := fit(self._seen, self._cost):
             row |= {
                 "perf/fit_us_per_token": 1e6 * found.token_s,

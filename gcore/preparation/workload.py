@@ -14,6 +14,7 @@ same layout, bit for bit, on any machine and after a restart. The fit is for met
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from gcore.types import SampleMeta
 
 UPDATE = 3  # forward passes that forward and backward cost, without recomputation
 MICRO_BATCH_TOKENS = 128.0  # cost of a micro-batch beyond its samples: kernel launches, weights to gather. Chosen
-PRIOR_WEIGHT = 0.05  # of the FLOPs of the model in a fit; an observation of a step has weight 1
+PRIOR_WEIGHT = 0.3  # of the FLOPs of the model in a fit; an observation has weight 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,19 @@ def fit(observations: Sequence[Observation], cost: CostModel) -> Fit | None:
     expected = scale * ratios
     rows = [features * expected / seconds[:, None], PRIOR_WEIGHT * np.eye(3)]  # unknowns: measured / expected
     wanted = [np.ones(len(seen)), PRIOR_WEIGHT * np.ones(3)]
-    found, *_ = np.linalg.lstsq(np.concatenate(rows), np.concatenate(wanted), rcond=None)
-    terms = np.maximum(found, 0.0) * expected
+    terms = _non_negative(np.concatenate(rows), np.concatenate(wanted)) * expected
     error = float(np.sqrt(np.mean((features @ terms / seconds - 1) ** 2)))
     return Fit(float(terms[0]), float(terms[1]), float(terms[2]), error)
+
+
+def _non_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares with unknowns of at least 0. There are few unknowns: every choice of those above 0 is tried."""
+    number = rows.shape[1]
+    best, least = np.zeros(number), np.inf
+    for chosen in itertools.chain(*(itertools.combinations(range(number), n) for n in range(1, number + 1))):
+        found = np.zeros(number)
+        found[list(chosen)] = np.linalg.lstsq(rows[:, chosen], wanted, rcond=None)[0]
+        error = float(np.sum((rows @ found - wanted) ** 2))
+        if error < least and found.min() >= 0:
+            best, least = found, error
+    return best

@@ -189,6 +189,9 @@ def test_trainer_groups_that_do_not_divide_the_ranks(config):
     shards = config("placement.trainer={ranks: 8, tensor_parallel: 2, shard: 8}")
     with pytest.raises(UserError, match=r"shard=8 must divide the number of ranks / tensor_parallel, 4"):
         make_plan(shards, gpu_nodes(8))
+    context = config("placement.trainer={ranks: 6, tensor_parallel: 2}", "training.context_parallel=2")
+    with pytest.raises(UserError, match=r"context_parallel=2 must divide the number of data-parallel ranks, 3"):
+        make_plan(context, gpu_nodes(8))
 
 
 @pytest.mark.parametrize(

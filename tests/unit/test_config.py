@@ -87,6 +87,7 @@ def test_missing_sections_are_named(tmp_path):
         (["sampling.samples_per_prompt=1"], "sampling.samples_per_prompt must be at least 2, got 1"),
         (["runtime=local", "placement.trainer.ranks=2"], "got placement.trainer.ranks=2"),
         (["training.max_tokens_per_gpu=19"], "= 20 exceeds training.max_tokens_per_gpu=19"),
+        (["training.context_parallel=3"], "context_parallel=3; expected a power of two"),
         (["generation.max_response_length=13"], "= 25 exceeds model.build.max_length=24"),
         (["rewards.accuracy=speed"], "rewards.accuracy: got 'speed'; expected one of ['exact']"),
     ],

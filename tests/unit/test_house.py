@@ -40,6 +40,8 @@ PURE = (
     "gcore.preparation.assignment",
     "gcore.preparation.balance",
     "gcore.preparation.baselines",
+    "gcore.preparation.refine",
+    "gcore.preparation.step_times",
     "gcore.preparation.advantages",
     "gcore.preparation.workload",
     "gcore.controller.machines",
