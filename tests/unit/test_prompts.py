@@ -467,7 +467,9 @@ def test_needle_rows():
         assert end == "?" and [c for c in hay if c.isdigit()] == [row["answer"]]
         assert set(hay) - {row["answer"]} <= set("abcdefgh")
     lengths = [len(row["prompt"]) for row in train]
-    assert min(lengths) == 4 and 60 <= max(lengths) <= 64 and 12 < np.median(lengths) < 20  # log-uniform: the median is 16
+    assert (
+        min(lengths) == 4 and 60 <= max(lengths) <= 64 and 12 < np.median(lengths) < 20
+    )  # log-uniform: the median is 16
     assert {row["answer"] for row in train} == set("0123456789")
     where = [row["prompt"].index(row["answer"]) / (len(row["prompt"]) - 2) for row in train]
     assert min(where) == 0 and max(where) == 1 and 0.4 < np.mean(where) < 0.6
