@@ -43,7 +43,7 @@ class FsdpBackend:
     """Implements backend.Backend. `shard`: ranks that share one copy of the weights. `tensor`: ranks that split each
     matrix. Both divide the number of ranks: world = copies x shard x tensor. `fill`: gives the sharded network its
     weights if `make_network` makes it without (loading.py). `context`: the largest number of data-parallel ranks that
-    will share a micro-batch, to check at the start that they can."""
+    will share a micro-batch, a power of two, to check at the start that they can."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class FsdpBackend:
         self._offload = "none" if offload == "auto" else offload  # on GPUs, controller/build.py has decided
         self._compiles = device.type == "cuda" if compiles == "auto" else compiles
         network, chosen = make_network(), config.model.lora
-        for size in (size for size in range(2, context + 1) if self._data_size % size == 0):
-            self._context_method(network, size)
+        for power in range(1, context.bit_length()):
+            self._context_method(network, 2**power)
         self._adapters = lora.adapt(network, chosen, config.run.seed, dtype) if chosen else None
         self.policy = self._shard(network)
         if fill is not None:

@@ -435,3 +435,10 @@ def test_which_attention_ranks_use():
     config.model_type = "gpt_oss"
     with pytest.raises(UserError, match="attention sinks or capped scores"):
         choose_method(config, 4, 1, "auto")
+
+
+def test_ranks_that_cannot_share_are_refused_at_the_start():
+    config = World(1, 1, 1, (1,), 3, 1, "ulysses").config
+    with pytest.raises(UserError, match="2 ranks must divide the 3 heads"):
+        FsdpBackend(config, lambda: network_of(config), CPU, torch.float32, context=4)
+    FsdpBackend(config, lambda: network_of(config), CPU, torch.float32, context=1)
