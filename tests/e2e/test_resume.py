@@ -78,7 +78,7 @@ def test_a_warm_start_goes_on_from_its_checkpoint(tmp_path, warmed, last, how):
 
 def test_a_kill_in_the_warm_start_is_resumed(tmp_path):
     command = ["train", str(write_recipe(tmp_path)), "run.name=part", "runtime=local", "run.steps=1"]
-    command += ["checkpoint.every=2", "training.warm_start.steps=400"]
+    command += ["checkpoint.every=20", "training.warm_start.steps=200"]
     process = subprocess.Popen(
         [sys.executable, "-m", "gcore.cli", *command],
         stdout=subprocess.DEVNULL,
@@ -95,8 +95,10 @@ def test_a_kill_in_the_warm_start_is_resumed(tmp_path):
     resumed = gcore(*command, "run.resume=auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "of the warm start" in resumed.stdout
-    found = [row["step"] for row in rows(run) if row.get("phase") == "warm_start"]
-    assert found == list(range(1, 401))
+    assert [row["step"] for row in rows(run) if row.get("phase") == "warm_start"] == list(range(1, 201))
+    whole = gcore(*command, "run.name=whole", "checkpoint.every=0")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert [untimed(row) for row in rows(run)] == [untimed(row) for row in rows(tmp_path / "runs" / "whole")]
 
 
 def test_resume_of_a_finished_run_trains_on_when_asked_for_more(tmp_path):
