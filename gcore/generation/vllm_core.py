@@ -8,6 +8,7 @@ Traps that it handles:
 - The CPU build cannot seed a prompt that is prefilled in chunks, and it replaces `torch.set_num_threads`.
 - vLLM reads the environment once per process: settings that differ between engines must be arguments.
 - vLLM's own shutdown destroys all process groups of the process, also those of other code.
+- vLLM sizes its cache by the memory of the whole GPU, and takes what another process allocates meanwhile for its own.
 - There are two samplers. The logprobs of both include top-k and top-p, or leave out the temperature.
 """
 
@@ -19,7 +20,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from gcore.content.tokens import tokens_of
 from gcore.generation.sleep import GIB
 from gcore.models import Adapters
 from gcore.types import Request, UserError
+
+OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch's: CUDA libraries, NCCL
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0",  # the estimate multiplies what others allocate meanwhile
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one machine must not be pinned to the same cores
     }.items():
         os.environ.setdefault(name, value)
@@ -98,7 +102,7 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
         logprobs_mode="processed_logprobs",
         **platform,
     )
-    with _threads_and_memory(options.threads) if is_cpu() else nullcontext():
+    with _threads_and_memory(options.threads) if is_cpu() else own_memory():
         try:
             if arguments.create_model_config().is_multimodal_model:  # needed to expand image placeholders
                 arguments.skip_tokenizer_init = False
@@ -152,6 +156,29 @@ def skip_block_accounting(scheduler: Any) -> bool:
 
     blocks.allocate_slots = allocate_at_ends
     return True
+
+
+@contextmanager
+def own_memory() -> Iterator[None]:
+    """GPU: while vLLM starts, the trainer and other engines on the GPU allocate memory too. vLLM subtracts the growth
+    of all memory that is not PyTorch's from its cache, which could leave none, and it stops if memory becomes free.
+    With this, others count for at most OUTSIDE_TORCH."""
+    from vllm.utils.mem_utils import MemorySnapshot
+
+    measure, first = MemorySnapshot.measure, list[tuple[int, int]]()
+
+    def measure_own(snapshot: Any) -> None:
+        measure(snapshot)
+        first.append((snapshot.free_memory, snapshot.non_torch_memory))  # only the first is used
+        free, outside = first[0]
+        snapshot.free_memory = min(snapshot.free_memory, free)
+        snapshot.non_torch_memory = min(max(snapshot.non_torch_memory, outside), outside + OUTSIDE_TORCH)
+
+    MemorySnapshot.measure = measure_own
+    try:
+        yield
+    finally:
+        MemorySnapshot.measure = measure
 
 
 def shut_core(core: Any) -> None:

@@ -627,3 +627,27 @@ def test_vllm_is_told_the_priorities(ahead):
 
     asyncio.run(asyncio.wait_for(all_of_them(), 60))
     assert core.priorities == [0, 3, 3, 7, 7]
+
+
+# --- memory of others on the GPU
+
+
+def test_memory_that_others_allocate_during_the_start_is_not_counted(monkeypatch: Any) -> None:
+    """vLLM's cache gets its share of the GPU minus the growth of memory outside of PyTorch since its start."""
+    from vllm.utils.mem_utils import MemorySnapshot
+
+    from gcore.generation.vllm_core import OUTSIDE_TORCH, own_memory
+
+    gib = 2**30
+    used = iter([(100 * gib, 2 * gib), (60 * gib, 42 * gib), (110 * gib, gib), (100 * gib, 2 * gib + 5)])
+
+    def measure(snapshot: Any) -> None:
+        snapshot.free_memory, snapshot.non_torch_memory = next(used)
+
+    monkeypatch.setattr(MemorySnapshot, "measure", measure)
+    with own_memory():
+        start, crowded, emptied, usual = (MemorySnapshot(device="cpu") for _ in range(4))
+    assert (crowded - start).non_torch_memory == OUTSIDE_TORCH  # the trainer loaded 40 GiB
+    assert (emptied - start).non_torch_memory == 0 and emptied.free_memory == start.free_memory  # it freed 10 GiB
+    assert (usual - start).non_torch_memory == 5
+    assert MemorySnapshot.measure is measure

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.checkpoint.pending_groups import load_pending_groups, save_pending_groups
+from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
 from gcore.config.advice import warnings
 from gcore.content.tokens import SamplingMask, Tokens
 from gcore.generation.embedded import EmbeddedEngine
@@ -188,7 +188,7 @@ def test_pieces_and_checkpoints_keep_it(tmp_path):
         Rollout(prompt, i, prompt.content.extended(c.content), c.logprobs_S, c.versions_S > 0, "", c.versions_S, "stop")
         for i, c in enumerate((whole, bare, end))
     ]
-    save_pending_groups(tmp_path, 0, [[Scored(r, 1.0) for r in rollouts]])
+    write_pending_groups(tmp_path, 0, [[Scored(r, 1.0) for r in rollouts]])
     (found,) = load_pending_groups(tmp_path, lambda n: Prompt(n, n, (), "", Tokens(PROMPT)))
     assert [plain(s.rollout.content.sampling_mask) for s in found] == [plain(r.content.sampling_mask) for r in rollouts]
 
