@@ -244,6 +244,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
             plan.shard,
             plan.tensor_parallel,
             lambda network: loading.fill(network, config.model, config.run.seed, device, tokenizer),
+            config.training.context_parallel,
         )
 
     return TrainerRank(
