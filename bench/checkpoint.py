@@ -102,6 +102,7 @@ class Runner:
     def __init__(self, args: argparse.Namespace, trainer: TrainerRank, folder: Path) -> None:
         self.args, self.trainer, self.folder = args, trainer, folder
         self.writing: asyncio.Task[Written] | None = None
+        self.deleting: asyncio.Task[None] | None = None
         self.stalls: list[float] = []
         self.written: list[Written] = []
         self.commits: list[tuple[float, int]] = []  # time, step
@@ -123,15 +124,15 @@ class Runner:
         started = time.perf_counter()
         await self.drain()
         await self.trainer.snapshot()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
         self.writing = asyncio.create_task(self._write(step))
         if not asynchronous:
             await self.drain()
         self.stalls.append(time.perf_counter() - started)
 
     async def _write(self, step: int) -> Written:
-        written = await self.trainer.write(str(self.folder))
+        folder = self.folder / str(step)
+        folder.mkdir(parents=True)
+        written = await self.trainer.write(str(folder))
         self.commits.append((time.perf_counter(), step))
         return written
 
@@ -139,6 +140,8 @@ class Runner:
         if self.writing is not None:
             written, self.writing = await self.writing, None
             assert not written.error, written.error
+            for old in sorted(self.folder.iterdir(), key=lambda path: int(path.name))[:-1]:
+                self.deleting = asyncio.create_task(asyncio.to_thread(shutil.rmtree, old, ignore_errors=True))
             self.written.append(written)
 
     async def run(self, every: int, asynchronous: bool) -> None:
@@ -193,6 +196,7 @@ async def measure(args: argparse.Namespace, device: torch.device) -> dict[str, A
     async def variant(every: int, asynchronous: bool) -> Runner:
         trainer = trainer_of(config, device, args.threads)
         await trainer.begin()
+        shutil.rmtree(folder, ignore_errors=True)
         runner = Runner(args, trainer, folder)
         await runner.run(every, asynchronous)
         return runner

@@ -86,6 +86,20 @@ def test_a_kill_at_any_call_of_commit_leaves_the_old_or_the_new_checkpoint(tmp_p
     assert died >= 8
 
 
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_that_is_damaged(tmp_path, monkeypatch):
+    def dying(folder, ignore_errors=False):
+        (folder / FILE).unlink()
+        raise Killed
+
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    monkeypatch.setattr(store.shutil, "rmtree", dying)
+    with pytest.raises(Killed):
+        store.retain(newest, store.Retention(last=1))
+    assert names(tmp_path) == ["step_2"]
+    store.verify(newest)
+
+
 def test_the_manifest_is_written_after_all_other_files_are_on_disk(tmp_path, monkeypatch):
     order, real = [], store.write_file
     monkeypatch.setattr(store, "write_file", lambda path, parts: order.append(path.name) or real(path, parts))
