@@ -140,7 +140,8 @@ def _trained_mb(config: Config, plan: Plan) -> float:
     state = state_bytes(own, 0 if adapters else own, 2 if on_gpu else 4, config.algorithm.kl_coef > 0, adapters)
     held = tuple(state) if not on_gpu else () if offload == "auto" else off_gpu(offload)
     snapshot = 0.0 if adapters else state["weights"] + state["moments"] + state["reference"]
-    copies = plan.trainers / plan.shard / trainer.tensor_parallel  # of the weights: each writes a part
+    ranks = len(plan.role_nodes.get("trainer", ())) or plan.trainers  # of all nodes
+    copies = max(1.0, ranks / plan.shard / trainer.tensor_parallel)  # of the weights: each writes a part
     return (sum(state[name] for name in held) + snapshot / copies) / 2**20
 
 

@@ -65,6 +65,16 @@ def test_tensor_parallel_under_ray(tmp_path, overrides):
     assert found[-1]["actor/kl"] == pytest.approx(one[-1]["actor/kl"], rel=1e-3)
 
 
+def test_ranks_that_share_sequences(tmp_path):
+    """Samples of more than 10 tokens are too long for one rank: both compute them together, the others alone."""
+    extra = ("algorithm.kl_coef=0.1", "training.warm_start=null")
+    one = steps(train(tmp_path, "one", "runtime=local", "controllers=1", *extra))
+    shared = ("placement.trainer.ranks=2", "training.context_parallel=2", "training.max_tokens_per_gpu=10")
+    found = steps(train(tmp_path, "shared", "controllers=2", "placement.policy.replicas=1", *extra, *shared))
+    assert_same_run(found, one)
+    assert found[0]["perf/micro_batches"] > one[0]["perf/micro_batches"]
+
+
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_mini_batches_and_kl(tmp_path, kl_in):
     """The same with old and reference logprobs in play, and an estimator that needs sums over all controllers."""

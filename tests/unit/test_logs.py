@@ -117,12 +117,12 @@ def test_a_closed_log_is_cut_a_last_time(tmp_path: Path) -> None:
 def test_the_autoscalers_complaint_stays_off_the_screen(tmp_path: Path, capsys) -> None:
     from ray._private import worker
 
-    from gcore.runtime.ray import _quiet_ray
+    from gcore.runtime.ray_cluster import quiet_ray
 
     say = worker.print_to_stdstream
     try:
-        _quiet_ray(tmp_path / "ray.log")
-        _quiet_ray(tmp_path / "ray.log")  # two runs in one process
+        quiet_ray(tmp_path / "ray.log")
+        quiet_ray(tmp_path / "ray.log")  # two runs in one process
         said = {"pid": "raylet", "is_err": False}
         complaint = "The autoscaler failed with the following error:\nTerminated with signal 15\n  File ..."
         worker.print_to_stdstream({**said, "lines": [complaint]}, ignore_prefix=False)
