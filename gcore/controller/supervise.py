@@ -10,6 +10,7 @@ exception, when processes die too often (heal.py), or with Ctrl-C.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import shutil
@@ -67,6 +68,7 @@ from gcore.runtime.protocol import Runtime
 POLL_S = {"live": 0.25}  # seconds between two polls of the controllers, by progress view
 DEFAULT_POLL_S = 0.5  # other views print one line per step
 GRACE_S = 1.5  # after the first failure, how long to wait for failures that explain it better
+LAST_STATUS_S = 2.0  # for the last status of controllers before a rollback
 Mode = Literal["train", "eval"]
 C = TypeVar("C")
 
@@ -186,6 +188,8 @@ async def _run_to_the_end(
         except (RoleDied, RoleError) as error:
             if roles is None or not (is_healable(error) and rollbacks.take()):
                 raise
+            with contextlib.suppress(Exception):  # what those that are alive have not told yet
+                await asyncio.wait_for(_show(controllers, progress, preview), LAST_STATUS_S)
             started, config = time.monotonic(), _from_last_checkpoint(config)
             events.add("rollback", cause=str(error))
             if lost := lost_nodes(plan, partial(see_cluster, config)):

@@ -48,7 +48,7 @@ def test_processes_under_ray(tmp_path, one, overrides):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("placement.trainer.ranks=2", "placement.trainer.tensor_parallel=2"),
+        pytest.param(("placement.trainer.ranks=2", "placement.trainer.tensor_parallel=2"), marks=pytest.mark.release),
         pytest.param(
             ("placement.trainer.ranks=4", "placement.trainer.tensor_parallel=2", "placement.trainer.shard=2"),
             marks=pytest.mark.release,
@@ -65,6 +65,7 @@ def test_tensor_parallel_under_ray(tmp_path, overrides):
     assert found[-1]["actor/kl"] == pytest.approx(one[-1]["actor/kl"], rel=1e-3)
 
 
+@pytest.mark.release  # tests/contract/test_context.py compares more
 def test_ranks_that_share_sequences(tmp_path):
     """Samples of more than 10 tokens are too long for one rank: both compute them together, the others alone."""
     extra = ("algorithm.kl_coef=0.1", "training.warm_start=null")

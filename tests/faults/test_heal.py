@@ -23,7 +23,7 @@ CASES = {
     "during a checkpoint": {"kind": "kill", "role": "trainer-0", "at": "save", "nth": 2},
     "during a weight update": {"kind": "kill", "role": "trainer-0", "at": "weight_bucket", "nth": 4},
 }
-FAST = ("stop a trainer", "kill a controller", "before any checkpoint")
+FAST = ("stop a trainer", "kill a controller")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def test_a_healed_run_equals_one_without_the_fault(tmp_path, expected, case):
     assert [untimed(row) for row in steps(found)] == expected
 
 
+@pytest.mark.release
 def test_a_healed_run_trains_the_same_weights(tmp_path):
     """With a real trainer and warm start. The engines keep their processes and get the weights of the checkpoint."""
     fault = {"kind": "kill", "role": "trainer-1", "at": "update", "nth": 6 + 3}  # 6 updates of the warm start
@@ -69,21 +70,22 @@ def test_an_engine_heals_alone(tmp_path, expected, kind):
 DISK = {  # kind -> the moment, and what the user reads
     "disk_full": ("file", "checkpoint not written, the run goes on: [Errno 28]"),
     "flip_byte": ("written", "step_4.damaged, and an older checkpoint is used"),
-    "short_write": ("written", "step_4.damaged, and an older checkpoint is used"),
+    "short_write": ("written", "checkpoint not written, the run goes on"),
 }
 
 
-@pytest.mark.parametrize("kind", [*DISK])
+@pytest.mark.parametrize("kind", [k if k == "flip_byte" else pytest.param(k, marks=pytest.mark.release) for k in DISK])
 def test_a_checkpoint_that_cannot_be_used(tmp_path, expected, kind):
     """The file of the second checkpoint is not written, or damaged; then a controller dies. The run continues from the
     first checkpoint."""
     moment, message = DISK[kind]
     faults = [
         {"kind": kind, "role": "trainer-0", "at": moment, "nth": 2},
-        {"kind": "kill", "role": "controller-1", "at": "training", "nth": 5},
+        {"kind": "kill", "role": "controller-1", "at": "weights", "nth": 5},
     ]
     command = ("train", str(write_recipe(tmp_path)), "run.name=healed", *SHAPE, *EMULATED)
-    run = gcore_process(*command, f"faults.plan={json.dumps(faults)}")
+    slow = "training.emulated={seconds_per_token: 5.0e-3}"  # the save ends before the controller dies
+    run = gcore_process(*command, slow, f"faults.plan={json.dumps(faults)}")
     assert run.returncode == 0, run.stdout + run.stderr
     assert message in run.stdout and "resumed from" in run.stdout and "step_2 at step 2" in run.stdout
     folder = tmp_path / "runs" / "healed"
@@ -91,6 +93,7 @@ def test_a_checkpoint_that_cannot_be_used(tmp_path, expected, kind):
     assert [untimed(row) for row in steps(rows(folder))] == expected
 
 
+@pytest.mark.release
 def test_an_error_is_not_repeated(tmp_path):
     """An exception in the code of a role would occur again after a rollback: it ends the run."""
     fault = {"kind": "error", "role": "trainer-0", "at": "update", "nth": 2}
