@@ -97,7 +97,7 @@ def test_a_run_shrinks_and_grows_with_the_cluster(tmp_path):
     """A node dies: the run continues on the other one from its last checkpoint. A node joins: the run uses it after
     the next checkpoint. The samples are those of a run that nothing disturbed."""
     emulated = [text for text in EMULATED if not text.startswith("training.emulated")]
-    slow = "training.emulated={seconds_per_token: 2.0e-3}"  # some seconds per step
+    slow = "training.emulated={seconds_per_token: 1.0e-2}"  # some seconds per step
     overrides = (*emulated, slow, "checkpoint.every=1", "run.steps=20", "training.device=cpu", "observe.eval_every=0")
     auto = ("controllers=auto", "placement.policy.replicas=auto", "placement.trainer.ranks=auto")
     with two_nodes(cpus=2) as nodes:
@@ -114,7 +114,8 @@ def test_a_run_shrinks_and_grows_with_the_cluster(tmp_path):
             shown, _ = process.communicate(timeout=500)
             assert process.returncode == 0, shown
     assert "the run continues on 1 node(s)" in shown and "the run continues on 2 node(s)" in shown, shown
-    assert sum(event["event"] == "rollback" for event in read_events(folder)) == 1  # growing loses nothing
+    # One rollback, or two if Ray noticed the loss of the node later than that of its processes. Growing loses nothing.
+    assert sum(event["event"] == "rollback" for event in read_events(folder)) in (1, 2)
     expected = train(tmp_path, "still", *overrides, "controllers=1")
     assert [row["samples_digest"] for row in steps(rows(folder))] == [row["samples_digest"] for row in steps(expected)]
 

@@ -20,7 +20,7 @@ CASES = {
     "kill a controller": {"kind": "kill", "role": "controller-1", "at": "rollout", "nth": 4},
     "stop a controller": {"kind": "stop", "role": "controller-0", "at": "weights", "nth": 3},
     "before any checkpoint": {"kind": "kill", "role": "controller-0", "at": "training", "nth": 1},
-    "during a checkpoint": {"kind": "kill", "role": "trainer-0", "at": "save", "nth": 2},
+    "during a checkpoint": {"kind": "kill", "role": "trainer-0", "at": "write", "nth": 2},
     "during a weight update": {"kind": "kill", "role": "trainer-0", "at": "weight_bucket", "nth": 4},
 }
 FAST = ("stop a trainer", "kill a controller")

