@@ -16,6 +16,7 @@ from typing import Any
 
 from gcore.types import Ints
 
+INLINE_TOKENS = 4096  # less than a millisecond of work
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="text")  # starts at its first use
 
 
@@ -26,7 +27,9 @@ class TextDecoder:
         self._decode = _without_lock(tokenizer) or (lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
 
     async def texts(self, sequences: Sequence[Ints]) -> list[str]:
-        """The text of each sequence, in the same order."""
+        """The text of each sequence, in the same order. A few are decoded at once: a thread would take longer."""
+        if sum(map(len, sequences)) <= INLINE_TOKENS:
+            return self._all(sequences)
         return await asyncio.get_running_loop().run_in_executor(_THREAD, self._all, sequences)
 
     def _all(self, sequences: Sequence[Ints]) -> list[str]:

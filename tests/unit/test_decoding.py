@@ -78,7 +78,9 @@ def test_the_event_loop_runs_while_text_is_decoded() -> None:
     async def main() -> None:
         tokenizer = Waits()
         decoder = TextDecoder(tokenizer)
-        calls = [asyncio.ensure_future(decoder.texts([np.array([i]), np.array([i + 10])])) for i in range(3)]
+        long = decoding.INLINE_TOKENS
+        pairs = [[np.full(long, i), np.full(long, i + 10)] for i in range(3)]
+        calls = [asyncio.ensure_future(decoder.texts(pair)) for pair in pairs]
         await asyncio.sleep(0)
         tokenizer.proceed.set()
         assert await asyncio.gather(*calls) == [["0", "10"], ["1", "11"], ["2", "12"]]
