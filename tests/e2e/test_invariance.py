@@ -32,7 +32,9 @@ def test_controllers_in_one_process(tmp_path, one, controllers):
     "overrides",
     [
         ("controllers=4", "placement.policy.replicas=2", "placement.weights=broadcast"),
-        ("controllers=2", "placement.policy.replicas=1", "placement.trainer.ranks=2"),
+        pytest.param(
+            ("controllers=2", "placement.policy.replicas=1", "placement.trainer.ranks=2"), marks=pytest.mark.release
+        ),
         pytest.param(("controllers=2", "placement.policy.replicas=1"), marks=pytest.mark.release),
         pytest.param(  # test_lora.py shards, too
             ("controllers=1", "placement.policy.replicas=1", "placement.trainer.ranks=2", "placement.trainer.shard=2"),

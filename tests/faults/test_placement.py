@@ -82,6 +82,7 @@ class Patient(Held):
             time.sleep(0.05)
 
 
+@pytest.mark.release
 def test_kill_a_judge_and_an_engine_while_slots_change_hands(tmp_path, calm):
     """Of the blocks at the two ends, which the two roles have when a rollout begins."""
     with Patient(tmp_path, 3, *overrides("dynamic", 0.1)) as running:

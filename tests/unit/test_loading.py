@@ -223,6 +223,7 @@ def _rank(rank: int, address: str, folder: str) -> None:
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(report))
 
 
+@pytest.mark.release
 def test_shards_of_four_ranks_are_those_of_the_whole_model(tmp_path):
     """Sizes that four ranks do not divide: 49 tokens, 34 wide."""
     config = family("Qwen3Config", head_dim=8, vocab_size=49, intermediate_size=38, hidden_size=34)()

@@ -160,6 +160,7 @@ def spawn(target: Callable[..., None], *args: Any) -> list[int | None]:
     return [rank.exitcode for rank in ranks]
 
 
+@pytest.mark.release
 def test_no_rank_holds_a_whole_model(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
