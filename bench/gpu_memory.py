@@ -104,7 +104,7 @@ def measure_trainer(part: str, args: argparse.Namespace) -> None:
     config = config_of(part, args)
     plan = make_plan(config, detect_machine())
     found: dict[str, Any] = {"plan": predicted(config, plan), "gpu": {}, "host": {}, "seconds": {}}
-    publisher.CudaHandle = UnsharedBlock  # type: ignore[assignment,misc]  # nobody opens the blocks here
+    publisher.CudaHandle = UnsharedBlock  # type: ignore[assignment,misc]  # no engine opens the blocks
 
     def done(phase: str, since: float) -> None:
         """Ends a phase. Of several times the same phase, the largest numbers count."""

@@ -3,8 +3,8 @@
     stage ──references to shards──> thread: copy ──> host memory (reused) ──write──> threads: files, read again
     fence: wait until they are copied                                              └──checksums of the copy
 
-`stage` returns at once. Whoever changes or moves the shards calls `fence` first; then the shards are free, and the rest
-works on the copy. Nothing here is a collective.
+`stage` returns at once. Code that changes or moves the shards must call `fence` first. After it, only the copy is read.
+Nothing here is a collective.
 """
 
 from __future__ import annotations

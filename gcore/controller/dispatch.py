@@ -129,7 +129,7 @@ class Dispatcher:
         return sum(await self._on_ranks("snapshot", lambda trainer, rank: trainer.snapshot()))
 
     async def write(self, folder: Path) -> list[Written]:
-        """The ranks of this controller write their snapshots. Not a collective: other calls go on meanwhile."""
+        """The ranks of this controller write their snapshots. Not a collective: it runs beside other calls."""
         return await asyncio.gather(*(self._trainers[r].write(str(folder)) for r in self._mine))
 
     async def abandon(self) -> None:

@@ -1,6 +1,6 @@
 """Restarts of roles that die or hang. Runs in the driver.
 
-    engine, judge, scorer    restarted alone; its requests go to other replicas meanwhile
+    engine, judge, scorer    restarted alone; other replicas get its requests
     controller, trainer      all controllers and trainer ranks are started again and load the last checkpoint;
                              engines, judges and scorers keep their processes
 

@@ -8,7 +8,7 @@ Traps that it handles:
 - The CPU build cannot seed a prompt that is prefilled in chunks, and it replaces `torch.set_num_threads`.
 - vLLM reads the environment once per process: settings that differ between engines must be arguments.
 - vLLM's own shutdown destroys all process groups of the process, also those of other code.
-- vLLM sizes its cache by the memory of the whole GPU, and takes what another process allocates meanwhile for its own.
+- vLLM sizes its cache by the memory of the whole GPU. What other processes allocate during its start counts as its own.
 - There are two samplers. The logprobs of both include top-k and top-p, or leave out the temperature.
 """
 
@@ -62,7 +62,7 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0",  # the estimate multiplies what others allocate meanwhile
+        "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0",  # it would multiply what other processes allocate
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one machine must not be pinned to the same cores
     }.items():
         os.environ.setdefault(name, value)

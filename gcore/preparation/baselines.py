@@ -1,7 +1,7 @@
 """Layouts that others use, to compare with (bench/balance.py, docs/balance.md). Pure functions: Items -> Grid.
 
 naive             samples in their order: an equal number for each rank, micro-batches filled one after another
-sort              the paper's: sorted by simulated workload, then dealt to the ranks in turn
+sort              as in the paper: sorted by simulated workload; sample i goes to rank i modulo the number of ranks
 karmarkar_karp    largest differencing over the ranks, and then over the micro-batches of each rank, the most expensive
                   micro-batches first
 """

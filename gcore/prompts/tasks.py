@@ -7,6 +7,7 @@ import inspect
 import json
 import operator
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -56,7 +57,25 @@ def make_task(
     raise UserError(f"{key}.task: unknown task {name!r}; expected arithmetic, needle or reasoning_gym/NAME")
 
 
-class _Arithmetic(Sequence[Row]):
+class _Generated(Sequence[Row]):
+    """Rows that are computed when they are read."""
+
+    @abstractmethod
+    def _row(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._row(index)
+
+
+class _Arithmetic(_Generated):
     """Problem number -> row. The number encodes the operation, the left and the right operand."""
 
     def __init__(self, problems: Sequence[int], args: Row):
@@ -67,13 +86,7 @@ class _Arithmetic(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.problems)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _row(self, index: int) -> Row:
         number = int(self.problems[index])
         rest, right = divmod(number, self.span)
         sign, left = divmod(rest, self.span)
@@ -140,7 +153,7 @@ def _selected(numbers: np.ndarray, args: Row) -> np.ndarray:
     return np.array([int(r["answer"]) >= least and (args["zeros"] or "0" not in r["prompt"]) for r in rows], bool)
 
 
-class _Needle(Sequence[Row]):
+class _Needle(_Generated):
     """{"prompt": "hbca7fdbeag?", "answer": "7"}: find the only digit among letters."""
 
     def __init__(self, args: Row):
@@ -149,15 +162,7 @@ class _Needle(Sequence[Row]):
     def __len__(self) -> int:
         return int(self.args["size"])
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+    def _row(self, index: int) -> Row:
         args = self.args
         random = np.random.default_rng([args["seed"] % 2**64, args["split"] == "eval", index])
         length = round(args["min_length"] * (args["max_length"] / args["min_length"]) ** random.random())
@@ -181,7 +186,7 @@ def _needle(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Ro
     return _Needle(args | {"split": _split(args, key), "size": size or args["size"]})
 
 
-class _Gym(Sequence[Row]):
+class _Gym(_Generated):
     """Rows of a reasoning_gym dataset, generated on access."""
 
     def __init__(self, task: str, dataset: Any, args: Row):
@@ -190,15 +195,7 @@ class _Gym(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+    def _row(self, index: int) -> Row:
         entry = self.dataset[index]
         return {
             "prompt": entry["question"],

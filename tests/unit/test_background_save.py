@@ -15,8 +15,6 @@ import torch
 from gcore.checkpoint import tensors, writer
 from gcore.checkpoint.tensors import Shard, ShardFiles, assign
 from gcore.checkpoint.writer import BackgroundWriter, HostMemory
-from gcore.protocols import Rendezvous
-from gcore.runtime.gloo import join
 from gcore.training import state
 from gcore.training.rank import TrainerRank
 from tests.unit.test_training import (
@@ -36,13 +34,7 @@ KL: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}}
 LORA: dict[str, Any] = {**KL, "model": {"lora": {"rank": 2}}}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    join(Rendezvous(0, 1, None), "gloo")
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def trained(config: Any, updates: int = 2) -> TrainerRank:

@@ -11,8 +11,9 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.protocols import add_metrics
-from tests.unit.test_training import config_of, gradients_of, samples_of, trainer_of, world  # noqa: F401
+from tests.unit.test_training import config_of, gradients_of, samples_of, trainer_of
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 LAYOUTS = {
     "one rank": {"num_ranks": 1, "max_tokens": 10_000},
     "naive": {"method": baselines.naive},

@@ -58,13 +58,7 @@ LAYERS = [
 LORA = {"rank": 4, "alpha": 6.0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    join(Rendezvous(0, 1, None), "gloo")
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def lora_of(lora: dict[str, Any] | None = None, **sections: Any) -> Config:

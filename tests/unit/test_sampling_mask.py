@@ -19,8 +19,9 @@ from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import to_tensors
 from gcore.types import Completion, MicroBatch, Prompt, Request, Rollout, SamplingParams, Scored, UserError
 from tests.unit.test_presets import config_of
-from tests.unit.test_training import CPU, batch_of, network_of, trainer_of, update, world  # noqa: F401 (a fixture)
+from tests.unit.test_training import CPU, batch_of, network_of, trainer_of, update
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 PROMPT = np.array([5, 6, 7], np.int32)
 
 

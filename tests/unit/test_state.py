@@ -44,13 +44,7 @@ PARTS = ("weights", "optimizer", "reference")
 SECTIONS: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}, "training": {"schedule": "linear"}}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    join(Rendezvous(0, 1, None), "gloo")
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def everything(folder: Path) -> dict[str, torch.Tensor]:

@@ -22,8 +22,7 @@ from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.protocols import Receivers, Rendezvous, UpdateStats
-from gcore.runtime.gloo import join
+from gcore.protocols import Receivers, UpdateStats
 from gcore.training import logprob_model as policy_module
 from gcore.training import optimizer as optimizer_module
 from gcore.training.fsdp import FsdpBackend
@@ -40,13 +39,7 @@ CPU = torch.device("cpu")
 MAX_RESPONSE_LENGTH = 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    join(Rendezvous(0, 1, None), "gloo")
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def config_of(**sections) -> Config:
