@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import model_validator
+
 from gcore.config.base import Count, FolderName, PositiveInt, Seconds, Section
 
 
@@ -51,6 +53,12 @@ class Fault(Section):
     """Which time the process reaches this moment."""
     seconds: Seconds = 1.0
     """Length of the delay of `slow`."""
+
+    @model_validator(mode="after")
+    def _has_a_file(self) -> Fault:
+        if self.kind in ("short_write", "flip_byte") and self.at != "written":
+            raise ValueError(f"kind {self.kind} changes a file that was written; expected at=written, got at={self.at}")
+        return self
 
 
 class Faults(Section):

@@ -335,6 +335,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.faults.plan and self.runtime == "local":
+            raise ValueError("faults.plan needs a process per role; expected runtime=ray, got runtime=local")
         if self.algorithm.mini_batches > self.sampling.prompts_per_step:
             raise ValueError(
                 f"algorithm.mini_batches={self.algorithm.mini_batches} exceeds "

@@ -7,9 +7,11 @@ import json
 
 import pytest
 
+from gcore.config import load_config
 from gcore.controller.heal import RestartBudget, is_healable
 from gcore.observe.events import read_events
 from gcore.protocols import RoleDied, RoleError
+from gcore.types import UserError
 from tests.e2e.helpers import gcore_process, rows, steps, train, untimed, write_recipe
 from tests.faults.test_kill import EMULATED
 
@@ -101,6 +103,18 @@ def test_an_error_is_not_repeated(tmp_path):
     run = gcore_process("train", str(write_recipe(tmp_path)), *SHAPE, *EMULATED, f"faults.plan={json.dumps([fault])}")
     assert run.returncode == 1 and "injected error" in run.stderr
     assert [event["event"] for event in read_events(tmp_path / "runs" / "tiny")] == ["fault"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["runtime=local", "faults.plan=[{kind: kill, role: trainer-0, at: update}]"], "expected runtime=ray"),
+        (["faults.plan=[{kind: flip_byte, role: trainer-0, at: file}]"], "expected at=written, got at=file"),
+    ],
+)
+def test_faults_that_could_not_occur_are_refused(tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_config(write_recipe(tmp_path), overrides)
 
 
 def test_restarts_per_hour():
