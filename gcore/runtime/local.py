@@ -6,11 +6,14 @@ The same program as under Ray, with direct calls instead of RPC: a breakpoint st
 from __future__ import annotations
 
 import asyncio
+import functools
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from gcore.protocols import Rendezvous, RoleError
+
+T = TypeVar("T")
 
 
 class LocalHandle:
@@ -116,6 +119,12 @@ class LocalGroup:
         self._round += 1
         values: list[Any] = await self._hub.exchange((self._number, self._round), self.rank, value)
         return values
+
+    async def reduce(self, name: str, value: T, merge: Callable[[T, T], T]) -> T:
+        return functools.reduce(merge, await self.all_gather(name, value))
+
+    async def barrier(self, name: str) -> None:
+        await self.all_gather(name, None)
 
     def subgroup(self) -> LocalGroup:
         assert self._number == 0, "only the first group can make subgroups"

@@ -1,8 +1,10 @@
-"""The interface of a runtime: it starts, watches and ends the processes of a run. The driver alone uses it."""
+"""The interface of a runtime: it starts, watches and ends the processes of a run. The driver alone uses it. Also what
+is known about a node of a cluster (runtime/nodes.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gcore.protocols import Handle
@@ -60,3 +62,22 @@ class Runtime(Protocol):
     def stop(self) -> None:
         """End every process this runtime started."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a process on a node of a cluster has seen there. NodeFacts("10.0.0.2", "host2", versions={"torch": ...})"""
+
+    address: str
+    host: str = ""
+    failure: str = ""  # why it could not be looked at; then everything else is empty
+    versions: Mapping[str, str] = field(default_factory=dict)  # of Python, G-Core and packages that are installed
+    code: str = ""  # digest of G-Core's files
+    gpus: tuple[str, ...] = ()  # names and drivers
+    interface: str = ""  # that has the address; empty: none
+    clock_s: float = 0.0  # ahead of the driver's clock
+    clock_error_s: float = 0.0  # at most
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of the paths asked for: bytes, 0 for a folder, -1: missing
+    folder: str = ""  # why the folder asked for is not shared with the driver; empty: it is
+    link: str = ""  # why the next node cannot be reached at a free port; empty: it can
+    link_mb_s: float = 0.0  # to the next node; 0: not measured

@@ -1,9 +1,8 @@
 """Each role in its own process, as Ray actors: on one machine, or on the cluster at RAY_ADDRESS.
 
-An actor is a thin host: it builds the role in its process and forwards calls to it. An exception of a role is raised
-again as RoleError with the role's name and first traceback. The death of a process is raised as RoleDied with the last
-lines of its log. Each process prints to its own log, and Ray's own messages go to ray.log. A private cluster requires a
-random token on every connection, has no dashboard, and ends with the driver.
+An exception of a role is raised again as RoleError with the role's name and first traceback. The death of a process is
+raised as RoleDied with the last lines of its log. Each process prints to its own log, and Ray's own messages go to
+ray.log. A private cluster requires a random token on every connection, has no dashboard, and ends with the driver.
 """
 
 from __future__ import annotations
@@ -11,107 +10,29 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import faulthandler
 import logging
 import os
 import secrets
 import signal
-import socket
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from gcore import faults
-from gcore.observe.logs import Log, last_lines, trim
+from gcore.observe.logs import last_lines, trim
 from gcore.protocols import Rendezvous, RoleDied, RoleError
 from gcore.runtime.guard import Guard
-from gcore.runtime.ray_cluster import Place, Reservation, interface_of, is_joined, join, node_address, quiet_ray
+from gcore.runtime.ray_cluster import Place, Reservation, is_joined, join, quiet_ray
+from gcore.runtime.ray_process import Process
 from gcore.types import UserError
 
 START_S = 300
 STOP_S = 10.0  # for killed processes to end
 NODE_GONE = "its node has left the Ray cluster"
 _TOKEN = secrets.token_hex(32)
-
-
-class Process:
-    """The host of one role. Runs as a Ray actor."""
-
-    def __init__(self, name: str, log: str | None = None, folder: str | None = None) -> None:
-        """`folder`: the driver's current folder, from which relative paths of the recipe start."""
-        self.name = name
-        self.role: Any = None
-        self._listener: socket.socket | None = None
-        if folder is not None:
-            with contextlib.suppress(OSError):  # a node without this folder needs absolute paths
-                os.chdir(folder)
-        if log is not None:
-            with contextlib.suppress(OSError):  # a node without the run's folder prints to Ray's own log
-                Log(Path(log)).take_over(name if folder is None else f"{name} on node {node_address()}")
-        faulthandler.register(signal.SIGUSR1, file=2)  # for `dump_stacks`; 2: where the log is now
-
-    async def address(self) -> str:
-        """A free host:port on this machine. The socket stays open, so that no other process gets the port."""
-        host = node_address()
-        self._listener = socket.create_server((host, 0))
-        return f"{host}:{self._listener.getsockname()[1]}"
-
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def prepare(self, imports: Callable[[], None]) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in `build`
-        with contextlib.suppress(Exception):  # `build` fails too, and reports it
-            await asyncio.to_thread(imports)
-
-    async def build(
-        self,
-        factory: Callable[..., Any],
-        args: tuple[Any, ...],
-        rendezvous: Rendezvous,
-        visible_gpus: str | None = None,
-    ) -> int:
-        """`visible_gpus`: the GPUs to use; None: those that Ray has chosen."""
-        if visible_gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not spin on a core
-        if interface := interface_of(node_address()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host name, which may fail
-        try:
-            self.role = await asyncio.to_thread(factory, *args, replace(rendezvous, listener=self._listener))
-        except Exception as error:
-            raise self._wrap(error) from None
-        finally:
-            if self._listener is not None:
-                self._listener.close()  # does nothing if the role's group uses it
-        return os.getpid()
-
-    async def call(self, method: str, *args: Any) -> Any:
-        if self.role is None:  # sent to the process before this one: Ray delivers the call after the restart
-            raise RoleDied(self.name, "the process was restarted, the role is not built yet")
-        try:
-            faults.reach(method)
-            return await getattr(self.role, method)(*args)
-        except (RoleError, RoleDied, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            raise self._wrap(error) from None
-
-    def _wrap(self, error: Exception) -> RoleError:
-        cause = getattr(error, "cause", error)
-        if isinstance(cause, RoleError):
-            return cause
-        return RoleError.of(self.name, error, traceback.format_exc())
-
-    async def until_gone(self) -> None:
-        if self.role is None:  # it died between two calls of `watch`
-            raise RoleDied(self.name, "the process was restarted, the role is not built yet")
-        await asyncio.Event().wait()
 
 
 class RayHandle:
@@ -124,6 +45,10 @@ class RayHandle:
         return self._actor.call.remote(method, *args)
 
     async def call(self, method: str, *args: Any) -> Any:
+        try:
+            await faults.reach_call(f"to:{self.name}", f"to:{self.name}:{method}")
+        except ConnectionError as error:  # Ray reports a cut connection like a death
+            raise RoleDied(self.name, str(error)) from None
         return await translate(self.name, self.submit(method, *args))
 
 
@@ -154,10 +79,11 @@ class RayRuntime:
         place_of: Callable[[str, int], Place] | None = None,
         logs: Path | None = None,
         bundle_nodes: Sequence[str] = (),
+        files: bytes = b"",
     ) -> None:
         """`bundles`: GPUs to reserve, those of each bundle on one machine. `bundle_nodes`: id of the node of each
         bundle; empty: any node. `place_of`: kind and rank -> where the process runs. `logs`: folder for the output of
-        the processes; None: Ray's own log folder."""
+        the processes; None: Ray's own log folder. `files`: of the user, for all processes (user_files.pack)."""
         self._place_of, self._logs = place_of, logs
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
@@ -168,9 +94,9 @@ class RayRuntime:
         if self._owns_cluster:  # before Ray is imported: a process keeps the first token that it reads
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
         quiet_ray(None if logs is None else logs / "ray.log")
-        if self._owns_cluster:
-            import ray
+        import ray
 
+        if self._owns_cluster:
             ray.init(
                 "local",
                 object_store_memory=object_store_mb * 2**20,
@@ -181,6 +107,7 @@ class RayRuntime:
             )
         else:
             join()
+        self._files = ray.put(files)
         self._actors: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
         self._ready: set[str] = set()
@@ -206,7 +133,7 @@ class RayRuntime:
         for name, place in zip(names, self._places(kind, count), strict=True):
             if name not in self._actors:
                 log, actor = self._log(name), ray.remote(Process).options(**self._options(kind, place))
-                self._actors[name] = actor.remote(name, None if log is None else str(log), folder)
+                self._actors[name] = actor.remote(name, None if log is None else str(log), folder, self._files)
         return [self._actors[name] for name in names]
 
     def _places(self, kind: str, count: int) -> list[Place]:
@@ -225,10 +152,10 @@ class RayRuntime:
             raise UserError(
                 f"{names[0]} was not started by the Ray cluster within {START_S} s (key: placement)"
             ) from None
-        build_args = []
+        build_args, secret = [], secrets.token_bytes(32)
         for rank, (arguments, place) in enumerate(zip(args, places, strict=True)):
             visible = None if self._reserved is None else await self._reserved.visible_gpus(place.bundles)
-            build_args.append((factory, arguments, Rendezvous(rank, len(args), address, None), visible))
+            build_args.append((factory, arguments, Rendezvous(rank, len(args), address, secret=secret), visible))
 
         async def build(name: str, actor: Any, arguments: tuple[Any, ...]) -> None:
             """A process is in `processes()` as soon as it runs, and in `ready()` when its role is built."""
@@ -280,9 +207,10 @@ class RayRuntime:
         deadline = time.monotonic() + START_S
         while True:
             try:
-                self._pids[name] = await translate(name, self._actors[name].build.remote(*self._build_args[name]))
-                self._down.discard(name)
+                self._pids[name] = await translate(name, self._actors[name].pid.remote())
                 self._track_processes()
+                await translate(name, self._actors[name].build.remote(*self._build_args[name]))
+                self._down.discard(name)
                 return
             except RoleDied as error:  # not back yet
                 if error.detail == NODE_GONE or time.monotonic() > deadline:
@@ -299,8 +227,8 @@ class RayRuntime:
         import ray
 
         if self._owns_cluster:  # by signal: a stopped process does not execute Ray's command
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[name], signal.SIGKILL)
+            if (process := self._tracked.get(self._pids[name])) is not None:
+                _kill(process)  # never another process with the same id
         else:
             ray.kill(self._actors[name], no_restart=False)
 

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,10 @@ def node_address() -> str:
 
 
 def interface_of(address: str) -> str | None:
+    """The interface with this address. All of 127.0.0.0/8 belongs to the loopback interface, which lists only one."""
+    with contextlib.suppress(ValueError):  # a host name
+        if ip_address(address).is_loopback:
+            address = "127.0.0.1"
     names = (name for name, found in psutil.net_if_addrs().items() if any(a.address == address for a in found))
     return next(names, None)
 

@@ -1,0 +1,48 @@
+"""Bytes of payloads between the processes of a run, per step: tokens, logprobs, versions, masks, inline images.
+
+    pools (requests, responses), dispatcher (samples) ──add──> Links ──take──> link/requests_within_mb, ... of a row
+
+A payload that is a reference counts as nothing here: its bytes do not pass through a controller.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+Link = Literal["requests", "responses", "samples"]  # controller -> engine or judge, back, controller -> trainer rank
+Reach = Literal["within", "between"]  # a node, nodes
+
+
+class Links:
+    """Of one controller, to the replicas of one role. `own`: its node; `others`: of the replicas; empty: one node.
+
+    Links(own=0, others=(0, 0, 1)).add("requests", 2, 4096)
+    """
+
+    def __init__(self, own: int = 0, others: Sequence[int] = ()) -> None:
+        self._own, self._others = own, others
+        self._bytes: Counter[tuple[Link, Reach]] = Counter()
+
+    @classmethod
+    def of(cls, rank: int, nodes: tuple[Sequence[int], Sequence[int]]) -> Links:
+        """`nodes`: of the controllers and of the replicas (Plan.nodes_of_pool)."""
+        return cls(nodes[0][rank], nodes[1]) if nodes[0] else cls()
+
+    def add(self, link: Link, replica: int, num_bytes: int) -> None:
+        near = not self._others or self._others[replica] == self._own
+        self._bytes[link, "within" if near else "between"] += num_bytes
+
+    def take(self) -> Counter[tuple[Link, Reach]]:
+        """Since the last call."""
+        found, self._bytes = self._bytes, Counter()
+        return found
+
+
+def link_row(parts: Iterable[Mapping[tuple[Link, Reach], int]]) -> dict[str, float]:
+    """Megabytes per link, summed over controllers and roles. Links without bytes are left out."""
+    total: Counter[tuple[Link, Reach]] = Counter()
+    for part in parts:
+        total.update(part)
+    return {f"link/{link}_{reach}_mb": total[link, reach] / 1e6 for link, reach in sorted(total) if total[link, reach]}
