@@ -1,0 +1,117 @@
+"""The degrees of training.backend=megatron, and what contradicts them. The shape of the model is checked before a run
+starts (controller/preflight.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import PositiveInt
+
+from gcore.config.base import Section
+from gcore.types import Topology, UserError
+
+TRAINER = "placement.trainer"
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")  # model types whose mapping of weights is tested
+
+
+class MegatronDegrees(Section):
+    pipeline_parallel: PositiveInt = 1
+    """`training.backend: megatron`: stages that divide the layers of the model (pipeline parallelism); the ranks of a
+    pipeline train on the same samples. `tensor_parallel` x this number must divide `ranks`. See docs/megatron.md."""
+    virtual_pipeline: PositiveInt = 1
+    """`training.backend: megatron`: parts of the layers that each stage holds (interleaved schedule): less waiting in
+    the pipeline, more messages. Needs `pipeline_parallel` of at least 3."""
+    expert_parallel: PositiveInt = 1
+    """`training.backend: megatron`: data-parallel ranks that divide the experts of each layer. Must divide the number
+    of data-parallel ranks and of experts."""
+
+
+def topology_of(trainer: Any, ranks: int) -> Topology:
+    """`trainer`: config.placement.trainer. Raises UserError if the degrees do not divide the ranks."""
+    degrees = (trainer.tensor_parallel, trainer.pipeline_parallel, trainer.virtual_pipeline, trainer.expert_parallel)
+    topology = Topology(ranks, *degrees)
+    copy = topology.tensor * topology.pipeline
+    if ranks % copy:
+        raise UserError(
+            f"{TRAINER}: tensor_parallel={topology.tensor} x pipeline_parallel={topology.pipeline} = {copy} must "
+            f"divide the number of ranks, {ranks}"
+        )
+    if topology.data_parallel % topology.expert:
+        raise UserError(
+            f"{TRAINER}.expert_parallel={topology.expert} must divide the number of data-parallel ranks, "
+            f"{topology.data_parallel} (ranks / tensor_parallel / pipeline_parallel)"
+        )
+    return topology
+
+
+def check_backend(config: Any) -> None:
+    """Raises ValueError if other keys contradict `training.backend`. `config`: the whole tree."""
+    training, trainer = config.training, config.placement.trainer
+    if training.backend != "megatron":
+        for key in ("pipeline_parallel", "virtual_pipeline", "expert_parallel"):
+            if getattr(trainer, key) > 1:
+                value = getattr(trainer, key)
+                raise ValueError(f"{TRAINER}.{key}={value}: expected 1, or training.backend=megatron")
+        return
+    if config.objective == "reward_model":
+        raise ValueError("objective=reward_model: training.backend=megatron trains policies; expected backend=fsdp")
+    if config.model.lora is not None:
+        raise ValueError("model.lora: training.backend=megatron has no adapters; expected training.backend=fsdp")
+    if training.offload not in ("auto", "none"):
+        raise ValueError(
+            f"training.offload={training.offload}: training.backend=megatron keeps its state on the device; "
+            "expected auto or none"
+        )
+    if training.compile is True:
+        raise ValueError("training.compile=true: not with training.backend=megatron; expected auto or false")
+    if trainer.shard != "auto":
+        raise ValueError(
+            f"{TRAINER}.shard={trainer.shard}: training.backend=megatron shards the optimizer over all data-parallel "
+            "ranks; expected auto"
+        )
+    if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel < 3:
+        # With two stages both neighbours are one rank, and Megatron receives gradients as activations.
+        raise ValueError(
+            f"{TRAINER}.virtual_pipeline={trainer.virtual_pipeline}: expected 1, or pipeline_parallel of at least 3"
+        )
+
+
+def check_family(model_type: str) -> None:
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"training.backend=megatron: got a model of type {model_type}; expected one of {', '.join(FAMILIES)}, or "
+            "training.backend=fsdp"
+        )
+
+
+def is_uneven(layers: int, topology: Topology) -> bool:
+    """The first and the last stage have one layer less, and the embedding or the output in its place."""
+    parts = topology.pipeline * topology.virtual
+    return topology.pipeline > 1 and layers % parts > 0 and (layers + 2) % parts == 0 and layers + 2 > parts
+
+
+def check_shape(topology: Topology, shape: Any) -> None:
+    """Raises UserError if the degrees do not divide the model. `shape`: simulate.shapes.Shape."""
+    divided: list[tuple[str, int, str, int]] = [
+        ("tensor_parallel", topology.tensor, "attention heads", shape.heads),
+        ("tensor_parallel", topology.tensor, "key and value heads", shape.kv_heads),
+        ("tensor_parallel", topology.tensor, "rows of an MLP", shape.intermediate),
+        ("expert_parallel", topology.expert, "experts", shape.experts),
+    ]
+    for key, degree, what, number in divided:
+        if number % degree:
+            raise UserError(f"{TRAINER}.{key}={degree} must divide the {number} {what} of {shape.name}")
+    parts = topology.pipeline * topology.virtual
+    if shape.layers % parts and not is_uneven(shape.layers, topology):
+        key = "pipeline_parallel" if topology.virtual == 1 else "pipeline_parallel x virtual_pipeline"
+        raise UserError(
+            f"{TRAINER}.{key}={parts} must divide the {shape.layers} layers of {shape.name}, or {shape.layers} + 2: "
+            "then the embedding and the output count as layers"
+        )
+    if topology.expert > 1 and not shape.experts:
+        raise UserError(f"{TRAINER}.expert_parallel={topology.expert}: {shape.name} has no experts; expected 1")
+    if topology.tensor > 1 and shape.experts:
+        raise UserError(
+            f"{TRAINER}.tensor_parallel={topology.tensor}: Megatron splits matrices of a mixture of experts only with "
+            "Transformer Engine, which is not supported here; expected 1, and expert_parallel or pipeline_parallel"
+        )

@@ -1,0 +1,118 @@
+"""One network on this rank: chunks of layers, their parameters by Hugging Face name, and perhaps an optimizer.
+
+    empty Hugging Face network ──> chunks (model.py) ──> parameters (weights.py) ──train──> optimizer (optimizer.py)
+
+The reference has no optimizer. The critic has a value head instead of the output matrix.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor
+
+from gcore.checkpoint.tensors import Shard, ShardFiles
+from gcore.config.tree import Training
+from gcore.training.megatron import cpu, head, model
+from gcore.training.megatron.optimizer import DistributedAdamW
+from gcore.training.megatron.weights import fill, parameters_of
+from gcore.training.micro import Packed
+from gcore.types import Topology
+from gcore.weights.pretrained import Read
+
+
+class Network:
+    """`empty`: the Hugging Face network without weights. `critic`: it predicts values."""
+
+    def __init__(
+        self, empty: Any, topology: Topology, device: torch.device, dtype: torch.dtype, recompute: bool, critic: bool
+    ) -> None:
+        model.check(empty)
+        self.empty, self.is_critic = empty, critic
+        self._tensor, self._device, self._dtype = topology.tensor, device, dtype
+        self._vocab = empty.config.vocab_size
+        padded = -(-self._vocab // topology.tensor) * topology.tensor
+        self._bridge = model.bridge_of(empty, topology, dtype, recompute, device.type == "cpu")
+        with self._building():
+            self.chunks = model.build(self._bridge, empty, padded, topology.virtual, device, critic)
+        self.parameters = parameters_of(self.chunks, self._bridge, empty)
+        self.wrapped: list[Any] = []
+        self.optimizer: Any = None
+
+    def _building(self) -> Any:
+        return cpu.building() if self._device.type == "cpu" else nullcontext()
+
+    def train(self, training: Training) -> Network:
+        """With gradients and an optimizer. Call it when the weights are there."""
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        settings = self._bridge.config
+        settings.finalize_model_grads_func = finalize_model_grads
+        with self._building():
+            self.wrapped = [
+                DistributedDataParallel(settings, ddp, chunk, disable_bucketing=number > 0)
+                for number, chunk in enumerate(self.chunks)
+            ]
+            half = self._dtype == torch.bfloat16
+            self.optimizer = DistributedAdamW(self.wrapped, self.parameters, training, half)
+        return self
+
+    def freeze(self) -> Network:
+        for chunk in self.chunks:
+            chunk.requires_grad_(False).eval()
+        return self
+
+    # ---- values ---------------------------------------------------------------------------------------------------
+
+    def fill(self, read: Read) -> None:
+        fill(self.parameters, read)
+
+    @torch.no_grad()
+    def copy(self, source: Network) -> None:
+        """The weights of another network of the same shape and layout; a value head becomes zero."""
+        for ours, theirs in zip(self.chunks, source.chunks, strict=True):
+            found = dict(theirs.named_parameters())
+            for name, parameter in ours.named_parameters():
+                if name == model.VALUE_HEAD:
+                    parameter.zero_()
+                else:
+                    parameter.copy_(found[name])
+        if self.optimizer is not None:
+            self.optimizer.main_from_model()
+
+    def outputs(self, packed: Packed, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Of the last stage: logprobs and entropies, or values. `hidden`: rows x tokens x size."""
+        hidden_SD, last = hidden.flatten(0, 1)[packed.select_S], self.chunks[-1]
+        if self.is_critic:
+            return packed.joined(hidden_SD.float() @ last.value_head.weight[0].float())
+        weight = model.output_weight(last)
+        first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
+        count = max(0, min(len(weight), self._vocab - first))
+        group = parallel_state.get_tensor_model_parallel_group() if self._tensor > 1 else None
+        asked = head.Steps(packed.targets_S, packed.temperature_S, *(packed.sampling_mask or (None, None)))
+        return packed.joined(*head.token_logprobs(hidden_SD, weight, asked, head.Split(group, first, count)))
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def shards(self) -> list[Shard]:
+        """What this rank holds of the weights: its ranges in float32, or of a frozen network everything."""
+        if self.optimizer is not None:
+            found: list[Shard] = self.optimizer.weights()
+            return found
+        whole = [(p, p.value.detach().view(-1)) for p in self.parameters if p.own]
+        return [shard for p, flat in whole for shard in p.shards(flat, 0, len(flat))]
+
+    def load(self, weights: Path, moments: Path | None = None) -> None:
+        files = ShardFiles(weights)
+        self.fill(files.part)
+        if self.optimizer is None:
+            return
+        with torch.no_grad():
+            for shard in self.optimizer.weights():
+                files.read(shard)
+        self.optimizer.zero_grad()
+        self.optimizer.restore(ShardFiles(moments) if moments is not None and moments.is_dir() else None)
