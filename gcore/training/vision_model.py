@@ -1,0 +1,115 @@
+"""The StepModel of vision-language models: tokens and images -> logprobs and entropies of the selected steps.
+
+samples ──pack──> tokens, positions of each sample, its images (siblings share them) ──vision tower, once per image
+                  ──> features at their places ──> decoder, as for text (logprob_model.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcore.content.media import Media
+from gcore.content.tokens import tokens_of
+from gcore.training import context
+from gcore.training.logprob_model import LogprobModel
+from gcore.training.micro import Packed
+from gcore.training.step_model import ON_CPU, Compute
+from gcore.types import Key, MicroBatch, Sample, UserError
+from gcore.vision_models import blocks_of, dummy_media, embed, encode, positions_of, tower_parameters, unique
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The images of a micro-batch. `places`: of each image of each sample, flat indices into the tokens; `keys`: which
+    image is there."""
+
+    media: Mapping[str, Media]  # each once
+    keys: tuple[str, ...]
+    places: tuple[Tensor, ...]
+    positions: Tensor  # [axes, rows, width], or [rows, width]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedVision(Packed):
+    seen: Seen | None = None
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return (*Packed.inputs.fget(self), self.seen)  # type: ignore[attr-defined]
+
+
+class VisionLogprobModel(LogprobModel):
+    """Implements step_model.StepModel."""
+
+    def __init__(self, network: Any, compute: Compute = ON_CPU) -> None:
+        super().__init__(network, compute)
+        self.varlen = self.varlen and not self.traits.image_blocks
+        self.encoded = 0  # images that the vision tower has computed
+
+    def check_sharing(self, num_ranks: int) -> None:
+        if num_ranks > 1:
+            raise UserError(
+                f"training.context_parallel={num_ranks}: ranks cannot share a sample of a model that takes images; "
+                "expected 1"
+            )
+
+    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.Ranks) -> PackedVision:
+        packed = super().pack(micro, samples, ranks)
+        tokens_RW = packed.tokens_RW
+        kept = {field.name: getattr(packed, field.name) for field in fields(packed)}
+        positions, keys, places, media = _Positions(self.network.config.model_type, tokens_RW), [], [], list[Media]()
+        contents = [] if packed.is_padding else [tokens_of(samples[key].content) for key in packed.keys]
+        first = 0
+        select = packed.select_S.cpu().numpy()
+        for content in contents:  # the first selected position is that of the prompt's last token
+            start = int(select[first]) - len(content.tokens_P) + 1
+            first += content.num_steps
+            positions.put(start, content.size, content.media)
+            for medium in content.media:
+                places.append(torch.from_numpy(medium.places.astype(np.int64) + start).to(tokens_RW.device))
+                keys.append(medium.key)
+            media.extend(content.media)
+        seen = Seen(unique(media), tuple(keys), tuple(places), positions.tensor())
+        return PackedVision(**kept, seen=seen)
+
+    def _inputs(self, tokens_RW: Tensor, positions_RW: Tensor, mask: Tensor | None, *more: Any) -> dict[str, Any]:
+        (seen,) = more
+        found = encode(self.network, list(seen.media.values())) if seen.media else []
+        self.encoded += len(found)
+        features = dict(zip(seen.media, found, strict=True))
+        inputs = embed(self.network, tokens_RW, seen.places, [features[key] for key in seen.keys])
+        if not found and self._tower_learns:  # all ranks must have gradients of the same parameters
+            (unused,) = encode(self.network, [dummy_media(self.network)])
+            inputs["inputs_embeds"] = inputs["inputs_embeds"] + sum(0.0 * part.sum() for part in unused)
+        inputs["position_ids"] = seen.positions
+        if self.traits.image_blocks and seen.places:
+            causal = torch.ones(tokens_RW.shape[1:] * 2, dtype=torch.bool, device=tokens_RW.device).tril()
+            whole = causal.expand(len(tokens_RW), 1, -1, -1) if mask is None else mask
+            inputs["attention_mask"] = self._masks(whole, blocks_of(tokens_RW.shape, seen.places))
+        return inputs
+
+    @property
+    def _tower_learns(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in tower_parameters(self.network).values())
+
+
+class _Positions:
+    """Of all tokens of a micro-batch, sample by sample."""
+
+    def __init__(self, model_type: str, tokens_RW: Tensor) -> None:
+        self._type, self._shape, self._device = model_type, tuple(tokens_RW.shape), tokens_RW.device
+        axes = positions_of(model_type, 0, ()).shape[0]
+        self._flat = np.zeros((axes, tokens_RW.numel()), np.int64)
+
+    def put(self, start: int, length: int, media: tuple[Media, ...]) -> None:
+        self._flat[:, start : start + length] = positions_of(self._type, length, media)
+
+    def tensor(self) -> Tensor:
+        found = torch.from_numpy(self._flat).view(-1, *self._shape).to(self._device)
+        return found if len(found) > 1 else found[0]

@@ -1,0 +1,157 @@
+"""Vision-language families: engine, trainer and processing agree with transformers, for ragged numbers and sizes of
+images, packed and alone.
+
+The reference is the library's own processor over a whole prompt, and its own joint forward pass over one sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gcore.config.tree import Data, Dataset, Model
+from gcore.decoders import forbid, forbidden_tokens
+from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.noise import noise_key
+from gcore.models import load_model
+from gcore.prompts.processor import load_processor
+from gcore.prompts.source import Templater
+from gcore.prompts.tokenizer import load_tokenizer
+from gcore.training.vision_model import VisionLogprobModel
+from gcore.types import Completion, MicroBatch, Prompt, Request, Sample, SamplingParams
+from tests.vision_families import CONFIGS, picture, processor, save
+
+CPU = torch.device("cpu")
+CLOSE = 1e-5
+ALONE: Any = SimpleNamespace(size=1)
+# images of each prompt, as (height, width)
+RAGGED = [[(16, 16)], [(16, 32), (24, 16)], [], [(32, 32)], [(16, 16), (16, 16), (40, 16)]]
+
+
+class World:
+    """A family's model, its engine, and the completions of ragged prompts, two siblings each."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.family, self.model = family, Model(path=str(save(family, folder)))
+        self.tokenizer = load_tokenizer(self.model)
+        self.vision = load_processor(self.model, self.tokenizer, folder / "media")
+        self.network = load_model(self.model, self.tokenizer, 0, torch.float32, CPU, max_length=256)
+        templater = Templater(self.tokenizer, Data(train=Dataset(path="x")), vision=self.vision)
+        self.images = [[picture(10 * i + j, *size) for j, size in enumerate(sizes)] for i, sizes in enumerate(RAGGED)]
+        rows = [{"prompt": f"{i}+7", "images": images} for i, images in enumerate(self.images)]
+        self.prompts: list[Prompt] = [templater.prompt(row, i, i) for i, row in enumerate(rows)]
+        params = SamplingParams(6, stop_tokens=(self.tokenizer.eos_token_id,))
+        self.requests = [Request(p.content, params, noise_key(p.id, s)) for p in self.prompts for s in range(2)]
+        self.engine = EmbeddedEngine(self.network, max_concurrent=16, max_length=256)
+        self.completions = self.generate(self.requests)
+        self.samples = {
+            (i, 0): Sample(i, 0, r.content.extended(c.content), np.ones(c.content.num_steps, bool), c.logprobs_S)
+            for i, (r, c) in enumerate(zip(self.requests, self.completions, strict=True))
+        }
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        return asyncio.run(asyncio.wait_for(self.engine.generate(requests), 60))
+
+    def reference(self, number: int) -> tuple[list[int], np.ndarray]:
+        """Tokens of a prompt and logprobs of a response, by transformers alone."""
+        sample, prompt = self.samples[number, 0].content, self.prompts[number // 2]
+        images = self.images[number // 2]
+        options = {"add_special_tokens": False, "return_mm_token_type_ids": True}
+        if images:
+            inputs = dict(processor(self.family)(text=[prompt.text], images=[images], return_tensors="pt", **options))
+        else:
+            inputs = dict(self.tokenizer(prompt.text, add_special_tokens=False, return_tensors="pt"))
+        tokens = inputs["input_ids"][0].tolist()
+        answer = torch.tensor(sample.tokens_S)[None].long()
+        for name, more in {
+            "input_ids": answer,
+            "attention_mask": 1,
+            "mm_token_type_ids": 0,
+            "token_type_ids": 0,
+        }.items():
+            if name in inputs:
+                added = torch.zeros_like(answer) + more
+                inputs[name] = torch.cat([inputs[name], added.to(inputs[name].dtype)], 1)
+        if self.family == "gemma3" and "mm_token_type_ids" in inputs:
+            inputs["token_type_ids"] = inputs.pop("mm_token_type_ids")
+        if "qwen" not in self.family:
+            inputs.pop("mm_token_type_ids", None)
+        inputs.pop("token_type_ids", None) if self.family != "gemma3" else None
+        with torch.no_grad():
+            logits = self.network(**inputs).logits[0, len(tokens) - 1 : -1]
+        logits = forbid(logits.float(), forbidden_tokens(self.network.config))
+        return tokens, logits.log_softmax(-1).gather(-1, answer[0][:, None])[:, 0].numpy()
+
+    def trained(
+        self, rows: list[list[tuple[int, int]]]
+    ) -> tuple[VisionLogprobModel, dict[tuple[int, int], np.ndarray]]:
+        width = max(sum(self.samples[key].content.size for key in row) for row in rows)
+        model = VisionLogprobModel(self.network)
+        packed = model.pack(MicroBatch(tuple(map(tuple, rows)), width), self.samples, ALONE)
+        with torch.no_grad():
+            logprobs, _ = model(*packed.inputs)
+        return model, {key: logprobs[packed.sample_S == i].numpy() for i, key in enumerate(packed.keys)}
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, World] = {}
+
+    def world(family: str) -> World:
+        if family not in made:
+            made[family] = World(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    yield world
+    for one in made.values():
+        one.engine.close()
+
+
+def off(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max())
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_engine_and_processing_are_those_of_transformers(family: str, worlds: Callable[[str], World]):
+    world = worlds(family)
+    for number, completion in enumerate(world.completions):
+        tokens, logprobs = world.reference(number)
+        assert tokens == world.requests[number].content.tokens_P.tolist()
+        assert off(completion.logprobs_S, logprobs) < CLOSE
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_it_looks(family: str, worlds: Callable[[str], World]):
+    """Other pixels and nothing else: other logprobs."""
+    world = worlds(family)
+    request = world.requests[2]
+    images = request.content.media
+    exchanged = replace(images[0], key="other", inputs={n: _noisy(a) for n, a in images[0].tensors().items()})
+    other = replace(request, content=replace(request.content, media=(exchanged, *images[1:])))
+    before, after, again = world.generate([request, other, request])
+    assert off(before.logprobs_S[:1], after.logprobs_S[:1]) > 1e-3 and np.array_equal(
+        before.logprobs_S, again.logprobs_S
+    )
+
+
+def _noisy(array: np.ndarray) -> np.ndarray:
+    return -array if array.dtype.kind == "f" else array
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_trainer_packed_and_alone(family: str, worlds: Callable[[str], World]):
+    world = worlds(family)
+    keys = list(world.samples)
+    for rows in ([keys[:4], keys[4:7], keys[7:]], [[key] for key in keys], [keys]):
+        model, found = world.trained(rows)
+        for key in keys:
+            assert off(found[key], world.samples[key].rollout_logprobs_S) < CLOSE
+        assert model.encoded == sum(map(len, RAGGED))  # siblings share the features of their images

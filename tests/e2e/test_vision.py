@@ -1,0 +1,139 @@
+"""Runs of a small vision-language model: the number of controllers, a kill, and wrong pairs of model and dataset."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from gcore.config.tree import Config, Model
+from gcore.prompts.processor import load_processor
+from gcore.prompts.tokenizer import load_tokenizer
+from gcore.runtime.local import LocalGroup
+from tests.e2e.helpers import RECIPE, environment, gcore, rows, steps, untimed, write_recipe
+from tests.vision_families import picture
+
+DIGITS = {"task": "digits", "size": 40, "args": {"count": 2, "answer": "sum"}}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "layers": 1, "heads": 2}
+SMALL: dict[str, Any] = {
+    "model": {"build": {**RECIPE["model"]["build"], "max_length": 48, "vision": VISION}},
+    "data": {
+        "train": DIGITS,
+        "eval": {**DIGITS, "size": 10, "args": {**DIGITS["args"], "split": "eval"}},
+        "max_prompt_length": 24,
+    },
+    "algorithm": {"kl_coef": 0.05, "mini_batches": 2},
+}
+TEXT = {"build": {**RECIPE["model"]["build"], "max_length": 48}}
+
+
+def train(folder: Path, *overrides: str, **top: Any) -> list[dict[str, Any]]:
+    recipe = write_recipe(folder, **{**SMALL, **top})
+    ended = gcore("train", str(recipe), "runtime=local", "run.steps=3", *overrides)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return rows(folder / "runs" / "tiny")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train(tmp_path_factory.mktemp("one"), "controllers=1", "checkpoint.every=1")
+
+
+@pytest.mark.parametrize("controllers", [2, pytest.param(4, marks=pytest.mark.release)])
+def test_any_number_of_controllers(tmp_path, one, controllers):
+    found = train(tmp_path, f"controllers={controllers}", "checkpoint.every=1")
+    assert [untimed(row) for row in found] == [untimed(row) for row in one]  # to the last bit
+    assert len({row["samples_digest"] for row in steps(one)}) == 3
+    logged = [json.loads(line) for p in (tmp_path / "runs/tiny/samples").glob("*.jsonl") for line in p.open()]
+    assert all(len(row["images"]) == 2 and row["images"][0].startswith("data:image/png") for row in logged)
+    assert max(row["rollout/logprob_diff_max"] for row in steps(found)) < 1e-5  # engine against trainer
+
+
+def test_a_controller_decodes_its_share_and_collectives_carry_no_pixels(tmp_path, monkeypatch):
+    """Pictures of 64 times the bytes: the controllers decode 64 times as much, one share each; collectives, requests
+    and samples have the same size. 512 samples with 4 images of 1 MB each: bench/media_bytes.py"""
+    gathered, original = dict[str, int](), LocalGroup.all_gather
+    name = ""
+
+    async def counted(self: LocalGroup, about: str, value: Any) -> list[Any]:
+        if "metrics" not in about:  # of times
+            gathered[name] = gathered.get(name, 0) + len(pickle.dumps(value))
+        return await original(self, about, value)
+
+    monkeypatch.setattr(LocalGroup, "all_gather", counted)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for edge in (16, 128):
+        name = f"{edge:03d}"
+        (tmp_path / name).mkdir()
+        data = {**SMALL["data"], "train": {**DIGITS, "args": {**DIGITS["args"], "edge": edge}}, "eval": None}
+        options = ("controllers=4", "run.steps=2", "training.warm_start=null", "observe.tensorboard=false")
+        found[name] = steps(train(tmp_path / name, *options, data=data))
+    small, large = found.values()
+    for before, after in zip(small, large, strict=True):
+        assert after["controller/media_bytes_all"] == 64 * before["controller/media_bytes_all"]
+        assert after["controller/media_bytes_all"] >= 12 * 2 * 128 * 128 * 3
+        assert after["controller/media_bytes"] <= 1.2 / 4 * after["controller/media_bytes_all"]
+        assert after["controller/bytes"] < 20_000  # tokens; their number depends on what the model sees
+    assert gathered["128"] == pytest.approx(gathered["016"], rel=0.02) and gathered["128"] < 2 * 128 * 128 * 3
+
+
+@pytest.mark.release
+def test_kill_and_resume(tmp_path, one):
+    recipe = write_recipe(tmp_path, **SMALL)
+    command = ["train", str(recipe), "runtime=local", "run.steps=3", "controllers=1", "checkpoint.every=1"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([sys.executable, "-m", "gcore.cli", *command], env=environment(), **quiet)
+    run, deadline = tmp_path / "runs" / "tiny", time.monotonic() + 300
+    while not (run / "step_1").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    resumed = gcore(*command, "run.resume=auto")
+    assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr
+    assert [untimed(row) for row in rows(run)] == [untimed(row) for row in one]
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        ({"model": TEXT}, "column 'images' holds"),
+        ({"data": RECIPE["data"]}, "no image in 80 rows, and the model takes images"),
+        ({"data": {**SMALL["data"], "media": {"max_pixels": 100}}}, "of 40 rows have images that cannot be used"),
+        ({"algorithm": {"adv_estimator": "gae"}}, "the critic"),
+        ({"training": {"vision_lr": 1e-3}, "model": TEXT, "data": RECIPE["data"]}, "training.vision_lr"),
+        ({"training": {"context_parallel": 2}}, "training.context_parallel=2"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_start(tmp_path, top, message):
+    recipe = write_recipe(tmp_path, **{**SMALL, **top})
+    ended = gcore("train", str(recipe), "runtime=local")
+    assert ended.returncode == 2 and message in ended.stderr, ended.stdout + ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert not (tmp_path / "runs" / "tiny" / "metrics.jsonl").exists()
+
+
+def test_an_export_is_a_folder_that_a_run_can_start_from(tmp_path):
+    train(tmp_path, "controllers=1", "run.steps=1")
+    ended = gcore("export", str(tmp_path / "runs" / "tiny"), str(tmp_path / "hf"))
+    assert ended.returncode == 0, ended.stderr
+    model = Model(path=str(tmp_path / "hf"))
+    tokenizer = load_tokenizer(model)
+    built = load_processor(
+        Config.model_validate(yaml.safe_load((tmp_path / "tiny.yaml").read_text())).model, tokenizer, None
+    )
+    again = load_processor(model, tokenizer, None)
+    text = "<|vision_start|><|image_pad|><|vision_end|>="
+    a, b = (p.content(text, [("image", picture(3))]) for p in (built, again))
+    assert a.context_bytes() == b.context_bytes()
+    assert np.array_equal(a.media[0].inputs["pixel_values"], b.media[0].inputs["pixel_values"])

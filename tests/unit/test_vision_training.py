@@ -1,0 +1,204 @@
+"""Training of vision-language models in a world of one process: tokens that are never said, the tower's learning rate,
+and a rank without images."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gcore.config.tree import Config, Data
+from gcore.content.media import store
+from gcore.content.text import TextModality
+from gcore.content.tokens import Tokens
+from gcore.generation.embedded import EmbeddedEngine
+from gcore.models import load_model
+from gcore.observe.trace import Tracer
+from gcore.preparation.samples import meta_of
+from gcore.preparation.workload import CostModel
+from gcore.prompts.processor import load_processor
+from gcore.prompts.source import Templater
+from gcore.prompts.tokenizer import load_tokenizer
+from gcore.simulate.plan_inputs import Workload
+from gcore.simulate.shapes import model_shape, shape_of
+from gcore.training import logprob_model
+from gcore.training.fsdp import FsdpBackend
+from gcore.training.rank import TrainerRank
+from gcore.training.vision_model import VisionLogprobModel
+from gcore.types import MicroBatch, Request, Sample, SamplingParams, TrainBatch, UserError
+from gcore.vision_models import tower_parameters
+from tests.e2e.test_vision import SMALL
+from tests.unit.test_training import batch_of, config_of
+from tests.vision_families import picture
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+CPU = torch.device("cpu")
+
+
+def config_with(**training: Any) -> Config:
+    return config_of(model=SMALL["model"], data=SMALL["data"], training=training)
+
+
+def network_of(config: Config) -> Any:
+    return load_model(config.model, load_tokenizer(config.model), config.run.seed, torch.float32, CPU)
+
+
+def contents(config: Config, folder: Path, images: list[list[int]]) -> list[Tokens]:
+    """Prompts with pictures of these seeds."""
+    tokenizer = load_tokenizer(config.model)
+    data = Data(train=config.data.train)
+    templater = Templater(tokenizer, data, vision=load_processor(config.model, tokenizer, folder))
+    rows = [{"prompt": f"{i}+1=", "images": [picture(seed) for seed in seeds]} for i, seeds in enumerate(images)]
+    return [templater.content(row)[2] for row in rows]
+
+
+def samples_of(prompts: list[Tokens], siblings: int = 2) -> list[Sample]:
+    rng, found = np.random.default_rng(0), []
+    for number, prompt in enumerate(prompts):
+        for sibling in range(siblings):
+            answer = Tokens.steps(rng.integers(4, 14, 3).astype(np.int32))
+            ones = np.ones(3, np.float32)
+            found.append(Sample(number, sibling, prompt.extended(answer), ones > 0, -ones, reward=(-1.0) ** sibling))
+    return found
+
+
+def trainer_of(config: Config) -> TrainerRank:
+    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, wrap=VisionLogprobModel)
+    return TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
+
+
+def update(trainer: TrainerRank, samples: list[Sample]) -> None:
+    async def run() -> None:
+        await trainer.begin()
+        await trainer.push(0, samples)
+        batch: TrainBatch = batch_of(samples)
+        await trainer.update(replace(batch, advantages={s.key: s.reward for s in samples}))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("vision_lr", [None, 0.0, 3e-4])
+def test_the_tower_has_its_own_learning_rate(vision_lr, tmp_path):
+    config = config_with(lr=3e-3, vision_lr=vision_lr, schedule="constant", warm_start=None)
+    trainer, before = trainer_of(config), {n: p.detach().clone() for n, p in network_of(config).named_parameters()}
+    update(trainer, samples_of(contents(config, tmp_path, [[0, 1], [2]])))
+    network = trainer.backend.policy.network
+    tower = set(tower_parameters(network))
+    assert "model.visual.blocks.0.attn.qkv.weight" in tower and len(tower) < len(before)
+    moved = {n: float((p.detach().to_local() - before[n]).abs().max()) for n, p in network.named_parameters()}
+    most = {part: max(moved[n] for n in before if (n in tower) == part) for part in (True, False)}
+    assert most[False] == pytest.approx(3e-3, rel=0.01)  # the first step of AdamW: the learning rate
+    assert most[True] == pytest.approx(3e-3 if vision_lr is None else vision_lr, rel=0.01, abs=1e-12)
+
+
+def test_a_rank_without_images_has_gradients_of_the_tower(tmp_path):
+    """Of zero: other ranks reduce them together with this one."""
+    config = config_with()
+    trainer = trainer_of(config)
+    model = trainer.backend.policy
+    samples = {s.key: s for s in samples_of(contents(config, tmp_path, [[]]))}
+    micro = MicroBatch((tuple(samples),), sum(s.content.size for s in samples.values()))
+    packed = model.pack(micro, samples, trainer.backend._context_groups.of(1))
+    logprobs, _ = model(*packed.inputs)
+    logprobs.sum().backward()
+    gradients = [p.grad for p in tower_parameters(model.network).values()]
+    assert all(g is not None and not g.to_local().any() for g in gradients) and model.encoded == 0
+
+
+def test_tokens_of_features_are_never_said(tmp_path, monkeypatch):
+    """Also by a model that wants to; engine and trainer normalize over the same tokens."""
+    config = config_with()
+    network = network_of(config)
+    image, video = network.config.image_token_id, network.config.video_token_id
+    head = network.get_output_embeddings().weight
+    with torch.no_grad():
+        other = head[7].clone()
+        head[[image, video]] = 40 * other  # tied: the embedding too, which features replace
+        head[7] = 2 * other
+    (prompt,) = contents(config, tmp_path, [[0]])
+    engine = EmbeddedEngine(network, max_concurrent=64, max_length=48)
+    requests = [Request(prompt, SamplingParams(6), key) for key in range(64)]
+    found = asyncio.run(asyncio.wait_for(engine.generate(requests), 60))
+    engine.close()
+    said = {int(token) for c in found for token in c.content.tokens_S}
+    assert not said & {image, video} and len(said) > 5
+    samples = {
+        (i, 0): Sample(i, 0, prompt.extended(c.content), np.ones(6, bool), c.logprobs_S) for i, c in enumerate(found)
+    }
+    model = VisionLogprobModel(network)
+    micro = MicroBatch(tuple((key,) for key in samples), prompt.size + 6)
+    packed = model.pack(micro, samples, type("One", (), {"size": 1}))
+    expected = np.concatenate([c.logprobs_S for c in found])
+    whole = model(*packed.inputs)
+    assert np.abs(whole[0].detach().numpy() - expected).max() < 1e-5
+    sum(whole).sum().backward()
+    gradient = head.grad.clone()
+    head.grad = None
+    monkeypatch.setattr(logprob_model, "LOGITS_AT_ONCE", 64)  # the head in pieces, with its own backward pass
+    pieces = model(*packed.inputs)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, pieces, strict=True))
+    sum(pieces).sum().backward()
+    assert torch.allclose(head.grad, gradient, atol=1e-3, rtol=1e-4)
+
+
+def test_images_cost_what_the_tower_computes(tmp_path):
+    config = config_with()
+    (prompt,) = contents(config, tmp_path, [[0, 1]])
+    (sample, _) = samples_of([prompt])
+    meta, cost = meta_of(sample), model_shape(config.model, "model").cost
+    assert meta.images == (256, 256) and cost.vision is not None
+    seen = cost.of_sample(meta) - cost.of_sample(replace(meta, images=()))
+    tower = cost.vision
+    assert seen == pytest.approx(2 * tower.of(16) * tower.flops / cost.flops) and seen > 1
+    assert isinstance(tower, CostModel)
+    with pytest.raises(UserError, match=r"--images 1: shape of Qwen2.5-3B has no vision tower"):
+        Workload(images=1).tower_tokens(shape_of("3B"))
+    assert Workload().tower_tokens(shape_of("3B")) == 0
+
+
+def test_decoded_pixels_are_counted_and_references_are_not(tmp_path):
+    config = config_with()
+    vision = load_processor(config.model, load_tokenizer(config.model), tmp_path)
+    text = "<|vision_start|><|image_pad|><|vision_end|>="
+    decoded = vision.content(text, [("image", picture(0))])
+    assert vision.take_bytes() == picture(0).nbytes == 768 and vision.take_bytes() == 0
+    referred = vision.content(text, [("image", store(picture(0), tmp_path))])
+    assert vision.take_bytes() == 0 and referred.context_bytes() == decoded.context_bytes()
+
+
+def test_images_of_tools_in_later_turns(tmp_path):
+    """Their places move with the steps before them, a saved group has them by reference, and the engine sees them."""
+    config = config_with()
+    tokenizer = load_tokenizer(config.model)
+    vision = load_processor(config.model, tokenizer, tmp_path)
+    modality = TextModality(config.generation, tokenizer, (2,), vision=vision)
+    (prompt,) = contents(config, tmp_path, [[0]])
+    said = prompt.extended(Tokens.steps(np.array([5, 6, 2], np.int32)))
+    tool = [{"role": "tool", "content": [{"type": "image", "image": picture(9)}, {"type": "text", "text": "="}]}]
+    whole = said.extended(modality.between_turns(said, tool), Tokens.steps(np.array([7], np.int32)))
+    image = vision._feature
+    places = np.concatenate([medium.places for medium in whole.media])
+    assert np.array_equal(np.flatnonzero(whole.tokens_T == image), places) and len(places) == 8
+    assert whole.step_media == whole.media[1:] and whole.digest() != replace(whole, media=prompt.media).digest()
+    saved = {name: np.array(array) for name, array in whole.step_arrays().items()}
+    again = prompt.with_steps(saved)
+    assert np.array_equal(again.tokens_T, whole.tokens_T) and again.digest() == whole.digest()
+    assert np.array_equal(again.media[1].pixels.read(), picture(9)) and np.array_equal(
+        again.media[1].places, places[4:]
+    )
+    network = network_of(config)
+    engine = EmbeddedEngine(network, max_concurrent=8, max_length=48)
+    (found,) = asyncio.run(engine.generate([Request(whole, SamplingParams(4), 1)]))
+    engine.close()
+    sample = Sample(0, 0, whole.extended(found.content), np.ones(whole.num_steps + 4, bool), found.logprobs_S)
+    model = VisionLogprobModel(network)
+    packed = model.pack(MicroBatch((((0, 0),),), sample.content.size), {(0, 0): sample}, type("One", (), {"size": 1}))
+    assert np.abs(model(*packed.inputs)[0].detach().numpy()[-4:] - found.logprobs_S).max() < 1e-5
+    with pytest.raises(UserError, match="an image for a model that takes none"):
+        TextModality(config.generation, tokenizer, (2,)).between_turns(said, tool)

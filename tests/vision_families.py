@@ -1,0 +1,175 @@
+"""Small vision-language models of every family, with random weights, and their processors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from gcore.content.vision import make_processor
+from gcore.prompts.tokenizer import build_char_tokenizer
+from gcore.types import Pixels
+
+ALPHABET = "0123456789+=? \n"
+SPECIAL = ("<image>", "<start>", "<end>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+ROWS = tuple(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}="
+)
+PLACEHOLDERS = {"gemma3": "<start>", "qwen2_5_vl": "<start><image><end>", "qwen3_vl": "<start><image><end>"}
+TEXT: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+QWEN_VISION = {"depth": 2, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": 4}
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+TILE = {"height": 16, "width": 16}
+
+
+def tokenizer() -> Any:
+    made = build_char_tokenizer(ALPHABET)
+    made.add_special_tokens({"additional_special_tokens": [*SPECIAL, *ROWS]})
+    names = {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>", "video_token": "<video>"}
+    names |= {"start_image_token": "<start>", "end_image_token": "<end>", "context_image_token": "<image>"}
+    made._set_model_specific_special_tokens(names)
+    return made
+
+
+def _text(kind: str, **more: Any) -> dict[str, Any]:
+    return {"model_type": kind, "vocab_size": len(tokenizer()), **TEXT, **more}
+
+
+def _ids() -> dict[str, int]:
+    token = tokenizer().convert_tokens_to_ids
+    return {"image_token_id": token("<image>"), "video_token_id": token("<video>")}
+
+
+def _qwen(kind: str) -> Any:
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+    if kind == "Qwen3VL":
+        text = _text("qwen3_vl_text", head_dim=12, rope_parameters={**sections, "mrope_interleaved": True})
+        vision = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48}
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    else:
+        text = _text("qwen2_5_vl_text", rope_parameters=sections)
+        vision = {**QWEN_VISION, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48}
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    config = getattr(transformers, f"{kind}Config")
+    return config(text_config=text, vision_config=vision, tie_word_embeddings=True, **_ids())
+
+
+def _gemma3() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    text = _text("gemma3_text", head_dim=12, query_pre_attn_scalar=12, sliding_window=4)
+    text |= {"layer_types": ["sliding_attention", "full_attention"]}
+    text |= {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
+    vision = {**VISION, "image_size": 16, "patch_size": 4, "vision_use_head": False}
+    ids = {"image_token_id": _ids()["image_token_id"], "mm_tokens_per_image": 4}
+    return transformers.Gemma3Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+
+
+def _internvl() -> Any:
+    vision = {**VISION, "image_size": [16, 16], "patch_size": [4, 4], "use_qk_norm": True}
+    ids = {"image_token_id": _ids()["image_token_id"]}
+    return transformers.InternVLConfig(
+        text_config=_text("qwen2"), vision_config=vision, tie_word_embeddings=True, **ids
+    )
+
+
+def _idefics(kind: str) -> Any:
+    vision = {**VISION, "image_size": 16, "patch_size": 4}
+    rest = {"scale_factor": 2, "pad_token_id": 0, "tie_word_embeddings": True}
+    config = getattr(transformers, f"{kind}Config")
+    return config(text_config=_text("llama"), vision_config=vision, image_token_id=_ids()["image_token_id"], **rest)
+
+
+def _llava() -> Any:
+    vision = {
+        "model_type": "siglip_vision_model",
+        **VISION,
+        "image_size": 16,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
+    rest = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]], "vision_feature_layer": -1}
+    rest |= {"vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"}
+    return transformers.LlavaOnevisionConfig(
+        text_config=_text("qwen2"), vision_config=vision, tie_word_embeddings=True, **rest, **_llava_ids()
+    )
+
+
+def _llava_ids() -> dict[str, int]:
+    return {f"{name}_token_index": _ids()[f"{name}_token_id"] for name in ("image", "video")} | _ids()
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen2_5_vl": lambda: _qwen("Qwen2_5_VL"),
+    "qwen3_vl": lambda: _qwen("Qwen3VL"),
+    "gemma3": _gemma3,
+    "internvl": _internvl,
+    "idefics3": lambda: _idefics("Idefics3"),
+    "smolvlm": lambda: _idefics("SmolVLM"),
+    "llava_onevision": _llava,
+}
+SPLIT = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": True, **HALF}
+IMAGES: dict[str, dict[str, Any]] = {  # settings of image processors
+    "qwen2_5_vl": {**HALF, "patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 512}},
+    "qwen3_vl": {**HALF, "patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 512}},
+    "gemma3": {**HALF, "size": TILE},
+    "internvl": {**HALF, "size": TILE, "crop_to_patches": True, "min_patches": 1, "max_patches": 3},
+    "idefics3": SPLIT,
+    "smolvlm": SPLIT,
+    "llava_onevision": {**HALF, "size": TILE, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]},
+}
+SETTINGS: dict[str, dict[str, Any]] = {  # of processors
+    "gemma3": {"image_seq_length": 4},
+    "internvl": {"image_seq_length": 4},
+    "idefics3": {"image_seq_len": 4},
+    "smolvlm": {"image_seq_len": 4},
+    "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+}
+
+
+def processor(family: str) -> Any:
+    """Of transformers."""
+    return make_processor(family, IMAGES[family], SETTINGS.get(family, {}), tokenizer())
+
+
+def save(family: str, folder: Path, scale: float = 1.2) -> Path:
+    """A model's folder, with weights large enough that attention chooses."""
+    torch.manual_seed(0)
+    network = transformers.AutoModelForImageTextToText.from_config(CONFIGS[family]())
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if parameter.dim() > 1:
+                embedding = 0.1 if family == "gemma3" else 0.4  # Gemma multiplies it
+                parameter.normal_(std=embedding if "embed_tokens" in name else parameter[0].numel() ** -0.5 * scale)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    network.save_pretrained(folder)
+    made = tokenizer()
+    made.chat_template = TEMPLATE.replace("IMAGE", PLACEHOLDERS.get(family, "<image>"))
+    made.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES[family]))
+    (folder / "processor_config.json").write_text(json.dumps(SETTINGS.get(family, {})))
+    return folder
+
+
+def picture(seed: int, height: int = 16, width: int = 16) -> Pixels:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
