@@ -1,0 +1,455 @@
+"""A training step of a diffusion model on one GPU: time by stage, memory and bytes, beside a plain loop of diffusers.
+
+    python bench/gpu_diffusion.py --json diffusion.json     # one H200
+    python bench/gpu_diffusion.py --tiny                    # a rehearsal on a CPU with a tiny shape, about a minute
+
+Work: random weights in the shape of Stable Diffusion 3.5 medium (2.2B parameters, two CLIP text encoders, no T5, the
+VAE of SD3), 8 prompts x 8 samples x 20 denoising steps at 512 x 512 pixels with guidance: two passes per step, 64
+pictures in one batch. All steps but the last are stochastic and trained (--trained for a window).
+
+- gcore: `gcore train` with runtime=local, in one process, so that functions of the engine can be timed. The first step
+  is not counted: it compiles and allocates.
+- plain: the same transformer, text encoders and VAE in a loop over diffusers' modules, with the same SDE, guidance and
+  logprobs, and nothing else. The first of its repetitions is not counted.
+
+Denoising is what happens between two decoded batches: network, sampler, noise, logprobs. Text encoder, VAE and files
+are timed apart. Needs diffusers. Memory: bytes that torch has allocated, at most, while generating and while training.
+Bytes of controllers: requests, responses and samples on all links, beside the bytes of the latents in files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from worker import TARGET, run_worker, save  # noqa: E402
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "sd3.5-medium": {
+        "layers": 24,
+        "heads": 24,
+        "head": 64,
+        "channels": 16,
+        "dual": 13,
+        "clips": [(768, 3072, 12, 12), (1280, 5120, 32, 20)],  # hidden, intermediate, layers, heads
+        "joint": 4096,
+        "vae": (128, 256, 512, 512),
+        "positions": 384,
+    },
+    "tiny": {
+        "layers": 2,
+        "heads": 2,
+        "head": 8,
+        "channels": 4,
+        "dual": 1,
+        "clips": [(16, 16, 2, 2), (16, 16, 2, 2)],
+        "joint": 32,
+        "vae": (4, 4, 4, 4),
+        "positions": 8,
+    },
+}
+LEVEL, GUIDANCE, SHIFT = 0.7, 4.5, 3.0
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def write_model(args: argparse.Namespace) -> None:
+    """The folder of a pipeline with random weights, in the precision of the engine."""
+    import torch
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+    from diffusers import StableDiffusion3Pipeline as Pipeline
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    shape, dtype, device = SHAPES[args.shape], dtype_of(args), device_of(args)
+    width = shape["heads"] * shape["head"]
+    tokenizer = tokenizer_in(args.folder.with_name("words"))
+    torch.manual_seed(0)
+    with torch.device(device):
+        clips = [
+            CLIPTextModelWithProjection(
+                CLIPTextConfig(
+                    vocab_size=len(tokenizer),
+                    hidden_size=hidden,
+                    intermediate_size=intermediate,
+                    num_hidden_layers=layers,
+                    num_attention_heads=heads,
+                    projection_dim=hidden,
+                    max_position_embeddings=77,
+                    eos_token_id=1,
+                    bos_token_id=0,
+                )
+            ).to(dtype)
+            for hidden, intermediate, layers, heads in shape["clips"]
+        ]
+        transformer = SD3Transformer2DModel(
+            sample_size=128,
+            patch_size=2,
+            in_channels=shape["channels"],
+            num_layers=shape["layers"],
+            attention_head_dim=shape["head"],
+            num_attention_heads=shape["heads"],
+            joint_attention_dim=shape["joint"],
+            caption_projection_dim=width,
+            pooled_projection_dim=sum(clip[0] for clip in shape["clips"]),
+            out_channels=shape["channels"],
+            pos_embed_max_size=shape["positions"],
+            dual_attention_layers=tuple(range(shape["dual"])),
+            qk_norm="rms_norm",
+        ).to(dtype)
+        vae = AutoencoderKL(
+            block_out_channels=shape["vae"],
+            layers_per_block=2,
+            norm_num_groups=min(32, shape["vae"][0]),
+            latent_channels=shape["channels"],
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            scaling_factor=1.5305,
+            shift_factor=0.0609,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ).to(dtype)
+    Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        vae=vae,
+        text_encoder=clips[0],
+        tokenizer=tokenizer,
+        text_encoder_2=clips[1],
+        tokenizer_2=tokenizer,
+        text_encoder_3=None,
+        tokenizer_3=None,
+    ).save_pretrained(args.folder)
+    save({"parameters": sum(p.numel() for p in transformer.parameters())})
+
+
+def tokenizer_in(folder: Path) -> Any:
+    from transformers import CLIPTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=77)
+
+
+def device_of(args: argparse.Namespace) -> str:
+    return "cpu" if args.tiny else "cuda"
+
+
+def dtype_of(args: argparse.Namespace) -> Any:
+    import torch
+
+    return torch.float32 if args.tiny else torch.bfloat16
+
+
+def prompts_of(args: argparse.Namespace, step: int = 0) -> list[str]:
+    """Others at every step: an engine encodes a prompt once."""
+    words = ("cat", "dog", "sun", "tree", "house", "boat", "bird", "lamp")
+    return [f"a picture of a {words[i % 8]} number {step} {i}" for i in range(args.prompts)]
+
+
+class Clock:
+    """Seconds of functions, with the device idle before and after."""
+
+    def __init__(self, device: str) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._device = device
+
+    def now(self) -> float:
+        import torch
+
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def wrapped(*values: Any, **named: Any) -> Any:
+            started = self.now()
+            try:
+                return function(*values, **named)
+            finally:
+                self.seconds[name] += self.now() - started
+
+        return wrapped
+
+
+def peak_gb(device: str) -> float:
+    """Since the last call."""
+    import torch
+
+    if device == "cpu":
+        return float("nan")
+    found = torch.cuda.max_memory_allocated() / 1e9
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+# ---- the plain loop --------------------------------------------------------------------------------------------------
+
+
+def run_plain(args: argparse.Namespace) -> None:
+    import torch
+    from diffusers import StableDiffusion3Pipeline
+
+    device, dtype, clock = device_of(args), dtype_of(args), Clock(device_of(args))
+    absent: Any = dict.fromkeys(("text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor"))
+    pipe = StableDiffusion3Pipeline.from_pretrained(
+        str(args.folder), torch_dtype=dtype, local_files_only=True, **absent
+    ).to(device)
+    found: list[dict[str, float]] = []
+    for _ in range(args.steps + 1):
+        clock.seconds.clear()
+        peak_gb(device)
+        with torch.inference_mode():
+            embeds, pooled = clock.timed("text encoder", plain_encode)(pipe, args)
+            latents = clock.timed("denoising", plain_denoise)(pipe.transformer, embeds, pooled, args, device)
+            clock.timed("VAE", plain_decode)(pipe.vae, latents)
+        found.append({**clock.seconds, "generating GB": peak_gb(device)})
+        save({"steps": found[1:]})
+
+
+def plain_encode(pipe: Any, args: argparse.Namespace) -> tuple[Any, Any]:
+    """For every sample: without the prompt, then with it."""
+    import torch
+
+    device = pipe.transformer.device
+    parts: list[tuple[Any, Any]] = []
+    for text in ("", *prompts_of(args)):
+        embeds, _, pooled, _ = pipe.encode_prompt(text, None, None, device=device, do_classifier_free_guidance=False)
+        parts.append((embeds, pooled))
+    rows = [0] * (args.prompts * args.samples) + [1 + i for i in range(args.prompts) for _ in range(args.samples)]
+    return torch.cat([parts[i][0] for i in rows]), torch.cat([parts[i][1] for i in rows])
+
+
+def plain_denoise(network: Any, embeds: Any, pooled: Any, args: argparse.Namespace, device: str) -> Any:
+    """Flow-GRPO's SDE with guidance and logprobs."""
+    import torch
+
+    number, side = args.prompts * args.samples, args.pixels // 8
+    even = torch.linspace(1, 0, args.denoising_steps + 1, dtype=torch.float64)
+    sigmas = (SHIFT * even / (1 + (SHIFT - 1) * even)).tolist()
+    x = torch.randn(number, SHAPES[args.shape]["channels"], side, side, device=device)
+    dtype = embeds.dtype
+    for i, (s, following) in enumerate(itertools.pairwise(sigmas)):
+        times = torch.full((2 * number,), 1000 * s, device=device)
+        found = network(
+            hidden_states=torch.cat([x, x]).to(dtype),
+            timestep=times,
+            encoder_hidden_states=embeds,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0].float()
+        empty, prompted = found.chunk(2)
+        v, ds = empty + GUIDANCE * (prompted - empty), following - s
+        if i == args.denoising_steps - 1:
+            x = x + v * ds
+            break
+        inside = s if s < 1 else sigmas[1]
+        g2 = LEVEL**2 * inside / (1 - inside)
+        mean = x * (1 + g2 / (2 * s) * ds) + v * (1 + g2 * (1 - s) / (2 * s)) * ds
+        std = (-g2 * ds) ** 0.5
+        x = mean + std * torch.randn_like(x)
+        logprobs = (-((x - mean) ** 2) / (2 * std**2)).flatten(1).mean(1)
+        logprobs.cpu()
+    return x
+
+
+def plain_decode(vae: Any, latents: Any) -> Any:
+    import torch
+
+    scaled = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+    return torch.cat([vae.decode(part, return_dict=False)[0].float().cpu() for part in scaled.split(8)])
+
+
+# ---- G-Core ----------------------------------------------------------------------------------------------------------
+
+
+def reward(images: Any, prompts: Any, **_: Any) -> list[float]:
+    """Differs between siblings. A random model's pictures have no meaning."""
+    return [float(image.mean()) + i for i, image in enumerate(images)]
+
+
+def run_gcore(args: argparse.Namespace) -> None:
+    from gcore.config.load import load_config
+    from gcore.content import media
+    from gcore.controller.supervise import run
+    from gcore.diffusion.pipelines import PipelineDenoiser
+    from gcore.generation.diffusion import DiffusionBackend
+    from gcore.training.rank import TrainerRank
+
+    device = device_of(args)
+    clock, peaks = Clock(device), dict[str, float]()
+    PipelineDenoiser.encode = clock.timed("text encoder", PipelineDenoiser.encode)
+    PipelineDenoiser.decode = clock.timed("VAE", PipelineDenoiser.decode)
+    DiffusionBackend.step = clock.timed("engine steps", DiffusionBackend.step)
+    media.store = clock.timed("files", media.store)
+    update = TrainerRank._update
+
+    def measured_update(self: Any, batch: Any) -> Any:
+        peaks["generating GB"] = max(peaks.get("generating GB", 0.0), peak_gb(device))
+        found = update(self, batch)
+        peaks["training GB"] = max(peaks.get("training GB", 0.0), peak_gb(device))
+        return found
+
+    TrainerRank._update = measured_update
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=Path(os.environ[TARGET]).parent))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(json.dumps(tree_of(args, folder)))  # JSON is YAML
+    config = load_config(recipe, args.set)
+    watch = threading.Thread(target=watch_run, args=(config.run.folder, args, clock, peaks), daemon=True)
+    watch.start()
+    run(config)
+
+
+def watch_run(run: Path, args: argparse.Namespace, clock: Clock, peaks: dict[str, float]) -> None:
+    """Saves every step when it is there. Ends the process after the last: a run that ends writes a checkpoint."""
+    from gcore.observe.metrics import read_rows
+
+    found, before = list[dict[str, float]](), Counter[str]()
+    while len(found) <= args.steps:
+        time.sleep(0.02 if args.tiny else 0.2)
+        rows = [row for row in read_rows(run) if "samples_digest" in row] if (run / "metrics.jsonl").exists() else []
+        if len(rows) > len(found):
+            row, now = rows[len(found)], Counter(clock.seconds)
+            spent = {name: now[name] - before[name] for name in now}
+            before = now
+            found.append(step_of(row, spent, run, args) | peaks)
+            save({"steps": found[1:]})
+    os._exit(0)
+
+
+def step_of(row: dict[str, Any], spent: dict[str, float], run: Path, args: argparse.Namespace) -> dict[str, float]:
+    """`spent`: seconds of functions since the last step; the engine decodes inside of its last step."""
+    versions = sorted(path for path in (run / "latents" / "engine-0").iterdir() if path.name.isdigit())
+    sizes = [path.stat().st_size for path in versions[-1].iterdir()] if versions else []
+    return {
+        "denoising": spent.get("engine steps", 0.0) - spent.get("VAE", 0.0),
+        **{name: spent.get(name, 0.0) for name in ("text encoder", "VAE", "files")},
+        **{stage: row.get(f"timing_s/{stage}", 0.0) for stage in ("rollout", "preparation", "training", "weights")},
+        "logprob difference": row["rollout/logprob_diff_mean"],
+        "controllers MB": sum(value for name, value in row.items() if name.startswith("link/")),
+        "latents MB": sum(sizes) / 1e6,
+    }
+
+
+def tree_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    data = folder / "prompts.jsonl"
+    texts = [text for step in range(args.steps + 2) for text in prompts_of(args, step)]
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    denoising: dict[str, Any] = {
+        "steps": args.denoising_steps,
+        "noise_level": LEVEL,
+        "guidance_scale": GUIDANCE,
+        "shift": SHIFT,
+        "height": args.pixels,
+        "width": args.pixels,
+    }
+    if args.trained:
+        denoising["window"] = {"size": args.trained}
+    return {
+        "run": {"name": "step", "dir": str(folder), "steps": args.steps + 2},
+        "model": {"path": str(args.folder)},
+        "data": {"train": {"path": str(data)}, "shuffle": False, "max_prompt_length": 128},
+        "runtime": "local",
+        "controllers": 1,
+        "generation": {"denoising": denoising, "max_concurrent": args.prompts * args.samples},
+        "rewards": {"functions": [{"name": "bright", "path": f"{Path(__file__).resolve()}:reward"}]},
+        "sampling": {"prompts_per_step": args.prompts, "samples_per_prompt": args.samples},
+        "training": {"lr": 1e-6, "device": device_of(args)},
+        "checkpoint": {"every": 0},
+        "observe": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
+        "placement": {"trainer": {"ranks": 1, **({"threads": 1} if args.tiny else {})}, "policy": {"replicas": 1}},
+    }
+
+
+# ---- the experiment --------------------------------------------------------------------------------------------------
+
+WORKERS = {"model": write_model, "plain": run_plain, "gcore": run_gcore}
+LIMITS = {"model": 120, "plain": 120, "gcore": 300}
+
+
+def show(record: dict[str, Any], args: argparse.Namespace) -> None:
+    number = args.prompts * args.samples
+    print(
+        f"{args.shape}: {record['model'].get('parameters', 0) / 1e6:,.1f}M parameters, {number} pictures of "
+        f"{args.pixels} x {args.pixels} pixels, {args.denoising_steps} steps"
+    )
+    rates = {}
+    for name in ("plain", "gcore"):
+        steps = record.get(name, {}).get("steps") or []
+        if not steps:
+            print(f"{name}: no step: {record.get(name, {}).get('error', 'not run')}")
+            continue
+        best = min(steps, key=lambda step: float(step["denoising"]))
+        rates[name] = number * args.denoising_steps / best["denoising"]
+        print(f"{name}: {rates[name]:,.1f} denoising steps of a picture per second; seconds, GB and MB of this step:")
+        print("  " + ", ".join(f"{key} {value:.3g}" for key, value in best.items()))
+    if len(rates) == 2:
+        print(f"denoising throughput: {rates['gcore'] / rates['plain']:.1%} of the plain loop's")
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        return WORKERS[args.worker](args)
+    work = args.work or Path(tempfile.mkdtemp(prefix="gpu-diffusion-"))
+    args.folder = args.folder or work / f"model-{args.shape}"
+    names = ("prompts", "samples", "denoising_steps", "trained", "pixels", "steps", "folder")
+    arguments = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    arguments += [*(["--tiny"] if args.tiny else []), *(f"--set={override}" for override in args.set)]
+    record: dict[str, Any] = {"settings": {**vars(args)}}
+    for name in ("model", "plain", "gcore"):
+        if name == "model" and (args.folder / "model_index.json").exists():
+            record[name] = {}
+            continue
+        if name == "model" or name in args.only:
+            record[name] = run_worker(__file__, name, arguments, work, LIMITS[name] * (4 if args.tiny else 1))
+        if args.json:
+            args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        if "error" in record["model"]:
+            sys.exit("the model could not be written")
+    show(record, args)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape on a CPU")
+    parser.add_argument("--only", nargs="+", choices=["plain", "gcore"], default=["plain", "gcore"])
+    parser.add_argument("--prompts", type=int, help="8; 2 with --tiny")
+    parser.add_argument("--samples", type=int, help="8; 4 with --tiny")
+    parser.add_argument("--denoising-steps", type=int, help="20; 6 with --tiny")
+    parser.add_argument("--trained", type=int, default=0, help="a window of trained steps; 0: all except the last")
+    parser.add_argument("--pixels", type=int, help="512; 32 with --tiny")
+    parser.add_argument("--steps", type=int, default=1, help="counted training steps; one more is made before them")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the recipe")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", type=Path, help="folder for models, logs and runs; default: a new one")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=list(WORKERS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name, value in {"prompts": (8, 2), "samples": (8, 4), "denoising_steps": (20, 6), "pixels": (512, 32)}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value[args.tiny])
+    args.shape = "tiny" if args.tiny else "sd3.5-medium"
+    return args
+
+
+if __name__ == "__main__":
+    main()
