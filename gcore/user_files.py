@@ -1,0 +1,132 @@
+"""The user's code and small files of a recipe, from the driver to the processes on other machines.
+
+driver: pack(names) ──bytes──> Ray ──> a process on a node: unpack ──> find("rewards.py"), import my_package
+
+The archive contains the files that the recipe names, under the names in the recipe, and the modules that the driver has
+imported from outside of the installation: those that the files import. A process on a node uses these copies also if a
+file of that name exists there, which may be another version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gcore.types import UserError
+
+FOLDER = "GCORE_USER_FILES"  # environment: the unpacked archive
+INDEX, MODULES = "index.json", "modules"
+MAX_MB = 32  # of one file or package; larger ones must be on all nodes
+SUFFIXES = (".py", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".csv", ".jinja", ".j2")  # of a package
+EPOCH = (1980, 1, 1, 0, 0, 0)  # the same files make the same archive
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """Archive(data=b"PK...", left_out={"data/train.jsonl": 911})"""
+
+    data: bytes  # empty: nothing to send
+    left_out: dict[str, int]  # too large: name in the recipe, or of a package -> MB
+
+
+def find(name: str) -> Path:
+    """The file that a recipe names `name`: the driver's copy if it sent one, otherwise the file of this machine."""
+    if folder := os.environ.get(FOLDER):
+        index: dict[str, str] = json.loads((Path(folder) / INDEX).read_text())
+        if name in index:
+            return Path(folder) / index[name]
+    return Path(name).expanduser()
+
+
+def pack(names: Iterable[str]) -> Archive:
+    """`names`: files of the recipe; those that are no files here are ignored."""
+    members: dict[str, Path] = {}
+    index: dict[str, str] = {}
+    left_out: dict[str, int] = {}
+    for name in sorted(set(names)):
+        file = Path(name).expanduser()
+        if not file.is_file():
+            continue
+        if (size := file.stat().st_size >> 20) >= MAX_MB:
+            left_out[name] = size
+            continue
+        index[name] = f"files/{len(index)}/{file.name}"
+        members[index[name]] = file
+    for name, files in own_modules().items():
+        if (size := sum(file.stat().st_size for file in files.values()) >> 20) >= MAX_MB:
+            left_out[name] = size
+        else:
+            members |= {f"{MODULES}/{place}": file for place, file in files.items()}
+    if not members:
+        return Archive(b"", left_out)
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr(zipfile.ZipInfo(INDEX, EPOCH), json.dumps(index))
+        for place, file in sorted(members.items()):
+            archive.writestr(zipfile.ZipInfo(place, EPOCH), file.read_bytes(), zipfile.ZIP_DEFLATED)
+    return Archive(stream.getvalue(), left_out)
+
+
+def own_modules() -> dict[str, dict[str, Path]]:
+    """Packages and modules that this process has imported from outside of the installation, without G-Core itself:
+    {"my_package": {"my_package/__init__.py": Path(...), "my_package/words.txt": Path(...)}}"""
+    paths = sysconfig.get_paths()
+    installed = [sys.prefix, sys.base_prefix, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
+    roots = {Path(path).resolve() for path in installed}
+    found: dict[str, dict[str, Path]] = {}
+    for name in sorted({name.partition(".")[0] for name in sys.modules}):
+        module = sys.modules.get(name)
+        if name in ("gcore", "__main__") or name.startswith("gcore_user_") or module is None:
+            continue
+        places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None) or ""]
+        for path in (Path(place).resolve() for place in places if place):
+            if not path.exists() or any(path.is_relative_to(root) for root in roots):
+                continue
+            if "site-packages" in path.parts or "dist-packages" in path.parts or not _is_source(path):
+                continue
+            files = {path.name: path} if path.is_file() else _files(path, name)
+            found.setdefault(name, {}).update(files)
+    return found
+
+
+def _is_source(path: Path) -> bool:
+    return path.is_dir() or path.suffix == ".py"
+
+
+def _files(folder: Path, name: str) -> dict[str, Path]:
+    files = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    return {f"{name}/{path.relative_to(folder).as_posix()}": path for path in files}
+
+
+def unpack(data: bytes) -> None:
+    """On a node. This process and its children use the files. Processes with the same archive share a folder."""
+    root = Path(tempfile.gettempdir()) / f"gcore-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    about = root.lstat()
+    if root.is_symlink() or about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise UserError(f"{root}: expected a folder of this user that nobody else can write to; remove it")
+    folder = root / f"files-{hashlib.sha256(data).hexdigest()[:16]}"
+    if not folder.exists():
+        temporary = tempfile.mkdtemp(dir=root)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            archive.extractall(temporary)
+        try:
+            os.rename(temporary, folder)
+        except OSError:  # another process was first
+            shutil.rmtree(temporary, ignore_errors=True)
+    modules = str(folder / MODULES)
+    os.environ[FOLDER] = str(folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (modules, os.environ.get("PYTHONPATH"))))
+    sys.path.insert(0, modules)
+    importlib.invalidate_caches()

@@ -1,0 +1,142 @@
+"""Tool use: the policy calls tools in its response, all calls of a turn run at once, and it continues with the results.
+
+    use_tools: generate ──> parse ──> calls ──run_tools (at once)──> results in the order of the calls ──> proceed ...
+                              └─ no call: the sample is finished
+
+The results are masked from the loss. A call that cannot be parsed, an unknown tool or a tool that raises gives the
+policy a text that says so; the sample continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gcore.protocols import Context
+from gcore.types import Message, Prompt, Rollout
+
+TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """ToolCall("add", {"a": 27, "b": 58}). `error`: why the text is not a call; then the name is empty."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+Parser = Callable[[str], Sequence[ToolCall]]
+Tools = Mapping[str, Callable[..., Any]]
+Feedback = Callable[[Sequence[str]], str | Sequence[Message]]
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """All calls `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of a response, as Hermes and Qwen write."""
+    return [_call(body) for body in TAGGED.findall(text)]
+
+
+def without_tool_calls(text: str) -> str:
+    """The rest of a response that has calls."""
+    return TAGGED.sub("", text).strip()
+
+
+def _call(body: str) -> ToolCall:
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        return ToolCall("", error=f"the call is not JSON: {error}")
+    match found:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return ToolCall(name, arguments)
+        case {"name": str(name)} if "arguments" not in found:
+            return ToolCall(name)
+    return ToolCall("", error='expected {"name": ..., "arguments": {...}}')
+
+
+async def run_tools(calls: Sequence[ToolCall], tools: Tools, timeout_s: float = 30.0) -> list[str]:
+    """The results in the order of the calls, which run at the same time: sync functions in threads."""
+    return list(await asyncio.gather(*(_run(call, tools, timeout_s) for call in calls)))
+
+
+async def _run(call: ToolCall, tools: Tools, timeout_s: float) -> str:
+    if call.error:
+        return f"error: {call.error}"
+    if call.name not in tools:
+        return f"error: no tool {call.name!r}; expected one of {', '.join(sorted(tools))}"
+    try:
+        async with asyncio.timeout(timeout_s):
+            function = tools[call.name]
+            inspect.signature(function).bind(**call.arguments)
+            is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+            made = function(**call.arguments) if is_async else await asyncio.to_thread(function, **call.arguments)
+            result = await made if inspect.isawaitable(made) else made
+    except TimeoutError:
+        return f"error: {call.name} did not answer within {timeout_s:g} s"
+    except Exception as error:  # what a tool says about its arguments is for the policy to read
+        return f"error: {type(error).__name__}: {error}"
+    return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def as_messages(results: Sequence[str]) -> list[Message]:
+    """One message of the role `tool` per result, for the chat template."""
+    return [{"role": "tool", "content": result} for result in results]
+
+
+async def use_tools(
+    ctx: Context,
+    prompt: Prompt,
+    tools: Tools | Sequence[Callable[..., Any]],
+    *,
+    n: int | None = None,
+    max_turns: int = 8,
+    parse: Parser = parse_tool_calls,
+    feedback: Feedback = as_messages,
+    describe: bool = True,
+    timeout_s: float = 30.0,
+    **params: Any,
+) -> list[Rollout]:
+    """`n` samples that may call tools for up to `max_turns` turns; then they are rewarded with `ctx.reward`.
+
+    `tools`: functions by name, or a list of them. `describe`: pass their schemas to the chat template.
+    `parse`: text of a turn -> calls. `feedback`: results -> messages, or text for a model without a chat template.
+    """
+    named = tools if isinstance(tools, Mapping) else {function.__name__: function for function in tools}
+    schemas = {"tools": [tool_schema(function, name) for name, function in named.items()]} if describe else {}
+    group = await ctx.generate(prompt, n, **schemas, **params)
+
+    async def converse(rollout: Rollout) -> Rollout:
+        for _ in range(max_turns):
+            calls = parse(rollout.turn) if rollout.finish == "stop" else ()
+            if not calls:
+                break
+            results = await run_tools(calls, named, timeout_s)
+            rollout = await ctx.proceed(rollout, feedback(results), **params)
+        return rollout
+
+    return list(await asyncio.gather(*map(converse, group)))
+
+
+def tool_schema(function: Callable[..., Any], name: str | None = None) -> dict[str, Any]:
+    """The function in OpenAI's form, from its signature, type hints and the first paragraph of its docstring."""
+    properties, required = {}, []
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        properties[parameter.name] = {"type": JSON_TYPES.get(parameter.annotation, "string")}
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    text = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+    return {
+        "type": "function",
+        "function": {
+            "name": name or function.__name__,
+            "description": text,
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }

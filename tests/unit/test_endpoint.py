@@ -1,0 +1,313 @@
+"""The OpenAI-compatible endpoint: what an agent samples by HTTP is recorded token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from gcore.config.tree import Generation
+from gcore.content.text import TextModality
+from gcore.content.tokens import Tokens
+from gcore.controller.openai_format import identity
+from gcore.controller.workflow import SampleContext, SharedContext
+from gcore.prompts.tokenizer import build_char_tokenizer
+from gcore.protocols import RoleDied
+from gcore.types import Completion, Prompt, Request
+from tests.unit.test_evaluation import config_of
+
+ALPHABET = '0123456789+=[]; {}":,_<>/abcdefghijklmnopqrstuvwxyz'
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+class Engines:
+    """In place of a pool: writes what the test says, with logprobs that identify every step."""
+
+    def __init__(self, tokenizer: Any, texts: list[str]) -> None:
+        self.tokenizer, self.texts, self.requests, self.made = tokenizer, texts, list[Request](), list[Completion]()
+
+    async def generate(self, requests: list[Request], priority: int, key: Any) -> list[Completion]:
+        await asyncio.sleep(0)
+        found = []
+        for request in requests:
+            text = self.texts[len(self.made) % len(self.texts)]
+            if text == "!":
+                raise RoleDied("engine-0", "gone")
+            ids = np.append(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id)
+            ids = ids.astype(np.int32)[: request.params.max_tokens]
+            logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / (10 + len(self.made))
+            finish = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+            self.made.append(Completion(Tokens.steps(ids), logprobs, np.zeros(len(ids), np.int32), finish))
+            self.requests.append(request)
+            found.append(self.made[-1])
+        return found
+
+
+class World:
+    def __init__(self, *texts: str, greedy: bool = False) -> None:
+        self.tokenizer = build_char_tokenizer(ALPHABET)
+        self.tokenizer.chat_template = TEMPLATE
+        self.engines = Engines(self.tokenizer, list(texts))
+        stops = (self.tokenizer.eos_token_id,)
+        self.modality = TextModality(Generation(max_response_length=64), self.tokenizer, stops, 40)
+        shared = SharedContext(config_of(), self.engines, SimpleNamespace(), self.modality, greedy=greedy)  # type: ignore
+        self.ctx = SampleContext(shared)
+        self.prompt = Prompt(7, 7, ({"role": "user", "content": "1+1="},), "", Tokens(np.array([1], np.int32)))
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def run(self, agent: Any, n: int = 1) -> Any:
+        async def main() -> Any:
+            async with self.ctx.serve(self.prompt, n) as sessions, aiohttp.ClientSession() as http:
+                return await agent(http, *sessions), sessions
+
+        return asyncio.run(main())
+
+
+async def post(http: Any, session: Any, path: str = "chat/completions", token: str | None = None, **body: Any) -> Any:
+    headers = {"Authorization": f"Bearer {session.api_key if token is None else token}"}
+    async with http.post(f"{session.base_url}/{path}", json=body, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_a_conversation_continues_from_the_recorded_tokens():
+    world = World("12", "34")
+
+    async def agent(http: Any, session: Any) -> Any:
+        messages = [{"role": "system", "content": "be brief"}, user("1+1=")]
+        status, first = await post(http, session, messages=messages, model="x", logprobs=True)
+        assert status == 200, first
+        # an agent's library adds and drops fields of the message
+        said = {"role": "assistant", "content": first["choices"][0]["message"]["content"] + " ", "refusal": None}
+        return first, (await post(http, session, messages=[*messages, said, user("2+2=")]))[1]
+
+    (first, second), (session,) = world.run(agent)
+    one, two = world.engines.made
+    rollout = session.rollout
+    between = world.ids(";u:2+2=;a:")
+    assert rollout.content.tokens_P.tolist() == world.ids("s:be brief;u:1+1=;a:")
+    assert rollout.content.tokens_S.tolist() == [*one.content.tokens_S, *between, *two.content.tokens_S]
+    assert rollout.mask_S.tolist() == [True] * 3 + [False] * len(between) + [True] * 3
+    assert np.array_equal(rollout.logprobs_S[rollout.mask_S], np.concatenate([one.logprobs_S, two.logprobs_S]))
+    assert world.engines.requests[1].content.tokens_T.tolist() == rollout.content.tokens_T[:-3].tolist()
+    assert len({request.noise_key for request in world.engines.requests}) == 1  # one sample
+    assert (rollout.prompt, rollout.sibling, rollout.turn) == (world.prompt, 0, "34")
+    choice = first["choices"][0]
+    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": "12"}, "stop")
+    shown = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in shown[:2]] == ["1", "2"] and shown[0]["logprob"] == float(one.logprobs_S[0])
+    prompt_tokens = len(rollout.content.tokens_T) - 3
+    assert (second["usage"]["prompt_tokens"], second["usage"]["completion_tokens"]) == (prompt_tokens, 3)
+
+
+def test_changed_messages_and_retries_are_samples_of_their_own():
+    world = World("1", "2", "3", "4")
+
+    async def agent(http: Any, session: Any) -> None:
+        asked = [user("5")]
+        first = (await post(http, session, messages=asked))[1]["choices"][0]["message"]
+        await post(http, session, messages=[*asked, first, user("6")])
+        await post(http, session, messages=[*asked, first, user("6")])  # a retry: another continuation
+        await post(http, session, messages=[user("7")])  # another conversation
+
+    _, (session,) = world.run(agent)
+    rollouts = session.rollouts
+    assert [r.text for r in rollouts] == ["1;u:6;a:2", "1;u:6;a:3", "4"]
+    assert len({r.sibling for r in rollouts}) == 3 and rollouts[0].sibling == 0
+    keys = [request.noise_key for request in world.engines.requests]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+    with pytest.raises(RuntimeError, match="has made 3 conversations"):
+        _ = session.rollout
+
+
+def test_several_samples_of_a_prompt_have_their_own_addresses():
+    world = World("1")
+
+    async def agent(http: Any, *sessions: Any) -> Any:
+        return await asyncio.gather(*(post(http, s, messages=[user("5")]) for s in sessions))
+
+    _, sessions = world.run(agent, n=3)
+    assert [s.rollout.sibling for s in sessions] == [0, 1, 2] and len({s.base_url for s in sessions}) == 3
+    assert len({request.noise_key for request in world.engines.requests}) == 3
+
+
+def test_completions_continue_text():
+    world = World("12", "34")
+
+    async def agent(http: Any, session: Any) -> None:
+        status, first = await post(http, session, "completions", prompt="1+", max_tokens=2, logprobs=0)
+        assert (status, first["choices"][0]["text"], first["choices"][0]["finish_reason"]) == (200, "12", "length")
+        assert first["choices"][0]["logprobs"]["tokens"] == ["1", "2"]
+        await post(http, session, "completions", prompt="1+12[3]")
+
+    _, (session,) = world.run(agent)
+    rollout = session.rollout
+    eos = world.tokenizer.eos_token_id
+    assert rollout.content.tokens_S.tolist() == [*world.ids("12"), *world.ids("[3]"), *world.ids("34"), eos]
+    assert rollout.mask_S.tolist() == [True] * 2 + [False] * 3 + [True] * 3
+
+
+def test_tool_calls_come_back_as_objects():
+    calls = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 2
+    world = World("so " + calls, "2")
+    world.modality._max_tokens = 300  # type: ignore[attr-defined]
+    world.modality._params = world.modality._params.override({"max_tokens": 300}, "")  # type: ignore[attr-defined]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+    async def agent(http: Any, session: Any) -> Any:
+        asked = [user("5")]
+        choice = (await post(http, session, messages=asked, tools=tools))[1]["choices"][0]
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": "1"} for c in choice["message"]["tool_calls"]]
+        await post(http, session, messages=[*asked, choice["message"], *results], tools=tools)
+        return choice
+
+    choice, (session,) = world.run(agent)
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "so"
+    assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["add", "add"]
+    assert len({c["id"] for c in choice["message"]["tool_calls"]}) == 2
+    assert session.rollout.text.endswith(";t:1;t:1;a:2")
+
+
+def test_streams():
+    world = World("12")
+
+    async def agent(http: Any, session: Any) -> Any:
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        body = {"messages": [user("5")], "stream": True, "stream_options": {"include_usage": True}}
+        async with http.post(f"{session.base_url}/chat/completions", json=body, headers=headers) as answer:
+            return answer.headers["Content-Type"], (await answer.read()).decode()
+
+    (kind, text), _ = world.run(agent)
+    assert kind == "text/event-stream"
+    *chunks, done = (line.removeprefix("data: ") for line in text.split("\n\n") if line)
+    chunks = [json.loads(chunk) for chunk in chunks]
+    assert done == "[DONE]" and chunks[0]["object"] == "chat.completion.chunk"
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == "12"
+    assert chunks[1]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["usage"]["completion_tokens"] == 3
+
+
+def test_refusals_say_what_is_wrong():
+    world = World("12")
+    asked = [user("5")]
+    refused = {
+        "n: got 2; only 1 is supported": {"messages": asked, "n": 2},
+        "guided_json: this field is not supported": {"messages": asked, "guided_json": {}},
+        "tool_choice: got": {"messages": asked, "tool_choice": "required"},
+        "temperature: got": {"messages": asked, "temperature": "hot"},
+        "messages: expected a list": {"messages": []},
+        "only text is supported": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "the last one is the assistant's": {"messages": [*asked, {"role": "assistant", "content": "x"}]},
+        "expected at most data.max_prompt_length=40": {"messages": [user("5" * 50)]},
+        "no token for the characters": {"messages": [user("Ü")]},
+    }
+
+    async def agent(http: Any, session: Any) -> Any:
+        found = {text: await post(http, session, **body) for text, body in refused.items()}
+        found["token"] = await post(http, session, token="other", messages=asked)
+        session.base_url = session.base_url.replace("p7", "p8")
+        found["session"] = await post(http, session, messages=asked)
+        return found
+
+    found, _ = world.run(agent)
+    assert found.pop("token")[0] == 401 and found.pop("session")[0] == 404
+    for text, (status, body) in found.items():
+        assert status == 400 and text in body["error"]["message"], (text, body)
+    assert found["expected at most data.max_prompt_length=40"][1]["error"]["code"] == "context_length_exceeded"
+    assert not world.engines.made
+
+
+def test_the_length_limit_ends_a_conversation():
+    world = World("1" * 60)
+
+    async def agent(http: Any, session: Any) -> Any:
+        first = (await post(http, session, messages=[user("5")]))[1]["choices"][0]["message"]
+        return await post(http, session, messages=[user("5"), first, user("6")])
+
+    (status, body), (session,) = world.run(agent)
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    assert session.rollout.finish == "length" and session.rollout.num_steps == 61
+
+
+def test_a_dead_engine_is_not_an_error_of_the_agent():
+    async def agent(http: Any, session: Any) -> None:
+        status, _ = await post(http, session, messages=[user("5")])
+        raise AssertionError(f"the agent saw {status}")
+
+    with pytest.raises(RoleDied, match="engine-0 died"):
+        World("!").run(agent)
+
+
+def test_evaluations_are_greedy_whatever_the_agent_asks_for():
+    world = World("12", greedy=True)
+
+    async def agent(http: Any, *sessions: Any) -> None:
+        assert len(sessions) == 1
+        await post(http, sessions[0], messages=[user("5")], temperature=0.7)
+
+    world.run(agent, n=4)
+    assert world.engines.requests[0].params.temperature == 0
+
+
+def test_the_client_in_the_process():
+    world = World("12", "34")
+
+    async def agent(_: Any, session: Any) -> Any:
+        messages: list[Any] = [user("5")]
+        answer = await session.client.chat.completions.create(messages=messages, extra_body={"top_k": 0})
+        messages += [answer.choices[0].message.model_dump(), user("6")]
+        return await session.client.chat.completions.create(model="policy", messages=messages)
+
+    answer, (session,) = world.run(agent)
+    assert answer.choices[0].message.content == "34" and answer.choices[0].message.tool_calls is None
+    assert session.rollout.text == "12;u:6;a:34"
+
+
+def test_the_library_of_openai():
+    """The client of a stranger, if it is installed: parallel tool calls, a second turn, and a stream."""
+    openai = pytest.importorskip("openai")
+    world = World('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 2, "34", "56")
+    world.modality._max_tokens = 300  # type: ignore[attr-defined]
+    world.modality._params = world.modality._params.override({"max_tokens": 300}, "")  # type: ignore[attr-defined]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+    async def agent(_: Any, session: Any) -> str:
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            messages: list[Any] = [user("5")]
+            said = (
+                (await client.chat.completions.create(model="policy", messages=messages, tools=tools))
+                .choices[0]
+                .message
+            )
+            results = [{"role": "tool", "tool_call_id": c.id, "content": "2"} for c in said.tool_calls]
+            messages += [said, *results]
+            await client.chat.completions.create(model="policy", messages=messages, tools=tools)
+            messages += [{"role": "assistant", "content": "34"}, user("7")]
+            stream = await client.chat.completions.create(model="policy", messages=messages, tools=tools, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    text, (session,) = world.run(agent)
+    assert text == "56" and session.rollout.text.endswith(";t:2;t:2;a:34;u:7;a:56")
+    made = np.concatenate([one.content.tokens_S for one in world.engines.made])
+    assert np.array_equal(session.rollout.content.tokens_S[session.rollout.mask_S], made)
+
+
+def test_identity_ignores_what_libraries_change():
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    sent = {"role": "assistant", "content": "so ", "tool_calls": [call]}
+    back = {"role": "assistant", "content": "so", "refusal": None, "tool_calls": [{**call, "id": "b"}]}
+    assert identity(sent) == identity(back) != identity({**back, "content": "no"})
+    assert identity(user("a ")) != identity(user("a"))
