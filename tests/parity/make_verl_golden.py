@@ -25,7 +25,9 @@ from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config import FSDPActorConfig
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-LOSSES = ("vanilla", "gspo", "cispo")
+LOSSES = ("vanilla", "gspo", "cispo", "sapo", "gpg")
+GAE = ((1.0, 1.0), (1.0, 0.95), (0.9, 0.8), (0.99, 0.0))  # gamma, lambda
+TAU = {"tau_pos": 1.3, "tau_neg": 2.1}  # of SAPO
 KL = ("k1", "k2", "k3", "k1+", "k3+")
 KL_COEF = 0.05
 THRESHOLDS = {"truncate": 1.5, "mask": "0.6_1.5"}  # a single bound is TIS, two are IcePop
@@ -46,9 +48,20 @@ def batch(seed: int, groups: int, siblings: int, width: int) -> dict[str, Any]:
     later = np.random.default_rng([seed, 1])  # so that older columns stay as they are
     rollout = old + later.normal(0, 0.3, (n, width))
     rollout[0, 0] -= 25  # beyond the bound of e^20
+    critic = np.random.default_rng([seed, 2])
+    rewards = rng.normal(0.3, 1.0, n).round(3)
+    spreadless = rewards.copy()  # the first group has no spread, for GPG; verl counts rewards of 0 instead
+    spreadless[:siblings] = 0.0
     return {
         "group": np.repeat(np.arange(groups), siblings).tolist(),
-        "rewards": rng.normal(0.3, 1.0, n).round(3).tolist(),
+        "rewards": rewards.tolist(),
+        "spreadless_rewards": spreadless.tolist(),
+        "parts": {"a": critic.normal(0, 3, n).round(3).tolist(), "b": critic.integers(0, 2, n).astype(float).tolist()},
+        "weights": {"a": 0.5, "b": 2.0},
+        "baselines": np.repeat(critic.normal(0, 1, groups).round(3), siblings).tolist(),
+        "values": critic.normal(0.2, 0.6, (n, width)).round(4).tolist(),
+        "old_values": critic.normal(0.2, 0.6, (n, width)).round(4).tolist(),
+        "returns": critic.normal(0.2, 0.8, (n, width)).round(4).tolist(),
         "lengths": lengths.tolist(),
         "mask": (mask & ~holes).astype(int).tolist(),
         "log_prob": log.round(4).tolist(),
@@ -85,6 +98,7 @@ def answers(b: dict[str, Any]) -> dict[str, Any]:
         "seq_mean_k1",
         "0.8_1.25",  # its k1 is minus what it is given
     )[0].tolist()
+    found["critic"] = critic(b, mask, old, ref)
     advantages = torch.tensor(b["advantages"], dtype=torch.float64)[:, None].expand_as(mask)
     found["losses"] = {
         loss: {mode: policy_loss(b, loss, mode, log_prob, old, advantages, mask) for mode in AGGREGATIONS}
@@ -95,20 +109,69 @@ def answers(b: dict[str, Any]) -> dict[str, Any]:
 
 def estimates(b: dict[str, Any], mask: torch.Tensor, penalty: torch.Tensor) -> dict[str, Any]:
     """Advantages of all estimators; each step's reward is less by `penalty`, the last action also has the score."""
-    rewards = -penalty * mask
-    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
-    rewards[torch.arange(len(mask)), last] += torch.tensor(b["rewards"], dtype=torch.float64)
-    index = np.array(b["group"])
+    rewards = token_rewards(b["rewards"], mask, penalty)
+    index, parts = np.array(b["group"]), {name: np.array(values) for name, values in b["parts"].items()}
+    spreadless = token_rewards(b["spreadless_rewards"], mask, torch.zeros_like(mask))
+    width = mask.shape[1]
+    gdpo = {
+        "config": AlgoConfig(gdpo_reward_keys=list(parts), gdpo_reward_weights=[b["weights"][name] for name in parts]),
+        "non_tensor_batch": parts,
+        "batch": {"prompts": torch.zeros(len(mask), 1), "attention_mask": torch.ones(len(mask), 1 + width).long()},
+    }
     found = {
+        # its positions of the scores assume that all tokens of a response count; only their sum matters
+        "gdpo": core_algos.compute_gdpo_outcome_advantage(rewards, mask, index, **gdpo),
+        "opo": core_algos.compute_opo_outcome_advantage(rewards, mask, index),
+        "gpg": core_algos.compute_gpg_outcome_advantage(spreadless, mask, index),
+        "remax": core_algos.compute_remax_outcome_advantage(
+            rewards, torch.tensor(b["baselines"], dtype=torch.float64), mask
+        ),
         "grpo": core_algos.compute_grpo_outcome_advantage(rewards, mask, index),
         "dr_grpo": core_algos.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False),
         "rloo": core_algos.compute_rloo_outcome_advantage(rewards, mask, index),
         "reinforce_pp": core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, AlgoConfig(gamma=1.0)),
+        "reinforce_pp_discounted": core_algos.compute_reinforce_plus_plus_outcome_advantage(
+            rewards, mask, AlgoConfig(gamma=0.9)
+        ),
         "reinforce_pp_baseline": core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(
             rewards, mask, index
         ),
     }
     return {name: value[0].tolist() for name, value in found.items()}
+
+
+def token_rewards(scores: list[float], mask: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """Each action is less by its penalty; the last one has the score."""
+    rewards = -penalty * mask
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1)
+    rewards[torch.arange(len(mask)), last] += torch.tensor(scores, dtype=torch.float64)
+    return rewards
+
+
+def critic(b: dict[str, Any], mask: torch.Tensor, old: torch.Tensor, ref: torch.Tensor) -> dict[str, Any]:
+    """GAE with and without KL in the reward; the value loss and its gradient."""
+    values, before, returns = (torch.tensor(b[k], dtype=torch.float64) for k in ("values", "old_values", "returns"))
+    found: dict[str, Any] = {}
+    for name, penalty in (("plain", torch.zeros_like(mask)), ("kl", KL_COEF * core_algos.kl_penalty(old, ref, "k1"))):
+        rewards = token_rewards(b["rewards"], mask, penalty)
+        for gamma, lam in GAE:
+            answer = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma, lam)
+            found[f"gae/{name}/{gamma}/{lam}"] = {"advantages": answer[0].tolist(), "returns": answer[1].tolist()}
+    for clip in (0.2, 1e9):
+        leaf = values.clone().requires_grad_()
+        loss, clip_frac = core_algos.compute_value_loss(leaf, returns, before, mask, clip)
+        loss.backward()
+        found[f"loss/{clip}"] = {"loss": loss.item(), "clip_frac": clip_frac.item(), "gradient": leaf.grad.tolist()}
+    return found
+
+
+def adaptive_kl() -> list[list[float]]:
+    """[KL of a step, samples of the step, coefficient afterwards], from 0.1 with a target of 0.05, horizon 1000."""
+    controller, rows = core_algos.AdaptiveKLController(0.1, 0.05, 1000), []
+    for kl, samples in ((0.2, 64), (0.055, 64), (0.05, 10), (0.01, 512), (0.0, 100)):
+        controller.update(kl, samples)
+        rows.append([kl, samples, float(controller.value)])
+    return rows
 
 
 def kl_in_reward(b: dict[str, Any], mask: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, name: str) -> Any:
@@ -145,6 +208,7 @@ def policy_loss(
         clip_ratio_low=b["clip_ratio_low"],
         clip_ratio_high=b["clip_ratio_high"],
         clip_ratio_c=b["clip_ratio_c"],
+        **TAU,
         global_batch_info={"loss_scale_factor": b["max_response_length"]},
     )
     leaf = log_prob.clone().requires_grad_()
@@ -153,8 +217,8 @@ def policy_loss(
     return {
         "loss": value.item(),
         "gradient": leaf.grad.tolist(),
-        "clip_frac": metrics["actor/pg_clipfrac"],
-        "approx_kl": metrics["actor/ppo_kl"],
+        "clip_frac": metrics.get("actor/pg_clipfrac", 0.0),
+        "approx_kl": metrics.get("actor/ppo_kl", 0.0),
     }
 
 
@@ -168,7 +232,8 @@ def rounded(value: Any) -> Any:
 
 def main() -> None:
     batches = [batch(seed, *shape) for seed, shape in enumerate([(2, 4, 5), (3, 2, 8), (2, 3, 4)])]
-    golden: dict[str, Any] = {"verl": version("verl"), "kl": kl_estimates(), "kl_coef": KL_COEF}
+    golden: dict[str, Any] = {"verl": version("verl"), "kl": kl_estimates(), "kl_coef": KL_COEF, **TAU}
+    golden["adaptive_kl"] = adaptive_kl()
     golden["cases"] = [{"batch": b, **answers(b)} for b in batches]
     path = Path(__file__).with_name("verl_golden.json")
     path.write_text(json.dumps(rounded(golden)) + "\n")

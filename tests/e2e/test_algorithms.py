@@ -1,0 +1,71 @@
+"""Runs of the algorithms that change more than a formula: a critic, greedy baselines, and code of the user."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.helpers import gcore, rows, steps, train, untimed, write_recipe
+
+LOCAL = ("runtime=local", "run.steps=2", "data.eval=null", "training.warm_start.steps=2")
+MINE = """
+def advantages(group):
+    return group.rewards - group.rewards.max(), {"best": group.rewards.max()}
+
+
+def loss(steps, algorithm):
+    return -steps.advantages_S * steps.logprobs_S, {"magnitude": steps.advantages_S.abs()}
+"""
+
+
+def test_ppo_resumes_to_the_last_bit(tmp_path: Path):
+    """Critic, reference and the adapted coefficient are in the checkpoint."""
+    ppo = ("algorithm.preset=ppo", "algorithm.epochs=2", "algorithm.kl_target=0.001", "algorithm.kl_horizon=100")
+    whole = steps(train(tmp_path, "whole", *LOCAL, *ppo, "run.steps=3", "critic.lr=1e-3"))
+    train(tmp_path, "parts", *LOCAL, *ppo, "run.steps=2", "critic.lr=1e-3")
+    parts = steps(train(tmp_path, "parts", *LOCAL, *ppo, "run.steps=3", "critic.lr=1e-3", "run.resume=auto"))
+    assert [untimed(row) for row in parts] == [untimed(row) for row in whole]
+    last = whole[-1]
+    assert last["critic/loss"] > 0 and last["actor/kl_coef"] != whole[0]["actor/kl_coef"]
+    checkpoint = tmp_path / "runs" / "parts" / "step_3"
+    assert (checkpoint / "critic").is_dir() and (checkpoint / "critic_optimizer").is_dir()
+    assert json.loads((checkpoint / "trainer.json").read_text())["counters"]["critic_updates"] == 6
+    # another algorithm on this checkpoint is refused: its results would not be those of one run
+    done = gcore("train", str(write_recipe(tmp_path)), "run.name=parts", *LOCAL, "run.steps=4", "run.resume=auto")
+    assert done.returncode == 2 and "algorithm.adv_estimator: gae -> grpo" in done.stderr
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)], ids=["whole", "lora"])
+def test_ppo_under_ray(tmp_path: Path, lora: tuple[str, ...]):
+    """Two controllers and two trainer ranks, which share the critic, compute what one process does."""
+    ppo = ("algorithm.preset=ppo", "critic.lr=1e-3", "data.eval=null", "run.steps=2", "training.warm_start.steps=2")
+    one = steps(train(tmp_path, "one", "runtime=local", "controllers=1", *ppo, *lora))
+    ranks = ("placement.policy.replicas=1", "placement.trainer.ranks=2", "placement.trainer.shard=2")
+    found = steps(train(tmp_path, "ray", "controllers=2", *ranks, *ppo, *lora))
+    for a, b in zip(found, one, strict=True):
+        assert a["samples_digest"] == b["samples_digest"]
+        for name in ("actor/loss", "critic/loss", "critic/value_mean", "actor/kl"):
+            assert a[name] == pytest.approx(b[name], abs=1e-5), name
+
+
+def test_remax_compares_with_a_greedy_response(tmp_path: Path):
+    found = steps(train(tmp_path, "remax", *LOCAL, "algorithm.preset=remax", "sampling.samples_per_prompt=1"))
+    assert [row["batch/samples"] for row in found] == [12, 12]  # the greedy responses do not train
+    assert all(row["actor/kl"] is not None for row in found)
+
+
+def test_an_estimator_and_a_loss_of_the_user(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    own = (f"algorithm.adv_estimator={file}:advantages", f"algorithm.policy_loss={file}:loss")
+    found = steps(train(tmp_path, "mine", *LOCAL, *own))
+    for row in found:
+        assert 0 <= row["advantages/best"] <= 1 and "actor/clip_frac" not in row
+        assert row["actor/magnitude"] == pytest.approx(row["advantages/best"] - row["reward/mean"], abs=0.2)
+    assert rows(tmp_path / "runs" / "mine")
+    file.write_text("def advantages(a, b):\n    return a\n")
+    done = gcore("train", str(write_recipe(tmp_path)), "run.name=bad", *LOCAL, own[0].replace("mine", "other"))
+    assert done.returncode == 2 and "algorithm.adv_estimator: no such file" in done.stderr

@@ -1,0 +1,122 @@
+"""Answers of a dataset: formats of rows, tokens of multi-turn conversations and which of them count in the loss."""
+
+import numpy as np
+import pytest
+
+from gcore.config.preference import OBJECTIVES
+from gcore.config.tree import Dataset
+from gcore.content.answers import answer_steps
+from gcore.prompts.answers import demonstration_row, load_answered, pair_row
+from gcore.prompts.tokenizer import build_char_tokenizer
+from gcore.types import UserError
+
+SPEC = Dataset(path="x.jsonl")
+# as ChatML: a header and an end for every turn; `;` takes the place of the newline after <|im_end|>
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    made = build_char_tokenizer("0123456789+=:;aus?!")
+    made.chat_template = CHAT
+    return made
+
+
+def turns(*contents: str):
+    """user, assistant, user, assistant, ..."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def said(tokenizer, tokens, mask):
+    """The text of the steps, those that count in brackets."""
+    text, inside = "", False
+    for token, counts in zip(tokens, mask, strict=True):
+        if counts != inside:
+            text += "[" if counts else "]"
+            inside = counts
+        text += tokenizer.convert_ids_to_tokens(int(token))
+    return text + ("]" if inside else "")
+
+
+def test_only_the_turns_of_the_assistant_count(tokenizer):
+    prompt, answer = turns("1+1=?"), turns("", "2", "3+3=?", "6!")[1:]
+    steps, mask = answer_steps(tokenizer, (2,), prompt, answer)
+    assert said(tokenizer, steps.tokens_S, mask) == "[2<eos>];u:3+3=?;a:[6!<eos>]"
+    rendered = tokenizer.apply_chat_template([*prompt, *answer], tokenize=False)
+    start = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    whole = start + "".join(tokenizer.convert_ids_to_tokens(steps.tokens_S.tolist()))
+    assert rendered == whole + ";"  # all but what the template adds after the last turn
+
+
+def test_a_string_ends_with_eos(tokenizer):
+    steps, mask = answer_steps(tokenizer, (2,), turns("1+1=?"), "2")
+    assert said(tokenizer, steps.tokens_S, mask) == "[2<eos>]"
+
+
+def test_a_template_without_an_end_of_turn_gets_eos(tokenizer):
+    tokenizer.chat_template = CHAT.replace("{{ eos_token }}", "")
+    steps, mask = answer_steps(tokenizer, (2,), turns("1+1=?"), turns("", "2")[1:])
+    assert said(tokenizer, steps.tokens_S, mask) == "[2;<eos>]"
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(tokenizer):
+    tokenizer.chat_template = CHAT.replace("m['content']", "m['content'] if loop.last or m['role'] == 'user' else '?'")
+    with pytest.raises(UserError, match="changes earlier turns"):
+        answer_steps(tokenizer, (2,), turns("1+1=?"), turns("", "2", "3?", "3")[1:])
+
+
+def test_demonstrations():
+    conversation = turns("1+1=", "2", "2+2=", "4")
+    for row, prompt, answer in (
+        ({"messages": conversation}, conversation[:1], conversation[1:]),
+        ({"prompt": "1+1=", "completion": "2"}, "1+1=", "2"),
+        ({"prompt": turns("1+1="), "completion": turns("", "2")[1:]}, turns("1+1="), turns("", "2")[1:]),
+        ({"question": "1+1=", "answer": 2}, "1+1=", "2"),
+        ({"prompt": "1+1=", "answer": "2", "demonstration": "3"}, "1+1=", "3"),
+    ):
+        found = demonstration_row(row, SPEC, "data.train")
+        assert (found["prompt"], found["answers"]) == (prompt, [answer]), row
+    for row, words in (
+        ({"prompt": "1+1="}, "no answer to demonstrate"),
+        ({"text": "1"}, "no prompt; the row has text"),
+        (
+            {"messages": turns("", "2")[1:]},
+            "starts with a message of 'assistant'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            demonstration_row(row, SPEC, "data.train")
+
+
+def test_pairs():
+    good, bad = turns("1+1=", "2"), turns("1+1=", "3")
+    longer = turns("0+1=", "1", "1+1=", "2"), turns("0+1=", "1", "1+1=", "3")
+    for row, prompt, answers in (
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, "1+1=", ["2", "3"]),
+        ({"prompt": turns("1+1="), "chosen": good[1:], "rejected": bad[1:]}, turns("1+1="), [good[1:], bad[1:]]),
+        ({"chosen": good, "rejected": bad}, turns("1+1="), [good[1:], bad[1:]]),
+        ({"chosen": longer[0], "rejected": longer[1]}, longer[0][:3], [longer[0][3:], longer[1][3:]]),
+        ({"prompt": "1+1=", "chosen": good, "rejected": bad}, turns("1+1="), [good[1:], bad[1:]]),
+    ):
+        found = pair_row(row, SPEC, "data.train")
+        assert (found["prompt"], found["answers"]) == (prompt, answers), row
+    with pytest.raises(ValueError, match="no prompt for the answer in column 'chosen'"):
+        pair_row({"chosen": "2", "rejected": "3"}, SPEC, "data.train")
+
+
+def test_a_bad_row_is_named(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n{"prompt": "1+1=", "chosen": "2"}\n')
+    rows = load_answered(Dataset(path=str(file)), OBJECTIVES["dpo"], "data.train")
+    assert rows[0]["answers"] == ["2", "3"]
+    with pytest.raises(UserError, match=r"data\.train: row 1: column 'rejected' holds None; expected a string"):
+        rows[1]
+
+
+def test_masks_are_booleans(tokenizer):
+    _, mask = answer_steps(tokenizer, (2,), turns("1"), turns("", "2", "3", "4")[1:])
+    assert mask.dtype == np.bool_
