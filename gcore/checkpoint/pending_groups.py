@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from gcore.checkpoint.store import write_file
+from gcore.content.media import ArrayRef
 from gcore.types import FileEntry, Prompt, Rollout, Scored
 
+STEP_REWARDS = "step_rewards_S"  # of teachers, if there are any
 COLUMNS = ("logprobs_S", "mask_S", "versions_S")  # one value per step; the content adds its own arrays
 
 
@@ -29,7 +32,7 @@ def write_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scor
     samples = [s for group in groups for s in group]
     if not samples:
         return {}
-    arrays = [_arrays(s.rollout) for s in samples]
+    arrays = [_arrays(s) for s in samples]
     names = sorted({name for part in arrays for name in part})
     joined = {name: np.concatenate([part[name] for part in arrays if name in part]) for name in names}
     about = [
@@ -37,12 +40,13 @@ def write_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scor
             "prompt": s.rollout.prompt.id,
             "sibling": s.rollout.sibling,
             "lengths": {name: len(array) for name, array in part.items()},
-            "output": s.rollout.output,
+            "output": _saved(s.rollout.output),
             "finish": s.rollout.finish,
             "temperature": s.rollout.temperature,
             "reward": s.reward,
             "parts": dict(s.parts),
             "notes": {name: list(texts) for name, texts in s.notes.items()},
+            "baseline": s.baseline,
         }
         for s, part in zip(samples, arrays, strict=True)
     ]
@@ -52,7 +56,7 @@ def write_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scor
 
 def pending_bytes(groups: Sequence[Sequence[Scored]]) -> int:
     """Of the arrays."""
-    return sum(array.nbytes for group in groups for s in group for array in _arrays(s.rollout).values())
+    return sum(array.nbytes for group in groups for s in group for array in _arrays(s).values())
 
 
 def load_pending_groups(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[list[Scored]]:
@@ -68,18 +72,32 @@ def load_pending_groups(folder: Path, prompt_at: Callable[[int], Prompt]) -> lis
                 own[name] = arrays[name][starts[name] : starts[name] + length]
                 starts[name] += length
             steps = {name: own.pop(name) for name in COLUMNS}
+            rewards_S = own.pop(STEP_REWARDS, None)
             rollout = Rollout(
                 prompt=prompt,
                 sibling=about["sibling"],
                 content=prompt.content.with_steps(own),
-                output=about["output"],
+                output=_loaded(about["output"]),
                 finish=about["finish"],
                 temperature=about["temperature"],
                 **steps,
             )
-            groups.setdefault(number, []).append(Scored(rollout, about["reward"], about["parts"], about["notes"]))
+            texts = about["parts"], about["notes"]
+            scored = Scored(rollout, about["reward"], *texts, about.get("baseline"), rewards_S)
+            groups.setdefault(number, []).append(scored)
     return list(groups.values())
 
 
-def _arrays(rollout: Rollout) -> dict[str, np.ndarray]:
-    return {**rollout.content.step_arrays(), **{name: getattr(rollout, name) for name in COLUMNS}}
+def _saved(output: Any) -> Any:
+    """A text as it is; a reference to a picture as an object."""
+    return asdict(output) if isinstance(output, ArrayRef) else output
+
+
+def _loaded(output: Any) -> Any:
+    return ArrayRef(output["path"], tuple(output["shape"]), output["dtype"]) if isinstance(output, dict) else output
+
+
+def _arrays(scored: Scored) -> dict[str, np.ndarray]:
+    rollout, rewards_S = scored.rollout, scored.step_rewards_S
+    found = {**rollout.content.step_arrays(), **{name: getattr(rollout, name) for name in COLUMNS}}
+    return found if rewards_S is None else {**found, STEP_REWARDS: rewards_S}

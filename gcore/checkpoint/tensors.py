@@ -4,12 +4,14 @@
     folder ──ShardFiles: headers of all files──> name -> shards ──read (a part of a tensor)──> M ranks, one process
 
 The files are ordinary safetensors. The header of a file also says where each of its shards is in the whole tensor, so a
-folder needs no index, and reading it needs neither pickle nor collectives.
+folder needs no index, and reading it needs neither pickle nor collectives. A second shard of a tensor in one file has
+the name NAME#1, the third NAME#2.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,12 +88,16 @@ def split_into_files(shards: Iterable[Shard]) -> list[list[Shard]]:
 
 def header(shards: Sequence[Shard]) -> bytes:
     """The start of a safetensors file; the values of the shards follow it without gaps."""
-    places = {shard.name: [shard.whole, shard.offset] for shard in shards}
+    counts, keys = Counter[str](), list[str]()
+    for shard in shards:
+        keys.append(f"{shard.name}#{counts[shard.name]}" if counts[shard.name] else shard.name)
+        counts[shard.name] += 1
+    places = {key: [shard.whole, shard.offset] for key, shard in zip(keys, shards, strict=True)}
     entries: dict[str, Any] = {"__metadata__": {"places": json.dumps(places)}}
     start = 0
-    for shard in shards:
+    for key, shard in zip(keys, shards, strict=True):
         end = start + shard.num_bytes
-        entries[shard.name] = {
+        entries[key] = {
             "dtype": DTYPES[shard.values.dtype],
             "shape": list(shard.values.shape),
             "data_offsets": [start, end],
@@ -110,12 +116,19 @@ class ShardFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.shapes = folder, dict[str, Sizes]()
-        self._shards: dict[str, list[tuple[Any, Sizes]]] = {}  # name -> (file, offset in the tensor)
+        self._shards: dict[str, list[tuple[Any, str, Sizes]]] = {}  # name -> (file, name there, offset in the tensor)
         for path in sorted(folder.glob(FILES)):
             file = safe_open(path, "pt")
-            for name, (whole, offset) in json.loads(file.metadata()["places"]).items():
+            for key, (whole, offset) in json.loads(file.metadata()["places"]).items():
+                name = key.partition("#")[0]
                 self.shapes[name] = tuple(whole)
-                self._shards.setdefault(name, []).append((file, tuple(offset)))
+                self._shards.setdefault(name, []).append((file, key, tuple(offset)))
+
+    def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor, in float32."""
+        values = torch.empty([at.stop - at.start for at in part])
+        self.read(Shard(name, self.shapes.get(name, ()), tuple(at.start for at in part), values))
+        return values
 
     def read(self, shard: Shard) -> None:
         """Fill the values of the shard, which may be another part of the tensor than any that was written."""
@@ -126,13 +139,13 @@ class ShardFiles:
                 "model that the checkpoint was made with (key: model)"
             )
         filled = 0
-        for file, start in self._shards[shard.name]:
-            stored = file.get_slice(shard.name)
+        for file, key, start in self._shards[shard.name]:
+            stored = file.get_slice(key)
             found = _overlap(start, tuple(stored.get_shape()), shard.offset, tuple(into.shape))
             if found is not None:
                 theirs, ours = found
                 target = into[ours] if ours else into
-                target.copy_(stored[theirs] if theirs else file.get_tensor(shard.name))
+                target.copy_(stored[theirs] if theirs else file.get_tensor(key))
                 filled += target.numel()
         if filled != into.numel():
             raise UserError(

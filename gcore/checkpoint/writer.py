@@ -5,6 +5,9 @@
 
 `stage` returns at once. Code that changes or moves the shards must call `fence` first. After it, only the copy is read.
 Nothing here is a collective.
+
+Without a copy (checkpoint.asynchronous=false) the shards themselves are read while they are written, and host memory
+grows by a few pieces only. `fence` then waits until they are written.
 """
 
 from __future__ import annotations
@@ -59,10 +62,10 @@ class HostMemory:
 
 
 class BackgroundWriter:
-    """`device`: of the shards."""
+    """`device`: of the shards. `copies`: whether they are copied before they are written."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, rank: int, device: torch.device, copies: bool = True) -> None:
+        self._rank, self._device, self._copies = rank, device, copies
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._memory: dict[str, HostMemory] = {}
         self._versions: dict[str, Any] = {}  # of what the host memory of a group holds
@@ -88,6 +91,9 @@ class BackgroundWriter:
         ready = None
         if self._device.type == "cuda":  # what the compute stream has queued comes before the copy
             ready = torch.cuda.current_stream(self._device).record_event()
+        if not self._copies:
+            self._copied = self._thread.submit(_wait_for, ready)
+            return sum(shard.num_bytes for shards in groups.values() for shard in shards)
         due = [name for name in groups if name not in versions or self._versions.get(name) != versions[name]]
         for name in due:
             self._versions.pop(name, None)
@@ -95,10 +101,13 @@ class BackgroundWriter:
         return sum(shard.num_bytes for shards in groups.values() for shard in shards)
 
     def fence(self) -> None:
-        """Wait until the shards are copied. Call before they change or move."""
-        if self._copied is not None and not self._copied.done():
+        """Wait until the shards are copied, or written if there is no copy. Call before they change or move."""
+        if not self._copies and self._copied is not None and self._written is None:
+            self._abandoned.set()  # they change before anybody asked to write them
+        running = self._copied if self._copies else self._written
+        if running is not None and not running.done():
             started = time.perf_counter()
-            self._copied.exception()
+            running.exception()
             self._waited_s += time.perf_counter() - started
 
     def write(self, folder: Path, extra: Mapping[str, bytes]) -> Future[Written]:
@@ -161,6 +170,9 @@ class BackgroundWriter:
                 files |= {name: job.result() for name, job in jobs.items()}
         except (OSError, Abandoned) as error:
             return Written({}, error=f"{type(error).__name__}: {error}")
+        finally:
+            if not self._copies:
+                self._groups = {}  # references would keep memory alive that an off-load wants to free
         return Written(files, self._waited_s, copy_s, time.perf_counter() - started)
 
     def _jobs(self) -> Iterator[tuple[str, Callable[[Path], FileEntry]]]:
@@ -169,7 +181,7 @@ class BackgroundWriter:
             start = 0
             for number, file in enumerate(split_into_files(shards)):
                 end = start + sum(shard.num_bytes for shard in file)
-                pieces = self._memory[group].pieces(start, end)
+                pieces = self._memory[group].pieces(start, end) if self._copies else (_bytes_of(s.values) for s in file)
                 yield f"{group}/{self._rank}-{number}.safetensors", self._job(header(file), pieces)
                 start = end
 
@@ -180,9 +192,15 @@ class BackgroundWriter:
                 for part in piece.split(PIECE_BYTES):
                     if self._abandoned.is_set():
                         raise Abandoned("abandoned")
-                    yield part.numpy()
+                    yield part.cpu().numpy()
 
         return lambda path: write_file(path, contents())
+
+
+def _wait_for(ready: Any) -> float:
+    if ready is not None:
+        ready.synchronize()
+    return 0.0
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

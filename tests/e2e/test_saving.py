@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gcore.checkpoint import pending_groups, store, writer
+from gcore.checkpoint import memory, pending_groups, store, writer
 from tests.e2e.helpers import gcore, rows, steps, train, untimed, write_recipe
 
 HERE = ("runtime=local", "controllers=2", "observe.trace=false", "observe.tensorboard=false")
@@ -95,6 +95,32 @@ def test_a_kill_during_a_save_is_resumed_exactly(tmp_path, monkeypatch, whole, m
     assert done.returncode == 0 and "step_3 at step 3" in done.stdout, done.stdout + done.stderr
     assert plain(run) == plain(whole)
     assert not list(run.glob("*.partial"))
+
+
+def test_a_checkpoint_in_memory_is_resumed_exactly(tmp_path, monkeypatch, whole):
+    """The run dies while step 6 is written to disk. Step 5 is in memory, step 3 on disk."""
+    real = store.write_file
+
+    def dying(path: Path, contents: Any) -> Any:
+        if path.as_posix().endswith("step_6.partial/weights/0-0.safetensors"):
+            raise Killed
+        return real(path, contents)
+
+    run = tmp_path / "runs" / "part"
+    often = ("checkpoint.every=3", "checkpoint.memory_every=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_file", dying)
+        with pytest.raises(BaseException) as died:
+            resume(run, "run.resume=never", *often)
+            raise AssertionError("the run did not die")
+    assert not isinstance(died.value, AssertionError)
+    assert [path.name for path in memory.complete(run)][-2:] == ["step_3", "step_5"]
+    held = (run / "memory").resolve()
+    assert held.is_relative_to(memory.SHARED_MEMORY) and store.damage(run / "memory" / "step_5") is None
+    done = resume(run, "controllers=3", *often)
+    assert done.returncode == 0 and "memory/step_5 at step 5" in done.stdout, done.stdout + done.stderr
+    assert plain(run) == plain(whole)
+    assert not held.exists() and not (run / "memory").is_symlink()
 
 
 def test_a_run_saved_at_the_end_of_an_epoch_goes_on_with_the_next(tmp_path):
@@ -258,3 +284,15 @@ def test_an_export_at_save_time_lives_as_long_as_its_checkpoint(tmp_path):
     for name, value in read(run / "step_2" / "weights", dict(network.named_parameters())).items():
         assert (network.get_parameter(name) == value).all(), name
     assert len(AutoTokenizer.from_pretrained(run / "hf" / "step_2")) > 10
+
+
+def test_a_run_continues_from_the_copy_at_a_url(tmp_path, whole):
+    """The machine and its disk are lost after step 3."""
+    copies = f"checkpoint.copy_to=file://{tmp_path}/copies"
+    train(tmp_path, "whole", *HERE, *DYNAMIC, *EVERY, copies, "run.steps=3")
+    shutil.rmtree(tmp_path / "runs")
+    run = tmp_path / "runs" / "whole"
+    resumed = resume(run, copies)
+    assert resumed.returncode == 0 and "fetched step_3 from" in resumed.stdout, resumed.stdout + resumed.stderr
+    assert steps(plain(run)) == [row for row in steps(plain(whole)) if row["step"] > 3]
+    assert sorted(path.name for path in (tmp_path / "copies" / "whole").iterdir()) == ["step_4", "step_5", "step_6"]

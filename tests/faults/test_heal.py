@@ -4,13 +4,16 @@ are those of a run without the fault."""
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gcore.config import load_config
-from gcore.controller.heal import RestartBudget, is_healable
-from gcore.observe.events import read_events
-from gcore.protocols import RoleDied, RoleError
+from gcore.config.tree import Run
+from gcore.controller.heal import RestartBudget, RoleWatch, is_healable
+from gcore.observe.events import EventLog, read_events
+from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.types import UserError
 from tests.e2e.helpers import gcore_process, rows, steps, train, untimed, write_recipe
 from tests.faults.test_kill import EMULATED
@@ -46,6 +49,20 @@ def test_a_healed_run_equals_one_without_the_fault(tmp_path, expected, case):
 
 
 @pytest.mark.release
+def test_a_rollback_to_a_checkpoint_in_memory(tmp_path, expected):
+    """The only checkpoint on disk would be that of the end."""
+    fault = CASES["kill a controller"]
+    often = ("checkpoint.every=0", "checkpoint.memory_every=1")
+    command = ("train", str(write_recipe(tmp_path)), "run.name=healed", *SHAPE, *EMULATED, *often)
+    run = gcore_process(*command, f"faults.plan={json.dumps([fault])}")
+    folder = tmp_path / "runs" / "healed"
+    assert run.returncode == 0 and "memory/step_" in run.stdout, run.stdout + run.stderr
+    assert [event["event"] for event in read_events(folder)] == ["fault", "rollback"]
+    assert [untimed(row) for row in steps(rows(folder))] == expected
+    assert not (folder / "memory").is_symlink()
+
+
+@pytest.mark.release
 def test_a_healed_run_trains_the_same_weights(tmp_path):
     """With a real trainer and warm start. The engines keep their processes and get the weights of the checkpoint."""
     fault = {"kind": "kill", "role": "trainer-1", "at": "update", "nth": 6 + 3}  # 6 updates of the warm start
@@ -62,10 +79,27 @@ def test_a_healed_run_trains_the_same_weights(tmp_path):
 def test_an_engine_heals_alone(tmp_path, expected, kind):
     fault = {"kind": kind, "role": "engine-1", "at": "generate", "nth": 8}
     faults = f"faults.plan={json.dumps([fault])}"
-    found = train(tmp_path, "healed", *SHAPE, *EMULATED, faults, "run.hang_s=10", "checkpoint.every=0")
+    slow = "training.emulated={seconds_per_token: 5.0e-3}"  # the run lasts longer than the restart of an engine
+    found = train(tmp_path, "healed", *SHAPE, *EMULATED, slow, faults, "run.hang_s=10", "checkpoint.every=0")
     events = [event["event"] for event in read_events(tmp_path / "runs" / "healed")]
     assert events[0] == "fault" and "restarted" in events and "rollback" not in events
     assert ("hung" in events) == (kind == "stop")
+    assert [untimed(row) for row in steps(found)] == expected
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_an_engine_that_fails_during_a_rollback(tmp_path, expected, kind):
+    """The rollback must not wait for an engine that does not answer."""
+    plan = [
+        {"kind": "kill", "role": "controller-1", "at": "rollout", "nth": 4},
+        {"kind": kind, "role": "engine-1", "at": "reset"},
+    ]
+    found = train(tmp_path, "healed", *SHAPE, *EMULATED, f"faults.plan={json.dumps(plan)}", "run.hang_s=10")
+    events = read_events(tmp_path / "runs" / "healed")
+    assert [event["role"] for event in events if event["event"] == "fault"] == ["controller-1", "engine-1"]
+    assert [event["role"] for event in events if event["event"] == "hung"] == ["engine-1"] * (kind == "stop")
+    assert "engine-1" in [event["role"] for event in events if event["event"] == "died"]
     assert [untimed(row) for row in steps(found)] == expected
 
 
@@ -132,3 +166,40 @@ def test_what_a_rollback_can_heal():
     assert not is_healable(RoleDied("ray", "gone"))
     assert not is_healable(RoleError("trainer-0", "ValueError: x", "", kind="ValueError"))
     assert not is_healable(RoleError("trainer-0", "x", "", user_error=True, kind="TimeoutError"))
+
+
+class FakeRuntime:
+    def __init__(self) -> None:
+        self.killed: list[str] = []
+
+    def processes(self):
+        return {"engine-0": 1, "engine-1": 2}
+
+    def kill(self, name: str) -> None:
+        self.killed.append(name)
+
+
+def test_a_replica_that_a_controller_cannot_call(tmp_path, monkeypatch):
+    """Restarted once, if the runtime does not report its death first; after `run.hang_s` if it only does not answer."""
+    now = [0.0]
+    monkeypatch.setattr("gcore.controller.heal.time.monotonic", lambda: now[0])
+    runtime, progress = FakeRuntime(), SimpleNamespace(note=lambda text: None)
+    watch: Any = RoleWatch(runtime, progress, EventLog(tmp_path), Run(hang_s=60))  # type: ignore[arg-type]
+
+    def report(at_s: float, **unreachable: str) -> None:
+        now[0] = at_s
+        names = {name.replace("_", "-"): why for name, why in unreachable.items()}
+        watch.check_reachable([ControllerStatus("controller-0", "", "", 1, unreachable=names)])
+
+    report(0, engine_0="dead")
+    report(4, engine_0="dead")
+    report(5)  # it was restarted
+    report(6, engine_0="dead", engine_1="suspect")
+    report(10, engine_0="dead", engine_1="suspect")
+    assert runtime.killed == []
+    report(12, engine_0="dead", engine_1="suspect")
+    report(20, engine_0="dead", engine_1="suspect")  # the restart is not done yet
+    assert runtime.killed == ["engine-0"]
+    report(67, engine_1="suspect")
+    assert runtime.killed == ["engine-0", "engine-1"]
+    assert [event["event"] for event in read_events(tmp_path)] == ["unreachable"] * 2

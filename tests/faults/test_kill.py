@@ -123,7 +123,7 @@ COMPUTED = ((), signal.SIG_DFL)
     [
         (COMPUTED, "trainer-0"),
         ((EMULATED, signal.SIG_DFL), "controller-1"),
-        ((EMULATED, signal.SIG_DFL), "gcs_server"),
+        pytest.param((EMULATED, signal.SIG_DFL), "gcs_server", marks=pytest.mark.release),
         pytest.param((EMULATED, signal.SIG_DFL), "raylet", marks=pytest.mark.release),
         pytest.param(COMPUTED, "controller-1", marks=pytest.mark.release),
     ],
@@ -153,7 +153,7 @@ def test_kill_the_driver(running):
     ("running", "sent"),
     [
         ((EMULATED, signal.SIG_DFL), signal.SIGINT),
-        ((EMULATED, signal.SIG_IGN), signal.SIGTERM),  # nohup gcore train ... &
+        pytest.param((EMULATED, signal.SIG_IGN), signal.SIGTERM, marks=pytest.mark.release),  # nohup gcore train ... &
     ],
     indirect=["running"],
     ids=["SIGINT", "SIGTERM"],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from gcore.observe.logs import MAX_BYTES
 from tests.e2e.helpers import gcore_process, write_recipe
 from tests.faults.test_kill import EMULATED
@@ -44,6 +46,7 @@ def test_a_reward_that_prints_does_not_flood_the_screen(tmp_path: Path) -> None:
     assert text.startswith(b"flood 0 xxx")
 
 
+@pytest.mark.release
 def test_a_process_that_dies_shows_its_last_lines(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     recipe = write_recipe(tmp_path, workflow=f"{tmp_path / 'dies.py'}:workflow")

@@ -55,7 +55,9 @@ def calm(tmp_path_factory) -> list[dict[str, Any]]:
     return steps(train(tmp_path_factory.mktemp("calm"), "calm", "runtime=local", *overrides("shared", 0.0)))
 
 
-@pytest.mark.parametrize("mode", ["static", "colocated", "dynamic"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(m, marks=pytest.mark.release) for m in ("static", "colocated")), "dynamic"]
+)
 def test_placement_changes_no_sample(tmp_path, calm, mode):
     found = steps(train(tmp_path, mode, "runtime=local", "controllers=1", *overrides(mode, 0.05)))
     same(found, calm)
@@ -63,6 +65,27 @@ def test_placement_changes_no_sample(tmp_path, calm, mode):
     assert (sum(moves) == 0) is (mode == "static") and (mode != "colocated" or min(moves) >= 4)
     for row in found:
         assert row["placement/split/policy"] + row["placement/split/critic"] <= 4 + 1e-6
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("slots", [4, 2])
+def test_a_resumed_run_keeps_what_placement_has_learned(tmp_path, slots):
+    """The rule counts its steps. With other devices only lengths and speeds are kept, and the rule starts again."""
+    base = (
+        "runtime=local",
+        "controllers=1",
+        *overrides("dynamic", 0.02),
+        "checkpoint.every=2",
+        "checkpoint.keep_last=9",
+    )
+    train(tmp_path, "learned", *base)
+    run = tmp_path / "runs" / "learned"
+    whole = json.loads((run / f"step_{STEPS}" / "state.json").read_text())["placement"]
+    train(tmp_path, "learned", *base, f"run.resume={run / 'step_2'}", f"placement.slots={slots}")
+    resumed = json.loads((run / f"step_{STEPS}" / "state.json").read_text())["placement"]
+    assert whole["rule"]["step"] == STEPS and resumed["rule"]["step"] == (STEPS if slots == 4 else STEPS - 2)
+    lengths = [len(found["monitor"]["lengths"]["policy"]) for found in (whole, resumed)]
+    assert lengths[0] == lengths[1]
 
 
 class Patient(Held):

@@ -17,7 +17,7 @@ from gcore.models import load_scorer
 from gcore.observe.metrics import read_rows
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import RoleDied
-from gcore.runtime.ray import Process
+from gcore.runtime.ray_process import Process
 from tests.e2e.helpers import RECIPE, rows, steps, train
 from tests.faults.test_kill import LIMIT_S, Running, alive
 
@@ -139,7 +139,7 @@ def calm(tmp_path_factory, panel):
 @pytest.mark.parametrize(
     "roles",
     [
-        ("judge-critic-0", "scorer-scorer-0"),
+        pytest.param(("judge-critic-0", "scorer-scorer-0"), marks=pytest.mark.release),
         pytest.param(("judge-critic-0",), marks=pytest.mark.release),
         pytest.param(("scorer-scorer-0",), marks=pytest.mark.release),
     ],

@@ -105,6 +105,9 @@ def assert_nothing_is_lost(found: list[list[Collected]], per_step: int = 8) -> C
     return dropped
 
 
+SLOW = pytest.mark.release  # several time limits
+
+
 def write(tmp_path: Any, body: str, timeout_s: float = 30) -> Rewards:
     file = tmp_path / "f.py"
     file.write_text(COMMON + body)
@@ -116,7 +119,7 @@ def with_workers(rewards: Rewards) -> list[WeightedRewarder]:
     return [WeightedRewarder(sources_of(rewards, 1), backoff_s=0.01) for _ in range(CONTROLLERS)]
 
 
-@pytest.mark.parametrize("fault", ALWAYS)
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=SLOW) if f in ("hangs", "spins") else f for f in ALWAYS])
 def test_a_function_that_fails_some_prompts(tmp_path, fault):
     """The unlucky prompts among those drawn, and no others, are dropped, each after two tries."""
     head = "def f(completions, answer, **_):\n"

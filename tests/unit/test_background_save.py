@@ -155,6 +155,23 @@ def test_copied_shards_keep_no_memory_alive():
     assert all(shard.values.is_meta for shards in saver._groups.values() for shard in shards)
 
 
+def test_without_a_copy_the_shards_are_written_as_they_are_and_no_memory_is_kept(tmp_path):
+    """checkpoint.asynchronous=false: the caller waits for the files."""
+    saver, tensor = BackgroundWriter(0, CPU, copies=False), torch.arange(6.0).reshape(2, 3)
+    assert saver.stage({"weights": [Shard("a", (2, 3), (0, 0), tensor)]}, {}) == 24
+    written = saver.write(tmp_path, {})
+    saver.fence()
+    assert written.done() and not written.result().error and saver.host_bytes == 0 and not saver._groups
+    assert torch.equal(tensors.read(tmp_path / "weights", ["a"])["a"], tensor)
+
+
+def test_without_a_copy_shards_that_change_before_they_are_written_are_not_saved(tmp_path):
+    saver = BackgroundWriter(0, CPU, copies=False)
+    saver.stage({"weights": [Shard("a", (4,), (0,), torch.zeros(4))]}, {})
+    saver.fence()  # as every function of the compute thread calls it
+    assert "Abandoned" in saver.write(tmp_path, {}).result().error
+
+
 def test_a_second_snapshot_does_not_overwrite_the_one_that_is_written(tmp_path):
     saver = BackgroundWriter(0, CPU)
     saver.stage({"weights": [Shard("a", (4,), (0,), torch.zeros(4))]}, {})
@@ -242,7 +259,7 @@ def test_a_load_brings_a_living_rank_exactly_to_the_saved_state(tmp_path, sectio
         await trainer.prepare(batch_of(samples))
         batch = dataclasses.replace(batch_of(samples), advantages={s.key: s.reward for s in samples})
         mini = batch.mini_batches[0]
-        trainer._fill_advantages(batch)
+        trainer._fill_targets(batch)
         objective = trainer._objective(batch, mini)  # gradients without a step
         await trainer._in_thread(trainer.backend.forward_backward, mini.micro_batches, trainer._data, objective)
         trainer._bad_in_a_row = 2

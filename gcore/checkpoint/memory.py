@@ -1,0 +1,72 @@
+"""Checkpoints in the memory of the machine, between those on disk. They outlive every process, but not the machine.
+
+    runs/NAME/memory ──symbolic link──> /dev/shm/gcore-checkpoint-XXXX/step_N      the newest one
+
+A process that dies takes its own memory with it, so the copy is in shared memory, which belongs to the kernel. Its
+format is that of a checkpoint on disk. It is deleted when the run ends, and when a newer checkpoint is on disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from gcore.checkpoint import store
+from gcore.types import UserError
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX, LINK, OWNER = "gcore-checkpoint-", "memory", "owner"
+
+
+def check_memory(num_nodes: int) -> None:
+    """UserError if a run on these machines cannot have checkpoints in memory."""
+    key = "checkpoint.memory_every"
+    if num_nodes > 1:
+        raise UserError(f"{key}: got a run on {num_nodes} nodes, which share no memory; expected one, or {key}=0")
+    if not SHARED_MEMORY.is_dir():
+        raise UserError(f"{key}: this machine has no {SHARED_MEMORY}; expected Linux, or {key}=0")
+
+
+def open_memory(run_folder: Path) -> None:
+    """Make the folder in shared memory, or keep that of the run before, which may have a checkpoint."""
+    _delete_abandoned()
+    link = run_folder / LINK
+    if link.is_dir():
+        return
+    link.unlink(missing_ok=True)  # the machine was started again
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
+    link.symlink_to(folder)
+    (folder / OWNER).write_text(str(link.absolute()))
+
+
+def close_memory(run_folder: Path) -> None:
+    """Delete the checkpoints in memory, if there are any."""
+    link = run_folder / LINK
+    if link.is_symlink():
+        shutil.rmtree(link.resolve(), ignore_errors=True)
+        link.unlink()
+
+
+def complete(run_folder: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first. If one step has two, that on disk comes after that in memory."""
+    return sorted([*store.complete(run_folder / LINK), *store.complete(run_folder)], key=store.position)
+
+
+def is_in_memory(checkpoint: Path) -> bool:
+    return checkpoint.parent.name == LINK
+
+
+def drop(run_folder: Path) -> None:
+    """Delete the checkpoints in memory: a newer one is on disk, or the run continues from an earlier step."""
+    for checkpoint in store.complete(run_folder / LINK):
+        shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def _delete_abandoned() -> None:
+    """Folders of runs that were deleted or renamed. If `run.dir` is not here either, the run may be that of a container
+    that shares this memory."""
+    for owner in SHARED_MEMORY.glob(f"{PREFIX}*/{OWNER}"):
+        link = Path(owner.read_text())
+        if link.parents[1].is_dir() and link.resolve() != owner.parent.resolve():
+            shutil.rmtree(owner.parent, ignore_errors=True)

@@ -1,0 +1,92 @@
+"""Copies of checkpoints at a URL: complete or not there, fetched if newer, deleted with their originals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from gcore.checkpoint import store
+from gcore.checkpoint.remote import Remote
+from gcore.types import UserError
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path):
+    if request.param == "memory":
+        files = fsspec.filesystem("memory")
+        files.rm("/copies", recursive=True) if files.exists("/copies") else None
+        return "memory://copies"
+    return f"file://{tmp_path}/copies"
+
+
+def checkpoint(folder: Path, step: int, kind: store.Kind = "step") -> Path:
+    partial = store.begin(folder, step, 0, kind)
+    (partial / "weights").mkdir()
+    entry = store.write_file(partial / "weights/0-0.safetensors", [bytes([step]) * 100])
+    return store.commit(partial, {"weights/0-0.safetensors": entry}, {"step": step})
+
+
+def test_the_newest_copy_is_fetched_whole(tmp_path, url):
+    remote = Remote(url, "demo")
+    remote.check()
+    for step, kind in ((9, "warm"), (2, "step"), (10, "step")):
+        remote.copy_out(checkpoint(tmp_path / "a", step, kind))
+    assert remote.names() == ["warm_9", "step_2", "step_10"]
+    fetched = Remote(url, "demo").fetch(tmp_path / "b")
+    assert fetched == tmp_path / "b" / "step_10"
+    assert store.damage(fetched) is None and store.read_state(fetched) == {"step": 10}
+    assert remote.fetch(tmp_path / "b") is None, "it is there already"
+    assert Remote(url, "other").fetch(tmp_path / "c") is None
+
+
+def test_a_copy_without_its_manifest_does_not_count(tmp_path, url, monkeypatch):
+    remote, first = Remote(url, "demo"), checkpoint(tmp_path / "a", 1)
+    remote.copy_out(first)
+    second = checkpoint(tmp_path / "a", 2)
+    put = remote._files.put_file
+
+    def failing(source, target, **options):
+        if source.endswith(store.MANIFEST):
+            raise OSError("connection lost")
+        return put(source, target, **options)
+
+    monkeypatch.setattr(remote._files, "put_file", failing)
+    with pytest.raises(OSError, match="connection lost"):
+        remote.copy_out(second)
+    monkeypatch.undo()
+    assert remote.names() == ["step_1"]
+    fetched = remote.fetch(tmp_path / "b")
+    assert fetched is not None and fetched.name == "step_1"
+
+
+def test_copies_are_deleted_with_their_checkpoints(tmp_path, url):
+    remote = Remote(url, "demo")
+    for step in (1, 2, 3):
+        newest = checkpoint(tmp_path / "a", step)
+        store.retain(newest, store.Retention(last=2))
+        remote.copy_out(newest)
+    assert remote.names() == ["step_2", "step_3"]
+
+
+def test_a_damaged_copy_is_noticed_after_the_fetch(tmp_path, url):
+    remote = Remote(url, "demo")
+    remote.copy_out(checkpoint(tmp_path / "a", 1))
+    remote._files.pipe_file(f"{remote._root}/step_1/weights/0-0.safetensors", b"x" * 100)
+    fetched = remote.fetch(tmp_path / "b")
+    assert fetched is not None and store.damage(fetched) == "weights/0-0.safetensors"
+    assert json.loads((fetched / store.MANIFEST).read_text())["format"] == store.FORMAT
+
+
+@pytest.mark.parametrize("bad", ["nosuch://bucket", "s3://bucket"])
+def test_a_url_without_a_driver_is_refused(bad):
+    with pytest.raises(UserError, match=r"checkpoint.copy_to=.*cannot be opened"):
+        Remote(bad, "demo")
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write there"):
+        Remote(f"file://{tmp_path}/file", "demo").check()
