@@ -10,6 +10,8 @@ sampled token; a Qwen2 shape with random weights in bfloat16. Parts, each in a p
   start; the pool then has 1, 2 or 4 of them, and the requests are divided among those. The others are idle.
 - vllm-mps: the same under NVIDIA's Multi-Process Service, which this script starts and stops: kernels of several
   processes run at the same time instead of in turns.
+- exact: requests with seeds, three times with the same engine: in runs of steps, in runs whose steps vLLM prepares, and
+  step by step. Prints how many of 64 requests have the same tokens, and by how much their logprobs differ.
 - llm: vLLM's own `LLM.generate`, as vLLM starts it, without G-Core
 - sglang, sglang-eager: G-Core's SGLang engine with and without CUDA graphs, and its sleep and wake. Skipped if SGLang
   cannot be imported.
@@ -43,7 +45,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from worker import run_worker, save, started_at  # noqa: E402
 
-PARTS = ("vllm", "vllm-mps", "llm", "sglang", "sglang-eager")
+PARTS = ("vllm", "vllm-mps", "exact", "llm", "sglang", "sglang-eager")
 PROMPT = 64
 MPS = "nvidia-cuda-mps-control"
 MPS_S = 30  # limit of each command to its daemon
@@ -136,6 +138,37 @@ async def sleep_seconds(engine: Any) -> dict[str, float]:
     slept = await engine.sleep(1)
     woken = await engine.wake()
     return {"sleep_s": slept.seconds, "freed_gb": slept.gigabytes, "wake_s": woken.seconds}
+
+
+async def measure_exact(args: argparse.Namespace) -> None:
+    """Requests that end at different times, by a stop token or by their limit."""
+    from gcore.content.tokens import Tokens
+    from gcore.generation import vllm_run
+    from gcore.generation.vllm import VllmBackend, VllmEngine
+    from gcore.generation.vllm_core import VllmOptions
+    from gcore.types import Request, SamplingParams
+
+    options = VllmOptions(64, PROMPT + args.tokens, "bfloat16", memory_fraction=0.4, dummy=True, seeds=True)
+    engine = VllmEngine(args.folder, options)
+    backend = engine.backend
+    assert isinstance(backend, VllmBackend) and backend._runs is not None, "vLLM has another model runner here"
+    limits = [max(1, args.tokens // 5 + 3 * i) for i in range(64)]
+    requests = [
+        Request(Tokens(np.array(p, np.int32)), SamplingParams(min(limits[i], args.tokens), stop_tokens=(7, 9, 11)), i)
+        for i, p in enumerate(prompts(64, 5))
+    ]
+    runs = await engine.generate(requests)
+    vllm_run.RepeatedStep.of = classmethod(lambda *_: None)  # type: ignore[assignment]
+    prepared = await engine.generate(requests)
+    vllm_run.PLANNED_STEPS = 1
+    single = await engine.generate(requests)
+    found = {}
+    for name, other in (("prepared by vLLM", prepared), ("step by step", single)):
+        pairs = [(a, b) for a, b in zip(runs, other, strict=True)]
+        same = [(a, b) for a, b in pairs if np.array_equal(a.content.tokens_S, b.content.tokens_S)]
+        most = max((float(abs(a.logprobs_S - b.logprobs_S).max()) for a, b in same), default=float("nan"))
+        found[name] = f"{len(same)} of {len(pairs)} equal, logprobs differ by at most {most:.1e}"
+    save({"start_s": time.time() - started_at(), "exact": found})
 
 
 # ---- references ------------------------------------------------------------------------------------------------------
@@ -240,6 +273,8 @@ def main() -> None:
         return write_random_model(args.model, args.folder)
     if args.worker == "llm":
         return measure_llm(args)
+    if args.worker == "exact":
+        return asyncio.run(measure_exact(args))
     if args.worker:
         return asyncio.run(measure_pool(args.worker, args))
     work = args.work or Path(tempfile.mkdtemp(prefix="gpu-decode-"))
@@ -267,7 +302,10 @@ def usable(part: str, args: argparse.Namespace) -> bool:
     if part == "vllm-mps" and (args.cpu or shutil.which(MPS) is None):
         print(f"{part}: skipped, {MPS} is not here", file=sys.stderr)
         return False
-    library = part.split("-")[0] if part != "llm" else "vllm"
+    if part == "exact" and args.cpu:
+        print(f"{part}: skipped, it needs a GPU", file=sys.stderr)
+        return False
+    library = part.split("-")[0] if part not in ("llm", "exact") else "vllm"
     if importlib.util.find_spec(library) is None:
         print(f"{part}: skipped, {library} cannot be imported", file=sys.stderr)
         return False
@@ -309,11 +347,12 @@ def show(record: dict[str, Any], args: argparse.Namespace) -> None:
             for count in dict.fromkeys(engines for engines, _ in rows):
                 cells = (value(rows[count, s]) if (count, s) in rows else f"{'-':>10}" for s in args.sizes)
                 print(f"{part + f', {count} process' + 'es' * (count > 1):<24}" + "".join(cells))
-            if not rows:
+            if not rows and part != "exact":
                 print(f"{part:<24}  {found.get('error', 'no result')}")
     print()
     for part, found in record["parts"].items():
         notes = [f"{key} {number:.2f}" for key, number in found.get("sleep", {}).items()]
+        notes += [f"{key}: {text}" for key, text in found.get("exact", {}).items()]
         notes += [found["error"]] if "error" in found else []
         print(
             f"{part}: ready after {found.get('start_s', float('nan')):.0f} s" + "".join(f", {note}" for note in notes)

@@ -211,7 +211,8 @@ def measure_run(args: argparse.Namespace) -> None:
     threading.Thread(target=watch_gpu, args=(gpu,), daemon=True).start()
     sizes = {"prompts": 4, "siblings": 4} if args.cpu else {"prompts": 16, "siblings": 8}
     changes = [f"training.offload={'none' if args.cpu else 'optimizer'}", "training.activation_checkpointing=true"]
-    changes += ["placement.object_store_mb=2048"]  # the host's memory is for the moments
+    # the host's memory is for the moments: no large object store, no copy for checkpoints
+    changes += ["placement.object_store_mb=2048", "checkpoint.asynchronous=false"]
     options = argparse.Namespace(
         **sizes, cpu=args.cpu, mix=["fixed"], steps=1, tokens=args.tokens, prompt_length=args.tokens // 8
     )

@@ -20,8 +20,9 @@ Systems:
 - gcore-checkpointing: the first with activation checkpointing
 - trl: GRPOTrainer with its defaults (gradient checkpointing, float32 weights with bfloat16 autocast, importance
   sampling correction, which needs another forward pass), fused AdamW, 32 x 8 sequences per step
+- trl-sleep: `trl` with vLLM's sleep mode and its text, as a user would start it
 - trl-fast: without checkpointing and without the correction, 16 x 16: less work per step than `trl`, more memory
-For TRL, vLLM makes no text (detokenize=False) and does not sleep: its memory fits beside the trainer's.
+In `trl` and `trl-fast`, vLLM makes no text (detokenize=False) and does not sleep: its memory fits beside the trainer's.
 
 Columns: seconds; tokens/s of generation; model FLOPs of training per second over the rate of a large matrix product,
 measured by the same command; seconds from the start of the process to the start of the first step; mean difference of
@@ -58,6 +59,7 @@ SYSTEMS = {
     "gcore-local": "runtime=local",
     "gcore-checkpointing": "Ray, training.activation_checkpointing=true",
     "trl": "TRL's defaults, 32 x 8 sequences",
+    "trl-sleep": "TRL's defaults, 32 x 8 sequences, vLLM sleeps and makes text",
     "trl-fast": "TRL without checkpointing and without correction, 16 x 16 sequences",
 }
 MIXES = ("fixed", "tailed")
@@ -219,7 +221,7 @@ def run_trl(system: str, args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    rows, fast = rows_of(args), system == "trl-fast"
+    rows, fast, sleeps = rows_of(args), system == "trl-fast", system == "trl-sleep"
     micro = args.micro // 2 if fast else args.micro  # without checkpointing, 32 sequences would fill the GPU
     tokenizer = AutoTokenizer.from_pretrained(str(args.folder), padding_side="left")
     clock: dict[str, float] = {}
@@ -299,9 +301,9 @@ def run_trl(system: str, args: argparse.Namespace) -> None:
                 vllm_mode="colocate",
                 vllm_gpu_memory_utilization=0.2,
                 vllm_max_model_length=args.prompt_length + args.tokens,
-                vllm_enable_sleep_mode=False,
+                vllm_enable_sleep_mode=sleeps,
                 vllm_importance_sampling_correction=not fast,
-                generation_kwargs={"ignore_eos": True, "detokenize": False},
+                generation_kwargs={"ignore_eos": True, "detokenize": sleeps},
                 max_steps=total_steps(args),
                 learning_rate=LR,
                 lr_scheduler_type="constant",

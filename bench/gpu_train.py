@@ -222,7 +222,7 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     plain, ours, theirs = network_of(args, device).to(dtype), [], []
     for micro in batch.mini_batches[0].micro_batches:
-        packed = to_tensors(micro, by_key, device, trainer.backend._varlen)
+        packed = to_tensors(micro, by_key, device, trainer.backend.policy.varlen)
         found, _ = trainer.backend.policy(*packed.inputs)
         for i, key in enumerate(packed.keys):
             content = by_key[key].content

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 class RowCache(Cache):
     """Keys and values as [rows, heads, length, dim] per layer. Implements the Cache of transformers.
 
-    Before each forward pass the engine calls `begin_prefill` (these rows, from position 0 on) or `begin_step` (one
+    Before each forward pass the engine calls `begin_prefill` (these rows, from one position on) or `begin_step` (one
     more token for each of the first n rows, each at its own position).
     """
 
@@ -22,6 +22,7 @@ class RowCache(Cache):
         self.layers = []  # transformers reads layer kinds from here; none of them applies
         self.num_rows = self.length = self.read_length = 0
         self._rows: Tensor | None = None  # rows of the current prefill; None in a decoding step
+        self._start = 0  # of the current prefill
         self._step_rows: Tensor | None = None
         self._write_at: Tensor | None = None
 
@@ -41,9 +42,10 @@ class RowCache(Cache):
                     new[: old.shape[0], :, : old.shape[2]] = old
                     tensors[i] = new
 
-    def begin_prefill(self, rows: Tensor, width: int) -> None:
+    def begin_prefill(self, rows: Tensor, width: int, start: int = 0) -> None:
+        """Of the tokens from `start` to `width`. Those before `start` are in the cache."""
         self.reserve(0, width)
-        self._rows, self.read_length = rows, width
+        self._rows, self._start, self.read_length = rows, start, width
 
     def begin_step(self, positions_B: Tensor, read_length: int) -> None:
         self._rows, self.read_length = None, read_length
@@ -56,9 +58,11 @@ class RowCache(Cache):
         if self._rows is None:
             return self.write_step(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
         keys, values = self._at(layer_idx, key_states, value_states)
-        keys[self._rows, :, : key_states.shape[2]] = key_states
-        values[self._rows, :, : key_states.shape[2]] = value_states
-        return key_states, value_states
+        keys[self._rows, :, self._start : self.read_length] = key_states
+        values[self._rows, :, self._start : self.read_length] = value_states
+        if not self._start:
+            return key_states, value_states
+        return keys[self._rows, :, : self.read_length], values[self._rows, :, : self.read_length]
 
     def write_step(self, layer: int, keys_BHD: Tensor, values_BHD: Tensor) -> tuple[Tensor, Tensor]:
         """Add one token per row. Returns all keys and values that the rows may attend to."""

@@ -1,4 +1,4 @@
-"""One decoding step of the Llama family (Llama, Mistral, Qwen2, Qwen3), with few operations.
+"""One decoding step of the Llama family (Llama, Mistral, Qwen2, Qwen3, also in Qwen-VL), with few operations.
 
 The modules of transformers are general. At one token per row their overhead costs several times the arithmetic of a
 small model. This file does the same arithmetic on the same weights: one matrix product for queries, keys and values,
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "qwen3_vl_text")
 
 
 class LayerCache(Protocol):
@@ -42,7 +42,7 @@ class FusedDecoder:
     """`step(tokens, positions, masks, cache)` -> logits, with one mask per layer. `supports`: for which models."""
 
     def __init__(self, model: Any, max_length: int) -> None:
-        config, body = model.config, model.get_decoder()
+        config, body = model.config.get_text_config(), model.get_decoder()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps = config.rms_norm_eps
@@ -50,6 +50,8 @@ class FusedDecoder:
         self.head: nn.Linear = model.get_output_embeddings()
         self.layers = [self._fuse(layer) for layer in body.layers]
         positions = torch.arange(max_length, device=self.embedding.device)[None]
+        if config.model_type == "qwen2_5_vl_text":  # one row per axis; all axes of a generated token are equal
+            positions = positions.expand(3, 1, -1)
         cos, sin = body.rotary_emb(self.embedding[:1, None], positions)
         sign = torch.ones(self.head_dim, device=sin.device, dtype=sin.dtype)
         sign[: self.head_dim // 2] = -1  # rotated x = x cos + swapped(x) sin; the first half of swapped is negated
@@ -57,7 +59,8 @@ class FusedDecoder:
 
     @staticmethod
     def supports(model: Any) -> bool:
-        return model.config.model_type in FAMILIES and model.config.hidden_act == "silu"
+        config = model.config.get_text_config()
+        return config.model_type in FAMILIES and config.hidden_act == "silu"
 
     def _fuse(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

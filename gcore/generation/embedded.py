@@ -18,15 +18,17 @@ on GPUs, the last bits depend on the batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from gcore.decoders import as_argument, traits_of
+from gcore.content.tokens import compact_experts, tokens_of
+from gcore.decoders import as_argument, routers_of, traits_of
 from gcore.generation.cache import RowCache
 from gcore.generation.decoder import FusedDecoder
 from gcore.generation.engine_shell import Ended, Step, SteppedEngine
@@ -34,13 +36,18 @@ from gcore.generation.jobs import Job
 from gcore.generation.request_check import check_request
 from gcore.generation.sampling import Rows, sample
 from gcore.generation.sleep import GIB, SleepState
+from gcore.generation.vision import VisionPrefill
 from gcore.models import Adapters
 from gcore.observe.trace import Tracer
-from gcore.types import Request
+from gcore.types import Floats, Request
+from gcore.vision_models import takes_images
 from gcore.weights.receiver import Base, WeightReceiver
 
 ROW_BLOCK = 8
 KEY_BLOCK = 32
+SCORED_TOKENS = 16384  # per batch of `score`
+PREFILL_TOKENS = 16384  # per batch of prompts. A longer prompt is alone, and is prefilled in chunks
+PREFILL_CHUNK = 1024  # tokens: the mask of a chunk has this number of rows
 
 
 def _round_up(value: int, block: int) -> int:
@@ -82,15 +89,22 @@ class EmbeddedBackend:
         self._model, self._threads, self._device = model, threads, model.device
         self._traits = traits_of(model.config)
         self._max_rows, self._max_length = max_concurrent, max_length
-        self._cache = RowCache(model.config.num_hidden_layers)
+        self._num_layers = model.config.get_text_config().num_hidden_layers
+        self._cache = RowCache(self._num_layers)
         self.jobs: list[Job] = []  # jobs[i] has row i of the cache
         self._lengths = np.zeros(_round_up(max_concurrent, ROW_BLOCK), np.int64)  # tokens already in the cache, by row
+        self._offsets = np.zeros_like(self._lengths)  # position - number of a new token: not 0 after images, by row
         self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
         self._rows = Rows(len(self._lengths))
         self._fused = FusedDecoder(model, max_length) if fused and FusedDecoder.supports(model) else None
         self._parameters = dict(model.named_parameters())
+        self._routers = routers_of(model)
         embedding: Any = model.get_input_embeddings()
         self._vocabulary = len(embedding.weight)
+        self._vision: VisionPrefill | None = None
+        if takes_images(model):
+            self._vision = VisionPrefill(model, self._traits)
+            self._vocabulary = max(self._vocabulary, model.config.image_token_id + 1)  # prompts may have it
         self._receiver = self._make_receiver(adapters)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
@@ -117,11 +131,13 @@ class EmbeddedBackend:
             self._parameters[name].copy_(tensor)
 
     def finish_load(self) -> Collection[Job]:
+        if self._vision is not None:
+            self._vision.forget()
         return ()
 
     def free(self, level: int) -> float:
         freed = self._cache.nbytes
-        self._cache = RowCache(self._model.config.num_hidden_layers)
+        self._cache = RowCache(self._num_layers)
         return freed / GIB
 
     def allocate(self, tags: Sequence[str]) -> float:
@@ -130,7 +146,8 @@ class EmbeddedBackend:
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        check_request(request, self._max_length, self._vocabulary)
+        images = self._vision is not None
+        check_request(request, self._max_length, self._vocabulary, accepts_images=images, scores=True)
 
     def room(self, waiting: int) -> int:
         return min(self._max_rows - len(self.jobs), waiting)
@@ -147,8 +164,9 @@ class EmbeddedBackend:
             tokens_T = job.content.tokens_T
             self._lengths[i], self._last[i] = len(tokens_T) - 1, tokens_T[-1]
             self._rows.put(i, job.request)
+            self._offsets[i] = self._vision.offset(job.content) if self._vision and job.content.media else 0
             if len(tokens_T) > 1:
-                prompts.setdefault(tokens_T[:-1].tobytes(), []).append(i)
+                prompts.setdefault(job.content.prefix_key(), []).append(i)
         self.jobs.extend(jobs)
         if prompts:
             self._prefill(list(prompts.values()))
@@ -160,7 +178,7 @@ class EmbeddedBackend:
         start = 0
         while start < len(groups):
             stop = start + 1
-            while stop < len(groups) and (stop + 1 - start) * self._lengths[groups[stop][0]] <= 16384:
+            while stop < len(groups) and (stop + 1 - start) * self._lengths[groups[stop][0]] <= PREFILL_TOKENS:
                 stop += 1
             part, start = groups[start:stop], stop
             width = _round_up(int(max(self._lengths[rows[0]] for rows in part)), KEY_BLOCK)
@@ -168,25 +186,78 @@ class EmbeddedBackend:
             for i, rows in enumerate(part):
                 length = self._lengths[rows[0]]
                 tokens[i, :length] = self.jobs[rows[0]].content.tokens_T[:-1]
+            if width > PREFILL_TOKENS and self._vision is None:
+                self._prefill_in_chunks(part[0], torch.from_numpy(tokens))
+                continue
             position = torch.arange(width, device=self._device)
-            masks = self._traits.masks(position <= position[:, None], position[:, None], self._model.dtype)
+            positions, inputs, blocks = position[None].expand(len(part), -1), dict[str, Any](), None
+            if self._vision is not None:
+                contents = [self.jobs[rows[0]].content for rows in part]
+                inputs, positions, blocks = self._vision.inputs(torch.from_numpy(tokens).to(self._device), contents)
+            causal = position <= position[:, None]
+            masks = self._traits.masks(causal, position[:, None], self._model.dtype, blocks)
             masks = {kind: mask.expand(len(part), 1, width, width) for kind, mask in masks.items()}
             cache = self._cache
             cache.begin_prefill(torch.tensor([rows[0] for rows in part], device=self._device), width)
-            self._forward(torch.from_numpy(tokens), position[None].expand(len(part), -1), masks)
+            passed = partial(self._forward, torch.from_numpy(tokens), positions, masks, inputs)
+            _, experts = self._watched(passed, [row for rows in part for row in rows])
+            if experts is not None:
+                self._keep_prefill(part, experts.reshape(len(part), width, *experts.shape[1:]))
             for rows in part:
                 if len(rows) > 1:
                     cache.copy_row(rows[0], rows[1:], int(self._lengths[rows[0]]))
 
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, masks: dict[str, torch.Tensor]) -> torch.Tensor:
-        output = self._model(
-            input_ids=tokens.to(self._device),
-            position_ids=positions,
-            attention_mask=as_argument(masks),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+    def _watched(
+        self, compute: Callable[[], torch.Tensor], rows: Iterable[int]
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """The result, and the experts of each token if one of the rows keeps them."""
+        if self._routers is None or not any(self.jobs[row].request.params.keep_experts for row in rows):
+            return compute(), None
+        result, experts = self._routers.watch(compute)
+        return result, compact_experts(experts.cpu().numpy(), self._routers.num_experts)
+
+    def _keep_prefill(self, groups: Sequence[Sequence[int]], experts: np.ndarray, start: int = 0) -> None:
+        """Those of tokens that the request has none of: in a later turn, earlier tokens keep what they were sampled
+        with. `start`: the position of the first token."""
+        for group, rows in enumerate(groups):
+            for job in (self.jobs[row] for row in rows):
+                if job.request.params.keep_experts:
+                    known = 0 if job.content.experts is None else len(job.content.experts)
+                    length = int(self._lengths[rows[0]])
+                    job.experts.append(experts[group, max(known - start, 0) : max(length - start, 0)])
+
+    def _prefill_in_chunks(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
+        """One prompt, in memory that grows with its length and not with the square of it. The length of a prompt alone
+        decides whether it is computed in this way, so the result is the same in any batch."""
+        width, row = tokens.shape[1], torch.tensor(rows[:1], device=self._device)
+        for start in range(0, width, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, width)
+            position = torch.arange(start, stop, device=self._device)
+            seen = torch.arange(stop, device=self._device) <= position[:, None]
+            masks = self._traits.masks(seen, position[:, None], self._model.dtype)
+            self._cache.begin_prefill(row, stop, start)
+            masks = {kind: mask[None, None] for kind, mask in masks.items()}
+            _, experts = self._watched(partial(self._forward, tokens[:, start:stop], position[None], masks), rows)
+            if experts is not None:
+                self._keep_prefill([rows], experts[None], start)
+        if len(rows) > 1:
+            self._cache.copy_row(rows[0], list(rows[1:]), int(self._lengths[rows[0]]))
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        masks: dict[str, torch.Tensor],
+        inputs: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """`inputs`: of the decoder, instead of tokens."""
+        state = {"past_key_values": self._cache, "use_cache": True, "attention_mask": as_argument(masks)}
+        if self._vision is not None:  # the joint modules of transformers would search for images
+            inputs = inputs or {"input_ids": tokens.to(self._device)}
+            decoder, head = self._model.get_decoder(), self._model.get_output_embeddings()
+            hidden = decoder(**inputs, position_ids=positions, **state).last_hidden_state
+            return self._traits.scaled(head(hidden[:, -1]))
+        output = self._model(input_ids=tokens.to(self._device), position_ids=positions, logits_to_keep=1, **state)
         return output.logits[:, -1]
 
     @torch.inference_mode()
@@ -201,10 +272,16 @@ class EmbeddedBackend:
         seen = torch.arange(read_length, device=self._device) <= at_B111
         masks = self._traits.masks(seen, at_B111, self._model.dtype)
         self._cache.begin_step(positions_B, read_length)
+        if self._vision is not None:
+            self._offsets[n:padded] = 0
+            positions_B = positions_B + torch.from_numpy(self._offsets[:padded].copy()).to(self._device)
+        experts = None
         if self._fused is not None:
-            logits = self._fused.step(tokens_B, positions_B, [masks[kind] for kind in self._traits.kinds], self._cache)
+            masks_by_layer = [masks[kind] for kind in self._traits.kinds]
+            logits = self._traits.allowed(self._fused.step(tokens_B, positions_B, masks_by_layer, self._cache))
         else:
-            logits = self._forward(tokens_B[:, None], positions_B[:, None], masks)
+            passed = partial(self._forward, tokens_B[:, None], positions_B[:, None], masks)
+            logits, experts = self._watched(passed, range(n))
         tokens, logprobs, candidates = sample(logits[:n], self._rows)
         self._lengths[:n] += 1
         self._last[:n] = tokens
@@ -214,10 +291,49 @@ class EmbeddedBackend:
             job.logprobs.append(logprob)
             if i in candidates:
                 job.candidates.append(candidates[i])
+            if experts is not None and job.request.params.keep_experts:
+                job.experts.append(experts[i : i + 1])
             if token in job.request.params.stop_tokens or len(job.tokens) == job.request.params.max_tokens:
                 ended.append((job, job.finish))
         self.remove([job for job, _ in ended])
         return Step(n, ended)
+
+    @torch.inference_mode()
+    def score(self, requests: Sequence[Request]) -> list[Floats]:
+        """Batches have one width, which depends only on the length of a request: see rewarding/scalar.py."""
+        by_width: dict[int, list[int]] = {}
+        for i, request in enumerate(requests):
+            by_width.setdefault(_round_up(request.content.size, KEY_BLOCK), []).append(i)
+        found: dict[int, Floats] = {}
+        for width, numbers in sorted(by_width.items()):
+            rows = max(1, SCORED_TOKENS // width)
+            for first in range(0, len(numbers), rows):
+                part = numbers[first : first + rows]
+                found |= zip(part, self._score([requests[i] for i in part], width), strict=True)
+        return [found[i] for i in range(len(requests))]
+
+    def _score(self, requests: Sequence[Request], width: int) -> list[Floats]:
+        contents = [tokens_of(request.content) for request in requests]
+        tokens = np.zeros((_round_up(len(contents), ROW_BLOCK), width), np.int64)
+        for row, content in enumerate(contents):
+            tokens[row, : content.size] = content.tokens_T
+        position = torch.arange(width, device=self._device)
+        masks = self._traits.masks(position <= position[:, None], position[:, None], self._model.dtype)
+        hidden = self._model.get_decoder()(
+            input_ids=torch.from_numpy(tokens).to(self._device),
+            position_ids=position[None].expand(len(tokens), -1),
+            attention_mask=as_argument({k: mask.expand(len(tokens), 1, width, width) for k, mask in masks.items()}),
+            use_cache=False,
+        ).last_hidden_state
+        head: Any = self._model.get_output_embeddings()
+        found = []
+        for row, (request, content) in enumerate(zip(requests, contents, strict=True)):
+            steps = torch.from_numpy(content.tokens_S.astype(np.int64)).to(self._device)
+            before = hidden[row, len(content.tokens_P) - 1 : content.size - 1]  # they predict the steps
+            padded = torch.nn.functional.pad(before, (0, 0, 0, _round_up(len(steps), ROW_BLOCK) - len(steps)))
+            logits = self._traits.scaled(head(padded).float())[: len(steps)] / (request.params.temperature or 1.0)
+            found.append(torch.log_softmax(logits, -1).gather(-1, steps[:, None])[:, 0].cpu().numpy())
+        return found
 
     def flush_steps(self) -> Iterable[Step]:
         return ()
@@ -233,5 +349,6 @@ class EmbeddedBackend:
             if i != last:
                 self._cache.copy_row(last, [i], int(self._lengths[last]))
                 self.jobs[i], self._lengths[i], self._last[i] = self.jobs[last], self._lengths[last], self._last[last]
+                self._offsets[i] = self._offsets[last]
                 self._rows.move(last, i)
             self.jobs.pop()

@@ -17,16 +17,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 
+from gcore.content.tokens import NO_TOKENS, Tokens
 from gcore.generation.jobs import Job, JobQueue, engine_failed, post, stats_of
 from gcore.generation.sleep import SleepState
 from gcore.observe.trace import Tracer
 from gcore.protocols import EngineStats, MemoryChange, Weights
-from gcore.types import Completion, Finish, Request
+from gcore.types import Completion, Finish, Floats, Request
 from gcore.weights.receiver import WeightReceiver
 
 T = TypeVar("T")
+NO_STEPS = Tokens.steps(NO_TOKENS)
 Ended = tuple[Job, Finish | Exception]
 
 
@@ -58,7 +61,10 @@ class DecodeBackend(Protocol):
         """Add them to the batch. Returns those that the library refuses."""
 
     def step(self) -> Step:
-        """One token per job of the batch. If steps are computed ahead, returns the oldest step in flight."""
+        """One token per job of the batch, or several. If steps are computed ahead, returns the oldest in flight."""
+
+    def score(self, requests: Sequence[Request]) -> list[Floats]:
+        """The logprobs of the steps that the requests have, for requests with max_tokens=0 that `check` accepts."""
 
     def flush_steps(self) -> Iterable[Step]:
         """The steps in flight (computed ahead). No new step starts until all of them have been returned."""
@@ -84,13 +90,21 @@ class DecodeBackend(Protocol):
 
 
 class SteppedEngine:
-    """Implements protocols.Engine with a backend. `min_step_s` emulates a slower device."""
+    """Implements protocols.Engine with a backend. `min_step_s` emulates a slower device. `make_job`: the kind of jobs
+    that the backend knows."""
 
-    def __init__(self, backend: DecodeBackend, tracer: Tracer | None = None, min_step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        backend: DecodeBackend,
+        tracer: Tracer | None = None,
+        min_step_s: float = 0.0,
+        make_job: type[Job] = Job,
+    ) -> None:
         self.backend, self._tracer, self._min_step_s = backend, tracer or Tracer(None, "engine"), min_step_s
         self.version = 0
-        self._queue, self._admitting = JobQueue(), list[Job]()
+        self._queue, self._admitting = JobQueue(make_job), list[Job]()
         self._commands: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._to_score: list[tuple[Request, asyncio.Future[Completion]]] = []
         self._changed = threading.Condition()  # guards the queue, the commands and the two states below
         self._failure: BaseException | None = None
         self._closed = False
@@ -109,11 +123,22 @@ class SteppedEngine:
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
             self.backend.check(request)
+        if requests and all(request.params.max_tokens == 0 for request in requests):
+            return await self._score(requests)
         with self._changed:
             self._check_running()
             jobs = self._queue.add(requests, ticket)
             self._changed.notify()
         return list(await asyncio.gather(*(job.future for job in jobs)))
+
+    async def _score(self, requests: Sequence[Request]) -> list[Completion]:
+        """Logprobs of given steps. The requests of all callers that wait for the same moment are computed together."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
+        with self._changed:
+            self._to_score += zip(requests, futures, strict=True)
+        await self._between_steps(self._score_waiting)
+        return list(await asyncio.gather(*futures))
 
     async def abort(self, ticket: str) -> None:
         if not (self._failure or self._closed):  # else nothing is in progress
@@ -232,6 +257,20 @@ class SteppedEngine:
             self._record(step)
 
     # ---- commands -------------------------------------------------------------------------------------------------
+
+    def _score_waiting(self) -> None:
+        with self._changed:
+            waiting, self._to_score = self._to_score, []
+        if not waiting:  # the command of another caller computed them
+            return
+        started = time.perf_counter()
+        with self._tracer.span("score", requests=len(waiting)):
+            found = self.backend.score([request for request, _ in waiting])
+        self._busy_s += time.perf_counter() - started
+        post(
+            (future, Completion(NO_STEPS, logprobs_S, np.full(len(logprobs_S), self.version, np.int32), "length"))
+            for (_, future), logprobs_S in zip(waiting, found, strict=True)
+        )
 
     def _abort(self, ticket: str) -> None:
         with self._changed:

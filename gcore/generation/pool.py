@@ -17,13 +17,14 @@ import contextlib
 import itertools
 import uuid
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gcore.clients import EngineClient, ScorerClient
 from gcore.generation.replica_pool import Pool, QueueEntry
-from gcore.generation.routing import SENT_PER_SLOT, own_replicas
+from gcore.generation.routing import limits_of, own_replicas, shared_limit
+from gcore.observe.links import Links
 from gcore.protocols import RoleDied, RoleReport
 from gcore.types import Completion, Ints, Request
 
@@ -45,9 +46,11 @@ class EnginePool(Pool[EngineClient]):
         limit: int | None = None,
         guest_limit: int | None = None,
         role: str = "",
+        links: Links | None = None,
     ) -> None:
         super().__init__(engines, controller, own, limit, guest_limit)
-        self.role = role
+        self.role, self.links = role, links or Links()
+        self.cost_of: Callable[[int], float] = float  # of a sequence of this length, in tokens: the work of a request
         self._name, self._numbering = uuid.uuid4().hex[:12], itertools.count()
         self._tickets: list[set[str]] = [set() for _ in engines]  # in progress, by replica
         self._recalled: set[str] = set()  # aborted by `drain`; they continue on another replica
@@ -66,16 +69,20 @@ class EnginePool(Pool[EngineClient]):
         max_concurrent: int,
         roam: bool = False,
         role: str = "",
+        nodes: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        per_call: int = 1,
     ) -> EnginePool:
         """Engines have short queues. Most requests wait in this pool, where priorities and moves apply to them.
 
         `roam`: placement moves replicas, so no controller owns one: each controller gets a share of every replica.
+        `nodes`: of the controllers and of the engines, see own_replicas. `per_call`: requests of a usual call.
         """
-        limit = SENT_PER_SLOT * max_concurrent
-        if roam:
-            return cls(engines, (rank, size), limit=-(-limit // size), role=role)
-        own = own_replicas(rank, size, len(engines))
-        return cls(engines, (rank, size), own, limit, guest_limit=max(1, max_concurrent // 2), role=role)
+        own, links = None if roam else own_replicas(rank, size, len(engines), nodes), Links.of(rank, nodes)
+        if own is None:
+            limit = shared_limit(max_concurrent, size if roam else 1)
+            return cls(engines, (rank, size), limit=limit, role=role, links=links)
+        limits = limits_of(max_concurrent, per_call)
+        return cls(engines, (rank, size), own, limits.own, limits.guest, role, links)
 
     async def generate(self, requests: Sequence[Request], priority: int = 0, key: Hashable = None) -> list[Completion]:
         """Completions in the order of the requests. The requests go to one replica together, unless it is drained.
@@ -99,7 +106,7 @@ class EnginePool(Pool[EngineClient]):
         self, left: dict[int, Request], found: dict[int, Completion], priority: int, arrival: int, key: Hashable
     ) -> None:
         while left:
-            work = sum(r.content.size + r.params.max_tokens for r in left.values())
+            work = sum(round(self.cost_of(r.content.size + r.params.max_tokens)) for r in left.values())
             try:
                 async with self._reserved(QueueEntry(priority, arrival, work, len(left), key)) as i:
                     answers, moved = await self._generate_on(i, list(left.values()))
@@ -138,7 +145,10 @@ class EnginePool(Pool[EngineClient]):
             if ticket in self._recalled:  # the replica may be asleep already
                 raise _NotSent
             sent = True
-            return await self.replicas[i].generate(requests, ticket)
+            self.links.add("requests", i, sum(r.content.nbytes for r in requests))
+            answers = await self.replicas[i].generate(requests, ticket)
+            self.links.add("responses", i, sum(answer.nbytes for answer in answers))
+            return answers
 
         answer = asyncio.ensure_future(generate())
         try:

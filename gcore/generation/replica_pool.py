@@ -154,6 +154,11 @@ class Pool(Generic[R]):
                     self._close(i, "suspect")
         return changed
 
+    def unreachable(self) -> dict[str, str]:
+        reasons: tuple[Reason, ...] = ("suspect", "dead")
+        columns = zip(self.replicas, self._closed, strict=True)
+        return {replica.name: why for replica, closed in columns for why in reasons if why in closed}
+
     def observe(self) -> Observation:
         router = self._router
         columns = zip(self.replicas, router.counts, router.loads, self._closed, strict=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
 from gcore.types import Request, UserError
 
 
-def check_request(request: Request, max_length: int, vocabulary: int, accepts_images: bool = False) -> None:
-    """Raise UserError for a request that cannot be served, before vLLM or SGLang gets it."""
+def check_request(
+    request: Request, max_length: int, vocabulary: int, accepts_images: bool = False, scores: bool = False
+) -> None:
+    """Raise UserError for a request that cannot be served, before vLLM or SGLang gets it. `scores`: the engine serves
+    requests that generate nothing and return the logprobs of their own steps."""
     params, content = request.params, tokens_of(request.content)
     tokens_T, total = content.tokens_T, content.size + params.max_tokens
     if len(tokens_T) == 0:
@@ -20,21 +20,24 @@ def check_request(request: Request, max_length: int, vocabulary: int, accepts_im
             f"an engine request has a token outside the vocabulary of {vocabulary}: tokens "
             f"{tokens_T.min()} to {tokens_T.max()} (does the tokenizer belong to this model?)"
         )
-    if params.max_tokens < 1:
+    if params.max_tokens < 1 and not (
+        scores and params.max_tokens == 0 and content.num_steps and len(content.tokens_P)
+    ):
         raise UserError(f"an engine request has max_tokens {params.max_tokens}; expected at least 1")
     if total > max_length:
         raise UserError(
             f"prompt of {len(tokens_T)} tokens + max_tokens {params.max_tokens} = {total} exceeds the engine's "
             f"{max_length} (keys: data.max_prompt_length, generation.max_response_length)"
         )
-    if content.images and not accepts_images:
+    if content.media and not accepts_images:
         raise UserError(
-            f"an engine request has {len(content.images)} images, expected none: this engine serves text only "
-            "(keys: generation.engine=vllm, and model.path of a model that takes images)"
+            f"an engine request has {len(content.media)} images, expected none: this engine serves text only "
+            "(key: model.path or model.build of a model that takes images)"
         )
-    for image in map(resolve, content.images):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+    for medium in content.media:
+        shape, dims = medium.pixels.shape, 3 if medium.kind == "image" else 4
+        if str(medium.pixels.dtype) != "uint8" or len(shape) != dims or shape[-1] != 3 or not all(shape):
             raise UserError(
-                f"an engine request has an image of {image.dtype} and shape {image.shape}; "
-                "expected uint8, height x width x 3 (Tokens.images)"
+                f"an engine request has an image of {medium.pixels.dtype} and shape {shape}; "
+                "expected uint8, height x width x 3 (Tokens.media)"
             )

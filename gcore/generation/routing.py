@@ -6,7 +6,8 @@ A call is a few requests that stay together (siblings share their prompt). The r
 
 1. A closed replica gets no calls, nor does one with `limit` requests of this controller. A call that is larger than the
    limit goes to a replica that has no request of this controller.
-2. Own replicas come first. Replicas of other controllers are used if no own replica has room, up to `guest_limit`.
+2. Own replicas come first: on several nodes, those of the controller's node. Replicas of other controllers are used if
+   no own replica has room, up to `guest_limit`.
 3. The replica with the least outstanding work wins. Ties: the open replicas form a circle, and controller r of N starts
    at r/N of the circle. So N controllers spread their calls evenly without communication.
 4. A `key` goes to the same replica as before if that replica has at most `margin` tokens more work than the least
@@ -20,19 +21,66 @@ replicas open, the tie order is computed again.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
 
-SENT_PER_SLOT = 2  # requests sent to a replica per decoding slot, so that its queue does not run empty
+# Requests of a controller per decoding slot of a replica. Chosen with the skew table of docs/controllers.md: requests
+# in a deep queue at an engine cannot go to an idle one, and too few requests of others leave an engine idle.
+OWN_PER_SLOT = 1.5
+GUEST_PER_SLOT = 0.75  # at replicas of other controllers
+SHARED_PER_SLOT = 2.0  # of all controllers together, where no controller owns a replica
+LEAST_PER_SLOT = 0.5  # of one controller there: the others may have no requests
 AFFINITY_TOKENS = 4096  # extra queued work accepted to reuse a cached prefix; chosen, not measured
 MAX_KEYS = 16384  # remembered; the least recently used key is dropped first
 
 
-def own_replicas(rank: int, num_controllers: int, num_replicas: int) -> frozenset[int] | None:
-    """Replica i belongs to controller i mod N. None: fewer replicas than controllers, which share all of them."""
+def own_replicas(
+    rank: int, num_controllers: int, num_replicas: int, nodes: tuple[Sequence[int], Sequence[int]] = ((), ())
+) -> frozenset[int] | None:
+    """Replica i belongs to controller i mod N. None: fewer replicas than controllers, which share all of them. `nodes`:
+    of the controllers and of the replicas. On several nodes, each controller has as many replicas as otherwise, but
+    those of its own node first, so that requests and samples do not cross the network."""
     if num_replicas < num_controllers:
         return None
-    return frozenset(range(rank, num_replicas, num_controllers))
+    if len(set(nodes[1])) < 2:
+        return frozenset(range(rank, num_replicas, num_controllers))
+    room = [len(range(r, num_replicas, num_controllers)) for r in range(num_controllers)]
+    owned: list[set[int]] = [set() for _ in room]
+    far = []
+    for replica, node in enumerate(nodes[1]):
+        near = [r for r, place in enumerate(nodes[0]) if place == node and room[r]]
+        if not near:
+            far.append(replica)
+            continue
+        owner = max(near, key=lambda r: (room[r], -r))
+        owned[owner].add(replica)
+        room[owner] -= 1
+    for replica in far:
+        owner = max(range(num_controllers), key=lambda r: (room[r], -r))
+        owned[owner].add(replica)
+        room[owner] -= 1
+    return frozenset(owned[rank])
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Most outstanding requests of a controller per replica. Limits(own=96, guest=48)"""
+
+    own: int
+    guest: int  # at replicas of other controllers
+
+
+def limits_of(slots: int, per_call: int = 1) -> Limits:
+    """`slots`: sequences that a replica decodes at the same time. `per_call`: requests that stay together. The second
+    call is sent before the first has ended: a call frees its room only when all of its requests have ended."""
+    return Limits(max(round(OWN_PER_SLOT * slots), slots + per_call), max(1, round(GUEST_PER_SLOT * slots)))
+
+
+def shared_limit(slots: int, num_controllers: int) -> int:
+    """The same where placement moves replicas, so that no controller owns one: a share of every replica."""
+    return max(math.ceil(SHARED_PER_SLOT * slots / num_controllers), round(LEAST_PER_SLOT * slots), 1)
 
 
 class Router:

@@ -4,8 +4,9 @@ The core runs in this process, so new weights are written to its model directly.
 scheduler: no text, no objects per token.
 
 Traps that this file handles (more in vllm_core.py):
-- On CUDA one batch is computed ahead. That step is finished before weights change or memory is freed, so every token
-  is stamped with the version that computed it.
+- On CUDA several steps are computed at once (vllm_run.py), or, if the model is split over GPUs, one step is computed
+  ahead. That step is finished before weights change or memory is freed, so every token is stamped with the version that
+  computed it.
 - Cached prefixes are valid only for the weights that computed them: each load uses a new cache salt, and requests
   without any token yet start again.
 - Forward passes use process-wide state: engines in one process take turns (compute_lock).
@@ -14,7 +15,7 @@ Traps that this file handles (more in vllm_core.py):
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 
+from gcore.content.tokens import tokens_of
+from gcore.decoders import forbidden_tokens
 from gcore.generation.engine_shell import Ended, Step, SteppedEngine
 from gcore.generation.jobs import Job
 from gcore.generation.noise import noise_key
@@ -38,10 +41,12 @@ from gcore.generation.vllm_core import (
     skip_block_accounting,
     with_images,
 )
+from gcore.generation.vllm_run import DecodeRuns, Generated, generated
 from gcore.observe.trace import Tracer
-from gcore.types import Finish, Request, UserError
+from gcore.types import Finish, Floats, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
+NEVER = -100.0  # the lowest logit bias of vLLM; a probability of at most e^-100 is lost
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
 GATHER_STEPS, GATHER_SHARE = 16, 1 / 8  # fill free slots after this many steps, or when they are this share of all
 _PROCESS_LOCK = threading.Lock()
@@ -62,8 +67,10 @@ class VllmBackend:
     def __init__(self, folder: Path, options: VllmOptions) -> None:
         self._folder, self.options = folder, options
         self.core: Any = None
+        self._runs: DecodeRuns | None = None
         self._jobs: dict[str, Job] = {}  # by request id in the core
         self._num_added = self._num_loads = 0
+        self._never: dict[int, float] = {}  # tokens that stand for features of images, as logit biases
         self._steps_without_admission = 0
         self._vocabulary, self._accepts_images, self._frees, self.can_truncate = 0, False, False, False
 
@@ -74,11 +81,14 @@ class VllmBackend:
     def open(self) -> tuple[WeightReceiver, SleepState]:
         options = self.options
         self.core = open_core(self._folder, options)
-        skip_block_accounting(self.core.engine_core.engine_core.scheduler)
+        core = self.core.engine_core.engine_core
+        skip_block_accounting(core.scheduler)
+        self._runs = DecodeRuns.of(core, options.decode_steps)
         config, whole = self.core.model_config, is_cpu()  # on CPU, packing needs all weights at once
         self.can_truncate = all(self.core.collective_rpc(keep_logprobs_untruncated))
         self._vocabulary = config.get_vocab_size()
         self._accepts_images = bool(getattr(config, "is_multimodal_model", False))
+        self._never = dict.fromkeys(forbidden_tokens(config.hf_config) if self._accepts_images else (), NEVER)
         self._frees = options.sleep and not is_cpu()
         shapes, device = shapes_of(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
         base = base_of(self._folder, shapes, options.adapters, device, config.dtype, whole)
@@ -94,11 +104,31 @@ class VllmBackend:
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        check_request(request, self.options.max_length, self._vocabulary, self._accepts_images)
+        check_request(request, self.options.max_length, self._vocabulary, self._accepts_images, scores=True)
+        if request.params.max_tokens == 0:
+            self._check_score(request)
+        media = tokens_of(request.content).media
+        if tokens_of(request.content).step_media or any(medium.kind != "image" for medium in media):
+            raise UserError(
+                "an engine request has a video or an image after the prompt; vLLM gets only images of prompts here "
+                "(key: generation.engine=embedded)"
+            )
         if (request.params.top_k or request.params.top_p < 1) and not self.can_truncate:
             raise UserError(
                 "the sampler of this vLLM version returns no logprobs of the untruncated policy; "
                 "set generation.top_p to 1 and generation.top_k to 0"
+            )
+
+    def _check_score(self, request: Request) -> None:
+        if request.params.temperature != 1 or tokens_of(request.content).media:
+            raise UserError(
+                f"vLLM returns logprobs of given tokens at temperature 1 and without images, got temperature "
+                f"{request.params.temperature} (keys: generation.temperature=1, or engine=embedded for the teacher)"
+            )
+        if request.content.size >= self.options.max_length:
+            raise UserError(
+                f"vLLM needs room for one more token to score {request.content.size} tokens; expected at most "
+                f"{self.options.max_length - 1} (keys: data.max_prompt_length, generation.max_response_length)"
             )
 
     def room(self, waiting: int) -> int:
@@ -123,7 +153,7 @@ class VllmBackend:
                 self._add(job)
             except ValueError as error:  # sampling parameters or images that vLLM rejects
                 refused.append((job, UserError(f"vLLM rejected an engine request: {error}")))
-                if job.content.images:  # vLLM's input cache assumes that the core has them
+                if job.content.media:  # vLLM's input cache assumes that the core has them
                     self.core.reset_mm_cache()
         return refused
 
@@ -141,41 +171,72 @@ class VllmBackend:
             stop_token_ids=list(params.stop_tokens),
             ignore_eos=True,
             logprobs=0,  # of the sampled token only
+            logit_bias=self._never or None,
             detokenize=False,
         )
         self._num_added += 1
         job.name = f"{self._num_added}"
-        prompt = {"prompt_token_ids": job.content.tokens_T.tolist(), "cache_salt": f"{self._num_loads}"}
+        prompt = {"prompt_token_ids": job.content.short_T.tolist(), "cache_salt": f"{self._num_loads}"}
         rest = {"supported_tasks": self.core.get_supported_tasks(), "priority": request.priority}
         process = self.core.input_processor.process_inputs
-        if job.content.images:
+        if job.content.media:
             process = partial(with_images, process, request, self.options.max_length)
         self.core.engine_core.add_request(process(job.name, prompt, sampling, **rest))
         self._jobs[job.name] = job
 
     def step(self) -> Step:
+        if self._runs is not None:
+            return self._taken(self._runs.step(self._jobs))
+        return self._taken(map(generated, self.core.engine_core.get_output().outputs))
+
+    def _taken(self, generated: Iterable[Generated]) -> Step:
         num_tokens, ended = 0, list[Ended]()
-        for output in self.core.engine_core.get_output().outputs:
-            job = self._jobs.get(output.request_id)
+        for name, tokens, logprobs, reason in generated:
+            job = self._jobs.get(name)
             if job is None:  # aborted while this step was computed
                 continue
-            tokens = output.new_token_ids
-            if len(tokens) == 1:  # almost always; per token, slices of arrays would be most of the work here
-                job.tokens.append(tokens[0])
-                job.logprobs.append(output.new_logprobs.logprobs.item(0))
-                num_tokens += 1
-            elif tokens:
-                job.tokens += tokens
-                job.logprobs += output.new_logprobs.logprobs[: len(tokens), 0].tolist()
-                num_tokens += len(tokens)
-            if (reason := output.finish_reason) is not None:
-                del self._jobs[job.name]
+            job.tokens += tokens
+            job.logprobs += logprobs
+            num_tokens += len(tokens)
+            if reason is not None:
+                del self._jobs[name]
                 ended.append(
                     (job, FINISH.get(str(reason)) or RuntimeError(f"vLLM ended a request with finish reason {reason}"))
                 )
         return Step(num_tokens, ended)
 
+    def score(self, requests: Sequence[Request]) -> list[Floats]:
+        """As logprobs of a prompt. vLLM always generates a token too, which is dropped. Steps of this core serve all of
+        its requests, so an engine that scores has no others: teachers have none."""
+        from vllm import SamplingParams
+
+        if self._jobs:
+            raise UserError("this engine of vLLM generates; expected an engine of its own for requests to score")
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+        sizes, found = dict[str, int](), dict[str, Floats]()
+        tasks = self.core.get_supported_tasks()
+        for request in requests:
+            content = tokens_of(request.content)
+            self._num_added += 1
+            name = f"{self._num_added}"
+            prompt = {"prompt_token_ids": content.tokens_T.tolist(), "cache_salt": f"{self._num_loads}"}
+            process = self.core.input_processor.process_inputs
+            self.core.engine_core.add_request(process(name, prompt, params, supported_tasks=tasks))
+            sizes[name] = content.num_steps
+        running = set(sizes)
+        while running:
+            for output in self.core.engine_core.get_output().outputs:
+                if output.new_prompt_logprobs_tensors is not None:  # of all tokens but the first
+                    logprobs_T = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
+                    found[output.request_id] = logprobs_T[-sizes[output.request_id] :].copy()
+                if output.finish_reason is not None:
+                    running.discard(output.request_id)
+        return [found[name] for name in sizes]
+
     def flush_steps(self) -> Iterator[Step]:
+        if self._runs is not None:
+            yield from map(self._taken, self._runs.flush(self._jobs))
+            return
         from vllm.v1.core.sched.interface import PauseState
 
         core = self.core.engine_core.engine_core

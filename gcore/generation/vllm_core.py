@@ -30,6 +30,7 @@ import torch
 from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
 from gcore.generation.sleep import GIB
+from gcore.generation.vllm_run import PLANNED_STEPS
 from gcore.models import Adapters
 from gcore.types import Request, UserError
 
@@ -47,6 +48,7 @@ class VllmOptions:
     cpu_cache_gib: float = 1.0
     threads: int = 1  # on CPU
     tensor_parallel: int = 1
+    decode_steps: int = 8  # on GPUs: at most this many steps are launched at once (vllm_run.py)
     eager: bool = False  # no compilation, no CUDA graphs: starts faster, decodes slower
     sleep: bool = False  # memory can be freed between rollouts
     seeds: bool = True  # noise depends on the sample; slower on GPUs
@@ -104,12 +106,24 @@ def open_core(folder: Path, options: VllmOptions) -> Any:
     )
     with _threads_and_memory(options.threads) if is_cpu() else own_memory():
         try:
-            if arguments.create_model_config().is_multimodal_model:  # needed to expand image placeholders
+            model = arguments.create_model_config()
+            if model.is_multimodal_model:  # needed to expand image placeholders
                 arguments.skip_tokenizer_init = False
+            elif options.decode_steps > 1 and options.tensor_parallel == 1 and not is_cpu():
+                _prepare_runs(arguments, model.hf_text_config, options)
             # defaults for offline use: a step prefills up to 16,384 prompt tokens, not 2,048
             return LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except (ValueError, OSError) as error:  # an unusable folder, length or memory fraction
             raise UserError(f"vLLM cannot serve {folder}: {' '.join(str(error).split())}") from error
+
+
+def _prepare_runs(arguments: Any, model: Any, options: VllmOptions) -> None:
+    """What vllm_run.py needs: the second model runner, no step computed ahead, and positions for steps after the end of
+    a request, if the model has any."""
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    arguments.async_scheduling = False
+    positions = getattr(model, "max_position_embeddings", options.max_length)
+    arguments.max_model_len = max(options.max_length, min(options.max_length + PLANNED_STEPS, positions))
 
 
 @contextmanager
@@ -214,12 +228,17 @@ def with_images(
     from PIL import Image
 
     content = tokens_of(request.content)
-
-    images = {"image": [Image.fromarray(image) for image in map(resolve, content.images)]}
+    images = {"image": [Image.fromarray(resolve(medium.pixels)) for medium in content.media]}
     try:
         found = process(name, {**prompt, "multi_modal_data": images}, *args, **rest)
     except Exception as error:  # each model's processor has its own errors; an image must not stop the engine
-        raise ValueError(f"{len(content.images)} images in {content.size} tokens: {error}") from error
+        raise ValueError(f"{len(content.media)} images in {content.size} tokens: {error}") from error
+    if content.short_P is not None and list(found.prompt_token_ids) != content.tokens_T.tolist():
+        raise ValueError(
+            f"vLLM expands {len(content.media)} images to {len(found.prompt_token_ids)} tokens, the processor to "
+            f"{content.size}, or to others; expected the same ones: the trainer would see another prompt "
+            "(use generation.engine=embedded)"
+        )
     length, max_tokens = len(found.prompt_token_ids), request.params.max_tokens
     if length + max_tokens > max_length:
         raise ValueError(
