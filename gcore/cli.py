@@ -29,10 +29,13 @@ PLAN_OPTIONS: tuple[tuple[str, int | float | None, str], ...] = (
     ("verdict-length", 512, "tokens per verdict of a judge, on average"),
     ("repeats", 1, "verdicts per response and judge"),
     ("logprob-passes", 0, "extra passes of the trainer: 1 for old logprobs (several mini-batches), 1 for a reference"),
+    ("images", 0, "images per prompt, for a model with a vision tower; their tokens are part of --prompt-length"),
+    ("image-pixels", 200704, "pixels of an image, as the tower gets it"),
     ("max-tokens-per-gpu", 16384, "tokens per micro-batch in training"),
     ("policy-tp", None, "tensor parallel size of the policy, 1, 2, 4 or 8; default: chosen by the planner"),
     ("judge-tp", None, "tensor parallel size of the judges; default: chosen by the planner"),
     ("trainer-tp", 1, "tensor parallel size of the trainer"),
+    ("trainer-context", 1, "ranks that share a long sequence, a power of two (training.context_parallel)"),
 )
 
 
@@ -85,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", help="YAML file, see recipes/")
     train.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     train.add_argument("--dry-run", action="store_true", help="only check: show sizes, a prompt and rewards, and exit")
-    sft = add("sft", _sft, "Only the supervised warm start of a recipe; ends with a checkpoint for `gcore export`.")
+    sft = add("sft", _sft, "Supervised training: a recipe with `objective: sft`, or only the warm start of a recipe.")
     sft.add_argument("recipe")
     sft.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     reward_model = add("train-rm", _train_rm, "Train a scalar reward model on pairs of answers, for `rewards.models`.")
@@ -113,7 +116,13 @@ def _parser() -> argparse.ArgumentParser:
     plan = add(
         "plan", _plan, "Before renting GPUs: does the model fit, how long is a step, which placement is fastest."
     )
-    plan.add_argument("--model", required=True, help="the policy: a size (32B, 30B-A3B), a model folder or a hub id")
+    policy = plan.add_mutually_exclusive_group(required=True)
+    policy.add_argument("--model", help="the policy: a size (32B, 30B-A3B), a model folder or a hub id")
+    policy.add_argument("--denoiser", help="a diffusion model instead, such as sd3.5-medium or flux")
+    plan.add_argument("--denoising-steps", type=int, default=20, help="--denoiser: steps; default %(default)s")
+    plan.add_argument("--trained-steps", type=int, help="--denoiser: trained steps; default: all except the last")
+    plan.add_argument("--pixels", type=int, default=512, help="--denoiser: height and width; default %(default)s")
+    plan.add_argument("--no-guidance", action="store_true", help="--denoiser: one pass per step instead of two")
     plan.add_argument("--judge", action="append", default=[], help="a generative judge, in the same form; repeatable")
     plan.add_argument("--gpus", type=int, required=True, help="number of GPUs")
     plan.add_argument("--gpu", default="h100", help="h100, h200, h20, a100 or b200; default %(default)s")
@@ -121,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         shown = text if default is None else f"{text}; default %(default)s"
         plan.add_argument(f"--{name}", type=float if isinstance(default, float) else int, default=default, help=shown)
     plan.add_argument("--kl", action="store_true", help="the trainer has a KL reference")
+    plan.add_argument("--critic", action="store_true", help="the trainer has a critic of the policy's size (PPO)")
     plan.add_argument(
         "--checkpointing", choices=("auto", "on", "off"), default="auto", help="activation checkpointing; default auto"
     )
@@ -132,6 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--mode", action="append", help="colocated, static, dynamic or disaggregated; default: all")
     plan.add_argument(
         "--memory", action="store_true", help="only memory: of a trainer rank, for each of its tensor parallel sizes"
+    )
+    plan.add_argument(
+        "--backends",
+        action="store_true",
+        help="compare FSDP2 and Megatron-Core on this number of GPUs, and on 2, 4 and 8 times as many",
     )
     plan.add_argument("--json", metavar="FILE", help="also write the result to this file")
     simulate = add(
@@ -148,7 +163,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     simulate.add_argument("--oracle", action="store_true", help="also the best candidate of many, step by step; slow")
     simulate.add_argument("--json", metavar="FILE", help="write the first run to this file, for `gcore report FILE`")
-    add("doctor", _doctor, "Report what is installed, which backends can be used, and how to install the others.")
+    doctor = add("doctor", _doctor, "Report what is installed, which backends can be used, how to install the others.")
+    doctor.add_argument(
+        "--cluster", action="store_true", help="instead: compare the nodes of the Ray cluster at RAY_ADDRESS"
+    )
+    doctor.add_argument("--run-dir", default="runs", help="--cluster: is it shared storage? default %(default)s")
     return parser
 
 
@@ -167,9 +186,11 @@ def _train(args: argparse.Namespace) -> int:
 def _sft(args: argparse.Namespace) -> int:
     from gcore.config import load_config
 
-    config = load_config(args.recipe, [*args.overrides, "run.steps=0"])
-    if config.training.warm_start is None:
-        raise UserError(f"{args.recipe}: no supervised part (key: training.warm_start)")
+    config = load_config(args.recipe, [*args.overrides])
+    if config.objective != "sft":
+        if config.training.warm_start is None:
+            raise UserError(f"{args.recipe}: no supervised part (keys: objective: sft, or training.warm_start)")
+        config = load_config(args.recipe, [*args.overrides, "run.steps=0"])
     return _run_and_report(config)
 
 
@@ -180,13 +201,7 @@ def _train_rm(args: argparse.Namespace) -> int:
 
     config = load_config(args.recipe, args.overrides, into=RewardModelConfig)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
-
-    def make_trainer(*args: Any) -> Any:
-        from gcore.training.reward_model import PairTrainer
-
-        return PairTrainer(*args)
-
-    train_rm(config, make_trainer, lambda line: print(line, flush=True))
+    train_rm(config, lambda line: print(line, flush=True))
     return 0
 
 
@@ -208,13 +223,16 @@ def _eval(args: argparse.Namespace) -> int:
         from gcore.controller.export import locate
 
         folder, checkpoint = locate(target)
-        config = load_config(folder / "config.yaml", [f"run.resume={checkpoint}", *args.overrides])
+        own = (f"run.resume={checkpoint}", "checkpoint.keep_best=0")  # its metric may be of another evaluation
+        config = load_config(folder / "config.yaml", [*own, *args.overrides])
     else:
         config = load_config(target, args.overrides)
     if config.data.eval is None:
         raise UserError(f"{target}: no prompts to evaluate on (key: data.eval)")
-    for name, value in run(config, "eval").items():
-        print(f"{name:18} {value:.4f}")
+    row = run(config, "eval")
+    wide = max(18, *map(len, row))
+    for name, value in row.items():
+        print(f"{name:{wide}} " + ("none could be scored" if value is None else f"{value:.4f}"))
     return 0
 
 
@@ -223,7 +241,7 @@ def _export(args: argparse.Namespace) -> int:
 
     num_tensors = export(Path(args.source), Path(args.folder))
     if (adapters := adapter_folder(Path(args.folder))).is_dir():
-        print(f"wrote {adapters}: only the adapters, for PEFT")
+        print(f"wrote {adapters}: only the adapters, in the format of PEFT (a diffusion model: of diffusers)")
     print(f"wrote {args.folder}; after reloading, its {num_tensors} tensors equal those of the checkpoint")
     return 0
 
@@ -236,18 +254,42 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _plan_denoiser(args: argparse.Namespace) -> int:
+    from gcore.simulate.costs import gpu_of
+    from gcore.simulate.denoisers import DenoisingWork, denoiser_of, lines
+
+    trained = args.denoising_steps - 1 if args.trained_steps is None else args.trained_steps
+    work = DenoisingWork(
+        prompts=args.prompts,
+        samples=args.samples,
+        steps=args.denoising_steps,
+        trained=trained,
+        height=args.pixels,
+        width=args.pixels,
+        guidance=not args.no_guidance,
+        kl=args.kl,
+        checkpointing=args.checkpointing != "off",
+    )
+    print("\n".join(lines(denoiser_of(args.denoiser), gpu_of(args.gpu), args.gpus, work)))
+    return 0
+
+
 def _plan(args: argparse.Namespace) -> int:
     import json
 
+    if args.denoiser:
+        return _plan_denoiser(args)
+
     from gcore.simulate.costs import gpu_of, shape_of
     from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
-    from gcore.simulate.plan_table import show, show_memory
+    from gcore.simulate.plan_table import show, show_backends, show_memory
     from gcore.simulate.planner import memory_by_width, plan
 
     options = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in PLAN_OPTIONS}
-    limits = {name: options.pop(name) for name in ("policy_tp", "judge_tp", "trainer_tp", "max_tokens_per_gpu")}
+    names = ("policy_tp", "judge_tp", "trainer_tp", "trainer_context", "max_tokens_per_gpu")
+    limits = {name: options.pop(name) for name in names}
     checkpointing = {"auto": "auto", "on": True, "off": False}[args.checkpointing]
-    limits |= {"kl": args.kl, "offload": args.offload, "checkpointing": checkpointing}
+    limits |= {"kl": args.kl, "critic": args.critic, "offload": args.offload, "checkpointing": checkpointing}
     inputs = (
         shape_of(args.model),
         [shape_of(judge, "--judge") for judge in args.judge],
@@ -256,6 +298,13 @@ def _plan(args: argparse.Namespace) -> int:
         Workload(**{name: value for name, value in options.items() if value is not None}),
         Constraints(**limits, modes=modes_of(args.mode), swap_s=args.swap_s, price=args.price),
     )
+    if args.backends:
+        from gcore.simulate.backends import compare, work_of
+
+        model, _, _, gpu, work, constraints = inputs
+        update = work_of(work, constraints)
+        show_backends(model, gpu, [compare(model, gpu, factor * args.gpus, update) for factor in (1, 2, 4, 8)])
+        return 0
     if args.memory:
         results = memory_by_width(*inputs)
         show_memory(results)
@@ -292,6 +341,10 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.cluster:
+        from gcore.controller.node_checks import cluster_doctor
+
+        return cluster_doctor(args.run_dir)
     from gcore.controller.plan import detect_machine
     from gcore.observe.doctor import doctor
 

@@ -18,6 +18,7 @@ from gcore.protocols import (
     EngineStats,
     Handle,
     MemoryChange,
+    Metric,
     Receivers,
     Ref,
     ScorerStats,
@@ -110,6 +111,10 @@ class TrainerClient(Client):
     async def update(self, batch: TrainBatch) -> UpdateStats:
         stats: UpdateStats = await self.handle.call("update", batch)
         return stats
+
+    async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]:
+        metrics: Mapping[str, Metric] = await self.handle.call("evaluate", batch)
+        return metrics
 
     async def weight_plan(self) -> WeightPlan:
         plan: WeightPlan = await self.handle.call("weight_plan")

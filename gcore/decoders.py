@@ -8,8 +8,8 @@ tests/contract/test_families.py compares every family named here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,21 @@ BY_LAYER = {  # `layer_types` lists which layers have the window
 SCALED = {"gemma2", "gemma3_text", "vaultgemma", "cohere", "cohere2", "granite", "granitemoe"}  # capped or multiplied
 VERIFIED = ONE_WINDOW | BY_LAYER | SCALED | {"llama"}
 EAGER = {"gpt_oss"}  # attention sinks: sdpa in transformers leaves them out
+# Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
+AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
 LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention
+# take images: model_type -> names of the tokens in prompts that stand for features. No response may contain them.
+VISION = {
+    "qwen2_5_vl": ("image_token_id", "video_token_id"),
+    "qwen3_vl": ("image_token_id", "video_token_id"),
+    "gemma3": ("image_token_id",),
+    "internvl": ("image_token_id",),
+    "idefics3": ("image_token_id",),
+    "smolvlm": ("image_token_id",),
+    "llava_onevision": ("image_token_id", "video_token_id"),
+}
+TOWER = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")  # modules of the vision part
+MASKED_LOGIT = -1e9  # its probability and gradient are 0; with -infinity, 0 * infinity would give NaN
 SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
@@ -39,14 +53,20 @@ class Traits:
     additive: bool  # the mask is added to the attention scores; otherwise it is True where a key is visible
     scale: float  # of the logits
     cap: float | None  # then, logits become cap * tanh(logits / cap)
+    forbidden: tuple[int, ...] = ()  # tokens that are never sampled: their logits are masked
+    image_blocks: bool = False  # the features of an image attend to each other, also to later ones
 
-    def masks(self, seen: Tensor, query_at: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    def masks(
+        self, seen: Tensor, query_at: Tensor, dtype: torch.dtype, blocks: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """One mask per kind of layer. `seen` [..., Q, K] is that of full attention. Keys are at 0, 1, ... K - 1 and
-        queries at `query_at`, of shape [..., Q, 1]."""
+        queries at `query_at`, of shape [..., Q, 1]. `blocks` [..., Q, K]: pairs of features of one image."""
         found = {FULL: seen} if FULL in self.kinds else {}
         if SLIDING in self.kinds:
             assert self.window is not None
             found[SLIDING] = seen & (torch.arange(seen.shape[-1], device=seen.device) > query_at - self.window)
+        if blocks is not None:
+            found = {kind: mask | blocks for kind, mask in found.items()}
         if self.additive:
             zero, lowest = torch.zeros((), dtype=dtype, device=seen.device), torch.finfo(dtype).min
             return {kind: torch.where(mask, zero, lowest) for kind, mask in found.items()}
@@ -56,7 +76,18 @@ class Traits:
         """Output of the last linear layer -> logits of the model."""
         if self.scale != 1:
             logits = logits * self.scale
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+        return self.allowed(logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap)
+
+    def allowed(self, logits: Tensor) -> Tensor:
+        """Logits of the model -> logits of the policy, which never says a forbidden token. Engine and trainer both
+        normalize over the remaining tokens."""
+        return forbid(logits, self.forbidden)
+
+
+def forbid(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
+    if not tokens:
+        return logits
+    return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), MASKED_LOGIT)
 
 
 def as_argument(masks: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
@@ -70,8 +101,22 @@ def implementation(config: Any) -> str:
     return "eager" if config.model_type in EAGER or softcap is not None else "sdpa"
 
 
+def forbidden_tokens(config: Any) -> tuple[int, ...]:
+    """The tokens that stand for features in prompts. A response with one would be read as an image that is not there.
+    Some models have more tokens than logits."""
+    ids: list[int | None] = [getattr(config, name, None) for name in VISION.get(config.model_type, ())]
+    return tuple(sorted({i for i in ids if i is not None and i < config.get_text_config().vocab_size}))
+
+
 def traits_of(config: Any) -> Traits:
     """Raises UserError for models that the engine and the trainer would compute differently from transformers."""
+    if config.model_type in VISION:
+        traits = _text_traits(config.get_text_config())
+        return replace(traits, forbidden=forbidden_tokens(config), image_blocks=config.model_type == "gemma3")
+    return _text_traits(config)
+
+
+def _text_traits(config: Any) -> Traits:
     if config.get_text_config() is not config:
         raise _unsupported(config, "has more than a text decoder")
     if (quantised := getattr(config, "quantization_config", None)) is not None:
@@ -120,6 +165,66 @@ def _unsupported(config: Any, what: str) -> UserError:
     )
 
 
+class Routers:
+    """The routers of a mixture of experts. They can tell which experts they choose, and use a choice that is given.
+
+    A hook at each router sees its outputs: the logits, the weights of the chosen experts, and their numbers. With a
+    given choice, the weights are computed again from the router's own logits, so that it learns.
+    """
+
+    def __init__(self, network: Any) -> None:
+        config = network.config.get_text_config()
+        self.family, self.num_experts = config.model_type, 0
+        self.given: Tensor | None = None  # [tokens, routers, k]; -1: the router chooses itself
+        self._seen: list[Tensor] | None = None
+        for number, router in enumerate(find_routers(network)):
+            self.num_experts = max(self.num_experts, int(router.num_experts))
+            router.register_forward_hook(self._hook(number))
+
+    def watch(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """The result, and the experts of each token: [tokens, routers, k]."""
+        self._seen = []
+        try:
+            result = compute()
+            return result, torch.stack(self._seen, 1)
+        finally:
+            self._seen = None
+
+    def _hook(self, number: int) -> Callable[..., Any]:
+        def steer(router: Any, _: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> Any:
+            first, weights, last = outputs  # logits, weights, numbers; or the other way round
+            logits, own = (last, first) if last.is_floating_point() else (first, last)
+            if self._seen is not None:
+                self._seen.append(own)
+            if self.given is None:
+                return None
+            given = self.given[:, number].to(own.dtype)
+            chosen = torch.where(given < 0, own, given)
+            weights = self._weights(router, logits, chosen).to(weights.dtype)
+            return (chosen, weights, logits) if logits is last else (logits, weights, chosen)
+
+        return steer
+
+    def _weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+        if self.family in AMONG_CHOSEN:
+            return logits.gather(-1, chosen).float().softmax(-1)
+        weights = logits.float().softmax(-1).gather(-1, chosen)
+        if getattr(router, "norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights
+
+
+def find_routers(network: Any) -> list[Any]:
+    """In the order of the layers; none if the network is not a mixture of experts, or of a family without a test."""
+    if network.config.get_text_config().model_type not in AMONG_ALL | AMONG_CHOSEN:
+        return []
+    return [module for module in network.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+def routers_of(network: Any) -> Routers | None:
+    return Routers(network) if find_routers(network) else None
+
+
 def check_length(config: Any, max_length: int | None) -> None:
     """Some rotary embeddings change their frequencies if a batch has a long sequence. Then a token's keys would depend
     on later tokens and on the rest of the batch. Raises UserError if sequences can be that long."""
@@ -147,7 +252,7 @@ def check_network(network: Any) -> None:
     traits = traits_of(network.config)
     if getattr(network, "_is_stateful", False):
         raise _unsupported(network.config, "keeps a recurrent state")
-    if network.config.model_type in VERIFIED:
+    if network.config.model_type in VERIFIED | set(VISION):
         return
     device, lengths = network.device, (5, 7)
     parts = [torch.arange(3, 3 + n, device=device) * 7919 % network.config.vocab_size for n in lengths]

@@ -3,13 +3,15 @@
     faults: {plan: [{kind: kill, role: trainer-0, at: update, nth: 3}]}
 
 Moments are the calls that a role receives (`generate`, `update`, `weight_bucket`, ...), the stages of a controller
-(`rollout`, `preparation`, `training`, `weights`, `checkpoint`), and before and after each file of a checkpoint (`file`,
-`written`). Each fault occurs once per run. It is written to events.jsonl before it acts, so that a test can check that
-it occurred, and a restarted process does not repeat it.
+(`rollout`, `preparation`, `training`, `weights`, `checkpoint`), before and after each file of a checkpoint (`file`,
+`written`), and the calls that a role makes (`reward:NAME`, `to:ROLE`, `to:ROLE:CALL`). Each fault occurs once per run.
+It is written to events.jsonl before it acts, so that a test can check that it occurred, and a restarted process does
+not repeat it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -29,13 +31,31 @@ class FaultPlan:
         self._faults = [(i, fault) for i, fault in enumerate(faults) if fault.role == role]
         self._role, self._folder = role, folder
         self._reached: Counter[str] = Counter()
+        self._calls_left: Counter[int] = Counter()  # that fail, by index of the fault
 
     def reach(self, moment: str, path: Path | None) -> None:
+        for _, fault in self._due(moment):
+            _act(fault, path)
+
+    def failing(self, moment: str) -> Fault | None:
+        """The fault that applies to this call, if any."""
+        for index, fault in self._due(moment):
+            self._calls_left[index] = fault.calls
+        for index, fault in self._faults:
+            if fault.at == moment and self._calls_left[index]:
+                self._calls_left[index] -= 1
+                return fault
+        return None
+
+    def _due(self, moment: str) -> list[tuple[int, Fault]]:
+        """The faults that begin now. They are recorded."""
         self._reached[moment] += 1
+        found = []
         for index, fault in self._faults:
             if fault.at == moment and fault.nth == self._reached[moment] and not self._has_occurred(index):
                 EventLog(self._folder).add("fault", index=index, kind=fault.kind, role=self._role, at=moment)
-                _act(fault, path)
+                found.append((index, fault))
+        return found
 
     def _has_occurred(self, index: int) -> bool:
         return any(event["event"] == "fault" and event["index"] == index for event in read_events(self._folder))
@@ -78,3 +98,13 @@ def reach(moment: str, path: Path | None = None) -> None:
     """`path`: the file that was written."""
     if _plan is not None:
         _plan.reach(moment, path)
+
+
+async def reach_call(*moments: str) -> None:
+    """Before a call that this process makes. Raises ConnectionError if the call must fail."""
+    for moment in moments if _plan is not None else ():
+        assert _plan is not None
+        if (fault := _plan.failing(moment)) is not None:
+            await asyncio.sleep(fault.seconds)
+            if fault.kind != "slow":
+                raise ConnectionError(f"injected {fault.kind} of {moment}")

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from gcore.config.tree import BuildModel, Lora, Model, PolicyModel
-from gcore.decoders import VERIFIED, check_length, check_network, implementation, traits_of
+from gcore.built_models import build_network
+from gcore.config.tree import Lora, Model, PolicyModel
+from gcore.decoders import TOWER, VERIFIED, VISION, check_length, check_network, implementation, traits_of
 from gcore.hub import model_folder
 from gcore.types import Ints, UserError
 
@@ -58,35 +60,53 @@ class Adapters:
 
 def adapters_of(network: Any, lora: Lora) -> Adapters:
     """The adapters that model.lora puts in this network."""
-    decoder = network.get_decoder()
-    body = next(name for name, module in network.named_modules() if module is decoder)
-    linear = [name for name, module in decoder.layers.named_modules() if isinstance(module, torch.nn.Linear)]
+    lists = _layer_lists(network, lora.parts)
+    linear = [
+        f"{prefix}.{name}" if name else prefix
+        for prefix in lists
+        for name, module in network.get_submodule(prefix).named_modules()
+        if isinstance(module, torch.nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
+    ]  # of torch's own attention modules, only the weights are used: an adapter would have no effect
     available = sorted({name.rpartition(".")[2] for name in linear})
     if unknown := [t for t in lora.targets if not any(f".{name}".endswith(f".{t}") for name in linear)]:
         raise UserError(f"model.lora.targets: no linear layer named {', '.join(unknown)}; expected some of {available}")
     wanted = tuple(f".{target}" for target in lora.targets or available)
-    layers = tuple(f"{body}.layers.{name}" for name in linear if f".{name}".endswith(wanted))
+    layers = tuple(name for name in linear if f".{name}".endswith(wanted))
     if not layers:
-        raise UserError(f"model.lora: a model of type {network.config.model_type} has no linear layers to adapt")
+        raise UserError(f"model.lora: the layers {', '.join(lists)} have no linear layers to adapt")
     return Adapters(layers, lora.rank, lora.alpha)
+
+
+def _layer_lists(network: Any, parts: Sequence[str]) -> tuple[str, ...]:
+    """Names of the modules that hold the layers of a language model, or of a denoiser, which names its own. `parts`: as
+    model.lora.parts."""
+    if hasattr(network, "layer_lists"):
+        return tuple(network.layer_lists)
+    decoder = network.get_decoder()
+    text = next(f"{name}.layers" for name, module in network.named_modules() if module is decoder)
+    has_tower = network.config.model_type in VISION
+    tower = [f"model.{name}" for name, _ in network.model.named_children() if name in TOWER] if has_tower else []
+    if "vision" in parts and not tower:
+        raise UserError("model.lora.parts: the model has no vision tower; expected [text]")
+    return (*([text] if "text" in parts else ()), *(tower if "vision" in parts else ()))
 
 
 def adapters_in(folder: Path, model: PolicyModel) -> Adapters | None:
     """Same as `adapters_of`, for the network in a folder, without loading its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if model.lora is None:
         return None
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True, **options)
     with torch.device("meta"):
-        return adapters_of(AutoModelForCausalLM.from_config(config, **options), model.lora)
+        return adapters_of(auto_class(config).from_config(config, **options), model.lora)
 
 
 def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
     """Check before the start, without weights, that the network is of a supported kind and has the layers that
     model.lora names. Raises UserError."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     if model.build is None:
@@ -101,9 +121,16 @@ def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
     if model.lora is not None:
         with torch.device("meta"):
             if model.build is not None:
-                adapters_of(_build(model.build, tokenizer, 0, scorer=False), model.lora)
+                adapters_of(build_network(model.build, tokenizer, 0, scorer=False), model.lora)
             else:
-                adapters_of(AutoModelForCausalLM.from_config(config, **options), model.lora)
+                adapters_of(auto_class(config).from_config(config, **options), model.lora)
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes a policy of this configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
 
 
 def pick_device(name: str, index: int = 0) -> torch.device:
@@ -146,25 +173,32 @@ def load_model(
 def load_whole(model: Model, tokenizer: Any, seed: int, *, max_length: int | None = None) -> PreTrainedModel:
     """The network as transformers makes it: in float32, on the CPU."""
     if model.build is not None:
-        return _build(model.build, tokenizer, seed, scorer=False)
+        return build_network(model.build, tokenizer, seed, scorer=False)
     return _load(model, max_length)
 
 
-def make_empty(model: Model, tokenizer: Any, max_length: int | None = None) -> PreTrainedModel:
+def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scorer: bool = False) -> PreTrainedModel:
     """The network of `load_model` without its weights: parameters are on the meta device, in float32. Buffers, such as
-    rotary frequencies, have their values; they are on the CPU. Raises UserError as `load_model` does."""
-    from transformers import AutoModelForCausalLM
+    rotary frequencies, have their values; they are on the CPU. Raises UserError as `load_model` does. `scorer`: with
+    one label instead of the vocabulary."""
+    from transformers import AutoModelForSequenceClassification
 
     if model.build is not None:
         with torch.device("meta"):
-            network = _build(model.build, tokenizer, 0, scorer=False)
+            network = build_network(model.build, tokenizer, 0, scorer=scorer)
     else:
         config = _config(model, max_length)
+        kind: Any = AutoModelForSequenceClassification if scorer else auto_class(config)
+        if scorer:
+            config.num_labels = 1
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config, **_options(model, config))
+            network = kind.from_config(config, **_options(model, config))
     _without_dropout(network)
     _make_buffers(network)
-    check_network(network.eval() if network.config.model_type in VERIFIED else _small_network(model, network.config))
+    if scorer:
+        return network
+    known = network.config.model_type in VERIFIED | set(VISION)
+    check_network(network.eval() if known else _small_network(model, network.config))
     return network
 
 
@@ -234,7 +268,11 @@ def load_scorer(
     """
     if model.build is not None and not (new_head and tokenizer is not None):
         raise UserError("model.build: a scorer with random weights is useless; expected model.path (gcore train-rm)")
-    network = _load_scorer(model, seed, new_head) if model.build is None else _build(model.build, tokenizer, seed, True)
+    network = (
+        _load_scorer(model, seed, new_head)
+        if model.build is None
+        else build_network(model.build, tokenizer, seed, True)
+    )
     text_config = network.config.get_text_config()
     if tokenizer is not None and (new_head or text_config.pad_token_id is None):
         text_config.pad_token_id = tokenizer.pad_token_id
@@ -292,11 +330,9 @@ def _options(model: Model, config: Any) -> dict[str, Any]:
 
 def _load(model: Model, max_length: int | None) -> PreTrainedModel:
     """Raises UserError for an unsupported model before any weights are read."""
-    from transformers import AutoModelForCausalLM
-
     config = _config(model, max_length)
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        found: Any = auto_class(config).from_pretrained(
             str(model_folder(model, weights=True)),
             local_files_only=True,
             output_loading_info=True,
@@ -356,39 +392,6 @@ def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
         raise UserError(f"{prefix}: has no weights for {missing[0]} ({len(missing)} missing in all)")
     scorer: PreTrainedModel = network
     return scorer
-
-
-def _build(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) -> PreTrainedModel:
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        LlamaConfig,
-        Qwen2Config,
-        Qwen3Config,
-    )
-
-    families = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
-    config = families[build.architecture](
-        vocab_size=len(tokenizer),
-        hidden_size=build.hidden_size,
-        intermediate_size=build.intermediate_size,
-        num_hidden_layers=build.layers,
-        num_attention_heads=build.heads,
-        num_key_value_heads=build.kv_heads,
-        head_dim=build.hidden_size // build.heads,
-        max_position_embeddings=build.max_length,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if scorer:
-            config.num_labels = 1
-            return AutoModelForSequenceClassification.from_config(config)
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _without_dropout(network: PreTrainedModel) -> None:

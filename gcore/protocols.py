@@ -9,7 +9,7 @@ call between processes is async, and every role has its own event loop. clients.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -29,6 +29,7 @@ from gcore.types import (
 )
 
 Weights = Mapping[str, Any]  # name (Hugging Face; PEFT for adapters) -> array, or packed: see weights/bucket.py
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -169,6 +170,7 @@ class ControllerStatus:
     step: int
     rows: Sequence[dict[str, Any]] = ()  # metrics
     notes: Sequence[str] = ()  # messages for the user
+    unreachable: Mapping[str, str] = field(default_factory=dict)  # replica -> "dead" or "suspect", for this controller
 
 
 class Engine(Protocol):
@@ -233,6 +235,10 @@ class ReplicaPool(Protocol):
         """Poll every replica. Returns the replicas whose state changed, and whether each one answers now."""
         ...
 
+    def unreachable(self) -> dict[str, str]:
+        """Replicas whose last call did not arrive ("dead"), or that do not answer health checks ("suspect")."""
+        ...
+
 
 class Rewarder(Protocol):
     """Scores the siblings of one prompt together. Implementation: rewarding/rewarder.py."""
@@ -280,6 +286,8 @@ class Trainer(Protocol):
         """One optimizer step per mini-batch. The batch has the advantages of its samples."""
         ...
 
+    async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]: ...  # of answers to train on, no update
+
     async def weight_plan(self) -> WeightPlan:
         """The number of buckets, and which ranks publish. It does not change during the run."""
         ...
@@ -302,14 +310,20 @@ class Trainer(Protocol):
 
 
 class Group(Protocol):
-    """Communication among the controllers. One primitive; sums, maxima and barriers are made from it."""
+    """Communication among the controllers. A timeout reports the name of the collective and the missing ranks."""
 
     rank: int
     size: int
 
     async def all_gather(self, name: str, value: Any) -> list[Any]:
-        """The values of all members, by rank. A timeout reports `name` and the missing ranks."""
+        """The values of all members, by rank."""
         ...
+
+    async def reduce(self, name: str, value: T, merge: Callable[[T, T], T]) -> T:
+        """One value, merged from those of all members, on every member; cheap for any number of members."""
+        ...
+
+    async def barrier(self, name: str) -> None: ...  # returns when all members have called it
 
     def subgroup(self) -> Group:
         """An independent group of the same members. All members must create their subgroups in the same order."""
@@ -343,6 +357,7 @@ class Rendezvous:
     address: str | None  # host:port of rank 0; None when all members share one process
     hub: Any = None  # object that they share in that case
     listener: Any = None  # rank 0: the socket that listens on `address`; it is open since the port was chosen
+    secret: bytes = b""  # of the group: members prove that they have it
 
 
 class Context(Protocol):
@@ -351,6 +366,10 @@ class Context(Protocol):
     async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]:
         """`n` more responses to the prompt, siblings of the earlier ones."""
         ...
+
+    def serve(self, prompt: Prompt, n: int | None = None) -> Any: ...  # sessions by HTTP: controller/endpoint.py
+
+    async def given(self, prompt: Prompt, answers: Sequence[str | Sequence[Message]]) -> list[Rollout]: ...
 
     async def proceed(self, rollout: Rollout, feedback: str | Sequence[Message] = "", **params: Any) -> Rollout:
         """Append the feedback of a tool or a judge (masked from the loss), then let the policy continue."""
@@ -364,13 +383,9 @@ class Context(Protocol):
         """The weighted sum of all rewards of the recipe."""
         ...
 
-    async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]:
-        """One reward of the recipe, unweighted."""
-        ...
+    async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]: ...  # by one reward, unweighted
 
-    async def ask(self, judge: str, messages: Sequence[Message], **params: Any) -> str:
-        """The answer of a judge of the recipe to these messages."""
-        ...
+    async def ask(self, judge: str, messages: Sequence[Message], **params: Any) -> str: ...  # a judge of the recipe
 
 
 class RoleError(RuntimeError):

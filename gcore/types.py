@@ -30,6 +30,22 @@ Pixels = npt.NDArray[np.uint8]  # an image: height x width x 3, red, green, blue
 Message = dict[str, Any]
 Finish = Literal["stop", "length", "abort"]
 Key = tuple[int, int]  # identifies a sample: prompt id, sibling
+# What a trainer rank minimizes. `imitation`: the warm start; the others are the values of the key `objective`.
+ObjectiveName = Literal[
+    "policy",
+    "imitation",
+    "sft",
+    "dpo",
+    "ipo",
+    "hinge",
+    "robust_dpo",
+    "apo_zero",
+    "apo_down",
+    "orpo",
+    "simpo",
+    "kto",
+    "reward_model",
+]
 PARAM_SYNONYMS = {  # names in other libraries -> names here
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -50,6 +66,30 @@ class WorkflowError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Topology:
+    """How trainer ranks divide a model: those of a tensor group are neighbours, then come the data-parallel ranks of a
+    stage, then the next stage. Topology(ranks=8, tensor=2, pipeline=2): ranks 0, 1, 4 and 5 have the same samples."""
+
+    ranks: int
+    tensor: int = 1  # ranks that split each matrix
+    pipeline: int = 1  # stages that divide the layers
+    virtual: int = 1  # parts of the layers per stage
+    expert: int = 1  # data-parallel ranks that divide the experts
+
+    @property
+    def data_parallel(self) -> int:
+        """Copies of the model that train on different samples."""
+        return self.ranks // self.tensor // self.pipeline
+
+    def data_rank(self, rank: int) -> int:
+        return rank // self.tensor % self.data_parallel
+
+    def ranks_of(self, data_rank: int) -> list[int]:
+        """The ranks that compute the samples of a data-parallel rank together."""
+        return [rank for rank in range(self.ranks) if self.data_rank(rank) == data_rank]
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """Prompt(id=70, row=6, messages=({"role": "user", "content": "27+58="},), content=Tokens(...), columns={...})"""
 
@@ -65,12 +105,13 @@ class Prompt:
 class SamplingParams:
     """SamplingParams(max_tokens=8, temperature=1.0)"""
 
-    max_tokens: int
+    max_tokens: int  # 0: generate nothing; the completion has the logprobs of the steps that the content has
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     stop_tokens: tuple[int, ...] = ()
     keep_mask: bool = False  # also return the tokens that top-k and top-p allow, with logprobs normalized over them
+    keep_experts: bool = False  # also return the experts that each token used, of a mixture of experts
 
     def after(self, num_steps: int) -> SamplingParams:
         """The parameters for the rest of a request of which `num_steps` steps are done."""
@@ -116,6 +157,10 @@ class Completion:
     versions_S: Ints  # version of the policy's weights at each step: they may change while a sample is generated
     finish: Finish
 
+    @property
+    def nbytes(self) -> int:
+        return self.content.nbytes + self.logprobs_S.nbytes + self.versions_S.nbytes
+
     def joined(self, later: Completion) -> Completion:
         """This completion followed by the steps of `later`."""
         return Completion(
@@ -139,6 +184,7 @@ class Rollout:
     versions_S: Ints
     finish: Finish
     temperature: float = 1.0  # of the sampling; the trainer computes logprobs at the same temperature
+    turn: Any = ""  # the output of the last turn alone
 
     @property
     def text(self) -> str:
@@ -164,6 +210,8 @@ class Scored:
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # answers of judges, for people to read
+    baseline: float | None = None  # reward of a greedy response to the prompt, if the estimator needs it (ReMax)
+    step_rewards_S: Floats | None = None  # of teachers, per step: they are added to the advantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +228,7 @@ class Sample:
     rollout_logprobs_S: Floats
     temperature: float = 1.0
     reward: float | None = None  # by the rewards of the recipe; None for demonstrations
+    step_rewards_S: Floats | None = None  # of teachers
 
     @property
     def key(self) -> Key:
@@ -237,7 +286,7 @@ class TrainBatch:
 
     step: int
     mini_batches: tuple[MiniBatch, ...]
-    objective: Literal["policy", "imitation"] = "policy"
+    objective: ObjectiveName = "policy"
     advantages: Mapping[Key, float] = field(default_factory=dict)  # one per sample, from its controller
 
     @property

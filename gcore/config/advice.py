@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gcore.config.algorithm import Algorithm, preset_values
+from gcore.config.algorithm import Algorithm
+from gcore.config.presets import preset_values
 from gcore.config.tree import Config
 
 SMALL_CLIP, LARGE_CLIP = 0.01, 0.05  # ratios of whole samples are clipped at about 4e-4, those of tokens at 0.2
@@ -16,7 +17,7 @@ SMALL_CLIP, LARGE_CLIP = 0.01, 0.05  # ratios of whole samples are clipped at ab
 def warnings(config: Config) -> list[str]:
     """One line per contradiction."""
     algorithm = config.algorithm
-    return [*_departures(config), *_loss(algorithm), *_kl(algorithm), *_samples(config)]
+    return [*_departures(config), *_loss(algorithm), *_kl(algorithm), *_samples(config), *_critic(config)]
 
 
 def _departures(config: Config) -> Iterator[str]:
@@ -48,13 +49,18 @@ def _loss(algorithm: Algorithm) -> Iterator[str]:
             f"algorithm.policy_loss=ppo with clip_ratio_low={algorithm.clip_ratio_low}, clip_ratio_high="
             f"{algorithm.clip_ratio_high} clips nearly every token; such small ranges are for policy_loss=gspo"
         )
-    if loss in ("gspo", "cispo") and algorithm.mini_batches == 1:
+    if loss in ("gspo", "cispo", "sapo") and algorithm.mini_batches * algorithm.epochs == 1:
         yield (
             f"algorithm.policy_loss={loss} with mini_batches=1: with one update per step all ratios are 1, so the "
             "gradient is the same as with policy_loss=ppo"
         )
-    if loss == "cispo" and algorithm.clip_ratio_dual is not None:
-        yield "algorithm.clip_ratio_dual has no effect with policy_loss=cispo"
+    if loss in ("cispo", "sapo", "reinforce") and algorithm.clip_ratio_dual is not None:
+        yield f"algorithm.clip_ratio_dual has no effect with policy_loss={loss}"
+    if loss == "reinforce" and algorithm.mini_batches * algorithm.epochs > 1:
+        yield (
+            f"algorithm.policy_loss=reinforce with {algorithm.mini_batches * algorithm.epochs} updates per step: it "
+            "has no ratio, so later updates train as if the current policy had sampled; use policy_loss=ppo"
+        )
     if algorithm.adv_estimator == "dr_grpo" and algorithm.loss_aggregation == "sequence_mean":
         yield (
             "algorithm.adv_estimator=dr_grpo with loss_aggregation=sequence_mean: dividing by the length of each "
@@ -83,6 +89,12 @@ def _kl(algorithm: Algorithm) -> Iterator[str]:
             "algorithm.kl_in=reward with adv_estimator=grpo: if all rewards of a group are equal, the KL is divided by "
             "its own standard deviation, so kl_coef has no effect; use kl_in=loss, or another adv_estimator"
         )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    if (given := sorted(config.critic.model_fields_set)) and not config.algorithm.estimator.critic:
+        name = config.algorithm.adv_estimator
+        yield f"critic.{' and '.join(given)}: no effect with algorithm.adv_estimator={name}; gae has a critic"
 
 
 def _samples(config: Config) -> Iterator[str]:

@@ -1,50 +1,68 @@
-"""Section `algorithm`: advantages, loss, importance weights, KL, and presets with the values of papers.
+"""Sections `algorithm` (advantages, loss, importance weights, KL) and `critic` (the value network of PPO).
 
-A preset sets the keys that the recipe does not set. It is applied before validation, so `config.yaml` of a run shows
-the resulting values. `advice.py` warns where a recipe differs from its preset.
+`algorithm.preset` sets the keys of a paper that the recipe does not set: presets.py. It is applied before validation,
+so `config.yaml` of a run shows the resulting values. `advice.py` warns where a recipe differs from its preset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from gcore.config.base import Count, NonNegative, PositiveInt, Section
+from gcore.config.base import Count, Fraction, Model, NonNegative, PositiveInt, Section
+from gcore.config.presets import Preset
 
-Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
-KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
+KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "velocity"]
+LOSSES = ("ppo", "gspo", "cispo", "sapo", "reinforce")
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """What follows the comparison of siblings (preparation/advantages.py), on the trainer ranks."""
+    """What an estimator needs, beside its function of a group (preparation/advantages.py)."""
 
+    siblings: bool = True  # compares the samples of a prompt: at least 2
+    greedy: bool = False  # needs the reward of a greedy response to each prompt
+    # What follows on the trainer ranks (training/step_advantages.py):
     whiten: bool = False  # normalize over all actions of the batch
-    per_step: bool = False  # KL in the reward: each step is charged with its KL to come, not with the KL of the sample
+    per_step: bool = False  # rewards belong to steps: the score to the last action, the KL to the action that has it
+    critic: bool = False  # generalized advantage estimation, with a value network
+    rescale: bool = False  # times (samples of the batch) / (samples with an advantage other than 0)
 
 
 ESTIMATORS = {
     "grpo": Estimator(),
     "dr_grpo": Estimator(),
     "rloo": Estimator(),
-    "reinforce_pp": Estimator(whiten=True, per_step=True),
+    "opo": Estimator(),
+    "gpg": Estimator(rescale=True),
+    "gdpo": Estimator(whiten=True),
+    "reinforce_pp": Estimator(siblings=False, whiten=True, per_step=True),
     "reinforce_pp_baseline": Estimator(whiten=True),
+    "remax": Estimator(siblings=False, greedy=True, per_step=True),
+    "gae": Estimator(siblings=False, whiten=True, per_step=True, critic=True),
 }
+OWN_ESTIMATOR = Estimator(siblings=False)  # of a user's function
 
 
 class Algorithm(Section):
     preset: Preset | None = None
     """Sets the keys of this section that the recipe does not set to the values of a paper, see docs/algorithms.md.
     `dapo` also sets `sampling.filter: spread`."""
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
+    adv_estimator: str = "grpo"
     """How advantages are computed from rewards. `grpo`: (reward - mean of the group) / its standard deviation;
-    `dr_grpo`: reward - mean of the group; `rloo`: reward - mean of the other siblings; `reinforce_pp`: reward, whitened
-    over the batch; `reinforce_pp_baseline`: reward - mean of the group, whitened over the batch."""
-    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """The surrogate loss, see training/losses.py."""
+    `dr_grpo`: reward - mean of the group; `rloo`: reward - mean of the other siblings; `opo`: reward - mean weighted by
+    length; `gpg`: as `dr_grpo`, scaled up for groups without a spread; `gdpo`: each reward of the recipe
+    normalized as in `grpo`, then their weighted sum, whitened over the batch; `reinforce_pp`: reward, whitened over the
+    batch; `reinforce_pp_baseline`: reward - mean of the group, whitened over the batch; `remax`: reward - reward of a
+    greedy response; `gae`: generalized advantage estimation with a value network (PPO), see `critic`. Or a function of
+    yours, `file.py:f` or `package.module:f`, see docs/algorithms.md."""
+    policy_loss: str = "ppo"
+    """The surrogate loss: `ppo`, `gspo`, `cispo`, `sapo` or `reinforce`, see docs/algorithms.md. Or a function of
+    yours, `file.py:f` or `package.module:f`."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     """`token_mean`: every token of the global batch weighs the same (DAPO); `sequence_mean`: every sample weighs the
     same (the GRPO paper); `fixed_length`: sum of tokens over samples x max_response_length (Dr.GRPO)."""
@@ -54,17 +72,37 @@ class Algorithm(Section):
     """Upper clipping range of the probability ratio (0.28 in DAPO's clip-higher)."""
     clip_ratio_dual: float | None = Field(default=None, gt=1)
     """Dual clip: upper bound of the ratio for negative advantages; default: off."""
+    sapo_tau_positive: Annotated[float, Field(gt=0)] = 1.0
+    """`sapo`: steepness of the soft gate for positive advantages."""
+    sapo_tau_negative: Annotated[float, Field(gt=0)] = 1.05
+    """`sapo`: the same for negative advantages."""
+    gamma: Fraction = 1.0
+    """Discount per step. Only for estimators with rewards per step: `gae`, `reinforce_pp` and `remax`."""
+    gae_lambda: Fraction = 0.95
+    """`gae`: 1 uses the whole return of a sample (high variance), 0 only the next value (biased)."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL penalty to the initial policy; above 0, a reference model is loaded."""
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """Adaptive KL (1909.08593): after each step `kl_coef` grows if the mean KL per token is above this value, and
+    shrinks if it is below; `kl_coef` is its start. Default: fixed."""
+    kl_horizon: PositiveInt = 10_000
+    """Adaptive KL: samples in which `kl_coef` changes by at most 20 %."""
     kl_estimator: KlEstimator = "k3"
     """Estimate of the KL per token, with d = log p_policy - log p_reference. `k1`: d; `k2`: d^2 / 2; `k3`: exp(-d) + d
     - 1, at most 10. `k1+` and `k3+` have the value of k1 and k3, and in the loss the gradient of k2, which is the
-    gradient of the KL."""
+    gradient of the KL. Diffusion models have two more, see docs/diffusion.md. `exact`: the KL of the two Gaussians of a
+    step; `velocity`: half the squared difference of the two predictions."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: the KL is a term of the loss, weighted by the importance weights; `reward`: it is subtracted from the
     reward before advantages are computed, with the policy before the update; needs one more forward pass."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """Entropy control (2505.22312): after each step `entropy_coef` grows by `entropy_change` if the mean entropy per
+    token is below this value, else it shrinks by it, to 0 at least. There is no bonus in a step after one whose entropy
+    was above the target. Default: a fixed `entropy_coef`."""
+    entropy_change: Annotated[float, Field(gt=0)] = 0.005
+    """Change of `entropy_coef` per step, see `entropy_target`."""
     importance: Literal["token", "sequence", "geometric", "none"] = "token"
     """Importance weights p_trainer / p_engine of the sampled tokens: they correct for stale samples and for numerical
     differences of engines. `token`: the ratio of each token; `sequence`: the product of the ratios of a sample,
@@ -86,21 +124,32 @@ class Algorithm(Section):
     """Overlong filtering: samples cut at the length limit do not count in the loss. Their rewards still count in
     their group's mean and standard deviation."""
     mini_batches: PositiveInt = 1
-    """Optimizer steps per training step; must not exceed `sampling.prompts_per_step`."""
+    """Mini-batches per training step; must not exceed `sampling.prompts_per_step`. Each one is an optimizer step."""
+    epochs: PositiveInt = 1
+    """Times that a training step passes over its mini-batches: `mini_batches` x `epochs` optimizer steps."""
+    early_stop_kl: Annotated[float, Field(gt=0)] | None = None
+    """Stop the updates of the policy in a training step when the KL between the policy before the step and the current
+    one, measured on a mini-batch before its update, is above this value. Default: never."""
 
     @property
     def needs_old_logprobs(self) -> bool:
         """Needs a separate pass for the logprobs of the policy before the update."""
-        return self.mini_batches > 1 or self.kl_in_reward
+        return self.mini_batches * self.epochs > 1 or self.kl_in_reward
 
     @property
-    def needs_logprobs(self) -> bool:
-        """Needs old or reference logprobs. With one mini-batch and no KL, the update's forward pass is enough."""
-        return self.needs_old_logprobs or self.kl_coef > 0
+    def needs_passes(self) -> bool:
+        """Needs old or reference logprobs, or values. With one mini-batch, no KL and no critic, the update's forward
+        pass is enough."""
+        return self.needs_old_logprobs or self.kl_coef > 0 or self.estimator.critic
 
     @property
     def kl_in_reward(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "reward"
+
+    @property
+    def kl_of_gaussians(self) -> bool:
+        """The KL is computed from the predictions of both networks, not estimated from logprobs."""
+        return self.kl_estimator in ("exact", "velocity")
 
     @property
     def kl_per_step(self) -> bool:
@@ -109,7 +158,17 @@ class Algorithm(Section):
 
     @property
     def estimator(self) -> Estimator:
-        return ESTIMATORS[self.adv_estimator]
+        return ESTIMATORS.get(self.adv_estimator, OWN_ESTIMATOR)
+
+    @field_validator("adv_estimator")
+    @classmethod
+    def _known_estimator(cls, name: str) -> str:
+        return _known(name, ESTIMATORS)
+
+    @field_validator("policy_loss")
+    @classmethod
+    def _known_loss(cls, name: str) -> str:
+        return _known(name, LOSSES)
 
     @model_validator(mode="after")
     def _bounds(self) -> Algorithm:
@@ -117,83 +176,36 @@ class Algorithm(Section):
             raise ValueError(
                 f"importance_floor={self.importance_floor} must be below importance_cap={self.importance_cap}"
             )
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_target adapts kl_coef, which is 0; expected kl_coef above 0, its start")
         return self
 
 
-_GROUPS = {"adv_estimator": "grpo", "kl_coef": 0.0}
-_PPO = {"policy_loss": "ppo", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {
-        **_PPO,
-        "adv_estimator": "grpo",
-        "loss_aggregation": "sequence_mean",
-        **{"kl_coef": 0.04, "kl_estimator": "k3", "kl_in": "loss"},
-    },
-    "dr_grpo": {**_PPO, "adv_estimator": "dr_grpo", "loss_aggregation": "fixed_length", "kl_coef": 0.0},
-    "dapo": {
-        **_PPO,
-        **_GROUPS,
-        "loss_aggregation": "token_mean",
-        "clip_ratio_high": 0.28,
-        "overlong_penalty": 1.0,
-        "mask_truncated": False,
-    },
-    "gspo": {
-        **_GROUPS,
-        "policy_loss": "gspo",
-        "loss_aggregation": "sequence_mean",
-        **{"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4},
-    },
-    "cispo": {
-        **_GROUPS,
-        "policy_loss": "cispo",
-        "loss_aggregation": "token_mean",
-        **{"clip_ratio_low": 1.0, "clip_ratio_high": 4.0},  # the ratio has no lower bound and is at most 5
-    },
-    "reinforce_pp": {
-        **_PPO,
-        "adv_estimator": "reinforce_pp",
-        "loss_aggregation": "token_mean",
-        **{"kl_coef": 0.001, "kl_estimator": "k1", "kl_in": "reward"},
-    },
-    "reinforce_pp_baseline": {
-        **_PPO,
-        "adv_estimator": "reinforce_pp_baseline",
-        "loss_aggregation": "token_mean",
-        **{"kl_coef": 0.001, "kl_estimator": "k2", "kl_in": "loss"},
-    },
-    "rloo": {
-        **_PPO,
-        "adv_estimator": "rloo",
-        "loss_aggregation": "fixed_length",
-        **{"kl_coef": 0.05, "kl_estimator": "k1", "kl_in": "reward"},
-    },
-}
-OVERLONG_SHARE = 5  # DAPO: a buffer of 4,096 for responses of 20,480 tokens
+class Critic(Section):
+    model: Model | None = None
+    """Where the value network of `adv_estimator: gae` starts: a reward model (`gcore train-rm`) or a language model,
+    with the tokenizer of the policy. A language model gets a value head of zeros. Default: the policy at the start of
+    reinforcement learning; with `model.lora`, the weights in its folder."""
+    lr: NonNegative = 1e-5
+    """Peak learning rate; the schedule is that of `training`."""
+    warmup_steps: Count = 0
+    """Training steps at the start in which only the critic trains."""
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """Clip the change of a value in a training step: the loss is the larger one of the plain and the clipped value.
+    `null`: off."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this global norm."""
+
+    @model_validator(mode="after")
+    def _stored(self) -> Critic:
+        if self.model is not None and self.model.build is not None:
+            raise ValueError("critic.model.build: expected critic.model.path, or no critic.model: a copy of the policy")
+        return self
 
 
-def preset_values(preset: str, max_response_length: int) -> dict[str, dict[str, Any]]:
-    """The keys that a preset sets, by section: {"algorithm": {...}, "sampling": {...}}."""
-    algorithm = dict(PRESETS[preset])
-    if preset != "dapo":
-        return {"algorithm": algorithm}
-    algorithm["overlong_buffer"] = max_response_length // OVERLONG_SHARE
-    return {"algorithm": algorithm, "sampling": {"filter": "spread"}}
-
-
-def with_preset(tree: Mapping[str, Any], max_response_length: int) -> dict[str, Any]:
-    """The parsed configuration plus the keys of its preset. `max_response_length`: used if the key is not set.
-
-    Values of a wrong type are unchanged, so that the validation reports them.
-    """
-    found = dict(tree)
-    algorithm, generation = (found.get(name) for name in ("algorithm", "generation"))
-    preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
-    if not isinstance(preset, str) or preset not in PRESETS:
-        return found
-    length = generation.get("max_response_length") if isinstance(generation, dict) else None
-    for name, values in preset_values(preset, length if isinstance(length, int) else max_response_length).items():
-        given = found.get(name, {})
-        if isinstance(given, dict):
-            found[name] = {**values, **given}
-    return found
+def _known(name: str, names: Collection[str]) -> str:
+    if name in names or ":" in name:
+        return name
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(f"got {name!r}; expected one of {', '.join(names)}, or file.py:function{hint}")

@@ -7,6 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from gcore.config.objects import RowsPath
+
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -29,13 +31,42 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
+class BuildVision(Section):
+    hidden_size: PositiveInt = 64
+    """Width of the vision tower."""
+    intermediate_size: PositiveInt = 128
+    """Width of its feed-forward layers."""
+    layers: PositiveInt = 2
+    """Number of its layers."""
+    heads: PositiveInt = 4
+    """Attention heads; must divide `hidden_size`."""
+    patch_size: PositiveInt = 4
+    """Edge of a patch in pixels. A feature covers 2 x 2 patches."""
+    image_size: PositiveInt = 16
+    """Edge in pixels of the square whose area every image is resized to, a multiple of 2 * `patch_size`. Its aspect
+    ratio stays about the same."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> BuildVision:
+        if self.hidden_size % (4 * self.heads) or self.image_size % (2 * self.patch_size):
+            raise ValueError(
+                f"4 * heads={4 * self.heads} must divide hidden_size={self.hidden_size}, and 2 * patch_size="
+                f"{2 * self.patch_size} must divide image_size={self.image_size}"
+            )
+        return self
+
+
 class BuildModel(Section):
-    architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    architecture: Literal["qwen3", "qwen2", "llama", "qwen3_moe"] = "qwen3"
     """Model family, as in transformers."""
     hidden_size: PositiveInt = 128
     """Width of the hidden states."""
     intermediate_size: PositiveInt = 512
-    """Width of the feed-forward layers."""
+    """Width of the feed-forward layers; with `qwen3_moe` of each expert."""
+    experts: PositiveInt = 8
+    """`qwen3_moe`: experts per layer."""
+    active_experts: PositiveInt = 2
+    """`qwen3_moe`: experts that a token uses in each layer."""
     layers: PositiveInt = 4
     """Number of decoder layers."""
     heads: PositiveInt = 4
@@ -46,9 +77,18 @@ class BuildModel(Section):
     """Maximum length of a sequence (prompt and response) in tokens."""
     alphabet: str = "0123456789+-*/=()?,.: abcdefghijklmnopqrstuvwxyz"
     """Characters of the built-in one-token-per-character tokenizer."""
+    vision: BuildVision | None = None
+    """A vision tower: the model is a small Qwen3-VL, which takes images. Only with `architecture: qwen3`. See
+    docs/vision.md."""
 
     @model_validator(mode="after")
     def _divisible(self) -> BuildModel:
+        if self.vision is not None and self.architecture != "qwen3":
+            raise ValueError(f"vision needs architecture=qwen3, got {self.architecture}; expected it or no vision")
+        if self.architecture != "qwen3_moe" and (self.experts, self.active_experts) != (8, 2):  # not the defaults
+            raise ValueError(f"experts and active_experts need architecture=qwen3_moe, got {self.architecture}")
+        if self.active_experts > self.experts:
+            raise ValueError(f"active_experts={self.active_experts}; expected at most experts={self.experts}")
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} must divide hidden_size={self.hidden_size}, and kv_heads={self.kv_heads} must "
@@ -57,10 +97,44 @@ class BuildModel(Section):
         return self
 
 
+class BuildDenoiser(Section):
+    classes: list[str] = [*"0123456789"]
+    """The prompts that the model knows: one learned vector each."""
+    channels: PositiveInt = 1
+    """Channels of the pictures: 1 (grey) or 3."""
+    image_size: PositiveInt = 8
+    """Height and width of the pictures in pixels."""
+    patch_size: PositiveInt = 2
+    """Height and width of the patches that are the tokens of the network; must divide `image_size`."""
+    hidden_size: PositiveInt = 96
+    """Width of the hidden states."""
+    layers: PositiveInt = 4
+    """Number of transformer layers."""
+    heads: PositiveInt = 4
+    """Attention heads; must divide `hidden_size`."""
+
+    @property
+    def tokens(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @model_validator(mode="after")
+    def _divisible(self) -> BuildDenoiser:
+        if self.image_size % self.patch_size or self.hidden_size % self.heads or self.hidden_size % 2:
+            raise ValueError(
+                f"patch_size={self.patch_size} must divide image_size={self.image_size}, and heads={self.heads} and 2 "
+                f"must divide hidden_size={self.hidden_size}"
+            )
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels={self.channels}; expected 1 or 3")
+        if not self.classes or len(set(self.classes)) != len(self.classes):
+            raise ValueError(f"classes={self.classes}; expected at least one, each once")
+        return self
+
+
 class Stored(Section):
     """A dataset in a file, in a folder, or on the hub."""
 
-    path: str | None = None
+    path: RowsPath | None = None
     """A file (.jsonl, .json, .csv, .tsv or .parquet), the folder of a Hugging Face dataset, or a hub id such as
     `openai/gsm8k` (needs the extra `datasets`)."""
     subset: str | None = None
@@ -92,10 +166,10 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:
-        if (self.path is None) == (self.build is None):
+        if [self.path, self.build, getattr(self, "denoiser", None)].count(None) != 2:
             raise ValueError(
                 "set exactly one of model.path (a Hugging Face folder or hub id) and model.build (a small model built "
-                "from scratch)"
+                "from scratch), or for a policy model.denoiser (a small diffusion model)"
             )
         if self.revision is not None and self.path is None:
             raise ValueError("model.revision: got a revision without model.path; expected both or neither")
@@ -112,11 +186,15 @@ class Lora(Section):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The product of the two factors is scaled by `alpha / rank`."""
     targets: list[str] = []
-    """Linear layers of the decoder, by the last part of their names, such as `[q_proj, v_proj]`. Default: all of
-    attention and MLP."""
+    """Linear layers, by the last part of their names, such as `[q_proj, v_proj]`. Default: all of attention and MLP."""
+    parts: Annotated[list[Literal["text", "vision"]], Field(min_length=1)] = ["text"]
+    """Which parts of a model that takes images have adapters. `text`: the decoder; `vision`: the vision tower and its
+    projector. Parts without adapters are frozen."""
 
 
 class PolicyModel(Model):
+    denoiser: BuildDenoiser | None = None
+    """Build a small diffusion model from scratch instead of `path`; needs `generation.denoising`."""
     lora: Lora | None = None
     """Train low-rank adapters and freeze the weights; only the adapters are sent to the engines and saved in
     checkpoints, see docs/engines.md. `{}` uses the defaults. Default: train all weights."""
@@ -176,6 +254,9 @@ class Serving(Section):
     """vLLM, SGLang: GPUs per replica."""
     eager: bool = False
     """vLLM, SGLang: do not compile or capture CUDA graphs; starts faster, decodes slower."""
+    decode_steps: PositiveInt = 8
+    """vLLM with `tensor_parallel: 1` on a GPU: at most this many decoding steps are launched at once, without vLLM's
+    scheduler between them, see docs/engines.md. 1: the scheduler is called for every step."""
     seeds: bool | Auto = "auto"
     """vLLM, SGLang: a separate seed per request, so that samples are reproducible; slower on GPUs. `auto`: only on
     CPU."""

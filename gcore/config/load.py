@@ -62,6 +62,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[Tree]) -> Tree: ...
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[BaseModel] = Config) -> BaseModel:
     """Reads, overrides, validates. Raises UserError with one line per problem. `into`: the tree of another command."""
+    tree = read_tree(path)
+    for word in overrides:
+        override(tree, word)
+    return validate(tree, str(path), into)
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The parsed YAML file, not validated."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"{file}: no such recipe; expected a YAML file (see recipes/)")
@@ -73,9 +81,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[B
         raise UserError(f"{file}: not a text file: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{file}: got {type(tree).__name__}; expected keys and values at the top level")
-    for override in overrides:
-        _apply(tree, override)
-    return validate(tree, str(file), into)
+    return tree
 
 
 def parse_yaml(text: str) -> Any:
@@ -143,35 +149,36 @@ def _is_secret(key: str, value: Any, own: Set[str]) -> bool:
     return any(word in key.lower() for word in SECRET_WORDS)
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, sign, text = override.partition("=")
+def override(tree: dict[str, Any], word: str) -> None:
+    """Replaces a key of the tree. `word`: training.lr=1e-5"""
+    key, sign, text = word.partition("=")
     if not sign or not key:
-        raise UserError(f"override {override!r}: expected key=value, such as training.lr=1e-5")
+        raise UserError(f"override {word!r}: expected key=value, such as training.lr=1e-5")
     try:
         value = parse_yaml(text) if text else None
     except yaml.YAMLError:
-        raise UserError(f"override {override!r}: the value is not valid YAML") from None
+        raise UserError(f"override {word!r}: the value is not valid YAML") from None
     *parents, last = key.split(".")
     node: Any = tree
     for depth, name in enumerate(parents):
         if isinstance(node, list):
-            node = _list_item(node, name, override)
+            node = _list_item(node, name, word)
         else:
             if node.get(name) is None:
                 node[name] = {}
             node = node[name]
         if not isinstance(node, dict | list):
-            raise UserError(f"override {override!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+            raise UserError(f"override {word!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
     if isinstance(node, list):
-        _list_item(node, last, override)
+        _list_item(node, last, word)
         node[int(last)] = value
     else:
         node[last] = value
 
 
-def _list_item(node: list[Any], name: str, override: str) -> Any:
+def _list_item(node: list[Any], name: str, word: str) -> Any:
     if not name.isdigit() or int(name) >= len(node):
-        raise UserError(f"override {override!r}: expected an index below {len(node)}, got {name!r}")
+        raise UserError(f"override {word!r}: expected an index below {len(node)}, got {name!r}")
     return node[int(name)]
 
 
@@ -237,6 +244,8 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
     """The sections inside an annotation such as `WarmStart | None` (not those inside lists)."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
+    if typing.get_origin(annotation) is typing.Annotated:
+        return sections_of(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [s for arg in typing.get_args(annotation) for s in sections_of(arg)]
     return []

@@ -19,6 +19,10 @@ class ModelRun(Section):
     seed: int = 0
     """Seed of the order of the pairs, of the head, and of the weights of a model built from scratch."""
 
+    resume: str = "never"
+    """`never`: start again (an older model of that name is renamed); `auto`: continue from the last complete checkpoint
+    if there is one, see `training.checkpoint_every`."""
+
     @property
     def folder(self) -> Path:
         return Path(self.dir) / self.name
@@ -81,7 +85,14 @@ class PairTraining(Section):
     """Precision of forward and backward; weights and optimizer stay in float32. `auto`: float32 on CPU, bfloat16 on
     GPU."""
     threads: PositiveInt | Auto = "auto"
-    """CPU threads; `auto`: PyTorch's choice."""
+    """CPU threads per rank; `auto`: the cores divided by the ranks."""
+    ranks: PositiveInt = 1
+    """Trainer processes, one per GPU; they share the pairs of a step. Above 1 they run under Ray. Results do not depend
+    on it."""
+    checkpoint_every: Count = 0
+    """Steps between checkpoints, `DIR/NAME/step_N`. 0: none."""
+    keep_last: PositiveInt = 1
+    """Number of newest checkpoints to keep."""
 
 
 class RewardModelConfig(Section):

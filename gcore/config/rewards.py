@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from gcore.config.base import Auto, Count, Fraction, Model, NonNegative, PositiveInt, Seconds, Section, Serving
+from gcore.config.objects import FunctionPath
 
 # names of other metrics reward/NAME
 RESERVED_NAMES = ("mean", "mean_drawn", "std", "zero_spread_frac", "errors", "retries", "timeouts", "unscored")
@@ -22,7 +23,7 @@ OF_URLS = ("served_model", "token_env", "timeout_s", "retries", "extra")
 class RewardFunction(Section):
     name: str
     """Name in the logs: `reward/NAME`."""
-    path: str
+    path: FunctionPath
     """`package.module:NAME` or `file.py:NAME`: a function with TRL's, verl's or OpenRLHF's signature, a class whose
     instances are callable with one of them, or a factory that returns such a function."""
     weight: float = 1.0
@@ -31,6 +32,15 @@ class RewardFunction(Section):
     """Extra keyword arguments of every call; for a class or factory, the arguments of its one call."""
     timeout_s: Seconds | None = None
     """A call that takes longer is killed and fails; default: `rewards.timeout_s`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_function(cls, value: Any) -> Any:
+        """From Python, a function alone: its name is the name in the logs."""
+        if not callable(value):
+            return value
+        name = str(getattr(value, "__name__", ""))
+        return {"name": name if name.isidentifier() and name not in RESERVED_NAMES else "reward", "path": value}
 
 
 class ScalarReward(Section):
@@ -79,19 +89,23 @@ class Judge(Serving):
     seeds: bool | Auto = "auto"
     """A separate seed per request, so that verdicts are reproducible. vLLM: slower on GPUs; `auto`: only on CPU. `url`:
     seeds are sent unless this is false."""
-    template: str
+    template: str = ""
     """Jinja text of the user message, or the path of a file: `{{ prompt }}`, `{{ response }}` (pairwise: `response_a`,
     `response_b`), and the columns of the dataset, such as `{{ answer }}`."""
     system_prompt: str | None = None
     """System message before the user message."""
+    images: bool | Auto = "auto"
+    """Show the judge the images of the prompt, and responses that are images, before the text of the template. `auto`:
+    if its model takes images; not with `url`, where true sends them as PNG."""
     weight: float = 1.0
-    """Weight in the sum."""
-    mode: Literal["pointwise", "pairwise"] = "pointwise"
+    """Weight in the sum. `teacher`: weight of its logprobs in the advantages of the tokens."""
+    mode: Literal["pointwise", "pairwise", "teacher"] = "pointwise"
     """`pointwise`: each response is judged separately; `pairwise`: against siblings, in both orders; the reward is the
-    mean."""
+    mean. `teacher`: on-policy distillation: the model writes nothing; the log ratio of its probability and the
+    policy's is added to the advantage of each token, see docs/preference.md. It needs the tokenizer of the policy."""
     opponents: PositiveInt = 1
     """Pairwise: number of siblings that each response is compared with."""
-    verdict: str = r"(-?\d+(?:\.\d+)?)"
+    verdict: FunctionPath = r"(-?\d+(?:\.\d+)?)"
     """How to parse a verdict: a regular expression, of which the first group of the last match is used, or a function
     `package.module:f` or `file.py:f` from the text to a number or None."""
     values: dict[str, float] = {}
@@ -116,6 +130,13 @@ class Judge(Serving):
     @model_validator(mode="after")
     def _one_backend(self) -> Judge:
         """A key without effect is an error, unless it has its default value: a saved config contains all keys."""
+        if self.mode == "teacher" and (self.model is None or self.engine not in ("embedded", "vllm")):
+            raise ValueError(
+                f"mode=teacher needs a model on engine=embedded or vllm, got engine={self.engine}"
+                f"{', url' if self.url else ''}: other engines do not return logprobs of given tokens"
+            )
+        if not self.template and self.mode != "teacher":
+            raise ValueError("template: not set; expected a Jinja text with {{ response }}, or the path of a file")
         if (self.model is None) == (self.url is None):
             raise ValueError("set exactly one of model (served by this run) and url (an OpenAI-compatible server)")
         unused, other = (OF_MODELS, "model") if self.url is not None else (OF_URLS, "url")
@@ -154,6 +175,9 @@ class Rewards(Section):
     """Generative judges."""
     http: list[HttpReward] = []
     """Reward servers."""
+    by_workflow: list[str] = []
+    """Names of rewards that the workflow itself computes and returns in `Scored.parts`, such as `rubric` of an
+    environment. Such a workflow does not need `ctx.reward`, and other rewards are optional."""
     accuracy: str | None = None
     """Name of the reward whose value counts as accuracy in evaluations; default: the first."""
     attempts: PositiveInt = 2
@@ -175,15 +199,33 @@ class Rewards(Section):
     """Stop the run if more than this fraction of a step's prompts failed: a reward could not be computed, or the
     workflow raised."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_functions(cls, value: Any) -> Any:
+        """From Python, one function or a list of functions."""
+        functions = value if isinstance(value, list) else [value] if callable(value) else None
+        return value if functions is None else {"functions": functions}
+
     @property
     def names(self) -> list[str]:
         specs: list[Any] = [*self.functions, *self.models, *self.judges, *self.http]
-        return [spec.name for spec in specs]
+        return [spec.name for spec in specs] + self.by_workflow
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Name -> weight in the sum that is the reward."""
+        specs: list[Any] = [*self.functions, *self.models, *self.judges, *self.http]
+        return {spec.name: spec.weight for spec in specs}
 
     @property
     def engine_judges(self) -> list[Judge]:
         """Judges that run on engines of this run; the others are behind a URL."""
         return [judge for judge in self.judges if judge.model is not None]
+
+    @property
+    def compares(self) -> bool:
+        """Something else than teachers scores the responses."""
+        return any(name not in {j.name for j in self.judges if j.mode == "teacher"} for name in self.names)
 
     @property
     def accuracy_name(self) -> str:
@@ -192,8 +234,6 @@ class Rewards(Section):
     @model_validator(mode="after")
     def _names(self) -> Rewards:
         names = self.names
-        if not names:
-            raise ValueError("got no reward; expected at least one of rewards.functions, models, judges or http")
         if len(set(names)) < len(names):
             raise ValueError(f"got the names {names}; expected each name once")
         if invalid := sorted(

@@ -41,23 +41,38 @@ class Run(Section):
 
 
 class Fault(Section):
-    kind: Literal["kill", "stop", "slow", "error", "disk_full", "short_write", "flip_byte"]
+    kind: Literal["kill", "stop", "slow", "error", "disk_full", "short_write", "flip_byte", "outage", "cut"]
     """What happens to the process: SIGKILL, SIGSTOP, a delay of `seconds`, an exception, or a full disk. Or to the file
-    that it wrote: half of it is cut, or a bit changes."""
+    that it wrote: half of it is cut, or a bit changes. Or to calls that it makes: those of a reward fail (`outage`), or
+    those of another role do not arrive (`cut`)."""
     role: str
     """`trainer-0`, `engine-1`, `controller-0`, `judge-NAME-0`, ..."""
     at: str
     """A call that the role receives (`update`, `generate`, ...), a stage of a controller (`rollout`, ...), or `file`
-    and `written`: before and after each file of a checkpoint."""
+    and `written`: before and after each file of a checkpoint. For `outage`: `reward:NAME`. For `cut`: `to:ROLE` or
+    `to:ROLE:CALL`, such as `to:engine-0:generate`. `slow` can have any of them."""
     nth: PositiveInt = 1
     """Which time the process reaches this moment."""
     seconds: Seconds = 1.0
-    """Length of the delay of `slow`."""
+    """Length of the delay of `slow`. `outage`, `cut`: each call fails after this time."""
+    calls: PositiveInt = 1
+    """`outage`, `cut`: number of consecutive calls that fail."""
 
     @model_validator(mode="after")
     def _has_a_file(self) -> Fault:
         if self.kind in ("short_write", "flip_byte") and self.at != "written":
             raise ValueError(f"kind {self.kind} changes a file that was written; expected at=written, got at={self.at}")
+        expected = {"outage": "reward:", "cut": "to:"}.get(self.kind)
+        if expected is not None and not self.at.startswith(expected):
+            raise ValueError(f"kind {self.kind} fails calls of the role; expected at={expected}..., got at={self.at}")
+        if expected is None and self.kind != "slow" and self.at.startswith(("reward:", "to:")):
+            raise ValueError(
+                f"at={self.at} is a call that the role makes; expected outage, cut or slow, got {self.kind}"
+            )
+        if self.at.startswith("reward:") and not self.role.startswith("controller-"):
+            raise ValueError(
+                f"at={self.at}: controllers call rewards; expected role=controller-N, got role={self.role}"
+            )
         return self
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from gcore.config.base import Auto, Count, PositiveInt, Section
+from gcore.config.curriculum import Curriculum
+from gcore.config.objects import FunctionPath
 
 MAX_OVERSAMPLING = 4.0  # default of sampling.max_oversampling
 PRIOR_SHARE = 0.25  # weight of the last step's acceptance rate, as a fraction of the groups of a step
@@ -24,7 +26,7 @@ class Sampling(Section):
     """Prompts per training step, over all controllers. The only unit of batch size."""
     samples_per_prompt: PositiveInt = 8
     """Responses per prompt. They form the group in which advantages are computed."""
-    filter: str = "none"
+    filter: FunctionPath = "none"
     """Dynamic sampling: which groups are trained on. `none`: all; `spread`: those whose rewards are not all equal; or a
     function `package.module:f` or `file.py:f` from the list of Scored to `(keep, reason)`. The controller replaces a
     dropped group with another prompt immediately."""
@@ -51,6 +53,10 @@ class Sampling(Section):
     """Samples do not depend on the number of controllers or on timing: a step takes the first accepted groups in the
     order of the prompts, not of arrival, and so waits for slow ones. `auto`: true unless `max_staleness` or
     `surplus: keep` is set."""
+
+    curriculum: Curriculum | None = None
+    """Draw prompts by how often the policy solves them, see docs/sampling.md. `{}` uses the defaults. Default: every
+    prompt once per epoch."""
 
     @property
     def keeps_surplus(self) -> bool:
@@ -96,5 +102,11 @@ class Sampling(Section):
             raise ValueError(
                 "sampling.deterministic=true excludes sampling.max_staleness > 0 and sampling.surplus=keep: with "
                 "them, timing decides which policy version samples a token"
+            )
+        if self.curriculum is not None and not self.strict:
+            raise ValueError(
+                "sampling.curriculum needs steps that do not depend on timing, because the pass rates of a step decide "
+                "which prompts the next one draws; expected sampling.max_staleness=0, surplus other than keep, and "
+                "deterministic other than false"
             )
         return self

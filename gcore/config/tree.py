@@ -7,12 +7,13 @@ The reference in docs/configuration.md is generated from this file (`python -m g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from gcore.config.algorithm import Algorithm as Algorithm
-from gcore.config.algorithm import with_preset
+from gcore.config.algorithm import Critic as Critic
 from gcore.config.base import (
     Auto,
     Count,
@@ -31,6 +32,18 @@ from gcore.config.base import BuildModel as BuildModel
 from gcore.config.base import Lora as Lora
 from gcore.config.base import Model as Model
 from gcore.config.base import PolicyModel as PolicyModel
+from gcore.config.checkpoint import Checkpoint as Checkpoint
+from gcore.config.denoising import Denoising, check_denoising, with_length
+from gcore.config.evaluation import Evaluation as Evaluation
+from gcore.config.evaluation import SetName
+from gcore.config.experts import ExpertTraining
+from gcore.config.media import MediaData as MediaData
+from gcore.config.megatron import MegatronDegrees, check_backend
+from gcore.config.objects import FunctionPath, PythonObject, is_rows
+from gcore.config.observe import Observe as Observe
+from gcore.config.preference import Objective, ObjectiveView, with_pair_filter
+from gcore.config.preference import Preference as Preference
+from gcore.config.presets import with_preset
 from gcore.config.rewards import HttpReward as HttpReward
 from gcore.config.rewards import Judge as Judge
 from gcore.config.rewards import RewardFunction as RewardFunction
@@ -43,8 +56,9 @@ from gcore.config.sampling import Sampling as Sampling
 
 class Dataset(Stored):
     task: str | None = None
-    """A generated task instead of `path`: `arithmetic`, `needle`, or `reasoning_gym/NAME` (needs the extra
-    `reasoning-gym`)."""
+    """A generated task instead of `path`: `arithmetic`, `needle`, `digits` (images; needs the extra `vision`),
+    `draw_digits` (needs the extra `diffusion`), `reasoning_gym/NAME` (needs the extra `reasoning-gym`), or a function
+    `package.module:NAME` or `file.py:NAME` that returns rows."""
     args: dict[str, Any] = {}
     """Arguments of the task."""
     size: PositiveInt | None = None
@@ -54,6 +68,16 @@ class Dataset(Stored):
     answer_column: str = "auto"
     """Column with the reference answer. `auto`: `answer`, `ground_truth`, `label`, `solution` or verl's
     `reward_model.ground_truth`."""
+    chosen_column: str = "chosen"
+    """Pairs: column with the better answer: a string, messages, or the whole conversation as messages."""
+    rejected_column: str = "rejected"
+    """Pairs: column with the worse answer, in the same form."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_rows(cls, value: Any) -> Any:
+        """From Python, the rows themselves: a list of dicts, or a datasets.Dataset."""
+        return {"path": PythonObject("rows", value)} if is_rows(value) else value
 
     @model_validator(mode="after")
     def _one_source(self) -> Dataset:
@@ -64,17 +88,41 @@ class Dataset(Stored):
         return self
 
 
+def _one_or_named(value: Any) -> str:
+    """Sets are named if all keys are other than those of a dataset and all values are datasets."""
+    if isinstance(value, Mapping) and value and not set(value) & set(Dataset.model_fields):
+        named = all(isinstance(v, Mapping | Dataset) or is_rows(v) for v in value.values())
+        return "named[]" if named else "one[]"
+    return "one[]"
+
+
+EvalSets = Annotated[
+    Annotated[Dataset, Tag("one[]")] | Annotated[dict[SetName, Dataset], Tag("named[]")], Discriminator(_one_or_named)
+]
+
+
 class Data(Section):
     train: Dataset
     """Prompts to train on."""
-    eval: Dataset | None = None
-    """Held-out prompts: responses are sampled greedily, scored by `rewards` and logged as `eval/accuracy`."""
+    eval: EvalSets | None = None
+    """Held-out prompts, answered and scored by `rewards` as `evaluation` says: `eval/accuracy`. One dataset, or several
+    with names, `{gsm8k: {path: ...}, sums: {task: ...}}`: `eval/NAME/accuracy` of each, and `eval/accuracy`, their
+    mean."""
     system_prompt: str | None = None
     """System message before every prompt that is a string; needs a chat template."""
     max_prompt_length: PositiveInt = 512
     """Maximum length of a prompt in tokens, after the chat template. Longer ones are dropped and reported at load."""
     shuffle: bool = True
     """Use a seeded random order of the rows in each epoch."""
+    media: MediaData = MediaData()
+    """Images and videos of the rows, for models that take them, see docs/vision.md."""
+
+    @property
+    def eval_sets(self) -> dict[str, Dataset]:
+        """Evaluation sets by name; the name of a single set is empty."""
+        if self.eval is None:
+            return {}
+        return {"": self.eval} if isinstance(self.eval, Dataset) else self.eval
 
 
 class Generation(Serving):
@@ -94,6 +142,8 @@ class Generation(Serving):
     sleep: Literal["auto", 0, 1, 2] = "auto"
     """vLLM: GPU memory that engines free during training. 0: none; 1: all, weights move to host memory; 2: all, weights
     are dropped. `auto`: 2 on GPUs (1 with `model.lora`), 0 on CPU and if generation continues during training."""
+    denoising: Denoising | None = None
+    """The policy is a diffusion or flow model with this sampler, see docs/diffusion.md. Default: a language model."""
 
     @model_validator(mode="after")
     def _mask(self) -> Generation:
@@ -114,9 +164,10 @@ class WarmStart(Section):
     """Peak learning rate: linear warm-up over the first tenth of the steps, then linear decay to 0."""
 
 
-class Training(Section):
-    backend: Literal["fsdp", "emulated"] = "fsdp"
-    """`fsdp`: PyTorch FSDP2; `emulated`: does not train, only sleeps for the time of an update."""
+class Training(ExpertTraining):
+    backend: Literal["fsdp", "megatron", "emulated"] = "fsdp"
+    """`fsdp`: PyTorch FSDP2; `megatron`: Megatron-Core, see docs/megatron.md; `emulated`: does not train, only sleeps
+    for the time of an update."""
     emulated: EmulatedTraining | None = None
     """`emulated`: speed of the trainer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -140,6 +191,8 @@ class Training(Section):
     """AdamW; applies only to matrices, see `weight_decay_norms`."""
     weight_decay_norms: bool = False
     """Apply weight decay also to norms and biases (parameters of fewer than two dimensions)."""
+    vision_lr: NonNegative | None = None
+    """Peak learning rate of the vision tower and its projector. 0: they are frozen. Default: as `lr`."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this global norm."""
     max_tokens_per_gpu: PositiveInt = 16384
@@ -172,6 +225,8 @@ class Training(Section):
 
     @model_validator(mode="after")
     def _halves(self) -> Training:
+        if self.vision_lr and not self.lr:
+            raise ValueError(f"vision_lr={self.vision_lr} with lr=0; expected lr above 0, or vision_lr=0")
         if self.context_parallel & (self.context_parallel - 1):
             raise ValueError(f"context_parallel={self.context_parallel}; expected a power of two")
         return self
@@ -180,23 +235,11 @@ class Training(Section):
 class PolicyPlacement(Section):
     replicas: PositiveInt | Auto = "auto"
     """Engine processes; `auto`: one per `generation.tensor_parallel` GPUs, or one per CPU core (at most 4 per node)."""
-    engines_per_gpu: PositiveInt | Auto = "auto"
-    """Engine processes on each GPU. Several divide `generation.gpu_memory_utilization` and the requests; they need
-    `placement.mode: shared` and `generation.tensor_parallel: 1`. `auto`: 2 for a small model with vLLM, whose GPU would
-    wait for Python, if the memory suffices; else 1, see docs/engines.md. Only with `replicas: auto`."""
     threads: PositiveInt | Auto = "auto"
     """CPU threads per process; `auto`: 1, with which results do not depend on the other sequences of a batch."""
 
-    @model_validator(mode="after")
-    def _one_number(self) -> PolicyPlacement:
-        if self.replicas != "auto" and self.engines_per_gpu != "auto":
-            raise ValueError(
-                f"replicas={self.replicas} and engines_per_gpu={self.engines_per_gpu}; expected at most one of the two"
-            )
-        return self
 
-
-class TrainerPlacement(Section):
+class TrainerPlacement(MegatronDegrees):
     ranks: PositiveInt | Auto = "auto"
     """Trainer processes; `auto`: one per GPU, or one per CPU core (at most 4 per node)."""
     tensor_parallel: PositiveInt = 1
@@ -245,54 +288,7 @@ class Placement(Section):
     """Shared memory for data sent between processes, in MB; `auto`: 256 plus twice the model."""
 
 
-class Checkpoint(Section):
-    every: Count = 50
-    """Steps between checkpoints; there is also one at the end. 0: only at the end. The same applies to the warm start
-    (`warm_N`)."""
-    asynchronous: bool = True
-    """Write checkpoints while the run goes on, from a copy in host memory, see docs/checkpointing.md. false: the run
-    waits until the files are written."""
-    keep_last: PositiveInt = 2
-    """Number of newest checkpoints to keep."""
-    keep_every: Count = 0
-    """Also keep checkpoints of steps that are multiples of this number. 0: none."""
-    keep_best: Count = 0
-    """Also keep this number of checkpoints with the highest held-out accuracy (`eval/accuracy`), of those with an
-    evaluation at their step, see `observe.eval_every`."""
-    on_failure: Literal["continue", "stop"] = "continue"
-    """If a checkpoint cannot be written (full disk): `continue`: the run goes on with a warning and tries again at the
-    next one; `stop`: the run ends. The last complete checkpoint is kept. A run whose last checkpoint fails ends with an
-    error."""
-    export: bool = False
-    """Also export the policy of each checkpoint as a Hugging Face folder, `runs/NAME/hf/step_N`, in a process of its
-    own. It is deleted with its checkpoint."""
-
-
-class Observe(Section):
-    eval_every: Count = 0
-    """Steps between evaluations. 0: only before and after training."""
-    progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """Terminal output; `live`: a live panel; `plain`: one line per step; `auto`: `live` on a terminal, else `plain`."""
-    tensorboard: bool = True
-    """Write TensorBoard events."""
-    wandb: bool = False
-    """Log to Weights & Biases (needs `wandb`)."""
-    mlflow: bool = False
-    """Log to MLflow (needs `mlflow`)."""
-    trace: bool = True
-    """Write `trace.json` for Perfetto."""
-    samples_per_step: Count = 2
-    """Groups per step whose prompt, answers, rewards and verdicts are logged in `samples/` and shown by `samples.html`;
-    the same number of held-out prompts per evaluation. 0: none. A long run logs every n-th step, about 2,000 groups in
-    total."""
-    logs: bool = True
-    """With Ray, the output of each process goes to `logs/ROLE.log` in the run directory, at most 20 MB per file; above
-    this, the middle is removed. false: the output stays in Ray's log folder."""
-    min_free_disk_mb: Count = 200
-    """Minimum free disk space in the run directory to start a run."""
-
-
-class Config(Section):
+class Config(ObjectiveView, Section):
     run: Run = Run()
     """Name, folder, seed and length of the run."""
     model: PolicyModel
@@ -305,24 +301,34 @@ class Config(Section):
     runtime: Literal["ray", "local"] = "ray"
     """`ray`: one process per replica or rank, on one machine or several (RAY_ADDRESS joins a cluster); `local`:
     everything in one process, for debuggers."""
-    workflow: str = "gcore.controller.workflow:generate_and_reward"
+    workflow: FunctionPath = "gcore.controller.workflow:generate_and_reward"
     """The function that produces a group of samples, `package.module:function`, see docs/extending.md."""
+    objective: Objective = "policy"
+    """What is trained. `policy`: reinforcement learning with `algorithm`; `sft`: the answers of the dataset; all
+    others: pairs of answers, by the loss of this name, see docs/preference.md. `reward_model`: only for `gcore
+    train-rm`."""
+    preference: Preference = Preference()
+    """Training on pairs."""
     algorithm: Algorithm = Algorithm()
     """Advantages and loss."""
     generation: Generation = Generation()
     """The policy's engine and how it samples."""
-    rewards: Rewards
+    rewards: Rewards = Rewards()
     """How responses are scored."""
     sampling: Sampling = Sampling()
     """Numbers of prompts and samples per step, filters and staleness."""
     training: Training = Training()
     """The trainer and its optimizer."""
+    critic: Critic = Critic()
+    """The value network of `algorithm.adv_estimator: gae`."""
     placement: Placement = Placement()
     """Processes and devices per role."""
     checkpoint: Checkpoint = Checkpoint()
     """Saving of checkpoints."""
+    evaluation: Evaluation = Evaluation()
+    """How held-out prompts (`data.eval`) are answered and counted."""
     observe: Observe = Observe()
-    """Evaluation, progress and logs."""
+    """Progress and logs, and how often to evaluate."""
     faults: Faults = Faults()
     """Faults to inject, for tests of the recovery (needs `runtime: ray`)."""
 
@@ -331,18 +337,29 @@ class Config(Section):
     def _preset(cls, tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
+        tree = with_length(with_pair_filter(tree))
         return with_preset(tree, Generation.model_fields["max_response_length"].default)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        self.check_objective()
         if self.faults.plan and self.runtime == "local":
             raise ValueError("faults.plan needs a process per role; expected runtime=ray, got runtime=local")
+        for fault in self.faults.plan:
+            if fault.at.startswith("reward:") and (name := fault.at.removeprefix("reward:")) not in self.rewards.names:
+                raise ValueError(f"faults.plan: at={fault.at}: got {name!r}; expected one of {self.rewards.names}")
+        known = self.evaluation.metrics(self.data.eval_sets)
+        is_known = self.checkpoint.best_metric in known or self.trains_on_answers("eval")  # metrics of the objective
+        if self.checkpoint.keep_best and not is_known:
+            raise ValueError(f"checkpoint.best_metric: got {self.checkpoint.best_metric!r}; expected one of {known}")
         if self.algorithm.mini_batches > self.sampling.prompts_per_step:
             raise ValueError(
                 f"algorithm.mini_batches={self.algorithm.mini_batches} exceeds "
                 f"sampling.prompts_per_step={self.sampling.prompts_per_step}: every mini-batch needs a prompt"
             )
-        if self.algorithm.adv_estimator != "reinforce_pp" and self.sampling.samples_per_prompt < 2:
+        compares = self.algorithm.estimator.siblings or self.objective != "policy"
+        compares = compares and self.rewards.compares
+        if compares and not self.is_offline and self.sampling.samples_per_prompt < 2:
             raise ValueError(
                 f"algorithm.adv_estimator={self.algorithm.adv_estimator} compares siblings; "
                 f"sampling.samples_per_prompt must be at least 2, got {self.sampling.samples_per_prompt}"
@@ -363,12 +380,15 @@ class Config(Section):
         training = self.training
         check_emulated(training.backend, training.emulated, self.generation, self.rewards.judges)
         check_lora(self.model.lora, training.backend, self.generation.sleep)
+        check_backend(self)
+        check_denoising(self)
         longest = self.data.max_prompt_length + self.generation.max_response_length
-        if longest > training.max_tokens_per_gpu * training.context_parallel:
+        together = 2 if self.needs.pairs else 1
+        if together * longest > training.max_tokens_per_gpu * training.context_parallel:
             raise ValueError(
                 f"data.max_prompt_length + generation.max_response_length = {longest} exceeds "
                 f"training.max_tokens_per_gpu={training.max_tokens_per_gpu} x context_parallel="
-                f"{training.context_parallel}: the longest sample would not fit"
+                f"{training.context_parallel}: the longest {'pair' if together == 2 else 'sample'} would not fit"
             )
         if self.model.build and longest > self.model.build.max_length:
             raise ValueError(

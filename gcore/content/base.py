@@ -8,6 +8,7 @@ module, and `Modality` for the code that makes it:
 
     tokens.py   the tokens of a language model, and its images
     text.py     tokenizer and chat template; decoding.py: tokens to text
+    latents.py  the latents of a diffusion model
 
 Large parts of content can be references (media.py), which the engine or the trainer rank resolves.
 """
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 
 if TYPE_CHECKING:
-    from gcore.types import Finish, SamplingParams
+    from gcore.types import Bools, Finish, SamplingParams
 
 
 class Content(Protocol):
@@ -28,6 +29,11 @@ class Content(Protocol):
 
     @property
     def num_steps(self) -> int: ...
+
+    @property
+    def actions_S(self) -> Bools:
+        """Of an engine's steps, those in which the policy decided: all tokens, the stochastic denoising steps."""
+        ...
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""References to arrays that are too large to pass through controllers: pixels, latents, states of an environment.
+"""Media in a sequence of tokens, and references to arrays that are too large to pass through controllers.
 
     producer: store(array, folder) ──ArrayRef──> controllers ──ArrayRef──> engine or trainer rank: ref.read()
 
@@ -7,13 +7,22 @@ Producer and readers must share the folder. A file is named by the hash of its a
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+
+from gcore.types import Ints, Pixels
+
+MOST_INLINE = 64  # elements of an array in JSON
+NO_PLACES: Ints = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +41,92 @@ class ArrayRef:
         return array
 
 
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image or a video of a sequence: its pixels, and what the model's processor made of them.
+
+    Media("image", key="9f3c", pixels=ArrayRef(...), inputs={"pixel_values": ArrayRef(...)}, places=[2, 3, 4, 5],
+    grid=(1, 2, 2))
+    """
+
+    kind: Literal["image", "video"]
+    key: str  # equal for equal pixels that were processed in the same way
+    pixels: Pixels | ArrayRef  # height x width x 3; of a video, frames x height x width x 3
+    inputs: Mapping[str, np.ndarray | ArrayRef] = field(default_factory=dict)  # of the network's vision tower
+    places: Ints = field(default_factory=lambda: NO_PLACES)  # in the sequence, of its features, in order
+    grid: tuple[int, int, int] = (1, 1, 1)  # of the features: time, height, width
+
+    @property
+    def num_pixels(self) -> int:
+        """That the vision tower encodes: after resizing and tiling, if it is known."""
+        if (given := self.inputs.get("pixel_values")) is None:
+            return int(np.prod(self.pixels.shape[:-1]))
+        in_patches = len(given.shape) == 2  # of Qwen-VL, where a patch of an image holds it twice
+        return int(np.prod(given.shape)) // (6 if in_patches and self.kind == "image" else 3)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to send. A reference counts as 0."""
+        arrays = (self.pixels, *self.inputs.values())
+        return self.places.nbytes + sum(a.nbytes for a in arrays if not isinstance(a, ArrayRef))
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The inputs of the vision tower, read."""
+        return {name: resolve(value) for name, value in self.inputs.items()}
+
+    def moved(self, offset: int) -> Media:
+        """In a sequence with `offset` more tokens before it."""
+        return replace(self, places=self.places + np.int32(offset)) if offset else self
+
+    def as_json(self) -> dict[str, Any]:
+        """Large arrays must be references. `from_json` is the inverse."""
+        return {
+            "kind": self.kind,
+            "key": self.key,
+            "pixels": _ref_json(self.pixels),
+            "inputs": {name: _ref_json(value) for name, value in self.inputs.items()},
+            "places": self.places.tolist(),
+            "grid": list(self.grid),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Media:
+        return Media(
+            data["kind"],
+            data["key"],
+            _ref_of(data["pixels"]),
+            {name: _ref_of(value) for name, value in data["inputs"].items()},
+            np.array(data["places"], np.int32),
+            tuple(data["grid"]),
+        )
+
+
+def _ref_json(array: np.ndarray | ArrayRef) -> list[Any]:
+    if isinstance(array, ArrayRef):
+        return [array.path, list(array.shape), array.dtype]
+    assert array.size <= MOST_INLINE, "large media of later turns are stored by reference"
+    return [array.tolist(), str(array.dtype)]
+
+
+def _ref_of(data: list[Any]) -> Any:
+    return ArrayRef(data[0], tuple(data[1]), data[2]) if len(data) == 3 else np.array(data[0], data[1])
+
+
+def raw_image(pixels: Pixels | ArrayRef) -> Media:
+    """An image that was not processed, for engines that do so themselves."""
+    key = pixels.path if isinstance(pixels, ArrayRef) else hash_of(pixels)
+    return Media("image", key, pixels)
+
+
+def hash_of(array: np.ndarray) -> str:
+    array = np.ascontiguousarray(array)
+    return hashlib.blake2b(f"{array.dtype}{array.shape}".encode() + array.tobytes(), digest_size=16).hexdigest()
+
+
 def store(array: np.ndarray, folder: Path) -> ArrayRef:
     """Write the array to a file in `folder`. Readers never see an incomplete file."""
     array = np.ascontiguousarray(array)
-    name = hashlib.blake2b(f"{array.dtype}{array.shape}".encode() + array.tobytes(), digest_size=16).hexdigest()
-    path = folder / f"{name}.npy"
+    path = folder / f"{hash_of(array)}.npy"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, partial = tempfile.mkstemp(dir=folder, suffix=".partial")
@@ -48,3 +138,12 @@ def store(array: np.ndarray, folder: Path) -> ArrayRef:
 
 def resolve(image: np.ndarray | ArrayRef) -> np.ndarray:
     return image.read() if isinstance(image, ArrayRef) else image
+
+
+def png_url(pixels: np.ndarray) -> str:
+    """An image as PNG inside a data URL."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels)).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -13,20 +13,36 @@ from typing import Any
 import numpy as np
 
 from gcore.config.tree import Generation
-from gcore.content.base import Content
+from gcore.content.answers import answer_steps
+from gcore.content.base import Content, Modality
 from gcore.content.decoding import TextDecoder
+from gcore.content.media import resolve
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.types import Message, SamplingParams, UserError
+from gcore.content.vision import VisionProcessor
+from gcore.types import Bools, Message, Pixels, Prompt, SamplingParams, UserError
 
 MARK = "\u00a7"  # position marker in the rendered template; any text without special tokens would do
 PROBE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": MARK})
 
 
+class PromptTooLong(UserError):
+    """The context of a sample that a workflow has made is too long."""
+
+
 class TextModality:
     """Implements content.base.Modality for language models."""
 
-    def __init__(self, generation: Generation, tokenizer: Any, stop_tokens: tuple[int, ...]) -> None:
-        self._tokenizer, self._max_tokens = tokenizer, generation.max_response_length
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: Any,
+        stop_tokens: tuple[int, ...],
+        max_prompt_length: int = 2**31,
+        vision: VisionProcessor | None = None,
+        keep_experts: bool = False,
+    ) -> None:
+        self._tokenizer, self._max_tokens, self._vision = tokenizer, generation.max_response_length, vision
+        self._max_prompt_tokens = max_prompt_length
         self._decoder = TextDecoder(tokenizer)
         self._params = SamplingParams(
             generation.max_response_length,
@@ -35,6 +51,7 @@ class TextModality:
             generation.top_k,
             stop_tokens,
             generation.keep_sampling_mask,
+            keep_experts,
         )
 
     def params(self, given: Mapping[str, Any], *, greedy: bool) -> SamplingParams:
@@ -56,14 +73,51 @@ class TextModality:
             )
         return params
 
+    def opening(
+        self, messages: Sequence[Mapping[str, Any]] | str, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Tokens:
+        """Messages are rendered with the chat template, as prompts are; a string is used as it is, after bos."""
+        if isinstance(messages, str):
+            self._check_alphabet([messages])
+            tokens = np.asarray(self._tokenizer(messages)["input_ids"], dtype=np.int32)
+        else:
+            self._check_alphabet([message.get("content") for message in messages])
+            tokens = self._encode(self._render(messages, add_generation_prompt=True, tools=tools))
+        if len(tokens) > self._max_prompt_tokens:
+            raise PromptTooLong(
+                f"the messages are {len(tokens)} tokens; expected at most data.max_prompt_length="
+                f"{self._max_prompt_tokens} before the first response"
+            )
+        return Tokens(tokens, own_context=True)
+
+    def answer(self, prompt: Prompt, answer: str | Sequence[Message]) -> tuple[Tokens, Bools]:
+        """The steps of an answer that was not generated, and which of them the assistant wrote."""
+        return answer_steps(self._tokenizer, self._params.stop_tokens, prompt.messages, answer)
+
     def between_turns(self, content: Content, feedback: str | Sequence[Message]) -> Tokens:
-        """A string is used as it is. Messages are rendered with the chat template, after the end of the last turn."""
+        """A string is used as it is. Messages are rendered with the chat template, after the end of the last turn. They
+        may have images of tools: parts {"type": "image", "image": pixels}, as arrays or references to arrays."""
         text = feedback if isinstance(feedback, str) else self._end_of_turn() + self._rendered_turns(feedback)
-        tokens = self._encode(text)
+        images = [] if isinstance(feedback, str) else _images(feedback)
+        if images and self._vision is None:
+            raise UserError("ctx.proceed: an image for a model that takes none (keys: workflow, model)")
+        seen = self._vision.content(text, images) if images and self._vision is not None else None
+        tokens, media = (self._encode(text), ()) if seen is None else (seen.tokens_P, seen.media)
         generated = tokens_of(content).tokens_S
         if not isinstance(feedback, str) and len(tokens) and tokens[0] == generated[-1]:
-            tokens = tokens[1:]  # the policy generated the end-of-turn token itself
-        return Tokens.steps(tokens)
+            tokens, media = tokens[1:], tuple(medium.moved(-1) for medium in media)  # the policy said it itself
+        return Tokens.steps(tokens, media=media)
+
+    def step_texts(self, content: Content) -> list[str]:
+        """The text of every token."""
+        return [self._tokenizer.decode([token]) for token in tokens_of(content).tokens_S.tolist()]
+
+    def _check_alphabet(self, texts: Sequence[Any]) -> None:
+        alphabet = frozenset(getattr(self._tokenizer, "alphabet", ""))  # of a model built from scratch
+        if unknown := alphabet and {c for text in texts if isinstance(text, str) for c in text} - alphabet:
+            raise UserError(
+                f"no token for the characters {''.join(sorted(unknown))!r} (add them to model.build.alphabet)"
+            )
 
     async def outputs(self, contents: Sequence[Content]) -> list[str]:
         return await self._decoder.texts([tokens_of(content).tokens_S for content in contents])
@@ -100,13 +154,33 @@ class TextModality:
             )
         return after[len(before) :]
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise UserError(
                 "ctx.proceed: the tokenizer has no chat template for messages; pass a string (or set "
                 "model.chat_template)"
             )
         text: str = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **({"tools": list(tools)} if tools else {}),
         )
         return text
+
+
+def _images(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:
+    parts = [p for m in messages if isinstance(m.get("content"), list | tuple) for p in m["content"]]
+    return [("image", resolve(part["image"])) for part in parts if part.get("type") == "image"]
+
+
+def text_modality(modality: Modality, what: str) -> TextModality:
+    """`what`: the call of a workflow that only language models have."""
+    if not isinstance(modality, TextModality):
+        raise UserError(f"{what}: only for language models (key: workflow)")
+    return modality

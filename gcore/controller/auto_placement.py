@@ -84,7 +84,7 @@ def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
         max_response_length=generation.max_response_length,
         verdict_length=max(1, widest.max_response_length // 2),
         repeats=max(judge.repeats for judge in judges),
-        logprob_passes=int(config.algorithm.needs_old_logprobs) + int(config.algorithm.kl_coef > 0),
+        logprob_passes=int(config.algorithm.needs_old_logprobs) + int(config.has_reference),
     )
     constraints = Constraints(
         policy_tp=generation.tensor_parallel,
@@ -93,7 +93,8 @@ def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
         max_tokens_per_gpu=config.training.max_tokens_per_gpu,
         checkpointing=config.training.activation_checkpointing,
         offload=config.training.offload,
-        kl=config.algorithm.kl_coef > 0,
+        kl=config.has_reference,
+        critic=config.algorithm.estimator.critic,
     )
     shapes = [model_shape(judge.model, f"rewards.judges.{judge.name}.model") for judge in judges if judge.model]
     return plan(model_shape(config.model, "model.path"), shapes, slots, gpu, workload, constraints)

@@ -12,11 +12,10 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
-import logging
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,12 @@ import numpy as np
 from gcore import faults
 from gcore.clients import EngineClient, ScorerClient, TrainerClient
 from gcore.config.tree import Config, Generation, Judge, Model
-from gcore.controller.machines import Cluster, check_shared_folder, cluster_of, detect_machine
+from gcore.controller.environment import cache_folder as cache_folder
+from gcore.controller.environment import quiet as quiet
+from gcore.controller.machines import Cluster, Machine, check_shared_folder, cluster_of, detect_machine
 from gcore.controller.plan import Plan
 from gcore.protocols import Group, Rendezvous, Trainer
-from gcore.runtime.protocol import Runtime
+from gcore.runtime.protocol import NodeFacts, Runtime
 from gcore.types import Scored, UserError
 
 if TYPE_CHECKING:
@@ -51,7 +52,26 @@ def see_cluster(config: Config) -> Cluster:
     return Cluster((detect_machine(),)) if is_alone else cluster_of(*list_nodes())
 
 
-def build_runtime(config: Config, plan: Plan) -> Runtime:
+def see_nodes() -> Cluster:
+    """The nodes of the Ray cluster at RAY_ADDRESS, which is joined."""
+    from gcore.runtime.ray_cluster import is_joined, list_nodes
+
+    if not is_joined():
+        raise UserError("RAY_ADDRESS is not set; expected the address of a Ray cluster, HOST:PORT or auto")
+    return cluster_of(*list_nodes())
+
+
+def look_at_nodes(
+    nodes: Sequence[Machine], paths: Sequence[str] = (), folder: Path | None = None, megabytes: int = 0
+) -> tuple[NodeFacts, list[NodeFacts]]:
+    """Facts of the driver's machine, and of the nodes of the cluster that this process has joined."""
+    from gcore.runtime import nodes as probes
+
+    addresses = {node.node_id: node.address for node in nodes}
+    return probes.look_here(paths), probes.look_at_nodes(addresses, paths, folder, megabytes)
+
+
+def build_runtime(config: Config, plan: Plan, user_files: bytes = b"") -> Runtime:
     if config.runtime == "local":
         from gcore.runtime.local import LocalRuntime
 
@@ -64,13 +84,19 @@ def build_runtime(config: Config, plan: Plan) -> Runtime:
 
     gpus = plan.gpu_assignment
     bundle_nodes = [plan.nodes[node].node_id for node in gpus.nodes]
-    return RayRuntime(plan.object_store_mb, gpus.bundles, place_of, log_folder(config), bundle_nodes)
+    return RayRuntime(plan.object_store_mb, gpus.bundles, place_of, log_folder(config), bundle_nodes, user_files)
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
     generation = config.generation
     longest = config.data.max_prompt_length + generation.max_response_length
     name = f"engine-{rendezvous.rank}"
+    if generation.denoising is not None:
+        from gcore.controller.build_diffusion import diffusion_engine
+
+        _arm_faults(config, name, rendezvous)
+        quiet()
+        return diffusion_engine(config, plan, name, rendezvous.rank)
     return _engine(config, plan, name, rendezvous, config.model, generation, longest)
 
 
@@ -79,6 +105,9 @@ def build_judge(config: Config, plan: Plan, judge_name: str, rendezvous: Rendezv
     judge = next(judge for judge in config.rewards.judges if judge.name == judge_name)
     assert judge.model is not None
     longest = judge.max_prompt_length + judge.max_response_length
+    if judge.mode == "teacher":  # it reads whole samples of the policy
+        longest = config.data.max_prompt_length + config.generation.max_response_length
+        longest += judge.engine == "vllm"  # which generates one more token
     name = f"judge-{judge.name}-{rendezvous.rank}"
     return _engine(config, plan, name, rendezvous, judge.model, judge, longest)
 
@@ -102,7 +131,7 @@ def _engine(
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
 
-    device = pick_device(_device(config, serving.device), rendezvous.rank)
+    device = pick_device(role_device(config, serving.device), rendezvous.rank)
     dtype, tracer = pick_dtype(serving.dtype, device), Tracer(trace_folder(config), name)
     if serving.engine in ("vllm", "sglang"):
         dtype_name = str(dtype).removeprefix("torch.")
@@ -167,19 +196,20 @@ def _library_engine(
     from gcore.generation.vllm import VllmEngine
     from gcore.generation.vllm_core import VllmOptions
 
-    return VllmEngine(folder, VllmOptions(**options), tracer)
+    return VllmEngine(folder, VllmOptions(**options, decode_steps=serving.decode_steps), tracer)
 
 
 def sleep_level(config: Config, plan: Plan) -> int:
     """Sleep level of the policy's engines while the trainer works; 0: they do not sleep."""
     level = config.generation.sleep
-    if config.generation.engine not in ("vllm", "sglang", "emulated") or config.sampling.max_staleness:
+    engine, denoises = config.generation.engine, config.generation.denoising is not None
+    if (engine not in ("vllm", "sglang", "emulated") and not denoises) or config.sampling.max_staleness:
         return 0
     if config.placement.mode == "disaggregated":  # the trainer does not need their memory
         return 0
     if level != "auto":
         return level
-    on_gpu = any(node.gpus for node in plan.nodes) and _device(config, config.generation.device) != "cpu"
+    on_gpu = any(node.gpus for node in plan.nodes) and role_device(config, config.generation.device) != "cpu"
     return (1 if config.model.lora else 2) if on_gpu else 0  # adapters need the base weights, which level 1 keeps
 
 
@@ -193,7 +223,7 @@ def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous)
     from gcore.rewarding.scalar import ScalarModel
 
     spec = config.rewards.models[index]
-    device = pick_device(_device(config, spec.device), rendezvous.rank)
+    device = pick_device(role_device(config, spec.device), rendezvous.rank)
     tokenizer = with_padding(load_tokenizer(spec.model, f"rewards.models.{index}.model"), spec.model)
     dtype = pick_dtype(spec.dtype, device)
     network = load_scorer(spec.model, config.run.seed, dtype, device, tokenizer=tokenizer)
@@ -215,13 +245,13 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
     check_shared_folder(config.run.folder, plan.nodes)
     import torch
 
+    from gcore.controller.build_backend import build_backend
     from gcore.controller.gpu_memory import decide
-    from gcore.models import make_empty, pick_device, pick_dtype
+    from gcore.controller.own_algorithm import load_policy_loss
+    from gcore.models import pick_device, pick_dtype
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.runtime.gloo import join
-    from gcore.training import loading
-    from gcore.training.fsdp import FsdpBackend
     from gcore.training.rank import TrainerRank
 
     device = pick_device(config.training.device, rendezvous.rank)
@@ -230,30 +260,16 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
         if "auto" in (config.training.activation_checkpointing, config.training.offload):  # the driver saw no GPU
             config = decide(config, plan, float(torch.cuda.get_device_properties(device).total_memory)).config
     join(rendezvous, "nccl" if device.type == "cuda" else "gloo", device=device)
-    tokenizer = load_tokenizer(config.model)
-    longest = config.data.max_prompt_length + config.generation.max_response_length
-
     dtype, name = pick_dtype(config.training.dtype, device), f"trainer-{rendezvous.rank}"
-
-    def make_backend() -> FsdpBackend:
-        return FsdpBackend(
-            config,
-            lambda: make_empty(config.model, tokenizer, longest),
-            device,
-            dtype,
-            plan.shard,
-            plan.tensor_parallel,
-            lambda network: loading.fill(network, config.model, config.run.seed, device, tokenizer),
-            config.training.context_parallel,
-        )
-
+    tokenizer = None if config.generation.denoising else load_tokenizer(config.model)
     return TrainerRank(
         config,
-        make_backend,
+        partial(build_backend, config, plan, device, dtype, tokenizer),
         rendezvous.rank,
         plan.trainer_threads,
         Tracer(trace_folder(config), name),
         _publisher(config, plan, device, rendezvous),
+        load_policy_loss(config.algorithm.policy_loss),
     )
 
 
@@ -264,7 +280,7 @@ def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Ren
     from gcore.weights.method import choose_method
     from gcore.weights.publisher import WeightPublisher
 
-    engine_device = pick_device(_device(config, config.generation.device))
+    engine_device = pick_device(role_device(config, config.generation.device))
     on_gpu = device.type == engine_device.type == "cuda"
     same_gpu, one_process = plan.gpu_assignment.engines_share_gpus, rendezvous.address is None
     method = choose_method(config.placement, one_process=one_process, on_gpu=on_gpu, same_gpu=same_gpu)
@@ -276,7 +292,7 @@ def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Ren
     return WeightPublisher(rendezvous.rank, method, pick_dtype(config.generation.dtype, engine_device), sender)
 
 
-def _device(config: Config, device: str) -> str:
+def role_device(config: Config, device: str) -> str:
     return device if device != "auto" else config.training.device
 
 
@@ -320,9 +336,9 @@ def build_group(rendezvous: Rendezvous) -> Group:
         from gcore.runtime.local import LocalGroup
 
         return LocalGroup(rendezvous)
-    from gcore.runtime.gloo import GlooGroup
+    from gcore.runtime.tree import TreeGroup
 
-    return GlooGroup(rendezvous)
+    return TreeGroup(rendezvous)
 
 
 def load_workflow(path: str) -> Workflow:
@@ -363,21 +379,3 @@ def trace_folder(config: Config) -> Path | None:
 def log_folder(config: Config) -> Path | None:
     """Where processes write their output. With runtime=local the only process writes to the terminal."""
     return config.run.folder / "logs" if config.observe.logs and config.runtime == "ray" else None
-
-
-def cache_folder() -> Path:
-    """Files that later runs of the same user can reuse."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "gcore"
-
-
-def quiet() -> None:
-    """The environment of processes with torch. Switches off the messages that libraries print at import."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # compiled code of earlier runs; PyTorch's default is a folder in /tmp. vLLM has its own, VLLM_CACHE_ROOT.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
-    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    logging_of_transformers = importlib.import_module("transformers").logging
-    logging_of_transformers.set_verbosity_error()
-    logging_of_transformers.disable_progress_bar()

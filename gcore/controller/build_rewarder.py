@@ -5,12 +5,15 @@ config, plan, roles ──> sources: functions, scalar models, judges, HTTP ─�
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gcore.config.tree import Config
 from gcore.content.base import Content
 from gcore.controller.build import Roles, log_folder
 from gcore.controller.plan import Plan
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool, ScorerPool
+from gcore.prompts.processor import load_processor
 from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
@@ -18,6 +21,7 @@ from gcore.rewarding.judge_backend import EngineBackend, RemoteBackend
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.scalar import ScalarSource
 from gcore.rewarding.source import Source
+from gcore.rewarding.teacher import TeacherSource, check_tokenizers
 from gcore.rewarding.threads import FunctionSource
 from gcore.rewarding.workers import sources_of
 from gcore.types import Completion, Request, SamplingParams
@@ -46,6 +50,7 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> W
             spec.max_concurrent,
             roam=plan.grid is not None,
             role=spec.name,
+            nodes=plan.nodes_of_pool(f"judge-{spec.name}"),
         )
         for spec in rewards.judges
         if spec.url is None
@@ -70,6 +75,8 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
     def noise(key: tuple[object, ...]) -> int:
         return noise_key(config.run.seed, "judge", *key)
 
+    if spec.mode == "teacher":
+        return _teacher_source(config, index, pool)
     if spec.model is None or pool is None:
         return JudgeSource(spec, RemoteBackend(spec, noise, place), place)
 
@@ -79,5 +86,17 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
         return (await pool.generate([Request(question, params, noise(key))], priority, replica_key))[0]
 
     tokenizer = load_tokenizer(spec.model, f"{place}.model", chat=True)
-    backend = EngineBackend(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place)
+    vision = load_processor(spec.model, tokenizer, config.run.folder / "media", f"{place}.model")
+    backend = EngineBackend(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place, vision)
     return JudgeSource(spec, backend, place)
+
+
+def _teacher_source(config: Config, index: int, pool: EnginePool | None) -> Source:
+    spec, place = config.rewards.judges[index], f"rewards.judges.{index}"
+    assert spec.model is not None and pool is not None
+    check_tokenizers(load_tokenizer(config.model), load_tokenizer(spec.model, f"{place}.model"), f"{place}.model")
+
+    async def ask(requests: Sequence[Request], prompt: int) -> list[Completion]:
+        return await pool.generate(requests, prompt, (spec.name, prompt))
+
+    return TeacherSource(spec.name, spec.weight, ask)

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from gcore import __version__
-from gcore.checkpoint import store
+from gcore.checkpoint import memory, store
 from gcore.checkpoint.pending_groups import load_pending_groups, pending_bytes, write_pending_groups
+from gcore.checkpoint.remote import Remote
 from gcore.config.load import dump_config, parse_yaml
 from gcore.config.resume import changes
 from gcore.controller.collect import Collector, merge_places
@@ -83,6 +84,7 @@ class Checkpointer:
         self._background = setup.controllers.subgroup()  # for the collectives of saves in flight
         self._folder = setup.config.run.folder
         self._source, self._collector, self._dispatcher = source, collector, setup.dispatcher
+        self._placement = setup.placement
         self._tree = parse_yaml(dump_config(setup.config))  # without secrets
         self._in_flight: asyncio.Task[str] | None = None  # result: why it failed, or ""
         self._failure = ""  # of the last save
@@ -92,24 +94,29 @@ class Checkpointer:
 
     async def save_if_due(self, step: int, score: float | None = None) -> None:
         """`score`: of the evaluation of this step, for checkpoint.keep_best."""
-        every = self._config.checkpoint.every
-        if step == self._config.run.steps or (every and step % every == 0):
+        keys = self._config.checkpoint
+        if step == self._config.run.steps or (keys.every and step % keys.every == 0):
             await self.save(RunPosition(step, warmed=None), score)
+        elif keys.memory_every and step % keys.memory_every == 0:
+            await self.save(RunPosition(step, warmed=None), score, self._folder / memory.LINK)
         elif self._in_flight is not None and self._in_flight.done():
             await self.drain()
 
-    async def save(self, position: RunPosition, score: float | None = None) -> None:
-        """Returns when everything that belongs to the checkpoint is copied or protected from changes."""
+    async def save(self, position: RunPosition, score: float | None = None, folder: Path | None = None) -> None:
+        """Returns when everything that belongs to the checkpoint is copied or protected from changes. `folder`: default
+        is that of the run."""
+        folder = folder or self._folder
         with self._status.timed("checkpoint", position.step):
             started = time.perf_counter()
             await self.drain()
-            # No await between these two: they must be of the same moment.
+            # No await between these lines: they must be of the same moment.
             place, groups = self._collector.place(), [list(group) for group in self._collector.ready.values()]
+            collector_state = self._collector.saved()
             num_bytes = await self._dispatcher.snapshot()
             gathered = await self._group.all_gather("places in the prompt order", (place, pending_bytes(groups)))
             places = [part[0] for part in gathered]
             num_bytes += sum(part[1] for part in gathered) + MARGIN_BYTES
-            error = await self._begin(position, num_bytes)
+            error = await self._begin(folder, position, num_bytes)
             if error:
                 await self._dispatcher.abandon()
                 self._note(error)
@@ -122,9 +129,11 @@ class Checkpointer:
                 "data": self._source.digest,
                 "version": __version__,
                 "config": self._tree,
+                "placement": self._placement.saved(),
+                **collector_state,
                 **({} if position.warmed is None else {"warm_start": position.warmed}),
             }
-            partial = self._folder / f"{position.kind}_{position.number}.partial"
+            partial = folder / f"{position.kind}_{position.number}.partial"
             stall_s = time.perf_counter() - started
             found = _Save(position, partial, groups, state, self._about(position, score), started, stall_s)
             self._in_flight = asyncio.create_task(self._finish(found))
@@ -151,12 +160,12 @@ class Checkpointer:
     def _note(self, error: str) -> None:
         self._status.note(f"checkpoint not written, the run goes on: {error}")
 
-    async def _begin(self, position: RunPosition, num_bytes: int) -> str:
+    async def _begin(self, folder: Path, position: RunPosition, num_bytes: int) -> str:
         """Controller 0 makes the folder. Returns why it cannot, on every controller."""
         error = ""
         if self._group.rank == 0:
             try:
-                await asyncio.to_thread(store.begin, self._folder, position.number, num_bytes, position.kind)
+                await asyncio.to_thread(store.begin, folder, position.number, num_bytes, position.kind)
             except (OSError, UserError) as found:
                 error = str(found)
         return str((await self._group.all_gather("checkpoint folder", error))[0])
@@ -214,12 +223,24 @@ class Checkpointer:
         keep = self._config.checkpoint
         try:
             final = store.commit(save.partial, files, save.state, save.about)
+            if memory.is_in_memory(final):
+                store.retain(final, store.Retention(last=1))
+                return ""
             store.retain(final, store.Retention(keep.keep_last, keep.keep_every, keep.keep_best))
+            memory.drop(self._folder)
         except (OSError, UserError) as error:
             return str(error)
         if keep.export and save.position.kind == "step":
             self._export(final)
+        if keep.copy_to is not None:
+            self._copy_out(final, keep.copy_to)
         return ""
+
+    def _copy_out(self, checkpoint: Path, url: str) -> None:
+        try:
+            Remote(url, self._config.run.name).copy_out(checkpoint)
+        except Exception as error:  # of any driver; the checkpoint itself is complete
+            self._status.note(f"{checkpoint.name} is saved, but not copied to {url}: {type(error).__name__}: {error}")
 
     def _export(self, checkpoint: Path) -> None:
         """In a process of its own: the controller neither imports torch nor waits for its interpreter."""
@@ -242,7 +263,15 @@ class Checkpointer:
         """The checkpoint to resume from, or None; the same on all controllers. Each verifies a share of the files. With
         run.resume=auto, damaged checkpoints are renamed and an older one is used."""
         resume, group = self._config.run.resume, self._group
-        own = store.candidates(resume, self._folder) if group.rank == 0 else []
+        if group.rank == 0 and resume == "auto" and (url := self._config.checkpoint.copy_to) is not None:
+            self._status.show(f"looking for checkpoints at {url}")
+            fetched = await asyncio.to_thread(Remote(url, self._config.run.name).fetch, self._folder)
+            if fetched is not None:
+                self._status.note(f"fetched {fetched.name} from {url}")
+        own = list[Path]()
+        if group.rank == 0:
+            auto = resume == "auto"
+            own = memory.complete(self._folder)[::-1] if auto else store.candidates(resume, self._folder)
         candidates: list[Path] = (await group.all_gather("checkpoints to resume from", own))[0]
         for checkpoint in candidates:
             damage = await asyncio.to_thread(store.damage, checkpoint, group.rank, group.size)
@@ -276,6 +305,7 @@ class Checkpointer:
         if in_training:
             groups = await asyncio.to_thread(load_pending_groups, checkpoint, self._source.at)
             self._collector.restore(state, groups)
+            self._placement.restore(state.get("placement", {}))
         return position
 
     def _check_unchanged(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
@@ -300,6 +330,9 @@ class Checkpointer:
     def set_aside_later(self, position: RunPosition) -> None:
         """On controller 0: rename checkpoints after `position`. The resumed run makes these steps again."""
         reached = store.KINDS.index(position.kind), position.number
-        for checkpoint in store.complete(self._folder):
+        for checkpoint in memory.complete(self._folder):
             if store.position(checkpoint) > reached:
-                store.set_aside(checkpoint)
+                if memory.is_in_memory(checkpoint):
+                    memory.drop(self._folder)
+                else:
+                    store.set_aside(checkpoint)

@@ -27,9 +27,10 @@ from typing import Any
 from gcore.config.sampling import Sampling, acceptance_rate
 from gcore.controller.prompt_ledger import Place, PromptLedger, merge_places
 from gcore.controller.run_workflow import reason_of, run_workflow
-from gcore.controller.step_ledger import FAILURES, NO_SPREAD, StepLedger
+from gcore.controller.step_ledger import FAILURES, NO_SPREAD, ProgressReport, StepLedger
 from gcore.controller.workflow import SharedContext, Workflow
 from gcore.placement.monitor import RolloutProgress
+from gcore.prompts.curriculum import Curriculum, Passed
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
 from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
@@ -55,6 +56,7 @@ class Collected:
     samples_passed: int = 0
     failed_globally: int = 0  # failed groups, over all controllers
     decided_globally: int = 0  # groups kept, dropped or failed, over all controllers
+    measured: dict[str, float] = field(default_factory=dict)  # metrics, the same on all controllers
 
 
 def no_filter(group: list[Scored]) -> tuple[bool, str]:
@@ -104,10 +106,12 @@ class Collector:
         report: Callable[[str], None],
         source: PromptSource,
         version: Callable[[], int],
+        curriculum: Curriculum | None = None,
     ) -> None:
         self._workflow, self._shared, self._sampling = workflow, shared, sampling
         self._filter, self._report, self._group = keep, report, group.subgroup()
-        self._source, self._version = source, version
+        self._source, self._version, self._curriculum = source, version, curriculum
+        self._passed: dict[int, Passed] = {}  # groups of this step, by prompt number; with a curriculum
         self.rate = 1.0  # fraction of groups that pass the filter, as of the last step
         self.prompts = PromptLedger(group.rank, group.size)
         self.step_ledger = StepLedger(sampling.prompts_per_step, sampling.strict)
@@ -128,6 +132,9 @@ class Collector:
         self._begin(step)
         chosen = await self._agree(step)
         collected = self._end(chosen)
+        if self._curriculum is not None:
+            await self._learn_pass_rates(step, self._curriculum)
+            collected.measured = self._curriculum.metrics()
         target = self.step_ledger.target
         if len(chosen) < target and not self._sampling.fixed and self._sampling.on_exhausted == "stop":
             raise UserError(
@@ -142,7 +149,15 @@ class Collector:
         self.prompts.begin_step(sampling.window, sampling.strict)
         self.step_ledger.begin(self.prompts.step_start, sampling.window)
         self.prompts.expire(oldest=step - 1 - sampling.staleness)
+        if self._curriculum is not None:
+            self._source.give_order(self.prompts.step_start, self._curriculum.order(self.prompts.step_start))
         self._set_target_running(sampling.prompts_per_step * (1 + sampling.max_staleness))
+
+    async def _learn_pass_rates(self, step: int, curriculum: Curriculum) -> None:
+        """From the groups of all controllers that the step has decided, also those that were dropped."""
+        own, self._passed = list(self._passed.values()), {}
+        parts = await self._group.all_gather(f"pass rates of step {step}", own)
+        curriculum.update(passed for part in parts for passed in part)
 
     async def _agree(self, step: int) -> list[int]:
         """Exchange progress until all controllers know which prompts the step trains on."""
@@ -153,7 +168,8 @@ class Collector:
         while True:
             await self._wait_until_exchange(last_exchange)
             report = self.prompts.report(due_version)
-            exchange = asyncio.ensure_future(self._group.all_gather(f"progress of step {step}", report))
+            merged = self._group.reduce(f"progress of step {step}", report, ProgressReport.merged)
+            exchange = asyncio.ensure_future(merged)
             failed = asyncio.ensure_future(self._failed.wait())
             await asyncio.wait({exchange, failed}, return_when=asyncio.FIRST_COMPLETED)
             failed.cancel()
@@ -201,6 +217,7 @@ class Collector:
             num_passed = len(chosen)
             self._cancel_tasks()
             prompts.forget_after(last)
+            self._passed = {number: passed for number, passed in self._passed.items() if number <= last}
             ledger.clear()
         else:
             if sampling.staleness:
@@ -279,6 +296,9 @@ class Collector:
         if failure is not None and not counted:
             self._failure = self._failure or failure
             self._failed.set()
+        if self._curriculum is not None and group:
+            rate = self._curriculum.passed([scored.reward for scored in group])
+            self._passed[number] = number, group[0].rollout.prompt.row, rate
         if keep:
             self.prompts.keep(number, group)
         else:
@@ -308,6 +328,10 @@ class Collector:
         """The place of this controller in the prompt order. `merge_places` makes one state from all places."""
         return self.prompts.place(self.rate)
 
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint has beside the places: the same on all controllers."""
+        return {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
+
     def restore(self, state: dict[str, Any], ready: Sequence[list[Scored]]) -> None:
         """Take this controller's part of a checkpoint, which any number of controllers can have made. `ready`: the
         groups of all controllers that were ready for a later step."""
@@ -317,6 +341,8 @@ class Collector:
                 "sampling.max_staleness it was made with, or with sampling.deterministic=false"
             )
         self.rate = state.get("rate", 1.0)
+        if self._curriculum is not None and "curriculum" in state:
+            self._curriculum.restore(state["curriculum"])
         groups = sorted(ready, key=lambda group: group[0].rollout.prompt.id)
         self.prompts.restore(state, groups)
         self.step_ledger.restore({g[0].rollout.prompt.id: min(s.rollout.version for s in g) for g in groups})

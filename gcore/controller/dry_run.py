@@ -22,9 +22,9 @@ from gcore.content.tokens import Tokens
 from gcore.controller.auto_placement import choose_mode
 from gcore.controller.build import Roles, see_cluster
 from gcore.controller.build_rewarder import build_rewarder
-from gcore.controller.engines_per_gpu import choose_engines
 from gcore.controller.footprint import memory_line
 from gcore.controller.gpu_memory import decide, memory_lines
+from gcore.controller.node_checks import check_nodes
 from gcore.controller.pins import check_models, pin
 from gcore.controller.plan import Plan, make_plan
 from gcore.controller.preflight import Checked, DatasetCheck, model_megabytes, node_parts, preflight
@@ -57,29 +57,43 @@ def dry_run(config: Config) -> None:
     config = pin(config)
     check_models(config)
     config, why = choose_mode(config, cluster)
-    config, why_engines = choose_engines(config, cluster)
     plan = make_plan(config, cluster, model_megabytes(config))
     memory = decide(config, plan)
     config = memory.config
     checked = preflight(config, plan)
+    differences = check_nodes(config, plan)
     *lines, files = plan.lines(config)
     _print([*lines, *_labelled("memory", _memory(config, plan)), files])
     _print([f"{'GPU memory' if i == 0 else '':{LABEL}}{line}" for i, line in enumerate(memory_lines(memory))])
-    _print([f"{'':{LABEL}}{line}" for line in (why, why_engines) if line])
+    _print([f"{'':{LABEL}}{line}" for line in (why, _decoding(config, plan)) if line])
     print()
     for data in checked.datasets:
         _print(_labelled(data.key, _dataset(data, config.data.max_prompt_length)))
     prompt = next((data.prompt for data in checked.datasets if data.prompt is not None), None)
     failed: list[Score] = []
-    if prompt is not None:
+    if prompt is not None and config.generation.denoising is not None:
+        print()
+        _print(_labelled("prompt", f"row {prompt.row}: {_one_line(prompt.text)}"))
+        _print(_labelled("rewards", "not called: their input is a picture, which only a run makes"))
+    elif prompt is not None:
         failed = _show_prompt(config, plan, checked, prompt)
-    for warning in checked.warnings:
+    for warning in (*checked.warnings, *differences):
         print(f"\nwarning: {warning}")
     sys.stdout.flush()  # before the error, which goes to stderr
     if failed:
         first, *others = failed
         more = f" ({len(others)} more failed)" if others else ""
         raise UserError(f"reward {first.name!r} fails on row {prompt.row if prompt else 0}: {first.failure}{more}")
+
+
+def _decoding(config: Config, plan: Plan) -> str:
+    """How often vLLM's scheduler is called on a GPU."""
+    generation = config.generation
+    if generation.engine != "vllm" or not plan.gpus or "cpu" in (generation.device, config.training.device):
+        return ""
+    if generation.tensor_parallel > 1:
+        return f"vLLM's scheduler is called for every decoding step: tensor_parallel={generation.tensor_parallel}"
+    return f"vLLM launches up to {generation.decode_steps} decoding steps at once (generation.decode_steps)"
 
 
 def _show_prompt(config: Config, plan: Plan, checked: Checked, prompt: Prompt) -> list[Score]:
@@ -156,6 +170,8 @@ def _reason(error: Exception, name: str, prompt: Prompt) -> str:
 def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rollout]) -> Iterator[Score]:
     """Prints the prompt of each judge. Yields a Score for each judge whose prompt cannot be made."""
     for spec in config.rewards.judges:
+        if spec.mode == "teacher":
+            continue  # it has no prompt of its own
         source = rewarder.sources[spec.name]
         assert isinstance(source, JudgeSource)
         print()

@@ -1,66 +1,177 @@
-"""Evaluation: greedy answers to the held-out prompts, scored, as one row of metrics (`eval/...`).
+"""Evaluation: answers to the held-out prompts, scored, as one row of metrics (`eval/...`).
 
-held-out prompts, split over controllers ──workflow (greedy)──> groups ──all_gather of sums──> row ──> Recorder
+    held-out prompts, split over controllers ──workflow──> groups ──all_gather of sums──> row ──> Recorder
+
+With evaluation.samples=1 each prompt has one greedy response; otherwise the workflow runs once per sampled response,
+and pass@k and mean@k are estimated from all of them. Sums are exact, so results do not depend on the number of
+controllers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from math import comb
 from typing import Any
 
+from gcore.config.evaluation import Evaluation
 from gcore.controller.collect import answer_all
 from gcore.controller.record import Recorder, exact_sum
 from gcore.controller.setup import Setup
+from gcore.controller.workflow import stored_answers
+from gcore.observe.values import Row
 from gcore.placement.monitor import RolloutProgress
+from gcore.preparation.samples import to_sample
 from gcore.prompts.source import PromptSource
+from gcore.types import Prompt, Scored
+
+Sums = dict[str, tuple[Fraction, int]]  # metric -> sum, number of values
 
 
 class Evaluator:
-    """`held_out`: None if the recipe has no held-out prompts; then evaluations do nothing."""
+    """`held_out`: prompts by name of the evaluation set; without any, evaluations do nothing."""
 
-    def __init__(self, setup: Setup, recorder: Recorder, held_out: PromptSource | None) -> None:
+    def __init__(self, setup: Setup, recorder: Recorder, held_out: Mapping[str, PromptSource]) -> None:
         self._config, self._group, self._status = setup.config, setup.controllers, setup.status
         self._workflow, self._placement = setup.workflow, setup.placement
-        self._greedy = setup.sample_context(greedy=True)
+        self._contexts = setup.eval_contexts()
         self._recorder, self._held_out = recorder, held_out
+        self._dispatcher, self._given = setup.dispatcher, setup.sample_context()
 
     async def evaluate_if_due(self, step: int) -> float | None:
-        """The accuracy, if there was an evaluation."""
+        """The value of checkpoint.best_metric, if there was an evaluation."""
         every, row = self._config.observe.eval_every, dict[str, Any]()
         if step == self._config.run.steps or (every and step % every == 0):
             row = await self.evaluate(step)
-        return row.get("eval/accuracy")
+        return row.get(self._config.checkpoint.best_metric)
 
     async def evaluate(self, step: int) -> dict[str, Any]:
         """The row of metrics. `step`: the last completed step."""
-        if self._held_out is None:
+        if not self._held_out:
             return {}
+        if self._config.trains_on_answers("eval"):
+            return await self._evaluate_answers(step, self._held_out)
+        evaluation, accuracy = self._config.evaluation, self._config.rewards.accuracy_name
         with self._status.timed("eval", step):
             size, rank = self._group.size, self._group.rank
-            prompts = [self._held_out.at(i) for i in range(len(self._held_out)) if i % size == rank]
-            async with self._placement.during(_all_of(len(prompts)), step):
-                collected = await answer_all(self._workflow, self._greedy, prompts, self._status.report)
-            name = self._config.rewards.accuracy_name
-            scored = [s for group in collected.groups for s in group]
-            judged = [s.parts[name] for s in scored if name in s.parts]
-            sums = (
-                exact_sum(judged),
-                len(judged),
-                exact_sum(s.reward for s in scored),
-                len(scored),
-                collected.dropped.total(),
-            )
-            parts = await self._group.all_gather("evaluation", sums)
-        accuracy, judged_count, reward, count, failed = (sum(part[i] for part in parts) for i in range(5))
-        row = {
-            "eval/accuracy": float(accuracy / judged_count) if judged_count else None,
-            "eval/reward_mean": float(reward / count) if count else None,
-            "eval/prompts": count,
-            "eval/failed": failed,
-            "timing_s/eval": self._status.take_seconds("eval"),
-        }
-        self._recorder.record_evaluation(step, row, collected.groups)
+            prompts = {
+                name: [source.at(i) for i in range(len(source)) if i % size == rank]
+                for name, source in self._held_out.items()
+            }
+            async with self._placement.during(_all_of(sum(map(len, prompts.values()))), step):
+                answered = await self._answer(prompts)
+            own = {name: (sums_of(groups, accuracy, evaluation), failed) for name, (groups, failed) in answered.items()}
+            parts = await self._group.all_gather("evaluation", own)
+        sets = {name: _set_row([part[name] for part in parts], evaluation) for name in own}
+        row = {**rows_of(sets), "timing_s/eval": self._status.take_seconds("eval")}
+        self._recorder.record_evaluation(step, row, {name: groups for name, (groups, _) in answered.items()})
         return row
+
+    async def _answer(self, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, tuple[list[list[Scored]], int]]:
+        """Groups, and the number of failed responses, by set. All sets and attempts run at the same time."""
+        total = sum(map(len, prompts.values())) * len(self._contexts)
+        done = 0
+
+        def report(_: str) -> None:
+            nonlocal done
+            done += 1
+            self._status.report(f"{done}/{total} prompts")
+
+        jobs = [(name, shared) for name in prompts for shared in self._contexts]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(answer_all(self._workflow, shared, prompts[name], report))
+                    for name, shared in jobs
+                ]
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+        found: dict[str, dict[int, list[Scored]]] = {name: {} for name in prompts}
+        failed: Counter[str] = Counter()
+        for (name, _), task in zip(jobs, tasks, strict=True):
+            failed[name] += task.result().dropped.total()
+            for group_ in task.result().groups:
+                siblings = found[name].setdefault(group_[0].rollout.prompt.id, [])
+                siblings += [_as_sibling(scored, len(siblings) + i) for i, scored in enumerate(group_)]
+        return {name: ([groups[i] for i in sorted(groups)], failed[name]) for name, groups in found.items()}
+
+    async def _evaluate_answers(self, step: int, held_out: Mapping[str, PromptSource]) -> dict[str, Any]:
+        """The objective of the held-out answers, computed by the trainer: nothing is generated."""
+        sets: dict[str, Row] = {}
+        groups: dict[str, list[list[Scored]]] = {}
+        with self._status.timed("eval", step):
+            size, rank = self._group.size, self._group.rank
+            for name, source in held_out.items():
+                prompts = [source.at(i) for i in range(len(source)) if i % size == rank]
+                collected = await answer_all(stored_answers, self._given, prompts, self._status.report)
+                config, samples = self._config, [to_sample(s) for group in collected.groups for s in group]
+                metas, batches = await self._dispatcher.dispatch_samples(step, samples, config.objective)
+                metrics = await self._dispatcher.evaluate(batches) if batches else {}
+                found = {metric.partition("/")[2]: value.value for metric, value in metrics.items()}
+                sets[name] = {**found, "prompts": len({meta.prompt_id for meta in metas})}
+                groups[name] = collected.groups
+        row = {**rows_of(sets), "timing_s/eval": self._status.take_seconds("eval")}
+        self._recorder.record_evaluation(step, row, groups)
+        return row
+
+
+def _as_sibling(scored: Scored, number: int) -> Scored:
+    return dataclasses.replace(scored, rollout=dataclasses.replace(scored.rollout, sibling=number))
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> Fraction:
+    """Probability that at least one of k responses passes, if `num_passed` of `num_samples` did: the unbiased estimate,
+    over all ways to choose k of them."""
+    return 1 - Fraction(comb(num_samples - num_passed, k), comb(num_samples, k))
+
+
+def sums_of(groups: Sequence[Sequence[Scored]], accuracy: str, evaluation: Evaluation) -> Sums:
+    """Sums over the groups of one controller. pass@k and mean@k count prompts; a prompt with fewer than k responses
+    (the others failed) does not count."""
+    scored = [s for group in groups for s in group]
+    values = [[s.parts[accuracy] for s in group if accuracy in s.parts] for group in groups]
+    found: Sums = {
+        "accuracy": _sum([value for group in values for value in group]),
+        "reward_mean": _sum([s.reward for s in scored]),
+        "response_length": _sum([float(s.rollout.num_steps) for s in scored]),
+        "prompts": (Fraction(len(groups)), 1),
+    }
+    for k in evaluation.ks:
+        estimates = [pass_at_k(len(g), sum(v >= evaluation.success for v in g), k) for g in values if len(g) >= k]
+        found[f"pass@{k}"] = (sum(estimates, Fraction(0)), len(estimates))
+    if evaluation.sampled:
+        means = [exact_sum(group) / len(group) for group in values if group]
+        found[f"mean@{evaluation.samples}"] = (sum(means, Fraction(0)), len(means))
+    return found
+
+
+def _sum(values: Sequence[float]) -> tuple[Fraction, int]:
+    return exact_sum(values), len(values)
+
+
+def _set_row(parts: Sequence[tuple[Sums, int]], evaluation: Evaluation) -> Row:
+    """The metrics of one set, over all controllers. None: no response could be counted."""
+    row: Row = {}
+    for name in parts[0][0]:
+        total, count = (sum(sums[name][i] for sums, _ in parts) for i in range(2))
+        row[name] = int(total) if name == "prompts" else float(total / count) if count else None
+    return {**row, "failed": sum(failed for _, failed in parts)}
+
+
+def rows_of(sets: Mapping[str, Row]) -> Row:
+    """One row. Of several sets: `eval/NAME/METRIC`, and `eval/METRIC`, the mean over the sets (a sum for counts)."""
+    if set(sets) == {""}:
+        return {f"eval/{metric}": value for metric, value in sets[""].items()}
+    row: Row = {}
+    for metric in next(iter(sets.values())):
+        values = [own[metric] for own in sets.values() if own.get(metric) is not None]
+        total = sum(values)
+        mean = total if metric in ("prompts", "failed") else total / len(values) if values else None
+        row[f"eval/{metric}"] = mean
+    return row | {f"eval/{name}/{metric}": value for name, own in sets.items() for metric, value in own.items()}
 
 
 def _all_of(num_prompts: int) -> Callable[[], RolloutProgress]:

@@ -49,7 +49,13 @@ def export(source: Path, folder: Path) -> int:
     for place in (folder, *([adapter_folder(folder)] if config.model.lora else [])):
         if place.exists() and any(place.iterdir()):
             raise UserError(f"{place}: the folder is not empty; choose another folder to export to")
+    if config.generation.denoising is not None:
+        from gcore.controller.export_pipeline import export_pipeline
+
+        return export_pipeline(config, checkpoint, folder, adapter_folder(folder))
+    from gcore.hub import model_folder
     from gcore.models import load_whole, make_empty
+    from gcore.prompts.processor import load_processor
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.weights.pretrained import conversions, stored_tensors
 
@@ -68,6 +74,8 @@ def export(source: Path, folder: Path) -> int:
         _save_parts(folder, network, policy, parts)
         _save_config(folder, network, config.model)
     tokenizer.save_pretrained(folder)
+    if (vision := load_processor(config.model, tokenizer, None)) is not None:
+        vision.save(folder, None if config.model.path is None else model_folder(config.model))
     _compare(folder, policy, parts, tokenizer, config.model.trust_remote_code)
     return sum(map(len, parts))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gcore.config.base import Serving
-from gcore.config.tree import Config, Model, ScalarReward
+from gcore.config.tree import Config, Model, PolicyModel, ScalarReward
 from gcore.controller.plan import Machine, Plan
 from gcore.hub import model_folder
 from gcore.simulate.training_memory import off_gpu, state_bytes
@@ -24,6 +24,7 @@ from gcore.types import UserError
 # private memory in MB of each kind of process without weights, in a run of a 30k-parameter model (torch 2.13, CPU)
 ENGINE_MB, TRAINER_MB, CONTROLLER_MB, EMULATED_MB, WORKER_MB = 290, 295, 215, 65, 20
 DRIVER_MB = 450  # including the processes of Ray
+COPY_KEY = "checkpoint.asynchronous"
 MAX_PER_CORE = 8  # processes per core; more give a warning
 
 
@@ -71,8 +72,10 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[Part]:
     if trains and config.training.emulated is not None:
         found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", EMULATED_MB, idle=True))
     elif trains:
-        weights_mb = _trained_mb(config, plan)
-        found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", TRAINER_MB, weights_mb))
+        held_mb, copied_mb = _trained_mb(config, plan)
+        found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", TRAINER_MB, held_mb))
+        if copied_mb >= 1:
+            found.append(Part("copy for checkpoints", plan.trainers, copied_mb, COPY_KEY, idle=True))
     found.append(part("controller", plan.controllers, "controllers", CONTROLLER_MB))
     workers = plan.controllers * plan.reward_workers
     found.append(Part("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))
@@ -85,6 +88,8 @@ def check_sizes(found: Sequence[Part], machine: Machine) -> list[str]:
     largest = max(found, key=lambda part: part.total_mb)
     if machine.memory_mb and total > machine.memory_mb:
         fewer = f"lower {largest.key}={largest.count}" if largest.count > 1 else "use a smaller model or more memory"
+        if total - sum(part.total_mb for part in found if part.key == COPY_KEY) <= machine.memory_mb:
+            fewer = f"set {COPY_KEY}=false, which needs no copy"
         raise UserError(
             f"this run needs at least {size(total)} of memory, and this machine has {size(machine.memory_mb)}: "
             f"{_listed(found)}; {fewer}"
@@ -113,11 +118,16 @@ def num_parameters(model: Model) -> int:
     """From the size of its files, or from the shape to build; 0 if the files are not downloaded yet."""
     if model.path is not None:
         folder = model_folder(model)
+        if (folder / "transformer").is_dir():  # a diffusers pipeline
+            folder = folder / "transformer"
         files = list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin"))
         return sum(file.stat().st_size for file in files) // _bytes_per_weight(folder / "config.json")
+    if isinstance(model, PolicyModel) and model.denoiser is not None:
+        return 18 * model.denoiser.layers * model.denoiser.hidden_size**2 + 200 * model.denoiser.hidden_size
     build = model.build
     assert build is not None
-    per_layer = 4 * build.hidden_size**2 + 3 * build.hidden_size * build.intermediate_size
+    copies = build.experts if build.architecture == "qwen3_moe" else 1
+    per_layer = 4 * build.hidden_size**2 + 3 * copies * build.hidden_size * build.intermediate_size
     return build.layers * per_layer + 200 * build.hidden_size
 
 
@@ -130,19 +140,26 @@ def _bytes_per_weight(file: Path) -> int:
     return {"float32": 4, "float64": 8}.get(str(kind), 2)
 
 
-def _trained_mb(config: Config, plan: Plan) -> float:
-    """On a CPU: weights, gradients, moments and the reference; with adapters only the weights count. On a GPU: what
-    training.offload keeps in host memory (`auto`: not decided yet, counted as nothing). In both cases also the copy of
-    what the rank writes of a checkpoint."""
+def _trained_mb(config: Config, plan: Plan) -> tuple[float, float]:
+    """What a trainer rank holds, and its copy of what it writes of a checkpoint (if checkpoint.asynchronous).
+
+    On a CPU it holds weights, gradients, moments and the reference; with adapters only the weights count. On a GPU:
+    what training.offload keeps in host memory (`auto`: not decided yet, counted as nothing)."""
     offload, trainer = config.training.offload, config.placement.trainer
     on_gpu, adapters = plan.gpus > 0 and config.training.device != "cpu", config.model.lora is not None
     own = num_parameters(config.model) / plan.shard / trainer.tensor_parallel
-    state = state_bytes(own, 0 if adapters else own, 2 if on_gpu else 4, config.algorithm.kl_coef > 0, adapters)
+    state = state_bytes(own, 0 if adapters else own, 2 if on_gpu else 4, config.has_reference, adapters)
+    state |= {"critic": 0.0, "critic moments": 0.0, "critic gradients": 0.0}
+    if config.algorithm.estimator.critic:
+        critic = num_parameters(config.critic.model or config.model) / plan.shard / trainer.tensor_parallel
+        state |= {"critic": 4 * critic, "critic moments": 8 * critic, "critic gradients": 4 * critic}
     held = tuple(state) if not on_gpu else () if offload == "auto" else off_gpu(offload)
-    snapshot = 0.0 if adapters else state["weights"] + state["moments"] + state["reference"]
+    snapshot = state["critic"] + state["critic moments"]
+    snapshot += 0.0 if adapters else state["weights"] + state["moments"] + state["reference"]
+    snapshot *= config.checkpoint.asynchronous
     ranks = len(plan.role_nodes.get("trainer", ())) or plan.trainers  # of all nodes
     copies = max(1.0, ranks / plan.shard / trainer.tensor_parallel)  # of the weights: each writes a part
-    return (sum(state[name] for name in held) + snapshot / copies) / 2**20
+    return sum(state[name] for name in held) / 2**20, snapshot / copies / 2**20
 
 
 def _listed(found: Sequence[Part]) -> str:

@@ -20,9 +20,13 @@ from gcore.config.base import Serving
 from gcore.config.tree import Config, ScalarReward
 from gcore.controller.footprint import num_parameters
 from gcore.controller.plan import Plan
+from gcore.prompts.conditions import pass_tokens, transformer_config
+from gcore.simulate.backends import megatron_memory
 from gcore.simulate.costs import ENGINE
+from gcore.simulate.denoisers import MOST_ACTIVATIONS
 from gcore.simulate.shapes import Shape, model_shape
 from gcore.simulate.training_memory import (
+    COMFORTABLE,
     GB,
     PART_TITLES,
     PARTS,
@@ -37,7 +41,9 @@ from gcore.types import UserError
 
 NEGLIGIBLE = 0.05  # of a GPU: a smaller peak needs no table
 WORTH_CHANGING = 0.05  # share of the peak of parts that advice is about
+MEGATRON_STATE = ("weights", "gradients", "optimizer", "reference")  # on the GPU at all times
 BYTES = 2  # engines and scorers on a GPU: bfloat16
+ACTIVATION_SHARE = 0.25  # of a GPU: a denoiser whose samples need more recomputes its activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +69,15 @@ def decide(config: Config, plan: Plan, gpu_bytes: float | None = None) -> Decide
         return Decided(_with(config, training.activation_checkpointing is True, "none"))
     if gpu_bytes is None and (gpu_bytes := detect_gpu_bytes()) is None:
         return Decided(config, note=_later(config))
+    if config.generation.denoising is not None:
+        return _decide_denoiser(config, gpu_bytes)
     try:
         shape = model_shape(config.model, "model.path")
     except UserError as error:  # a kind of model that the planner does not know
         chosen = training.activation_checkpointing is True, "none" if training.offload == "auto" else training.offload
         return Decided(_with(config, *chosen), note=f"GPU memory is not planned: {error}")
+    if training.backend == "megatron":
+        return _decide_megatron(config, plan, shape, gpu_bytes)
     choice = resolve(config, plan, shape, gpu_bytes)
     free = resolve(_with(config, "auto", "auto"), plan, shape, gpu_bytes)
     if not choice.fits:
@@ -81,6 +91,49 @@ def decide(config: Config, plan: Plan, gpu_bytes: float | None = None) -> Decide
     return Decided(_with(config, choice.rank.checkpointing, choice.rank.offload), choice, note)
 
 
+def _decide_denoiser(config: Config, gpu_bytes: float) -> Decided:
+    """Recomputation, if the activations of one sample, which are in one micro-batch, need a large part of the GPU.
+    Nothing is off-loaded, and nothing is refused: `gcore plan --denoiser` estimates the rest."""
+    training, spec = config.training, config.generation.denoising
+    assert spec is not None
+    offload = "none" if training.offload == "auto" else training.offload
+    if training.activation_checkpointing != "auto" or config.model.path is None:
+        return Decided(_with(config, training.activation_checkpointing is True, offload))
+    about = transformer_config(config.model)
+    width = int(about["num_attention_heads"]) * int(about["attention_head_dim"])
+    depth = int(about["num_layers"]) + int(about.get("num_single_layers") or 0)
+    passes = spec.window.size if spec.window else spec.steps - 1
+    kept = passes * pass_tokens(config.model, spec) * width * depth * MOST_ACTIVATIONS
+    note = f"a sample needs {kept / GB:.1f} GB of activations without training.activation_checkpointing"
+    return Decided(_with(config, kept > ACTIVATION_SHARE * gpu_bytes, offload), note=note)
+
+
+def _decide_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Decided:
+    """Recomputation, if activations do not fit without it. Nothing is off-loaded: the trainer's state is on the GPU
+    while engines generate."""
+    rank, beside = rank_of(config, plan, shape), engines_beside(config, plan, shape, gpu_bytes)
+    wanted = config.training.activation_checkpointing
+    for recompute in (False, True) if wanted == "auto" else (wanted,):
+        found = [megatron_memory(shape, plan.topology, rank.max_tokens, recompute, rank.kl)]
+        if rank.critic is not None:
+            critic = megatron_memory(rank.critic, plan.topology, rank.max_tokens, recompute)
+            found.append({name: critic[name] for name in ("weights", "gradients", "optimizer")})
+        state = sum(sum(parts.get(n, 0.0) for n in MEGATRON_STATE) for parts in found)
+        needed = max(state + beside.rollout, sum(sum(parts.values()) for parts in found) + beside.training)
+        if needed <= COMFORTABLE * gpu_bytes:
+            break
+    decided = _with(config, recompute, "none")
+    text = f"training.backend=megatron and the engines need {needed / GB:.1f} of {gpu_bytes / GB:.1f} GB of a GPU"
+    if needed > gpu_bytes:
+        raise UserError(
+            f"this run does not fit on its GPUs: {text}; expected more ranks or higher degrees in placement.trainer, a "
+            "lower generation.gpu_memory_utilization, or placement.mode=disaggregated"
+        )
+    return Decided(
+        decided, note=f"GPU memory is close to its limit: {text}" if needed > COMFORTABLE * gpu_bytes else ""
+    )
+
+
 def resolve(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Choice:
     """Checkpointing and off-load for these GPUs, with the memory of every phase. Pure."""
     training = config.training
@@ -91,17 +144,27 @@ def resolve(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Choic
 
 def rank_of(config: Config, plan: Plan, shape: Shape) -> TrainingRank:
     training, lora = config.training, config.model.lora
+    longest = config.data.max_prompt_length + config.generation.max_response_length
     return TrainingRank(
         shape,
         shard=plan.shard,
         tensor_parallel=config.placement.trainer.tensor_parallel,
-        max_tokens=training.max_tokens_per_gpu,
-        kl=config.algorithm.kl_coef > 0,
-        adapters=adapter_parameters(shape, lora.rank, lora.targets) if lora else 0,
+        max_tokens=max(training.max_tokens_per_gpu, -(-longest // training.context_parallel)),
+        kl=config.has_reference,
+        critic=critic_shape(config, shape),
+        # Those of a vision tower are few beside its activations: they are not counted, but not 0.
+        adapters=max(1, "text" in lora.parts and adapter_parameters(shape, lora.rank, lora.targets)) if lora else 0,
         cpu=not _on_gpu(config, plan),
         float32=training.dtype == "float32",
         compiled=training.compile is not False,
     )
+
+
+def critic_shape(config: Config, policy: Shape) -> Shape | None:
+    """`policy`: the shape of the policy, from which the critic starts by default."""
+    if not config.algorithm.estimator.critic:
+        return None
+    return model_shape(config.critic.model, "critic.model.path") if config.critic.model else policy
 
 
 def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Engines:
@@ -148,14 +211,6 @@ def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
     return Engines(
         replicas * policy + others, replicas * asleep + others, replicas * min(policy, asleep + weights) + others
     )
-
-
-def kv_cache_bytes(serving: Serving, engines: int, gpu_bytes: float, shape: Shape) -> float:
-    """Estimate of the KV cache of one vLLM engine on each of its GPUs, if `engines` divide
-    serving.gpu_memory_utilization: its share of the GPU without the weights, and without what vLLM holds besides (CUDA
-    context and graphs, buffers), which was measured as the memory of an engine that sleeps."""
-    share = serving.gpu_memory_utilization / engines * gpu_bytes
-    return share - shape.weight_bytes / serving.tensor_parallel - ENGINE.asleep_gb * GB
 
 
 def detect_gpu_bytes() -> float | None:
@@ -222,7 +277,7 @@ def _advice(config: Config, choice: Choice, free: Choice) -> str:
     """Keys to change: first those that would help if they were `auto` (`free`), then those of the largest parts."""
     training, parts, rank = config.training, choice.gpu[choice.worst], choice.rank
     longest = config.data.max_prompt_length + config.generation.max_response_length
-    state = sum(parts.get(name, 0.0) for name in ("weights", "gradients", "moments", "copies", "reference"))
+    state = sum(parts.get(name, 0.0) for name in ("weights", "gradients", "moments", "copies", "reference", "critic"))
     activations = parts.get("activations", 0.0) + parts.get("work", 0.0)
     more = f"use more GPUs (placement.trainer.ranks, shard={rank.shard})"
     tips = [(state, more if rank.adapters else f"{more} or train adapters (model.lora)")]
@@ -237,6 +292,9 @@ def _advice(config: Config, choice: Choice, free: Choice) -> str:
     if training.max_tokens_per_gpu > longest:
         lower = f"lower training.max_tokens_per_gpu={training.max_tokens_per_gpu} (at least {longest})"
         tips.append((activations, lower))
+    elif longest > training.max_tokens_per_gpu * training.context_parallel:
+        raised = f"raise training.context_parallel={training.context_parallel}: a sample has up to {longest:,} tokens"
+        tips.append((activations, raised))
     if parts.get("engines"):
         key = "max_concurrent" if config.generation.engine == "embedded" else "gpu_memory_utilization"
         share = f"lower generation.{key}={getattr(config.generation, key)}"

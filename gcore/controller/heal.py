@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from gcore.checkpoint import store
 from gcore.clients import ControllerClient
@@ -22,15 +23,18 @@ from gcore.controller.machines import Cluster, Machine
 from gcore.controller.plan import Plan, make_plan
 from gcore.observe.events import EventLog
 from gcore.observe.progress import Progress
-from gcore.protocols import RoleDied, RoleError
+from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.runtime.protocol import Runtime
 
 HOUR_S = 3600.0
 NODES_S = 10.0  # between two looks at the nodes of the cluster
+BUILD_S = 300.0  # least time without an answer of a process that builds its role: imports can block it
 PING_S = 5.0  # between two checks of a process that answers
+UNREACHABLE_S = 5.0  # for the runtime to notice the death of a replica that a controller cannot call
 STACKS_S = 1.0  # for the processes to write their stacks
 REVIVABLE = ("engine-", "judge-", "scorer-")  # roles without state except weights
 MIN_REVIVALS = 3  # of one replica per hour, also if run.max_restarts is lower
+C = TypeVar("C")
 
 
 class RestartBudget:
@@ -70,10 +74,13 @@ class RoleWatch:
         self._runtime, self._progress, self._events, self._hang_s = runtime, progress, events, run.hang_s
         limit = max(MIN_REVIVALS, run.max_restarts)
         self._budgets: defaultdict[str, RestartBudget] = defaultdict(lambda: RestartBudget(limit))
+        self._restarting: set[str] = set()
+        self._unreachable_since: dict[str, float] = {}
 
     async def watch(self, controllers: Sequence[ControllerClient]) -> None:
         """Until the run ends. `controllers` must know which replicas are alive."""
-        tasks = {asyncio.ensure_future(self._watch_answers(name)) for name in self._runtime.ready()}
+        tasks = {asyncio.ensure_future(self._watch_answers())}
+        self._restarting, self._unreachable_since = set(), {}
         try:
             while True:
                 watching = asyncio.ensure_future(self._runtime.watch())
@@ -95,6 +102,7 @@ class RoleWatch:
         name = error.role
         if not self._budgets[name].take():
             raise error
+        self._restarting.add(name)
         self._events.add("died", role=name)
         self._progress.note(with_notes(error, "; its requests go to other replicas until it is restarted"))
         await asyncio.gather(*(c.mark_dead(name) for c in controllers))
@@ -102,8 +110,23 @@ class RoleWatch:
         if not await controllers[0].restore(name):
             return  # it died again; the runtime reports this death too
         await asyncio.gather(*(c.mark_alive(name) for c in controllers))
+        self._restarting.discard(name)
         self._events.add("restarted", role=name)
         self._progress.note(f"{name} is restarted, with current weights: process {self._runtime.processes().get(name)}")
+
+    def check_reachable(self, statuses: Sequence[ControllerStatus]) -> None:
+        """At each poll of the controllers. If a replica is alive, but a controller cannot call it, the connection was
+        cut. The replica may have missed weights, so it is restarted."""
+        found = {name: why for status in statuses for name, why in status.unreachable.items()}
+        now, since = time.monotonic(), self._unreachable_since
+        names = found.keys() & self._runtime.processes().keys() - self._restarting
+        self._unreachable_since = {name: since.get(name, now) for name in names}
+        for name, at in self._unreachable_since.items():
+            if now - at > (self._hang_s if found[name] == "suspect" else UNREACHABLE_S):
+                self._restarting.add(name)  # until `_restart` is done with it
+                self._events.add("unreachable", role=name)
+                self._progress.note(f"{name} is alive, but a controller cannot call it: it is restarted")
+                self._runtime.kill(name)
 
     async def revive_dead(self) -> None:
         """Without controllers: restart replicas whose restart a rollback has interrupted."""
@@ -111,21 +134,54 @@ class RoleWatch:
             *(self._runtime.revive(name) for name in self._runtime.dead() if name.startswith(REVIVABLE))
         )
 
-    async def _watch_answers(self, name: str) -> None:
-        """A process that is stopped or blocked is alive, but nothing continues without it."""
-        while True:
+    async def guard_start(self, starting: Coroutine[Any, Any, C]) -> C:
+        """Await a restart, which calls roles that are alive. Those that hang are killed, so that the restart does not
+        wait for them. RoleDied if it is a controller or a trainer rank."""
+        tasks = start, answers = asyncio.ensure_future(starting), asyncio.ensure_future(self._watch_answers())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not start.done():
+                answers.result()
+            return start.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch_answers(self) -> None:
+        """Never returns. A process that is stopped or blocked is alive, but nothing continues without it."""
+        tasks: dict[str, asyncio.Future[None]] = {}
+        try:
+            while True:
+                tasks = {name: task for name, task in tasks.items() if not task.done()}
+                for name in self._runtime.processes().keys() - tasks.keys():
+                    tasks[name] = asyncio.ensure_future(self._watch_answers_of(name))
+                pause = asyncio.ensure_future(asyncio.sleep(PING_S))
+                done, _ = await asyncio.wait({pause, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED)
+                pause.cancel()
+                for task in done:
+                    task.result()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+
+    async def _watch_answers_of(self, name: str) -> None:
+        """As long as the role has a process."""
+        while name in self._runtime.processes():
+            is_built = name in self._runtime.ready() - self._runtime.dead()
+            limit_s = self._hang_s if is_built else max(self._hang_s, BUILD_S)
             try:
-                await asyncio.wait_for(self._runtime.answers(name), self._hang_s)
+                await asyncio.wait_for(self._runtime.answers(name), limit_s)
             except TimeoutError:
-                await self._hung(name)
+                await self._hung(name, limit_s)
             except (RoleDied, RoleError):
                 pass  # `watch` of the runtime reports it
             await asyncio.sleep(min(PING_S, self._hang_s))
 
-    async def _hung(self, name: str) -> None:
+    async def _hung(self, name: str, limit_s: float) -> None:
         await write_stacks(self._runtime)
         self._events.add("hung", role=name)
-        text = f"it has not answered for {self._hang_s:.0f} s; the stacks of all processes are in their logs"
+        text = f"it has not answered for {limit_s:.0f} s; the stacks of all processes are in their logs"
         if not name.startswith(REVIVABLE):
             raise RoleDied(name, f"{text} (key: run.hang_s)", observed=True)
         self._progress.note(f"{name}: {text}; it is restarted")

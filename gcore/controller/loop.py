@@ -13,6 +13,7 @@ there. Samples go directly from a controller to trainer ranks, weights directly 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from gcore.controller.collect import Collected
@@ -22,7 +23,7 @@ from gcore.controller.services import Services
 from gcore.controller.setup import Setup
 from gcore.controller.start_run import open_evaluation, open_run
 from gcore.preparation.samples import make_samples, with_advantages
-from gcore.protocols import UpdateStats
+from gcore.protocols import ControllerStatus, UpdateStats
 from gcore.types import SampleMeta, TrainBatch
 
 
@@ -31,10 +32,12 @@ class Controller:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self.status = setup.status.take
         # Called when a replica dies, and after its restart: see replicas.py.
         self.mark_dead, self.mark_alive = setup.replicas.mark_dead, setup.replicas.mark_alive
         self.restore = setup.replicas.restore
+
+    async def status(self) -> ControllerStatus:
+        return dataclasses.replace(await self._setup.status.take(), unreachable=self._setup.replicas.unreachable())
 
     async def run(self) -> None:
         """`gcore train`: the whole run."""
@@ -76,14 +79,17 @@ async def prepare(services: Services, step: int, collected: Collected) -> tuple[
 
     Returns the metadata of all samples of the step, and the batch of each rank. `step - 1`: the current policy version.
     """
-    config, controllers, groups = services.config, services.controllers, collected.groups
-    algorithm, longest = config.algorithm, config.generation.max_response_length
+    config, groups, algorithm = services.config, collected.groups, services.config.algorithm
     with services.status.timed("preparation", step):
-        samples = make_samples(groups, algorithm, step - 1, config.sampling.staleness)
-        metas, batches = await services.dispatcher.dispatch_samples(step, samples)
+        samples = make_samples(groups, algorithm, step - 1, config.sampling.staleness, config.needs.pairs)
+        metas, batches = await services.dispatcher.dispatch_samples(step, samples, config.objective)
         await check_failures(services, step, metas, collected)
-        kl = await services.dispatcher.compute_logprobs(batches) if algorithm.needs_logprobs and batches else []
-        return metas, await with_advantages(batches, groups, algorithm, controllers, longest, kl)
+        kl = await services.dispatcher.compute_logprobs(batches) if config.needs_passes and batches else []
+        if config.objective != "policy":
+            return metas, batches
+        filled, measured = await with_advantages(batches, groups, services.scoring, services.controllers, kl)
+        services.status.measured(measured)
+        return metas, filled
 
 
 async def train(services: Services, step: int, batches: list[TrainBatch]) -> list[UpdateStats]:

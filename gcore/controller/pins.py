@@ -36,9 +36,13 @@ def pin(config: Config) -> Config:
         spec.model_copy(update={"model": pin_model(spec.model, f"rewards.judges.{i}.model")}) if spec.model else spec
         for i, spec in enumerate(rewards.judges)
     ]
+    critic = config.critic
+    if critic.model is not None:
+        critic = critic.model_copy(update={"model": pin_model(critic.model, "critic.model")})
     return config.model_copy(
         update={
             "model": pin_model(config.model),
+            "critic": critic,
             "data": _pin_data(config.data),
             "rewards": rewards.model_copy(update={"models": scorers, "judges": judges}),
         }
@@ -52,13 +56,20 @@ def pin_pairs(config: RewardModelConfig) -> RewardModelConfig:
 
 def check_models(config: Config) -> None:
     """UserError if a path is not a model, or if its context window is too short for the recipe."""
-    longest = config.data.max_prompt_length + config.generation.max_response_length
-    _check(config.model, "model", "data.max_prompt_length + generation.max_response_length", longest)
+    whole = config.data.max_prompt_length + config.generation.max_response_length
+    keys_of_whole = "data.max_prompt_length + generation.max_response_length"
+    _check(config.model, "model", keys_of_whole, whole)
     for i, judge in enumerate(config.rewards.judges):
-        if judge.model is not None:
+        if judge.model is not None and judge.mode == "teacher":  # it reads whole samples of the policy
+            more = judge.engine == "vllm"  # which generates one more token
+            _check(judge.model, f"rewards.judges.{i}.model", keys_of_whole, whole + more)
+        elif judge.model is not None:
             key = f"rewards.judges.{i}"
             longest = judge.max_prompt_length + judge.max_response_length
             _check(judge.model, f"{key}.model", f"{key}.max_prompt_length + {key}.max_response_length", longest)
+    if config.critic.model is not None and config.algorithm.estimator.critic:
+        longest = config.data.max_prompt_length + config.generation.max_response_length
+        _check(config.critic.model, "critic.model", "data.max_prompt_length + generation.max_response_length", longest)
     for i, scorer in enumerate(config.rewards.models):
         key, longest = f"rewards.models.{i}", 0 if scorer.max_length == "auto" else scorer.max_length
         _check(scorer.model, f"{key}.model", f"{key}.max_length", longest)
@@ -69,6 +80,7 @@ def fetch(config: Config) -> None:
     emulated = config.training.emulated is not None and config.generation.emulated is not None
     for model, key, needed in (
         (config.model, "model", not emulated),
+        (config.critic.model, "critic.model", config.algorithm.estimator.critic),
         *((spec.model, f"rewards.models.{i}.model", True) for i, spec in enumerate(config.rewards.models)),
         *(
             (spec.model, f"rewards.judges.{i}.model", spec.emulated is None)
@@ -106,6 +118,8 @@ def _check(model: Model, key: str, length_keys: str, longest: int) -> None:
     if model.path is None:
         return
     file = model_folder(model, key) / "config.json"
+    if (file.parent / "model_index.json").is_file():  # a pipeline of diffusers: its prompts have no tokens here
+        return
     if not file.is_file():
         raise UserError(f"{key}.path={model.path}: no config.json there; expected the folder of a Hugging Face model")
     try:
@@ -120,8 +134,13 @@ def _check(model: Model, key: str, length_keys: str, longest: int) -> None:
 
 
 def _pin_data(data: Any) -> Any:
+    def pinned(part: Any, key: str) -> Any:
+        if isinstance(part, dict):  # several evaluation sets
+            return {name: pin_rows(spec, f"{key}.{name}") for name, spec in part.items()}
+        return pin_rows(part, key)
+
     parts = {name: getattr(data, name) for name in ("train", "eval")}
-    return data.model_copy(update={n: pin_rows(part, f"data.{n}") for n, part in parts.items() if part is not None})
+    return data.model_copy(update={n: pinned(part, f"data.{n}") for n, part in parts.items() if part is not None})
 
 
 def _with_commits_of_resumed_run(config: Config) -> Config:

@@ -64,8 +64,10 @@ class DynamicRule:
 
     rule: GuardedRule = field(default_factory=GuardedRule)
     state: GuardState = field(default_factory=GuardState)
+    before: GuardState = field(default_factory=GuardState)  # the state from which `begin` has made `state`
 
     def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+        self.before = self.state
         self.state = self.rule.plan(self.state, view, costs, took_s)
         return self.state.splits[self.state.candidate]
 
@@ -93,6 +95,14 @@ class RolloutPlacement(Protocol):
         """Metrics of the last rollout."""
         ...
 
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint: what was learned about lengths and speeds, and the split."""
+        ...
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """On every controller, before the first rollout. The run that saved may have had other devices."""
+        ...
+
 
 @dataclass(frozen=True)
 class AllEngines:
@@ -111,6 +121,12 @@ class AllEngines:
 
     def row(self) -> dict[str, float]:
         return {}
+
+    def saved(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """It learns nothing."""
 
 
 class SlotPlacement:
@@ -131,10 +147,12 @@ class SlotPlacement:
         self._started = time.monotonic()
         self._ended: tuple[int, float] | None = None  # step and end time of the last rollout
         split = first_split(config, grid)
-        rules: dict[str, Rule] = {"static": StaticRule(split), "colocated": ColocatedRule(), "dynamic": DynamicRule()}
+        self._dynamic = DynamicRule()
+        rules: dict[str, Rule] = {"static": StaticRule(split), "colocated": ColocatedRule(), "dynamic": self._dynamic}
         # Level 1: judges keep their weights.
-        switches = {role: ReplicaSwitch(pool.replicas, 1) for role, pool in pools.items()}
-        switches[POLICY] = ReplicaSwitch(pools[POLICY].replicas, max(1, sleep_level), load)
+        switches = {role: ReplicaSwitch(pool.replicas, 1, on_death=pool.mark_dead) for role, pool in pools.items()}
+        policy = pools[POLICY]
+        switches[POLICY] = ReplicaSwitch(policy.replicas, max(1, sleep_level), load, policy.mark_dead)
         serving = {POLICY: config.generation} | {judge.name: judge for judge in config.rewards.engine_judges}
         self._placer = Placer(
             grid,
@@ -168,7 +186,7 @@ class SlotPlacement:
         """Policy and judges free their memory. Requests of unfinished groups queue until the next rollout."""
         self._ended = step, time.monotonic()
         await asyncio.gather(*(pool.pause() for pool in self._pools.values()))
-        await self._group.all_gather("engines idle", None)
+        await self._group.barrier("engines idle")
         if self._sleeps:
             await self._placer.sleep_all()
 
@@ -178,6 +196,21 @@ class SlotPlacement:
             yield
         if self._rank == 0:
             self._record(step)
+
+    def saved(self) -> dict[str, Any]:
+        grid = self._placer.grid
+        rule = self._dynamic.before.saved()
+        return {"slots": grid.slots, "widths": dict(grid.widths), "rule": rule, **self._placer.saved()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """With other roles or tensor parallel sizes, no measurement applies. With another number of slots, speeds and
+        lengths do."""
+        grid = self._placer.grid
+        if saved.get("widths") == dict(grid.widths):
+            same_blocks = saved["slots"] == grid.slots
+            self._placer.restore(saved, same_blocks)
+            if same_blocks:
+                self._dynamic.state = GuardState.restored(saved["rule"])
 
     def mark_dead(self, name: str) -> None:
         self._placer.mark_dead(name)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from gcore.config.megatron import topology_of
 from gcore.config.tree import Config
 from gcore.controller.gpu_assignment import TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
 from gcore.controller.machines import Cluster as Cluster
@@ -21,7 +22,7 @@ from gcore.controller.machines import Machine as Machine
 from gcore.controller.machines import as_cluster
 from gcore.controller.machines import detect_machine as detect_machine
 from gcore.placement.grid import POLICY, DeviceGrid, Split, shares, split_by
-from gcore.types import UserError
+from gcore.types import Topology, UserError
 
 MAX_AUTO = 4  # processes of a role per node on CPU; more would only cost memory: threads are as fast
 
@@ -36,7 +37,7 @@ class Plan:
     engine_threads: int
     trainers: int
     trainer_threads: int
-    tensor_parallel: int  # trainer ranks that split each matrix: ranks t, t + 1, ... t + tensor_parallel - 1
+    topology: Topology  # how trainer ranks divide the model
     shard: int  # data-parallel ranks that share one copy of the weights
     object_store_mb: int
     gpus: int
@@ -57,11 +58,20 @@ class Plan:
     @property
     def data_parallel(self) -> int:
         """Replicas of the trainer's model that train on different samples."""
-        return self.trainers // self.tensor_parallel
+        return self.topology.data_parallel
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Trainer ranks that split each matrix: ranks t, t + 1, ... t + tensor_parallel - 1."""
+        return self.topology.tensor
 
     @property
     def num_processes(self) -> int:
         return sum(len(nodes) for nodes in self.role_nodes.values())
+
+    def nodes_of_pool(self, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The nodes of the controllers, and those of the replicas that they call."""
+        return self.role_nodes.get("controller", ()), self.role_nodes.get(kind, ())
 
     def on_node(self, node: int) -> Plan:
         """The plan with the processes of one node only."""
@@ -90,6 +100,8 @@ class Plan:
             f"processes    1 driver, {self.controllers} controller(s), {self.engines} engine(s) x {self.engine_threads}"
             f" thread(s), {self.trainers} trainer rank(s) x {self.trainer_threads} thread(s)"
             + (f" in tensor-parallel groups of {self.tensor_parallel}" if self.tensor_parallel > 1 else "")
+            + (f", pipeline of {self.topology.pipeline} stages" if self.topology.pipeline > 1 else "")
+            + (f", experts divided by {self.topology.expert}" if self.topology.expert > 1 else "")
             + "".join(f", {count} x judge {name}" for name, count in self.judges.items())
             + "".join(f", {count} x scorer {name}" for name, count in self.scorers.items())
             + (f", {self.reward_workers} reward worker(s) per controller" if self.reward_workers else "")
@@ -136,14 +148,15 @@ def make_plan(config: Config, machines: Cluster | Machine, model_mb: int = 0) ->
     cluster = Cluster(tuple(replace(node, gpus=0) for node in nodes) if is_on_cpu else nodes)
     gpus, policy, trainer = cluster.gpus, config.placement.policy, config.placement.trainer
     _check_widths(config, cluster)
-    _check_engines(config, cluster)
     scorers = {model.name: model.replicas for model in config.rewards.models}
     judges = {judge.name: judge.replicas for judge in config.rewards.engine_judges}
     is_separate = config.placement.mode == "disaggregated" and gpus > 0
     auto_ranks, auto_engines = _shares_of_gpus(config, cluster) if is_separate else _auto_counts(config, cluster)
     ranks = trainer.ranks if trainer.ranks != "auto" else auto_ranks
     engines = policy.replicas if policy.replicas != "auto" else auto_engines
-    data_parallel = ranks // trainer.tensor_parallel
+    engines = engines if config.generates else 0
+    topology = topology_of(trainer, ranks)
+    data_parallel = topology.data_parallel
     shard = trainer.shard if trainer.shard != "auto" else (data_parallel if gpus else 1)
     if data_parallel % shard:
         what = "ranks" if trainer.tensor_parallel == 1 else "ranks / tensor_parallel"
@@ -168,7 +181,7 @@ def make_plan(config: Config, machines: Cluster | Machine, model_mb: int = 0) ->
         engine_threads=policy.threads if policy.threads != "auto" else 1,
         trainers=ranks,
         trainer_threads=trainer.threads if trainer.threads != "auto" else _cores_per(cluster, role_nodes[TRAINER]),
-        tensor_parallel=trainer.tensor_parallel,
+        topology=topology,
         shard=shard,
         object_store_mb=config.placement.object_store_mb
         if config.placement.object_store_mb != "auto"
@@ -194,31 +207,15 @@ def _auto_counts(config: Config, cluster: Cluster) -> tuple[int, int]:
     group, node_gpus = config.placement.trainer.tensor_parallel, _node_gpus(cluster)
     if cluster.gpus:
         places = len(within_nodes(node_gpus, _widths(config)["engine"]))
-        return group * len(within_nodes(node_gpus, group)), places * _engines_per_gpu(config)
+        return _whole_copies(config, group * len(within_nodes(node_gpus, group))), places
     node_ranks = [min(node.cores, MAX_AUTO) for node in cluster.nodes]
-    return max(group, sum(ranks - ranks % group for ranks in node_ranks)), sum(node_ranks)
+    return _whole_copies(config, sum(ranks - ranks % group for ranks in node_ranks)), sum(node_ranks)
 
 
-def _engines_per_gpu(config: Config) -> int:
-    """`auto`: 1; controller/engines_per_gpu.py replaces it before."""
-    given = config.placement.policy.engines_per_gpu
-    return 1 if given == "auto" else given
-
-
-def _check_engines(config: Config, cluster: Cluster) -> None:
-    count, placement, width = _engines_per_gpu(config), config.placement, _widths(config)["engine"]
-    if count == 1 or not cluster.gpus:
-        return
-    key = f"placement.policy.engines_per_gpu={count}"
-    if config.runtime == "local":
-        raise UserError(f"{key}: with runtime=local all engines are in one process; expected 1 or auto")
-    if placement.mode != "shared" or width > 1:
-        raise UserError(
-            f"{key} needs placement.mode=shared and generation.tensor_parallel=1, got {placement.mode} and {width}; "
-            "expected 1 or auto"
-        )
-    if placement.weights == "broadcast":  # NCCL refuses two processes of a group on one GPU
-        raise UserError(f"{key}: placement.weights=broadcast has one process per GPU; expected weights=auto or host")
+def _whole_copies(config: Config, ranks: int) -> int:
+    """At most this number of ranks, in whole copies of the model; at least one copy."""
+    copy = config.placement.trainer.tensor_parallel * config.placement.trainer.pipeline_parallel
+    return max(copy, ranks - ranks % copy)
 
 
 def _shares_of_gpus(config: Config, cluster: Cluster) -> tuple[int, int]:

@@ -13,29 +13,41 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import os
+import pickle
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gcore.checkpoint.memory import check_memory
+from gcore.checkpoint.remote import Remote
 from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
+from gcore.config.megatron import check_family, check_shape
 from gcore.config.tree import Config, Dataset
 from gcore.controller.build import Roles, load_filter, load_workflow, quiet
 from gcore.controller.build_rewarder import build_rewarder
 from gcore.controller.footprint import Part, check_sizes, num_parameters, parts
 from gcore.controller.machines import Cluster, Machine
+from gcore.controller.own_algorithm import load_policy_loss, make_scoring
 from gcore.controller.plan import Plan
+from gcore.controller.router_replay import model_type, replay_warning, replays_experts
+from gcore.controller.vision_checks import check_vision
 from gcore.hub import model_folder
 from gcore.observe.trackers import check_trackers
+from gcore.prompts.answers import load_answered
+from gcore.prompts.conditions import templater_of
+from gcore.prompts.media import BadMedia
+from gcore.prompts.processor import load_processor, vision_family
 from gcore.prompts.rows import PROMPTS, answer_of, load_rows, prompt_column, prompt_of
-from gcore.prompts.source import Templater
-from gcore.prompts.tokenizer import load_tokenizer
+from gcore.prompts.source import check_bad_rows
+from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import RemoteBackend
 from gcore.rewarding.threads import FunctionSource
+from gcore.simulate.shapes import model_shape
 from gcore.types import Prompt, UserError
 
 MAX_CHECKED = 200  # rows per dataset
@@ -51,10 +63,11 @@ class OpenDataset:
     spec: Dataset
     rows: Sequence[dict[str, Any]]
     sample: tuple[int, ...]
+    eval_set: str = ""  # its name, of several
 
     @property
     def key(self) -> str:
-        return f"data.{self.split}"
+        return _key(self.split, self.eval_set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +111,29 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
     """Warnings, and the open datasets. The cheapest checks come first."""
     _disk(config)
     _resume(config.run.resume)
+    if trains and config.checkpoint.copy_to is not None:
+        Remote(config.checkpoint.copy_to, config.run.name).check()
+    if trains and config.checkpoint.memory_every:
+        check_memory(len(plan.nodes))
     _packages(config)
     warnings = advice(config) if trains else []
     _devices(config, plan)
+    if trains and config.training.backend == "megatron":
+        check_family(model_type(config))
+        check_shape(plan.topology, model_shape(config.model, "model"))
     warnings += _sizes(config, plan, trains)
-    datasets = [_open("train", config.data.train), *([_open("eval", config.data.eval)] if config.data.eval else [])]
+    media = check_vision(config)
+    if trains:
+        replays_experts(config)
+        warnings += replay_warning(config)
+    datasets = [_open(config, "train", config.data.train, media)]
+    datasets += [_open(config, "eval", spec, media, name) for name, spec in config.data.eval_sets.items()]
+    if config.runtime == "ray" or plan.reward_workers:
+        pickle.dumps(config)  # UserError if it holds a Python object that cannot be sent to other processes
     load_workflow(config.workflow)
     load_filter(config.sampling.filter)
+    make_scoring(config)
+    load_policy_loss(config.algorithm.policy_loss)
     _sources(config, [_columns(data) for data in datasets])
     return warnings, datasets
 
@@ -138,6 +167,12 @@ def _packages(config: Config) -> None:
     check_trackers(config.observe)
     if config.runtime == "ray" and importlib.util.find_spec("ray") is None:
         raise UserError("runtime=ray: Ray is not installed; `pip install ray`, or use runtime=local")
+    missing = [name for name in ("megatron", "mbridge") if importlib.util.find_spec(name) is None]
+    if config.training.backend == "megatron" and missing:
+        raise UserError(
+            f"training.backend=megatron: {missing[0]} is not installed; `pip install 'gcore-rl[megatron]'`, or use "
+            "training.backend=fsdp"
+        )
     judges = ((f"rewards.judges.{i}", judge) for i, judge in enumerate(config.rewards.judges))
     for key, serving in (("generation", config.generation), *judges):
         if serving.engine in ("vllm", "sglang") and importlib.util.find_spec(serving.engine) is None:
@@ -198,10 +233,15 @@ def _on_cuda(config: Config) -> list[str]:
     return [key for key, device in devices.items() if device == "cuda"]
 
 
-def _open(split: DatasetSplit, spec: Dataset) -> OpenDataset:
+def _key(split: DatasetSplit, eval_set: str) -> str:
+    return f"data.{split}.{eval_set}" if eval_set else f"data.{split}"
+
+
+def _open(config: Config, split: DatasetSplit, spec: Dataset, media: bool, eval_set: str = "") -> OpenDataset:
     """Open the dataset; each row of the sample has a prompt."""
-    rows = load_rows(spec, f"data.{split}")
-    data = OpenDataset(split, spec, rows, sample_of(len(rows)))
+    key = _key(split, eval_set)
+    rows = load_answered(spec, config.needs, key) if config.trains_on_answers(split) else load_rows(spec, key, media)
+    data = OpenDataset(split, spec, rows, sample_of(len(rows)), eval_set)
     for index in data.sample:
         row = rows[index]
         names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
@@ -264,7 +304,7 @@ async def _reach(servers: Sequence[HttpSource | JudgeSource]) -> None:
 def heavy_checks(config: Config, plan: Plan, datasets: Sequence[OpenDataset]) -> tuple[Any, list[DatasetCheck]]:
     """The policy's tokenizer, and the result for each dataset."""
     quiet()
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = None if config.generation.denoising else load_tokenizer(config.model)
     checked = [_render(config, data, tokenizer) for data in datasets]
     rewarder = build_rewarder(config, plan, Roles())
     try:
@@ -279,7 +319,9 @@ def heavy_checks(config: Config, plan: Plan, datasets: Sequence[OpenDataset]) ->
 
 def _network(config: Config, plan: Plan, tokenizer: Any) -> None:
     """Checks that need torch. It is not imported for built models without adapters, which need no check."""
-    if config.training.emulated is None and (config.model.path is not None or config.model.lora is not None):
+    if config.generation.denoising is not None:
+        _denoiser(config)
+    elif config.training.emulated is None and (config.model.path is not None or config.model.lora is not None):
         from gcore.models import check_policy
 
         longest = config.data.max_prompt_length + config.generation.max_response_length
@@ -290,24 +332,48 @@ def _network(config: Config, plan: Plan, tokenizer: Any) -> None:
         pick_device("cuda")
 
 
+def _denoiser(config: Config) -> None:
+    """The classes of model.lora.targets and the kind of transformer, without weights."""
+    from gcore.diffusion.load import check_denoiser
+
+    check_denoiser(config)
+
+
 def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
     """Render the sampled rows with the template, and their demonstrations if there is a warm start."""
-    templater = Templater(tokenizer, config.data, data.split)
+    denoises = config.generation.denoising is not None
+    vision = None if denoises else load_processor(config.model, tokenizer, None)
+    templater = templater_of(config, tokenizer, data.split, data.eval_set, vision)
     limit, longest = config.data.max_prompt_length, 0
     too_long: list[int] = []
+    bad: dict[int, str] = {}
+    num_media = 0
     first: Prompt | None = None
     for index in data.sample:
         try:
             prompt = templater.prompt(data.rows[index], index, 0)
+            if config.trains_on_answers(data.split):
+                templater.answers(data.rows[index], stop_tokens(config.model, tokenizer))
             if data.split == "train" and config.training.warm_start is not None:
                 templater.demonstration(data.rows[index])
+        except BadMedia as error:
+            bad[index] = str(error)
+            continue
         except UserError as error:
             raise _of_row(error, data, index) from None
-        longest = max(longest, prompt.content.size)
-        if prompt.content.size > limit:
+        num_media += len(prompt.content.image_pixels)
+        longest = max(longest, templater.length(prompt))
+        if templater.length(prompt) > limit:
             too_long.append(index)
         elif first is None:
             first = prompt
+    check_bad_rows(bad, len(data.rows), config.data.media.max_bad_rows, data.key)
+    is_text = config.generation.denoising is None
+    if is_text and vision_family(config.model) and not num_media and not config.data.media.optional:
+        raise UserError(
+            f"{data.key}: no image in {len(data.sample)} rows, and the model takes images; expected a column image or "
+            "images, or image parts of messages (a text-only dataset needs data.media.optional=true)"
+        )
     if first is None and len(data.sample) == len(data.rows):
         raise UserError(
             f"{data.key}: all {len(data.rows)} prompts are longer than data.max_prompt_length={limit} (the longest has "

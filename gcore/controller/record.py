@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from gcore.config.tree import Config
 from gcore.controller.collect import Collected
 from gcore.controller.setup import Setup
 from gcore.controller.step_ledger import REWARD_ERROR
+from gcore.generation.pool import EnginePool
+from gcore.observe.histograms import counted
+from gcore.observe.links import Link, Reach, link_row
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.samples import SampleLog
 from gcore.observe.values import Row
@@ -36,6 +39,7 @@ class Recorder:
         self._status, self._tracer = setup.status, setup.tracer
         self._pool, self._rewarder = setup.pool, setup.rewarder
         self._dispatcher, self._placement = setup.dispatcher, setup.placement
+        self._vision = setup.vision
         self._writer, self._samples = writer, samples
 
     async def record_step(
@@ -50,7 +54,8 @@ class Recorder:
             **local_sums(collected, step - 1, aborted),
             **overlong_sum(collected, self._config),
             "counts": self._rewarder.take_counts(),
-            "bytes_out": self._dispatcher.take_bytes_out(),
+            "links": self._take_links(),
+            "media": self._vision.take_bytes() if self._vision is not None else 0,
             "times": {**self._status.take_all_seconds(), **stages},
         }
         gathered = await self._group.all_gather(f"metrics of step {step}", sums)
@@ -59,15 +64,17 @@ class Recorder:
         self.write(
             {
                 "step": step,
-                **rollout_row(gathered, metas),
+                **(offline_row if self._config.is_offline else rollout_row)(gathered, metas),
                 **actor_row(rank_stats),
                 **(self._dispatcher.balance_metrics if rank_stats else {}),
                 **self._dispatcher.sleep_metrics,
                 **self._placement.row(),
                 **self._status.take_metrics(),
+                **collected.measured,
                 "perf/tokens_per_s": tokens / times["step"],
-                "controller/bytes_in": max(part["tokens"] * 8 for part in gathered),  # token id, logprob
-                "controller/bytes_out": max(part["bytes_out"] for part in gathered),
+                **link_row(part["links"] for part in gathered),
+                "controller/bytes": max(part["links"].total() for part in gathered),
+                **media_row([part["media"] for part in gathered]),
                 **{f"timing_s/{name}": seconds for name, seconds in times.items()},
             }
         )
@@ -76,10 +83,16 @@ class Recorder:
         self._tracer.flush()
         self._status.finished(step)
 
-    def record_evaluation(self, step: int, row: Row, groups: Sequence[Sequence[Scored]]) -> None:
+    def _take_links(self) -> Counter[tuple[Link, Reach]]:
+        pools = [pool for pool in (self._pool, *self._rewarder.pools) if isinstance(pool, EnginePool)]
+        return sum((pool.links.take() for pool in pools), self._dispatcher.links.take())
+
+    def record_evaluation(self, step: int, row: Row, groups: Mapping[str, Sequence[Sequence[Scored]]]) -> None:
+        """`groups`: by name of the evaluation set."""
         self.write({"step": step, **row})
         if self._samples is not None:
-            self._samples.write_eval(step, groups)
+            for name, own in groups.items():
+                self._samples.write_eval(step, own, name)
 
     def write(self, row: Row) -> None:
         self._status.add_row(row)
@@ -90,6 +103,13 @@ class Recorder:
         if self._writer is not None:
             self._writer.close()
         self._tracer.flush()
+
+
+def media_row(num_bytes: Sequence[int]) -> Row:
+    """`num_bytes`: of the images that each controller decoded since the last step."""
+    if not any(num_bytes):
+        return {}
+    return {"controller/media_bytes": max(num_bytes), "controller/media_bytes_all": sum(num_bytes)}
 
 
 def exact_sum(values: Iterable[float]) -> Fraction:
@@ -114,6 +134,8 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
         "samples": len(scored),
         "groups": len(collected.groups),
         "reward": exact_sum(rewards),
+        "rewards": np.asarray(rewards),  # for the histograms: 12 bytes per sample
+        "lengths": np.asarray(lengths, np.int32),
         "reward_squares": exact_sum(r * r for r in rewards),
         "no_spread": sum(len({s.reward for s in group}) == 1 for group in collected.groups),
         "tokens": sum(lengths),
@@ -171,12 +193,21 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
         "staleness/max": max(part["max_age"] for part in gathered),
         "samples_digest": samples_digest(metas),
     }
+    for name, column in (("reward", "rewards"), ("response_length", "lengths")):
+        row[f"histogram/{name}"] = counted(np.concatenate([part[column] for part in gathered]))
     names = sorted({name for part in gathered for name in part["parts"]})
     for name in names:
         pairs = [part["parts"][name] for part in gathered if name in part["parts"]]
         row[f"reward/{name}"] = float(sum(p[0] for p in pairs) / sum(p[1] for p in pairs))
     row["controller/peak_rss_mb"] = max(part["peak_rss_mb"] for part in gathered)
     return row
+
+
+def offline_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:
+    """Of answers of the dataset: nothing was sampled or scored."""
+    found = rollout_row(gathered, metas)
+    kept = ("response_length/", "batch/", "sampling/", "controller/", "samples_digest")
+    return {name: value for name, value in found.items() if name.startswith(kept)}
 
 
 def _length_bias(total: Callable[[str], float]) -> dict[str, float]:

@@ -119,6 +119,10 @@ class Replicas:
         if self._slots is not None:
             self._slots.mark_alive(name)
 
+    def unreachable(self) -> dict[str, str]:
+        """For the driver: it restarts replicas that are alive but that this controller cannot call."""
+        return {name: why for pool in self._pools for name, why in pool.unreachable().items()}
+
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Context in which health checks run in the background."""

@@ -8,6 +8,7 @@ prompt ──workflow──> list[Scored], checked
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import traceback
 from pathlib import Path
@@ -20,7 +21,22 @@ from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
 
 
 async def run_workflow(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> list[Scored]:
-    """The group of the prompt. An exception in a user's workflow becomes a WorkflowError with its line."""
+    """The group of the prompt. If the advantage estimator compares with a greedy response, the workflow also runs a
+    second time, greedily, as in evaluations; the samples carry its mean reward."""
+    if shared.baseline is None:
+        return await _run(workflow, shared, prompt)
+    tasks = [asyncio.ensure_future(_run(workflow, each, prompt)) for each in (shared, shared.baseline)]
+    try:
+        group, greedy = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    baseline = sum(s.reward for s in greedy) / len(greedy)
+    return [dataclasses.replace(s, baseline=baseline) for s in group]
+
+
+async def _run(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> list[Scored]:
+    """An exception in a user's workflow becomes a WorkflowError with its line."""
     try:
         group = await workflow(SampleContext(shared), prompt)
     except asyncio.CancelledError:

@@ -13,6 +13,7 @@ from gcore.controller.placement import RolloutPlacement
 from gcore.controller.record import Recorder
 from gcore.controller.replicas import WeightResender
 from gcore.controller.status import LiveStatus
+from gcore.preparation.samples import Scoring
 from gcore.protocols import Group, Rewarder
 
 
@@ -26,6 +27,7 @@ class Services:
     rewarder: Rewarder
     dispatcher: Dispatcher  # samples -> trainer ranks; weights -> engines
     weight_resender: WeightResender  # current weights -> engines that missed an update
+    scoring: Scoring  # rewards -> advantages
     placement: RolloutPlacement  # which engines serve the next rollout
     recorder: Recorder  # rows of metrics, sample log
     evaluator: Evaluator
@@ -39,4 +41,4 @@ class Services:
         self.collector.close()
         self.rewarder.close()
         self.recorder.close()
-        await self.controllers.all_gather("end", None)
+        await self.controllers.barrier("end")

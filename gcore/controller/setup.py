@@ -9,35 +9,48 @@ controller/start_run.py makes the services of the training loop from it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gcore.config.tree import Config
 from gcore.content.base import Modality
+from gcore.content.latents import LatentModality
 from gcore.content.text import TextModality
+from gcore.content.vision import VisionProcessor
 from gcore.controller.build import Roles, load_filter, load_workflow, sleep_level, trace_folder
 from gcore.controller.build_rewarder import build_rewarder
 from gcore.controller.collect import Filter
 from gcore.controller.dispatch import Dispatcher
+from gcore.controller.gpu_assignment import TRAINER
+from gcore.controller.own_algorithm import make_scoring
 from gcore.controller.placement import AllEngines, RolloutPlacement, SlotPlacement
 from gcore.controller.plan import Plan
 from gcore.controller.replicas import Replicas, WeightResender
+from gcore.controller.router_replay import replays_experts
 from gcore.controller.status import LiveStatus
-from gcore.controller.workflow import SharedContext, Workflow
+from gcore.controller.workflow import SharedContext, Workflow, stored_answers
 from gcore.generation.pool import EnginePool
+from gcore.observe.links import Links
 from gcore.observe.trace import Tracer
 from gcore.placement.grid import POLICY
+from gcore.preparation.samples import Scoring
+from gcore.prompts.processor import load_processor
 from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
 from gcore.protocols import Group, Rewarder
+
+MEDIA = "media"  # folder of a run: pixels and inputs of vision towers
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     config: Config
     controllers: Group
-    tokenizer: Any
+    tokenizer: Any  # None for diffusion models
     modality: Modality
-    workflow: Workflow
+    workflow: Workflow  # makes the group of a prompt in evaluations, and in training unless it is offline
+    training_workflow: Workflow
     group_filter: Filter  # sampling.filter
+    scoring: Scoring
     pool: EnginePool  # of the policy
     rewarder: Rewarder
     dispatcher: Dispatcher
@@ -46,35 +59,74 @@ class Setup:
     replicas: Replicas
     status: LiveStatus
     tracer: Tracer
+    vision: VisionProcessor | None = None  # of a model that takes images
+    eval_modality: Modality | None = None  # with other sampling parameters in evaluations
 
-    def sample_context(self, *, greedy: bool = False) -> SharedContext:
-        """The context that all workflows of this controller share. `greedy`: for evaluations."""
-        return SharedContext(self.config, self.pool, self.rewarder, self.modality, greedy=greedy)
+    def sample_context(self) -> SharedContext:
+        """The context that all workflows of this controller share."""
+        return SharedContext(
+            self.config, self.pool, self.rewarder, self.modality, version=lambda: self.dispatcher.version
+        )
+
+    def eval_contexts(self) -> list[SharedContext]:
+        """Of evaluations: one greedy response per prompt, or one context per sampled response."""
+        modality, evaluation = self.eval_modality or self.modality, self.config.evaluation
+        parts = self.config, self.pool, self.rewarder, modality
+        if not evaluation.sampled:
+            return [SharedContext(*parts, greedy=True)]
+        return [SharedContext(*parts, attempt=i) for i in range(evaluation.samples)]
+
+
+def _modalities(config: Config, tokenizer: Any, vision: VisionProcessor | None) -> tuple[Modality, Modality]:
+    """The modality of the policy: for training, and with other sampling parameters for evaluations."""
+    generation, in_evaluations = config.generation, config.generation.model_copy(update=config.evaluation.sampling)
+    if generation.denoising is not None:
+        return LatentModality(generation), LatentModality(in_evaluations)
+    stops, longest = stop_tokens(config.model, tokenizer), config.data.max_prompt_length
+    make = partial(TextModality, tokenizer=tokenizer, stop_tokens=stops, max_prompt_length=longest, vision=vision)
+    return make(generation, keep_experts=replays_experts(config)), make(in_evaluations)
 
 
 def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
     grid, level = plan.grid, sleep_level(config, plan)
-    tokenizer = load_tokenizer(config.model)
+    denoises = config.generation.denoising is not None
+    tokenizer = None if denoises else load_tokenizer(config.model)
+    vision = None if denoises else load_processor(config.model, tokenizer, config.run.folder / MEDIA)
     rewarder = build_rewarder(config, plan, roles, group.rank)
     tracer = Tracer(trace_folder(config), f"controller-{group.rank}")
     status = LiveStatus(group.rank, tracer)
     max_concurrent = config.generation.max_concurrent
-    pool = EnginePool.for_controller(roles.engines, group.rank, group.size, max_concurrent, roam=grid is not None)
-    dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.tensor_parallel)
+    nodes, roam = plan.nodes_of_pool("engine"), grid is not None
+    pool = EnginePool.for_controller(
+        roles.engines,
+        group.rank,
+        group.size,
+        max_concurrent,
+        roam=roam,
+        nodes=nodes,
+        per_call=config.sampling.samples_per_prompt,
+    )
+    links = Links.of(group.rank, plan.nodes_of_pool(TRAINER))
+    dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.topology, links)
     weights = WeightResender(roles.trainers, lambda: dispatcher.version)
+    modality, eval_modality = _modalities(config, tokenizer, vision)
     slot_placement: SlotPlacement | None = None
     if grid is not None and roles.trainers:  # in an evaluation all replicas are awake
         pools = {POLICY: pool} | {
             p.role: p for p in rewarder.pools if isinstance(p, EnginePool) and p.role in grid.widths
         }
         slot_placement = SlotPlacement(config, grid, pools, group, level, weights.load, status.note)
+    workflow = load_workflow(config.workflow)
     return Setup(
         config=config,
         controllers=group,
         tokenizer=tokenizer,
-        modality=TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer)),
-        workflow=load_workflow(config.workflow),
+        vision=vision,
+        modality=modality,
+        workflow=workflow,
+        training_workflow=stored_answers if config.is_offline else workflow,
         group_filter=load_filter(config.sampling.filter),
+        scoring=make_scoring(config),
         pool=pool,
         rewarder=rewarder,
         dispatcher=dispatcher,
@@ -83,4 +135,5 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
         replicas=Replicas(pool, rewarder.pools, weights, status.note, slot_placement),
         status=status,
         tracer=tracer,
+        eval_modality=eval_modality,
     )

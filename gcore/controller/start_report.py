@@ -54,7 +54,7 @@ def starting_statuses(wanted: Mapping[str, int], up: Collection[str], ready: Col
     running, built = (Counter(name.rpartition("-")[0] for name in names) for names in (up, ready))
     found = []
     for kind, count in wanted.items():
-        more = running[kind] - built[kind]
+        more = max(0, running[kind] - built[kind])  # processes of the last start may end in between
         detail = f"{built[kind]} of {count} ready" + (f", {more} loading" if more else "")
         found.append(Status(kind, "starting", detail, 0))
     return [status for status in found if wanted[status.role]]

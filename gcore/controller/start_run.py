@@ -9,7 +9,6 @@ import asyncio
 from pathlib import Path
 from typing import Literal
 
-from gcore.config.tree import Dataset
 from gcore.controller.checkpointing import START, Checkpointer, RunPosition
 from gcore.controller.collect import Collector
 from gcore.controller.evaluation import Evaluator
@@ -19,8 +18,12 @@ from gcore.controller.setup import Setup
 from gcore.controller.warm_start import warm_start
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.samples import SampleLog, rewind_samples
+from gcore.prompts.answers import load_answered
+from gcore.prompts.conditions import templater_of
+from gcore.prompts.curriculum import make_curriculum
 from gcore.prompts.rows import load_rows
-from gcore.prompts.source import PromptSource, Templater, add_digests, measure
+from gcore.prompts.source import PromptSource, Row, Templater, add_digests, check_bad_rows, measure
+from gcore.prompts.tokenizer import stop_tokens
 from gcore.types import UserError
 
 
@@ -28,8 +31,9 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
     """The services, and the last completed step: 0, or the step of the checkpoint."""
     config, dispatcher = setup.config, setup.dispatcher
     source, held_out = await _load_prompts(setup)
+    curriculum = make_curriculum(config.sampling.curriculum, source.rows, source.kept, config.run.seed)
     collector = Collector(
-        setup.workflow,
+        setup.training_workflow,
         setup.sample_context(),
         setup.controllers,
         config.sampling,
@@ -37,6 +41,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
         setup.status.report,
         source,
         lambda: dispatcher.version,
+        curriculum,
     )
     await dispatcher.open()
     checkpointer = Checkpointer(setup, source, collector)
@@ -49,6 +54,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
         rewarder=setup.rewarder,
         dispatcher=dispatcher,
         weight_resender=setup.weight_resender,
+        scoring=setup.scoring,
         placement=setup.placement,
         recorder=recorder,
         evaluator=Evaluator(setup, recorder, held_out),
@@ -67,11 +73,16 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
 
 async def open_evaluation(setup: Setup) -> Evaluator:
     """`gcore eval`: no trainer, no output files. Controller 0 reads the weights and sends them to the engines."""
+    if setup.config.trains_on_answers("eval"):
+        raise UserError(
+            f"gcore eval generates answers and scores them, and this recipe has no rewards: the metrics of objective="
+            f"{setup.config.objective} are logged in training (key: rewards)"
+        )
     _, held_out = await _load_prompts(setup)
     resume = setup.config.run.resume
     if setup.controllers.rank == 0 and resume not in ("never", "auto"):
         await _send_saved_weights(setup, Path(resume) / "weights")
-    await setup.controllers.all_gather("weights to evaluate", None)
+    await setup.controllers.barrier("weights to evaluate")
     return Evaluator(setup, Recorder(setup), held_out)
 
 
@@ -93,30 +104,44 @@ async def _send_saved_weights(setup: Setup, folder: Path) -> None:
 # ---- prompts --------------------------------------------------------------------------------------------------------
 
 
-async def _load_prompts(setup: Setup) -> tuple[PromptSource, PromptSource | None]:
-    """The prompts to train on, and the held-out prompts."""
+async def _load_prompts(setup: Setup) -> tuple[PromptSource, dict[str, PromptSource]]:
+    """The prompts to train on, and the held-out prompts of each evaluation set."""
     data = setup.config.data
     setup.status.show("loading data")
-    source = await _load(setup, data.train, "train", data.shuffle)
-    return source, None if data.eval is None else await _load(setup, data.eval, "eval", shuffle=False)
+    parts = setup.config, setup.tokenizer
+    source = await _load(setup, "train", templater_of(*parts, "train", vision=setup.vision), data.shuffle)
+    templaters = {name: templater_of(*parts, "eval", name, setup.vision) for name in data.eval_sets}
+    return source, {name: await _load(setup, "eval", found, shuffle=False) for name, found in templaters.items()}
 
 
-async def _load(setup: Setup, dataset: Dataset, split: Literal["train", "eval"], shuffle: bool) -> PromptSource:
+async def _load(setup: Setup, split: Literal["train", "eval"], templater: Templater, shuffle: bool) -> PromptSource:
     """Each controller measures a part of the rows. The numbers of rows that fit are gathered."""
-    key, limit = f"data.{split}", setup.config.data.max_prompt_length
-    rows = load_rows(dataset, key)
-    templater = Templater(setup.tokenizer, setup.config.data, split)
-    mine = measure(rows, templater, limit, setup.controllers.rank, setup.controllers.size)
+    key, limit = templater.key, setup.config.data.max_prompt_length
+    config, dataset = setup.config, templater.spec
+    has_answers, longest = config.trains_on_answers(split), config.generation.max_response_length
+    stops = stop_tokens(config.model, setup.tokenizer) if has_answers else ()
+
+    def answers_fit(row: Row) -> bool:
+        return all(steps.num_steps <= longest for steps, _ in templater.answers(row, stops))
+
+    media = setup.vision is not None
+    rows = load_answered(dataset, config.needs, key) if has_answers else load_rows(dataset, key, media)
+    part = setup.controllers.rank, setup.controllers.size
+    mine = measure(rows, templater, limit, *part, answers_fit if has_answers else None)
     parts = await setup.controllers.all_gather(f"prompts of {key}", mine)
     kept = sorted(i for part in parts for i in part.kept)
     too_long = sorted(i for part in parts for i in part.too_long)
+    over = "" if not has_answers else f" or answers over generation.max_response_length={longest}"
     if too_long:
         setup.status.note(
-            f"{key}: dropped {len(too_long)} of {len(rows)} prompts over data.max_prompt_length={limit} "
+            f"{key}: dropped {len(too_long)} of {len(rows)} prompts over data.max_prompt_length={limit}{over} "
             f"(rows {', '.join(map(str, too_long[:5]))}{', ...' if len(too_long) > 5 else ''})"
         )
+    bad = {index: why for part in parts for index, why in part.bad.items()}
+    if message := check_bad_rows(bad, len(rows), setup.config.data.media.max_bad_rows, key):
+        setup.status.note(message)
     if not kept:
-        raise UserError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")
+        raise UserError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}{over}")
     digest = add_digests(part.digest for part in parts)
     return PromptSource(rows, kept, templater, setup.config.run.seed, shuffle, digest)
 

@@ -1,8 +1,8 @@
 """The progress of all controllers in the rollout phase of a step. Decides when it ends, and with which prompts.
 
-    every controller: ProgressReport ──all_gather (one exchange)──> StepLedger.add ──> chosen: None, or the same prompts
+    every controller: ProgressReport ──merged (one exchange)──> StepLedger.add ──> chosen: None, or the same prompts
 
-Every controller adds the same reports in the same order and therefore makes the same decision without further messages.
+Every controller adds the same merged reports and therefore makes the same decision without further messages.
 Only prompt numbers are exchanged; groups stay on the controller that made them (prompt_ledger.py).
 """
 
@@ -26,6 +26,17 @@ class ProgressReport:
     idle: bool = False  # no group is in progress, and no more prompts may be drawn
     due: int = 0  # groups in progress that would be too old for the next step
     running: int = 0  # groups in progress
+
+    def merged(self, other: ProgressReport) -> ProgressReport:
+        """Of two sets of controllers, in any order."""
+        return ProgressReport(
+            self.kept + other.kept,
+            self.dropped + other.dropped,
+            self.withdrawn + other.withdrawn,
+            self.idle and other.idle,
+            self.due + other.due,
+            self.running + other.running,
+        )
 
 
 class StepLedger:
@@ -55,18 +66,15 @@ class StepLedger:
         """The groups that a checkpoint kept for later steps: prompt -> version."""
         self.kept = kept
 
-    def add(self, parts: Sequence[ProgressReport]) -> None:
-        """Add the reports of one exchange, one per controller."""
-        for number in (n for part in parts for n in part.withdrawn):
+    def add(self, report: ProgressReport) -> None:
+        """Add the merged report of one exchange. The order in which reports were merged makes no difference."""
+        for number in report.withdrawn:
             self.kept.pop(number, None)
-        arrived = sorted(entry for part in parts for entry in part.kept)
-        self.kept |= dict(arrived)
-        self.dropped |= dict(entry for part in parts for entry in part.dropped)
-        self.num_passed += len(arrived)
+        self.kept |= dict(sorted(report.kept))
+        self.dropped |= dict(sorted(report.dropped))
+        self.num_passed += len(report.kept)
         self._frontier = None
-        self._idle = all(part.idle for part in parts)
-        self._due = sum(part.due for part in parts)
-        self._running = sum(part.running for part in parts)
+        self._idle, self._due, self._running = report.idle, report.due, report.running
         self._exchanges += 1
 
     def chosen(self) -> list[int] | None:

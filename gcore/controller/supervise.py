@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import itertools
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from gcore.checkpoint import store
+from gcore.checkpoint import memory
 from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config import Config, dump_config
 from gcore.controller.auto_placement import choose_mode
@@ -38,7 +37,6 @@ from gcore.controller.build import (
     log_folder,
     see_cluster,
 )
-from gcore.controller.engines_per_gpu import choose_engines
 from gcore.controller.gpu_memory import Decided, decide
 from gcore.controller.heal import (
     NodesChanged,
@@ -50,7 +48,9 @@ from gcore.controller.heal import (
     watch_for_new_nodes,
     with_notes,
 )
+from gcore.controller.interrupt import end_at_signals
 from gcore.controller.machines import Cluster
+from gcore.controller.node_checks import NodeGate, check_nodes, sent_files
 from gcore.controller.pins import check_models, fetch, pin
 from gcore.controller.plan import Plan, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
@@ -62,8 +62,10 @@ from gcore.observe.page import write_report
 from gcore.observe.progress import Progress, Status
 from gcore.observe.report import plot_reward
 from gcore.observe.trace import merge_traces
-from gcore.protocols import Handle, RoleDied, RoleError
+from gcore.protocols import ControllerStatus, Handle, RoleDied, RoleError
 from gcore.runtime.protocol import Runtime
+from gcore.types import UserError
+from gcore.user_files import pack
 
 POLL_S = {"live": 0.25}  # seconds between two polls of the controllers, by progress view
 DEFAULT_POLL_S = 0.5  # other views print one line per step
@@ -75,19 +77,25 @@ C = TypeVar("C")
 
 def run(config: Config, mode: Mode = "train") -> Any:
     """The whole run. Returns the row of an evaluation. Raises UserError, RoleError, RoleDied or KeyboardInterrupt."""
+    if config.objective == "reward_model":
+        raise UserError("objective=reward_model: use `gcore train-rm`, whose recipes describe reward models")
     cluster, config = see_cluster(config), pin(config)
     check_models(config)
     decided, plan, notes = _decide(config, cluster, mode)
+    gate = NodeGate(see_cluster, cluster.nodes)
     if mode == "train":
         open_folder(decided)
     rollbacks = RestartBudget(config.run.max_restarts if mode == "train" else 0)
     try:
         while True:
             try:
-                return asyncio.run(_run(decided, plan, mode, notes, rollbacks))
+                result = asyncio.run(_run(decided, plan, mode, notes, rollbacks, gate))
+                if mode == "train":
+                    memory.close_memory(decided.run.folder)
+                return result
             except NodesChanged as change:
                 config = _from_last_checkpoint(config)
-                decided, plan, notes = _decide(config, see_cluster(config), mode)
+                decided, plan, notes = _decide(config, gate.see(config), mode)
                 notes = [f"{change}: the run continues on {len(plan.nodes)} node(s)", *notes]
     except asyncio.CancelledError:  # by SIGTERM
         raise KeyboardInterrupt from None
@@ -108,34 +116,39 @@ def _decide(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, Plan,
     """For these machines: the configuration without `auto` in placement and memory, the plan, and notes for the user.
     UserError if the run cannot work there."""
     config, why = choose_mode(config, cluster)
-    config, why_engines = choose_engines(config, cluster)
-    memory = decide(config, make_plan(config, cluster)) if mode == "train" else Decided(config)
-    config = memory.config
+    sizes = decide(config, make_plan(config, cluster)) if mode == "train" else Decided(config)
+    config = sizes.config
     checked = preflight(config, make_plan(config, cluster), mode == "train")
     fetch(config)
     plan = make_plan(config, cluster, model_megabytes(config))
+    differences = check_nodes(config, plan, mode == "train")
     if mode == "eval":
         changes = {"trace": False, "logs": config.observe.logs and config.run.folder.is_dir()}
         config = config.model_copy(update={"observe": config.observe.model_copy(update=changes)})
-    return config, plan, [*filter(None, (why, why_engines)), *memory.notes, *checked.warnings]
+    return config, plan, [*filter(None, [why]), *sizes.notes, *checked.warnings, *differences]
 
 
 def open_folder(config: Config) -> Path:
     """Create the run's folder. An older run of the same name is renamed, never overwritten."""
     folder = config.run.folder
-    is_new = config.run.resume == "never" or (config.run.resume == "auto" and not store.complete(folder))
+    is_new = config.run.resume == "never" or (config.run.resume == "auto" and not memory.complete(folder))
     if is_new and folder.exists():
+        memory.close_memory(folder)
         number = 1
         while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
             number += 1
         shutil.move(folder, aside)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config))
+    if config.checkpoint.memory_every:
+        memory.open_memory(folder)
     return folder
 
 
-async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str], rollbacks: RestartBudget) -> Any:
-    _end_at_sigterm()
+async def _run(
+    config: Config, plan: Plan, mode: Mode, notes: Sequence[str], rollbacks: RestartBudget, gate: NodeGate
+) -> Any:
+    end_at_signals()
     warm = config.training.warm_start
     history = read_rows(config.run.folder) if config.run.resume != "never" else []
     with Progress(
@@ -152,10 +165,12 @@ async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str], rol
             progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
             started = time.monotonic()
             preview = OutputPreview(log_folder(config))
-            runtime = build_runtime(config, plan)
-            _end_at_sigterm()  # again: Ray has replaced the handler
+            runtime = build_runtime(
+                config, plan, pack(sent_files(config)).data if Cluster(plan.nodes).is_joined else b""
+            )
+            end_at_signals()  # again: Ray has replaced the handler
             runtime.prepare("controller", plan.controllers, import_controller)
-            return await _run_to_the_end(runtime, config, plan, mode, progress, preview, rollbacks, started)
+            return await _run_to_the_end(runtime, config, plan, mode, progress, preview, rollbacks, gate, started)
         finally:
             if runtime is not None:
                 runtime.stop()
@@ -169,12 +184,14 @@ async def _run_to_the_end(
     progress: Progress,
     preview: OutputPreview,
     rollbacks: RestartBudget,
+    gate: NodeGate,
     started: float,
 ) -> Any:
     """Start the roles and wait for the controllers. If one of them or a trainer rank dies, start these again: they
     continue from the last checkpoint."""
     events = EventLog(config.run.folder if mode == "train" else None)
     watch = RoleWatch(runtime, progress, events, config.run)
+    gate.note = progress.note
     starting: Coroutine[Any, Any, tuple[Roles, list[ControllerClient]]] = _start(runtime, config, plan, mode)
     roles: Roles | None = None
     while True:
@@ -183,8 +200,9 @@ async def _run_to_the_end(
             progress.note(_ready_line(plan, mode, time.monotonic() - started))
             if pids := runtime.processes():
                 progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
-            others = [watch.watch(controllers), watch_for_new_nodes(plan, config, see_cluster)]
-            return await _supervise(controllers, progress, mode, preview, others, ProgressWatch(runtime, config.run))
+            others = [watch.watch(controllers), watch_for_new_nodes(plan, config, gate.see)]
+            seen = watch.check_reachable, ProgressWatch(runtime, config.run)
+            return await _supervise(controllers, progress, mode, preview, others, *seen)
         except (RoleDied, RoleError) as error:
             if roles is None or not (is_healable(error) and rollbacks.take()):
                 raise
@@ -197,12 +215,12 @@ async def _run_to_the_end(
             progress.note(
                 with_notes(error, "; controllers and trainer ranks are restarted and load the last checkpoint")
             )
-            starting = _start_again(runtime, config, plan, roles, watch)
+            starting = watch.guard_start(_start_again(runtime, config, plan, roles, watch))
 
 
 def _from_last_checkpoint(config: Config) -> Config:
     """The configuration of a restart. Without a checkpoint of its own, the run starts as it did."""
-    if not store.complete(config.run.folder):
+    if not memory.complete(config.run.folder):
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
 
@@ -216,13 +234,6 @@ def _ready_line(plan: Plan, mode: Mode, seconds: float) -> str:
         + (f" on {len(plan.nodes)} nodes" if len(plan.nodes) > 1 else "")
         + f" ready in {seconds:.1f} s"
     )
-
-
-def _end_at_sigterm() -> None:
-    """SIGTERM ends the run like Ctrl-C. It does not raise SIGINT, which processes in the background ignore."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> tuple[Roles, list[ControllerClient]]:
@@ -305,6 +316,7 @@ async def _supervise(
     mode: Mode,
     preview: OutputPreview,
     watches: Sequence[Coroutine[Any, Any, None]],
+    check_reachable: Callable[[Sequence[ControllerStatus]], None],
     progress_watch: ProgressWatch,
 ) -> Any:
     """Wait until all controllers are done. The first failure is raised: the error that explains the others best.
@@ -312,7 +324,7 @@ async def _supervise(
     runs: list[asyncio.Future[Any]] = [
         asyncio.ensure_future(c.run() if mode == "train" else c.evaluate()) for c in controllers
     ]
-    poll = _poll(controllers, progress, preview, progress_watch)
+    poll = _poll(controllers, progress, preview, check_reachable, progress_watch)
     others = [asyncio.ensure_future(watch) for watch in (*watches, poll)]
     try:
         waiting = {*runs, *others}
@@ -346,19 +358,29 @@ def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
 
 
 async def _poll(
-    controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview, watch: ProgressWatch
+    controllers: Sequence[ControllerClient],
+    progress: Progress,
+    preview: OutputPreview,
+    check_reachable: Callable[[Sequence[ControllerStatus]], None],
+    progress_watch: ProgressWatch,
 ) -> None:
     while True:
         await asyncio.sleep(POLL_S.get(progress.mode, DEFAULT_POLL_S))
-        await watch.seen(await _show(controllers, progress, preview))
+        answers = await _show(controllers, progress, preview)
+        check_reachable(answers)
+        await progress_watch.seen(_statuses(answers))
+
+
+def _statuses(answers: Sequence[ControllerStatus]) -> list[Status]:
+    return [Status(answer.role, answer.stage, answer.detail, answer.step) for answer in answers]
 
 
 async def _show(
     controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview
-) -> Sequence[Status]:
+) -> Sequence[ControllerStatus]:
     """Poll the controllers and show what they report."""
     answers = await asyncio.gather(*(c.status() for c in controllers))
-    statuses = [Status(answer.role, answer.stage, answer.detail, answer.step) for answer in answers]
+    statuses = _statuses(answers)
     for line in preview.poll():
         progress.note(line)
     for answer in answers:
@@ -367,7 +389,7 @@ async def _show(
         for row in answer.rows:
             progress.update(statuses, row)
     progress.update(statuses, None)
-    return statuses
+    return answers
 
 
 def exit_code(error: BaseException) -> int:

@@ -1,12 +1,14 @@
-"""`gcore train-rm`: trains a scalar reward model on pairs of answers, in one process on one device.
+"""`gcore train-rm`: trains a scalar reward model on pairs of answers, on one or several trainer ranks.
 
-    rows ──pair_of: conversations──> tokens ──> trainer, step by step ──> Hugging Face folder, checked by reloading
+    rows ──pair_of: conversations──> tokens ──> ranks (score_ranks.py), step by step ──> Hugging Face folder, checked
+                                                         └──> checkpoints
 
 The conversations use the same template and tokenizer as in serving (rewarding/scalar.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import os
@@ -14,18 +16,20 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gcore.checkpoint import store
 from gcore.config import dump_config
-from gcore.config.reward_model import Pairs, PairTraining, RewardModelConfig
+from gcore.config.reward_model import Pairs, RewardModelConfig
 from gcore.config.tree import Model, Observe
 from gcore.controller.build import quiet
 from gcore.controller.pins import pin_pairs
-from gcore.observe.metrics import MetricsWriter
+from gcore.observe.metrics import MetricsWriter, rewind
+from gcore.prompts.answers import pair_of
 from gcore.prompts.files import Rows
-from gcore.prompts.rows import check_media, media_parts, read_rows
+from gcore.prompts.rows import check_media, read_rows
 from gcore.prompts.tokenizer import load_tokenizer, with_padding
 from gcore.rewarding.scalar import render, tokens_of
 from gcore.types import Ints, Message, UserError
@@ -33,18 +37,10 @@ from gcore.types import Ints, Message, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Pair = tuple[Ints, Ints]
-PROMPTS = ("prompt", "question", "input")
+    from gcore.controller.score_ranks import Pair, ScoreRanks
+
 NUM_LINES = 20  # lines of progress per run, about
 MAX_SILENCE_S = 30.0  # longest time without a line
-
-
-class Trainer(Protocol):
-    """See training/reward_model.py."""
-
-    def update(self, pairs: Sequence[Pair]) -> dict[str, float]: ...
-
-    def evaluate(self, pairs: Sequence[Pair]) -> dict[str, float]: ...
 
 
 def check_pairs(config: RewardModelConfig) -> None:
@@ -60,58 +56,76 @@ def check_pairs(config: RewardModelConfig) -> None:
             raise UserError(f"{key}: row 0: {error}") from None
 
 
-def train_rm(
-    config: RewardModelConfig,
-    make_trainer: Callable[[Any, PairTraining, Any], Trainer],
-    print_line: Callable[[str], None],
-) -> Path:
+def train_rm(config: RewardModelConfig, print_line: Callable[[str], None]) -> Path:
     """Train a model and return its folder. `print_line`: prints a line on the terminal."""
     config = pin_pairs(config)
     check_pairs(config)
     quiet()
-    import torch
     import transformers
 
-    from gcore.models import load_scorer, longest_text, pick_device, pick_dtype
+    from gcore.controller.score_ranks import started
+    from gcore.models import longest_text, make_empty, pick_device
 
     transformers.logging.disable_progress_bar()
     tokenizer = with_padding(load_tokenizer(config.model, chat=True), config.model)
     data, training = config.data, config.training
     train = read_pairs(data.train, tokenizer, "data.train")
     held_out = read_pairs(data.eval, tokenizer, "data.eval") if data.eval else []
-    device = pick_device(training.device)
-    dtype = pick_dtype(training.dtype, device)
-    network = load_scorer(config.model, config.run.seed, torch.float32, device, tokenizer=tokenizer, new_head=True)
-    longest = min(data.max_length, longest_text(network))
+    longest = min(data.max_length, longest_text(make_empty(config.model, tokenizer)))
     train = _fitting(train, longest, "data.train", print_line)
     held_out = _fitting(held_out, longest, "data.eval", print_line) if data.eval else []
-    print_line(
-        f"{len(train)} pairs to train on, {len(held_out)} held out; {network.num_parameters():,} parameters on {device}"
-    )
-    folder = _open(config)
-    with MetricsWriter(folder, Observe(tensorboard=False), config.run.name, {}) as metrics:
-        journal = Journal(training.steps, metrics, print_line)
-        _steps(config, make_trainer(network, training, dtype), train, held_out, journal)
+    folder, checkpoint = _open(config)
+    device = pick_device(training.device)
+
+    async def run() -> tuple[Path, Journal]:
+        async with started(config, longest) as ranks:
+            print_line(
+                f"{len(train)} pairs to train on, {len(held_out)} held out; {ranks.num_parameters:,} parameters on "
+                f"{device}{f', {training.ranks} ranks' if training.ranks > 1 else ''}"
+            )
+            done = 0
+            if checkpoint is not None:
+                done = await ranks.load(checkpoint)
+                rewind(folder, done, None)
+                print_line(f"resumed from {checkpoint} at step {done}")
+            with MetricsWriter(folder, Observe(tensorboard=False), config.run.name, {}) as metrics:
+                journal = Journal(training.steps, metrics, print_line)
+                await _steps(config, ranks, train, held_out, journal, done)
+            return await ranks.save(training.steps), journal
+
+    last, journal = asyncio.run(run())
+    network = _network_of(config, tokenizer, last)
     _save(network, tokenizer, folder)
     _check_reload(network, folder, [text for pair in train[:8] for text in pair])
+    if not training.checkpoint_every:
+        shutil.rmtree(last)
     which, found = ("held-out pairs", journal.eval) if held_out else ("training pairs", journal.train)
     print_line(f"accuracy on {which} {found['accuracy']:.4f}, margin {found['margin']:.2f}; wrote {folder}")
     return folder
 
 
-def _steps(
-    config: RewardModelConfig, trainer: Trainer, train: Sequence[Pair], held_out: Sequence[Pair], journal: Journal
+async def _steps(
+    config: RewardModelConfig,
+    ranks: ScoreRanks,
+    train: Sequence[Pair],
+    held_out: Sequence[Pair],
+    journal: Journal,
+    done: int,
 ) -> None:
-    steps, given = config.training.steps, config.training.eval_every
+    """`done`: steps of the checkpoint that was loaded."""
+    training = config.training
+    steps, given, size = training.steps, training.eval_every, training.batch_size
     every = max(1, steps // 10) if given == "auto" else given
-    draw = _endless(len(train), config.run.seed)
-    for step in range(steps + 1):
+    draw = itertools.islice(_endless(len(train), config.run.seed), done * size, None)
+    for step in range(done and done + 1, steps + 1):
         if step:
-            batch = [train[i] for i in itertools.islice(draw, config.training.batch_size)]
-            journal.trained(step, trainer.update(batch))
+            batch = [train[i] for i in itertools.islice(draw, size)]
+            journal.trained(step, await ranks.update(step, batch))
         if held_out and (step in (0, steps) or (every and step % every == 0)):
-            journal.evaluated(step, trainer.evaluate(held_out))
+            journal.evaluated(step, await ranks.evaluate(held_out))
         journal.write_line(step)
+        if step and step < steps and training.checkpoint_every and step % training.checkpoint_every == 0:
+            await ranks.save(step)
 
 
 class Journal:
@@ -196,58 +210,6 @@ def read_pairs(spec: Pairs, tokenizer: Any, key: str) -> list[Pair]:
     return list(zip(tokens[::2], tokens[1::2], strict=True))
 
 
-def pair_of(row: Mapping[str, Any], spec: Pairs, key: str) -> tuple[list[Message], list[Message]]:
-    """The two conversations of a row. TRL's formats: a prompt and two answers, or two whole conversations."""
-    prompt = _prompt(row, spec, key)
-    both = []
-    for column in (spec.chosen_column, spec.rejected_column):
-        answer = _messages(row.get(column), "assistant", column)
-        if answer[0]["role"] == "assistant":
-            if not prompt:
-                raise ValueError(f"no prompt for the answer in column {column!r} (set {key}.prompt_column)")
-            answer = [*prompt, *answer]
-        elif prompt and answer[: len(prompt)] != prompt:
-            raise ValueError(
-                f"the conversation in column {column!r} does not start with the prompt (set {key}.prompt_column)"
-            )
-        if answer[-1]["role"] != "assistant":
-            raise ValueError(
-                f"column {column!r} ends with a message of {answer[-1]['role']!r}; expected the assistant's"
-            )
-        both.append(answer)
-    chosen, rejected = both
-    if chosen[0] != rejected[0]:
-        raise ValueError(
-            f"the conversations in {spec.chosen_column!r} and {spec.rejected_column!r} start with different messages"
-        )
-    return chosen, rejected
-
-
-def _prompt(row: Mapping[str, Any], spec: Pairs, key: str) -> list[Message]:
-    """The prompt of the row; empty if the row has no prompt column."""
-    names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
-    for name in names:
-        if row.get(name) is not None:
-            return _messages(row[name], "user", name)
-    if spec.prompt_column == "auto":
-        return []
-    raise ValueError(
-        f"no column {spec.prompt_column!r}; the row has {', '.join(sorted(row))} (set {key}.prompt_column)"
-    )
-
-
-def _messages(value: Any, role: str, column: str) -> list[Message]:
-    """A string is one message of `role`. Fields that are null are left out: parquet adds them."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if isinstance(value, Sequence) and value and all(isinstance(m, Mapping) and m.get("role") for m in value):
-        if kinds := [kind for message in value for kind in media_parts(message.get("content"))]:
-            raise ValueError(f"column {column!r} has a message part of type {kinds[0]!r}; only text is scored so far")
-        return [{name: field for name, field in message.items() if field is not None} for message in value]
-    short = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-    raise ValueError(f"column {column!r} holds {short}; expected a string or messages with a role")
-
-
 def _check_alphabet(conversation: Sequence[Message], alphabet: frozenset[str]) -> None:
     """A built model would read a character without a token as <unk>, without an error."""
     characters = {c for message in conversation if isinstance(message.get("content"), str) for c in message["content"]}
@@ -267,20 +229,38 @@ def _fitting(pairs: list[Pair], longest: int, key: str, print_line: Callable[[st
 # ---- the folder ----
 
 
-def _open(config: RewardModelConfig) -> Path:
-    """Create the folder. An older model of the same name is renamed, never overwritten."""
-    folder = config.run.folder
+def _open(config: RewardModelConfig) -> tuple[Path, Path | None]:
+    """Create the folder. An older model of the same name is renamed, never overwritten, unless it is resumed. Returns
+    also the checkpoint to resume from."""
+    folder, resume = config.run.folder, config.run.resume
+    if resume not in ("never", "auto"):
+        raise UserError(f"run.resume={resume}; expected never or auto")
+    found = store.complete(folder) if resume == "auto" else []
     try:
-        if folder.exists():
+        if folder.exists() and not found:
             number = 1
             while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
                 number += 1
             shutil.move(folder, aside)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "train_rm.yaml").write_text(dump_config(config))
     except OSError as error:
         raise UserError(f"run.dir: cannot write {folder}: {error.strerror or error}") from None
-    return folder
+    return folder, max(found, key=store.position) if found else None
+
+
+def _network_of(config: RewardModelConfig, tokenizer: Any, checkpoint: Path) -> PreTrainedModel:
+    """The model with the weights of a checkpoint, in this process."""
+    import torch
+
+    from gcore.checkpoint import tensors
+    from gcore.models import load_scorer
+
+    cpu = torch.device("cpu")
+    network = load_scorer(config.model, config.run.seed, torch.float32, cpu, tokenizer=tokenizer, new_head=True)
+    weights = checkpoint / "weights"
+    network.load_state_dict(tensors.read(weights, tensors.shapes(weights)), strict=False)
+    return network
 
 
 def _save(network: PreTrainedModel, tokenizer: Any, folder: Path) -> None:

@@ -121,7 +121,7 @@ function table() {
 // --- the whole page ------------------------------------------------------------------------------------------------
 const timed = model.sources.filter((source) => source.windows.length);
 const gantts = timed.map(gantt);
-const charts = model.charts.map(chart);
+const charts = model.charts.map((spec) => spec.style === "histogram" ? histogram(spec) : chart(spec));
 function draw() {
   if (timed.length) {
     $("step").value = label;

@@ -18,13 +18,16 @@ from typing import Any
 import numpy as np
 
 from gcore.observe import page_samples
+from gcore.observe.histograms import histogram_charts
 from gcore.observe.page_data import Move, Segment, Source, has_data, read_source
 from gcore.observe.page_samples import samples_page, script_json
+from gcore.observe.pictures import before_and_after
 from gcore.observe.report import smooth
+from gcore.observe.samples import FOLDER, read_samples
 from gcore.observe.values import STAGES, Row, count, duration, number
 from gcore.types import UserError
 
-PARTS = ("page.html", "page.css", "page_gantt.js", "page_curves.js", "page.js")
+PARTS = ("page.html", "page.css", "page_gantt.js", "page_curves.js", "page_histograms.js", "page.js")
 MAX_SEGMENTS = 40_000  # per timeline; above this, whole steps are omitted at even intervals
 MAX_MOVES = 3_000
 MAX_POINTS = 600  # per curve: about what a screen can show
@@ -42,6 +45,7 @@ CURVES = (  # title, keys (a key ending in / matches all keys with this prefix),
     ("Accepted share", ("acceptance",), "%", "line"),
     ("Tokens per second", ("tokens_per_s",), "", "line"),
     ("Idle share of trainer ranks", ("trainer_idle/",), "%", "line"),
+    ("Payloads through controllers", ("link/",), "MB", "line"),
 )
 BARS = (("Rollout time", "rollout_s", "s"), ("Idle share", "idle", "%"))
 Model = dict[str, Any]
@@ -53,7 +57,22 @@ def write_page(paths: Sequence[Path], target: Path) -> Path:
     in_run_folder = len(paths) == 1 and paths[0].is_dir() and target.parent.resolve() == paths[0].resolve()
     if in_run_folder and (samples := samples_page(paths[0], report=target.name)):
         model["samples"] = _write(target.with_name(page_samples.FILE), samples).name
+        model["grids"] = before_and_after(read_samples(paths[0]), paths[0] / FOLDER)
+        if model["grids"]:
+            _name_denoising_steps(model)
     return _write(target, render(model))
+
+
+def _name_denoising_steps(model: Model) -> None:
+    """A run that makes pictures: its steps are denoising steps, and all samples have the same number of them."""
+    model["charts"] = [
+        chart for chart in model["charts"] if chart["title"] not in ("Answer length", "Response lengths")
+    ]
+    names = {"Tokens per second": "Denoising steps per second"}
+    for chart in model["charts"]:
+        chart["title"] = names.get(chart["title"], chart["title"])
+    for source in model["sources"]:
+        source["tiles"] = [(names.get(label, label), value, note) for label, value, note in source["tiles"]]
 
 
 def _write(target: Path, html: str) -> Path:
@@ -81,12 +100,14 @@ def write_report(folder: Path) -> Path | None:
 def page_model(sources: Sequence[Source]) -> Model:
     labels = _labels(sources)
     single = len(sources) == 1
+    charts = _charts(sources[0]) if single else _overlaid(sources, labels)
+    charts += histogram_charts({label: source.rows_of_metrics for label, source in zip(labels, sources, strict=True)})
     return {
         "title": " and ".join(dict.fromkeys(source.name for source in sources)),
         "kind": " and ".join(dict.fromkeys(source.kind for source in sources)),
         "lead": _lead(sources[0]) if single else f"{len(sources)} compared: {', '.join(labels)}",
         "bars": _bars(sources, labels),
-        "charts": _charts(sources[0]) if single else _overlaid(sources, labels),
+        "charts": charts,
         "sources": [_source(source, label) for source, label in zip(sources, labels, strict=True)],
     }
 

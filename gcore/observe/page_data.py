@@ -36,6 +36,12 @@ OF_METRICS = {
     "perf/tokens_per_s": "tokens_per_s",
     "perf/idle_predicted": "trainer_idle/predicted",
     "perf/idle_measured": "trainer_idle/measured",
+    "link/requests_within_mb": "link/to engines, in a node",
+    "link/requests_between_mb": "link/to engines, between nodes",
+    "link/responses_within_mb": "link/from engines, in a node",
+    "link/responses_between_mb": "link/from engines, between nodes",
+    "link/samples_within_mb": "link/to ranks, in a node",
+    "link/samples_between_mb": "link/to ranks, between nodes",
 }
 PLACEMENT = "placement.jsonl"
 EXPECTED = "expected a run's folder (runs/NAME) or a file of `gcore simulate ... --json FILE`"
@@ -81,6 +87,7 @@ class Source:
     steps: list[Row]  # flat, ordered by step
     summary: Row
     compare: dict[str, Row]
+    rows_of_metrics: Sequence[Row] = ()  # of a run: metrics.jsonl
 
 
 def read_source(path: Path) -> Source:
@@ -149,6 +156,7 @@ def _run(folder: Path) -> Source:
         steps=[steps[step] for step in sorted(steps)],
         summary=_run_summary(folder),
         compare={},
+        rows_of_metrics=rows,
     )
     if not segments:
         return _with_trace(source, folder)

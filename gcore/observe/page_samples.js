@@ -50,7 +50,7 @@ function answer(sample, query) {
   const side = element("div", { class: "side" },
     element("span", { class: "reward", title: part || "reward" }, number(v)),
     element("span", { class: "gauge" }, bar),
-    element("div", { title: "length, and why it ended" }, `${sample.length} token${sample.length === 1 ? "" : "s"}, ${sample.finish}`),
+    element("div", { title: "length, and why it ended" }, `${sample.length} ${sample.picture ? "step" : "token"}${sample.length === 1 ? "" : "s"}, ${sample.finish}`),
     element("div", {}, `answer ${sample.sibling}`),
     element("div", { title: "version of the policy that it comes from" }, `version ${sample.version}`));
   const chips = element("div", { class: "chips" });
@@ -58,7 +58,9 @@ function answer(sample, query) {
   if (part) chips.append(element("span", { class: "tag" }, "reward", element("b", {}, number(sample.reward))));
   const parts = Object.entries(sample.parts || {});
   if (parts.length > 1 || part) for (const [name, v] of parts) chips.append(element("span", { class: "tag" }, name, element("b", {}, number(v))));
-  const body = element("div", {}, ...text(sample.text, query, "empty answer"), chips);
+  const output = sample.picture ? [element("img", { class: "picture", src: sample.picture, alt: `answer ${sample.sibling}` })]
+    : text(sample.text, query, "picture" in sample ? "the picture is not there any more" : "empty answer");
+  const body = element("div", {}, ...output, chips);
   for (const [judge, texts] of Object.entries(sample.notes || {})) {
     const box = element("div", { class: "verdict" });
     box.style.setProperty("--ink-of", `var(--role-${Math.max(0, JUDGES.indexOf(judge)) % 7})`);
@@ -73,7 +75,7 @@ function answer(sample, query) {
 function card({ group, samples }, query) {
   const values = known(group);
   const top = element("div", { class: "top" }, element("b", {}, `Step ${group.step}`));
-  if (group.phase === "eval") top.append(element("span", { class: "tag" }, "held-out"));
+  if (group.phase === "eval") top.append(element("span", { class: "tag" }, group.set ? `held-out: ${group.set}` : "held-out"));
   top.append(element("span", {}, `prompt ${group.prompt}`), element("span", {}, `row ${group.row}`));
   if (group.siblings > group.samples.length) top.append(element("span", {}, `the first ${group.samples.length} of ${group.siblings} answers`));
   if (values.length > 1) {
@@ -88,6 +90,10 @@ function card({ group, samples }, query) {
   const box = element("article", { class: "group card" }, top);
   const said = (who, content) => element("div", { class: "said" }, element("div", { class: "who" }, who || "prompt"), element("div", {}, ...text(content, query)));
   for (const [role, content] of group.messages) box.append(said(role, content));
+  if (group.images) {
+    const seen = element("div", { class: "seen" }, ...group.images.map((src, i) => element("img", { src, alt: `image ${i + 1}` })));
+    box.append(element("div", { class: "said" }, element("div", { class: "who" }, group.images.length > 1 ? "images" : "image"), seen));
+  }
   if (group.answer !== null && group.answer !== undefined) box.append(said("reference", group.answer));
   const list = element("ol", { class: "answers" }, ...samples.map((s) => answer(s, query)));
   box.append(list);

@@ -13,7 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from gcore.observe.samples import read_samples
+from gcore.observe.pictures import with_pictures
+from gcore.observe.samples import FOLDER, read_samples
 from gcore.observe.values import Row, step_of
 
 PARTS = ("page_samples.html", "page.css", "page_samples.css", "page_samples.js")
@@ -23,7 +24,7 @@ MAX_BYTES = 12_000_000  # of a page's data; above this, whole steps are omitted 
 
 def samples_page(folder: Path, report: str | None = None) -> str | None:
     """The page's HTML; None for a run without samples. `report`: the page to link back to."""
-    rows = read_samples(folder)
+    rows = with_pictures(thinned(read_samples(folder)), folder / FOLDER)
     return render(samples_model(rows, folder.resolve().name, report)) if rows else None
 
 

@@ -211,11 +211,15 @@ def plain_line(view: View, row: Row) -> str:
     parts = [f"step {step:>{len(str(view.total_steps))}}/{view.total_steps}"]
     columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("reward", "reward/mean", "{:.3f}".format),
+        ("loss", "sft/loss", small),
+        ("loss", "preference/loss", small),
+        ("pairs right", "preference/accuracy", "{:.3f}".format),
         ("len", "response_length/mean", "{:.1f}".format),
         ("kl", "actor/kl", small),
         ("grad", "actor/grad_norm", small),
         ("tok/s", "perf/tokens_per_s", count),
         ("", "timing_s/step", duration),
+        ("eval loss", "eval/loss", small),
         ("eval accuracy", "eval/accuracy", "{:.3f}".format),
         ("eval reward", "eval/reward_mean", "{:.3f}".format),
     ]

@@ -15,7 +15,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from gcore.content.media import ArrayRef
 from gcore.observe.metrics import replace_lines, whole_lines
+from gcore.observe.pictures import keep
+from gcore.observe.prompt_images import thumbnails
 from gcore.observe.values import Row, clean, step_of
 from gcore.types import Prompt, Scored
 
@@ -38,17 +41,25 @@ class SampleLog:
         """`prompts`: ids of all groups of the step; `groups`: the groups of this controller."""
         self._append(step, "train", self.choose(step, prompts), groups)
 
-    def write_eval(self, step: int, groups: Sequence[Sequence[Scored]]) -> None:
-        """The first held-out prompts: the same ones at each evaluation, so that answers can be compared."""
-        self._append(step, "eval", set(range(self._per_step)) if step % self._stride == 0 else set(), groups)
+    def write_eval(self, step: int, groups: Sequence[Sequence[Scored]], eval_set: str = "") -> None:
+        """The first held-out prompts of a set: the same ones at each evaluation, so that answers can be compared."""
+        chosen = set(range(self._per_step)) if step % self._stride == 0 else set()
+        self._append(step, "eval", chosen, groups, eval_set)
 
     def choose(self, step: int, prompts: Collection[int]) -> set[int]:
         if step % self._stride:
             return set()
         return set(sorted(set(prompts), key=lambda prompt: _hash(self._seed, step, prompt))[: self._per_step])
 
-    def _append(self, step: int, phase: Phase, chosen: set[int], groups: Sequence[Sequence[Scored]]) -> None:
-        rows = [_row(step, phase, group) for group in groups if group and group[0].rollout.prompt.id in chosen]
+    def _append(
+        self, step: int, phase: Phase, chosen: set[int], groups: Sequence[Sequence[Scored]], eval_set: str = ""
+    ) -> None:
+        named = {"set": eval_set} if eval_set else {}
+        rows = [
+            _row(step, phase, group, self._path.parent) | named
+            for group in groups
+            if group and group[0].rollout.prompt.id in chosen
+        ]
         if rows:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8", errors="replace") as file:
@@ -58,7 +69,9 @@ class SampleLog:
 def read_samples(folder: Path) -> list[Row]:
     """All logged groups, ordered by step and prompt. A line cut off by a kill is skipped."""
     rows = [row for path in _files(folder) for _, row in whole_lines(path) if "samples" in row]
-    return sorted(rows, key=lambda row: (step_of(row), row.get("phase") != "eval", row.get("prompt", 0)))
+    return sorted(
+        rows, key=lambda row: (step_of(row), row.get("phase") != "eval", row.get("set", ""), row.get("prompt", 0))
+    )
 
 
 def rewind_samples(folder: Path, step: int, warm_start: int | None = None) -> None:
@@ -76,7 +89,7 @@ def _hash(*key: int) -> bytes:
     return hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
 
 
-def _row(step: int, phase: Phase, group: Sequence[Scored]) -> Row:
+def _row(step: int, phase: Phase, group: Sequence[Scored], folder: Path) -> Row:
     prompt = group[0].rollout.prompt
     answer = prompt.columns.get("answer")
     return {
@@ -85,17 +98,19 @@ def _row(step: int, phase: Phase, group: Sequence[Scored]) -> Row:
         "prompt": prompt.id,
         "row": prompt.row,
         "messages": [[role, shortened(text)] for role, text in _messages(prompt)],
+        **({"images": shown} if (shown := thumbnails(prompt.columns.get("images"))) else {}),
         "answer": None if answer is None else shortened(str(answer)),
         "siblings": len(group),
-        "samples": [_sample(scored) for scored in group[:MAX_SIBLINGS]],
+        "samples": [_sample(scored, folder) for scored in group[:MAX_SIBLINGS]],
     }
 
 
-def _sample(scored: Scored) -> Row:
-    rollout = scored.rollout
+def _sample(scored: Scored, folder: Path) -> Row:
+    rollout, output = scored.rollout, scored.rollout.output
+    shown = {"text": "", "picture": keep(output, folder)} if isinstance(output, ArrayRef) else {}
     return {
         "sibling": rollout.sibling,
-        "text": shortened(str(rollout.output)),
+        **(shown or {"text": shortened(str(output))}),
         "reward": scored.reward,
         "parts": dict(scored.parts),
         "notes": {name: [shortened(text) for text in texts] for name, texts in scored.notes.items()},

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from gcore.placement.baselines import colocated
 from gcore.placement.forecast import Forecast, best_static_split, poll_interval_s
@@ -41,6 +42,17 @@ class GuardState:
     last_used: Mapping[str, int] = field(default_factory=dict)  # the last step of each candidate
     retry_after: int = 4  # steps before a candidate that is nearly as fast is tried again
     step: int = 0
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return asdict(self)
+
+    @staticmethod
+    def restored(saved: Mapping[str, Any]) -> GuardState:
+        """From JSON, which has lists instead of tuples."""
+        splits = {name: Split(tuple(split["owners"])) for name, split in saved["splits"].items()}
+        errors = {name: (total, weight) for name, (total, weight) in saved["errors"].items()}
+        return GuardState(**{**saved, "splits": splits, "errors": errors})
 
 
 @dataclass(frozen=True, slots=True)

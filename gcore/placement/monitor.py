@@ -10,7 +10,8 @@ Each replica is polled by one controller only: controller r of N polls replicas 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.replica_speed import ReplicaSpeed
@@ -107,6 +108,25 @@ class Monitor:
             switch_s = self.switch_s.get(role, DEFAULT_SPEED.wake_s)
             speeds[role] = ReplicaSpeed(base_s, per_s, 0.0, self._max_concurrent[role], 0.0, switch_s, 0.0)
         return Costs(self._grid, speeds)
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint, between two rollouts: what `expected` and `costs` are made of."""
+        return {
+            "lengths": {role: list(found) for role, found in self._lengths.items()},
+            "longest": {role: list(found) for role, found in self._longest.items()},
+            "fits": {role: asdict(fit) for role, fit in self._fits.items()},
+            "ended_before": dict(self._ended_before),
+            "decided_before": self._decided_before,
+            "switch_s": dict(self.switch_s),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """The roles and their tensor parallel sizes must be those of the saved monitor."""
+        self._lengths, self._longest = ({r: list(v) for r, v in saved[k].items()} for k in ("lengths", "longest"))
+        self._fits = {role: _LinearFit(**fit) for role, fit in saved["fits"].items()}
+        self._ended_before, self._decided_before = dict(saved["ended_before"]), saved["decided_before"]
+        self.switch_s = dict(saved["switch_s"])
+        self._count_per_group(0)
 
     def is_measured(self, role: str) -> bool:
         """Whether the speed of the role rests on enough measurements."""

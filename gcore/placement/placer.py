@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from gcore.clients import EngineClient
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
@@ -41,6 +41,7 @@ class PlacedPool(Protocol):
     def resume(self) -> None: ...
     def reopen(self, *names: str) -> None: ...
     def limit(self, requests: int) -> None: ...
+    def mark_dead(self, name: str) -> None: ...
     def report(self) -> RoleReport: ...
 
 
@@ -97,6 +98,7 @@ class Placer:
         self._rollout_s = 0.0
         self._began_s = self._ended_s = 0.0  # the rollout, by controller 0's clock: the same on all controllers
         self._took_s: float | None = None
+        self._decided_from: tuple[Split, float | None] = self.split, None  # split and time of the rollout before
         self._no_move_until: dict[int, float] = {}  # blocks whose move was reverted
         self._changed = asyncio.Event()
         self.timeline = PlacementTimeline(grid, self.split, monitor.latest, 0, 0.0)
@@ -107,11 +109,12 @@ class Placer:
         """Choose the split of the next rollout and put it in place. No request is in progress, so a change of owners
         costs only the waking."""
         view = self.monitor.expected(groups, rate, samples)
+        self._decided_from = self.split, self._took_s
         self.split = self._rule.begin(view, self.monitor.costs, self.split, self._took_s).check(self.grid)
         self._took_s = None
         if self._rank == 0:
             await self._sleep_and_wake()
-        await self._group.all_gather("engines in place", None)
+        await self._group.barrier("engines in place")
         for role, pool in self._pools.items():
             own = self.owners(role)
             for i, replica in enumerate(pool.replicas):
@@ -119,6 +122,17 @@ class Placer:
                     pool.reopen(replica.name)
                 else:
                     await pool.drain(replica.name)
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint: what the last call of `begin` has decided from. A resumed run calls it again."""
+        split, took_s = self._decided_from
+        return {"split": list(split.owners), "took_s": took_s, "monitor": self.monitor.saved()}
+
+    def restore(self, saved: Mapping[str, Any], same_blocks: bool) -> None:
+        """`same_blocks`: the number of blocks is that of the saved run. Without it, only what was measured is used."""
+        self.monitor.restore(saved["monitor"])
+        if same_blocks:
+            self.split, self._took_s = Split(tuple(saved["split"])).check(self.grid), saved["took_s"]
 
     def owners(self, role: str) -> dict[int, EngineClient]:
         """The replicas of a role whose block the role owns."""

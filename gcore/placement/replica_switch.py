@@ -51,12 +51,19 @@ class ReplicaSwitch:
     judges, which keep their weights.
 
     A command runs on all given replicas in parallel. The first error is raised after all have ended. With `skip_dead`,
-    the death of a replica is no error: the driver restarts it.
+    the death of a replica is no error: the driver restarts it. `on_death`: gets the name of such a replica, which may
+    be alive, but did not get the command.
     """
 
-    def __init__(self, replicas: Sequence[EngineClient], level: int, load: LoadWeights | None = None) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[EngineClient],
+        level: int,
+        load: LoadWeights | None = None,
+        on_death: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self.replicas = [SwitchedReplica(client, level) for client in replicas]
-        self._load = load
+        self._load, self._on_death = load, on_death
         self.metrics: dict[str, float] = {}  # of the last sleep and of the last wake in two stages
 
     def maybe_awake(self) -> set[int]:
@@ -112,12 +119,15 @@ class ReplicaSwitch:
     async def _all(
         self, numbers: Collection[int], command: Callable[[SwitchedReplica], Awaitable[MemoryChange]], skip_dead: bool
     ) -> list[MemoryChange]:
-        commands = (command(self.replicas[i]) for i in sorted(numbers))
+        replicas = [self.replicas[i] for i in sorted(numbers)]
+        results = await asyncio.gather(*map(command, replicas), return_exceptions=True)
         changes = []
-        for result in await asyncio.gather(*commands, return_exceptions=True):
+        for replica, result in zip(replicas, results, strict=True):
             if not isinstance(result, BaseException):
                 changes.append(result)
-            elif not (skip_dead and isinstance(result, RoleDied)):
+            elif skip_dead and isinstance(result, RoleDied):
+                self._on_death(replica.client.name)
+            else:
                 raise result
         return changes
 

@@ -1,55 +1,116 @@
-"""Rewards of a group (the siblings of one prompt) -> one advantage per sample. Pure functions.
+"""Scores of a group (the siblings of one prompt) -> one advantage per sample. Pure functions.
 
-What needs values per step or the whole batch (KL per step, whitening) follows on the trainer ranks:
-training/step_advantages.py.
+What needs values per step or the whole batch (KL per step, GAE, whitening) follows on the trainer ranks:
+training/step_advantages.py. A user's estimator has the same form: GroupScores -> advantages, or also metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from gcore.types import UserError
 
 Array = npt.NDArray[np.float64]
 EPSILON = 1e-6
 
 
-def grpo(rewards: Array) -> Array:
+@dataclass(frozen=True, slots=True)
+class GroupScores:
+    """The samples of one prompt. GroupScores(rewards=[1, 0], lengths=[4, 7], parts={"exact": [1, 0]})"""
+
+    rewards: Array  # after the overlong penalty and the KL in the reward
+    lengths: Array  # actions of each sample
+    parts: Mapping[str, Array] = field(default_factory=dict)  # rewards of the recipe, unweighted; NaN: does not apply
+    weights: Mapping[str, float] = field(default_factory=dict)  # of the parts, in the sum that is the reward
+    baseline: float | None = None  # reward of a greedy response, for estimators that need it
+
+
+def grpo(group: GroupScores) -> Array:
     """(r - mean) / std within the group; std is the sample standard deviation (n - 1). Equal rewards give exactly 0."""
-    if np.all(rewards == rewards[0]):
+    return _normalized(group.rewards)
+
+
+def dr_grpo(group: GroupScores) -> Array:
+    """r - mean: not divided by std, which gives very easy and very hard prompts more weight (Dr.GRPO)."""
+    return group.rewards - group.rewards.mean()
+
+
+def rloo(group: GroupScores) -> Array:
+    """r minus the mean of the *other* siblings: the unbiased baseline (REINFORCE leave-one-out)."""
+    rewards = group.rewards
+    return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
+
+
+def opo(group: GroupScores) -> Array:
+    """r minus the mean weighted by length: the baseline of least variance if the gradient of a sample grows with its
+    length (OPO)."""
+    total = group.lengths.sum()
+    return group.rewards - (group.lengths @ group.rewards / total if total else group.rewards.mean())
+
+
+def gdpo(group: GroupScores) -> Array:
+    """Each reward of the recipe normalized within the group, then their weighted sum (GDPO): a reward of large spread
+    does not drown another one. What the penalties and the KL took from the reward is subtracted afterwards."""
+    total = np.zeros_like(group.rewards)
+    blended = np.zeros_like(group.rewards)
+    for name, weight in group.weights.items():
+        values = group.parts.get(name, np.full_like(group.rewards, np.nan))
+        applies = ~np.isnan(values)
+        if applies.any():
+            total[applies] += weight * _normalized(values[applies])
+            blended[applies] += weight * values[applies]
+    return total + (group.rewards - blended)
+
+
+def score(group: GroupScores) -> Array:
+    """r itself: whitened over the whole batch afterwards (REINFORCE++), or compared with values (GAE)."""
+    return group.rewards.copy()
+
+
+def remax(group: GroupScores) -> Array:
+    """r minus the reward of a greedy response (ReMax)."""
+    assert group.baseline is not None, "no greedy response: controller/run_workflow.py makes it"
+    return group.rewards - group.baseline
+
+
+def _normalized(rewards: Array) -> Array:
+    if len(rewards) < 2 or np.all(rewards == rewards[0]):
         return np.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
 
 
-def dr_grpo(rewards: Array) -> Array:
-    """r - mean: not divided by std, which gives very easy and very hard prompts more weight (Dr.GRPO)."""
-    return rewards - rewards.mean()
-
-
-def rloo(rewards: Array) -> Array:
-    """r minus the mean of the *other* siblings: the unbiased baseline (REINFORCE leave-one-out)."""
-    n = len(rewards)
-    return rewards - (rewards.sum() - rewards) / (n - 1)
-
-
-def reinforce_pp(rewards: Array) -> Array:
-    """r itself, whitened over the whole batch afterwards (REINFORCE++)."""
-    return rewards.copy()
-
-
-def reinforce_pp_baseline(rewards: Array) -> Array:
-    """r - group mean, whitened over the whole batch afterwards (REINFORCE++ with baseline)."""
-    return rewards - rewards.mean()
-
-
-GROUP_ESTIMATORS: dict[str, Callable[[Array], Array]] = {
+GroupEstimator = Callable[[GroupScores], Array]
+GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "opo": opo,
+    "gpg": dr_grpo,
+    "gdpo": gdpo,
+    "reinforce_pp": score,
+    "reinforce_pp_baseline": dr_grpo,
+    "remax": remax,
+    "gae": score,
 }
+
+
+def estimate(function: Callable[[GroupScores], Any], group: GroupScores, name: str) -> tuple[Array, dict[str, float]]:
+    """Call an estimator, also a user's, and check its answer: one finite number per sample, perhaps with metrics.
+    `name`: algorithm.adv_estimator."""
+    answer = function(group)
+    found, metrics = answer if isinstance(answer, tuple) else (answer, {})
+    values: Array = np.asarray(found, np.float64)
+    if values.shape != group.rewards.shape or not np.isfinite(values).all():
+        raise UserError(
+            f"algorithm.adv_estimator={name} returned {found!r} for {len(group.rewards)} samples; expected one finite "
+            "number per sample"
+        )
+    return values, {str(key): float(value) for key, value in metrics.items()}
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer: int, penalty: float) -> float:

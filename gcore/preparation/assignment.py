@@ -237,6 +237,14 @@ def even_ranks(grid: Grid) -> Grid:
     return found
 
 
+def even_positions(items: Items) -> Grid | None:
+    """As few positions as possible, all of nearly the same cost. None: the items fit only in twice as many."""
+    least = max(1, -(-sum(items.lengths) // (items.ranks * items.budget)))
+    grids = (by_bin(items, positions) for positions in range(least, 2 * least + 1))
+    found = next((grid for grid in grids if grid is not None), None)
+    return found if found is None else even_ranks(found)
+
+
 def candidates(items: Items) -> list[Grid]:
     """Grids to choose from. Each is good for some lengths."""
     found = [by_level(items, full) for full in FULL]

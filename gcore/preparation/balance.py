@@ -5,7 +5,9 @@
 
 All ranks run equally many micro-batches. If weights are sharded, ranks meet in the collectives of every micro-batch, so
 the micro-batches at one *position* of the ranks' lists should cost the same; otherwise ranks meet once per mini-batch.
-Every controller calls `make_layout` on the same gathered metadata and gets the same layout without further messages.
+`make_layout` gives the same layout on every controller that calls it on the same gathered metadata. Many ranks are laid
+out in *parts* of at most PART ranks, to which samples are dealt by cost: several controllers can make parts of a layout
+at the same time, and `join_parts` puts them together.
 
 Invariants (tests/unit/test_balance.py): every sample is in exactly one row of one group of ranks; no row is wider than
 its micro-batch; no micro-batch exceeds the token budget of its ranks; all ranks have the same number of micro-batches
@@ -19,7 +21,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from gcore.preparation.assignment import (
     WIDTH_BLOCK,
@@ -30,17 +31,19 @@ from gcore.preparation.assignment import (
     by_bin,
     by_rank,
     candidates,
+    even_positions,
     even_ranks,
     fill,
     greedy,
 )
 from gcore.preparation.refine import refine
 from gcore.preparation.workload import MICRO_BATCH_TOKENS, CostModel
-from gcore.types import Key, MicroBatch, MiniBatch, SampleMeta, TrainBatch
+from gcore.types import Key, MicroBatch, MiniBatch, ObjectiveName, SampleMeta, TrainBatch
 
 UNIT = 1024  # integer costs per token
 FAR_ABOVE = 1.2  # a sample is split over ranks if it costs more than this multiple of what others have. Chosen
 MIN_PART = 1024  # tokens of a split sample per rank, unless it does not fit otherwise. Chosen
+PART = 256  # ranks that are laid out together: the time of a layout grows with samples x ranks
 CONTEXT_OVERHEAD = 0.1  # of the time, for each doubling of the ranks that share a sample: communication. Chosen
 
 
@@ -53,6 +56,7 @@ class Ranks:
     padded: bool = True  # micro-batches are computed as rows with a mask; False: sample by sample, without padding
     sharded: bool = False  # ranks meet in every micro-batch
     max_context: int = 1  # ranks that may share a sample; a power of two that divides `number`
+    part: bool = False  # of more ranks: positions of all parts must cost the same
 
 
 Method = Callable[[Items], Grid]
@@ -66,20 +70,69 @@ def make_layout(
     mini_batches: int,
     max_tokens: int,
     cost: CostModel,
-    objective: Literal["policy", "imitation"] = "policy",
+    objective: ObjectiveName = "policy",
+    together: bool = False,
     padded: bool = True,
     sharded: bool = False,
     max_context: int = 1,
     method: Method | None = None,
+    parts: Sequence[int] | None = None,
 ) -> list[TrainBatch]:
-    """One TrainBatch per data-parallel rank. `method`: instead of ours, without context parallelism (baselines.py)."""
+    """One TrainBatch per data-parallel rank. `together`: siblings are neighbours in one row of one micro-batch, in the
+    order of their numbers. `method`: instead of ours, without context parallelism (baselines.py). `parts`: only the
+    ranks of these parts, see `num_parts`; default: all."""
     ranks = Ranks(num_ranks, max_tokens, padded, sharded, max_context)
-    by_rank: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
-    for part in split(sorted(metas, key=lambda meta: meta.key), mini_batches):
-        num_actions, num_samples = sum(m.actions for m in part), len(part)
-        for rank, micro_batches in enumerate(_lay_out(part, ranks, cost, method)):
-            by_rank[rank].append(MiniBatch(micro_batches, num_actions, num_samples))
-    return [TrainBatch(step, tuple(batches), objective) for batches in by_rank]
+    count = 1 if method else num_parts(num_ranks, max_context)
+    numbers = range(count) if parts is None else parts
+    found: list[list[list[MiniBatch]]] = [[[] for _ in range(num_ranks // count)] for _ in numbers]  # part, rank
+    for mini in split(sorted(metas, key=lambda meta: meta.key), mini_batches):
+        num_actions, num_samples = sum(m.actions for m in mini), len(mini)
+        units = _siblings(mini) if together else {meta.key: [meta] for meta in mini}
+        dealt = deal(units, count, cost)
+        for number, own in zip(numbers, found, strict=True):
+            laid_out = _lay_out(dealt[number], replace(ranks, number=len(own), part=count > 1), cost, method)
+            for batches, micro_batches in zip(own, laid_out, strict=True):
+                batches.append(MiniBatch(micro_batches, num_actions, num_samples))
+    return join_parts([[TrainBatch(step, tuple(batches), objective) for batches in own] for own in found])
+
+
+def num_parts(num_ranks: int, max_context: int = 1) -> int:
+    """Parts of equal size, each of at most PART ranks; 1 if there is no such division."""
+    least = -(-num_ranks // PART)
+    if max_context > 1:
+        return 1
+    return next((count for count in range(least, 4 * least) if num_ranks % count == 0), 1)
+
+
+Units = Mapping[Key, Sequence[SampleMeta]]  # samples that stay together, by the first key
+
+
+def deal(units: Units, count: int, cost: CostModel) -> list[Units]:
+    """Parts with nearly the same costs and lengths: forth and back, the most expensive first."""
+    if count == 1:
+        return [units]
+    costs = {key: sum(cost.of_sample(meta) for meta in unit) for key, unit in units.items()}
+    parts: list[dict[Key, Sequence[SampleMeta]]] = [{} for _ in range(count)]
+    for i, key in enumerate(sorted(units, key=lambda key: (-costs[key], key))):
+        turn, place = divmod(i, count)
+        parts[count - 1 - place if turn % 2 else place][key] = units[key]
+    return [*parts]
+
+
+def join_parts(parts: Sequence[Sequence[TrainBatch]]) -> list[TrainBatch]:
+    """The batches of all ranks. They run equally many micro-batches: those of some parts get empty ones."""
+    if len(parts) < 2:
+        return [batch for part in parts for batch in part]
+    minis = range(len(parts[0][0].mini_batches))
+    most = [max(len(part[0].mini_batches[i].micro_batches) for part in parts) for i in minis]
+
+    def filled(mini: MiniBatch, number: int) -> MiniBatch:
+        missing = (MicroBatch((), WIDTH_BLOCK),) * (number - len(mini.micro_batches))
+        return replace(mini, micro_batches=mini.micro_batches + missing)
+
+    return [
+        replace(batch, mini_batches=tuple(map(filled, batch.mini_batches, most))) for part in parts for batch in part
+    ]
 
 
 def split(metas: Sequence[SampleMeta], num_parts: int) -> list[list[SampleMeta]]:
@@ -93,6 +146,21 @@ def split(metas: Sequence[SampleMeta], num_parts: int) -> list[list[SampleMeta]]
     return [[m for g in groups[a:b] for m in g] for a, b in itertools.pairwise(bounds)]
 
 
+def _siblings(part: Sequence[SampleMeta]) -> dict[Key, list[SampleMeta]]:
+    """The samples of each prompt, by the key of the first."""
+    groups: dict[int, list[SampleMeta]] = {}
+    for meta in part:
+        groups.setdefault(meta.prompt_id, []).append(meta)
+    return {group[0].key: group for group in groups.values()}
+
+
+def _joined(unit: Sequence[SampleMeta]) -> SampleMeta:
+    """The samples of a unit as one item of the layout."""
+    first = unit[0]
+    length, steps = sum(meta.length for meta in unit), sum(meta.steps for meta in unit)
+    return first if len(unit) == 1 else replace(first, length=length, steps=steps)
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """Micro-batches that all ranks run at the same time. Their items are numbers of `metas`."""
@@ -102,12 +170,10 @@ class Position:
     bins: Sequence[Bin]  # one per group of `context` ranks
 
 
-def _lay_out(
-    part: Sequence[SampleMeta], ranks: Ranks, cost: CostModel, method: Method | None
-) -> list[tuple[MicroBatch, ...]]:
-    """The micro-batches of each rank, in one mini-batch."""
-    costs = {meta.key: max(1, round(UNIT * cost.of_sample(meta))) for meta in part}
-    metas = sorted(part, key=lambda m: (-costs[m.key], m.key))
+def _lay_out(units: Units, ranks: Ranks, cost: CostModel, method: Method | None) -> list[tuple[MicroBatch, ...]]:
+    """The micro-batches of each rank, in one mini-batch. `units`: samples that stay together, by the first key."""
+    costs = {key: sum(max(1, round(UNIT * cost.of_sample(meta))) for meta in unit) for key, unit in units.items()}
+    metas = sorted(map(_joined, units.values()), key=lambda m: (-costs[m.key], m.key))
     if method:
         found = [Position(1, metas, bins) for bins in method(_items(metas, costs, ranks))]
     else:
@@ -116,13 +182,13 @@ def _lay_out(
     by_rank: list[list[MicroBatch]] = [[] for _ in range(ranks.number)]
     for position in found:
         for rank, micro_batches in enumerate(by_rank):
-            micro_batches.append(_micro_batch(position, rank // position.context))
+            micro_batches.append(_micro_batch(position, rank // position.context, units))
     return [tuple(micro_batches) for micro_batches in by_rank]
 
 
-def _micro_batch(position: Position, group: int) -> MicroBatch:
+def _micro_batch(position: Position, group: int, units: Mapping[Key, Sequence[SampleMeta]]) -> MicroBatch:
     each = position.bins[group]
-    rows = tuple(tuple(position.metas[i].key for i in row) for row in each.rows)
+    rows = tuple(tuple(meta.key for i in row for meta in units[position.metas[i].key]) for row in each.rows)
     width = each.width if each.padded else -(-each.width // WIDTH_BLOCK) * WIDTH_BLOCK
     return MicroBatch(rows, width or WIDTH_BLOCK, position.context)
 
@@ -132,7 +198,7 @@ def _items(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks, 
     arrival = sorted(range(len(metas)), key=lambda i: metas[i].key)
     block = 2 * context if context > 1 else 1
     return Items(
-        [-(-m.length // block) * block for m in metas],
+        [-(-m.length // block) * block * m.passes for m in metas],
         [max(1, costs[m.key] // context) for m in metas],
         ranks.number // context,
         ranks.max_tokens * context,
@@ -174,7 +240,10 @@ def _on_one_rank(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: R
 
     if not ranks.sharded:
         return min([*candidates(items), by_rank(items, equal_shares(items))], key=time)
-    found = min([*candidates(items), by_rank(items, greedy(items))], key=time)
+    if ranks.part and (even := even_positions(items)):  # another family of layouts has cheap and expensive positions
+        found = even
+    else:
+        found = min([*candidates(items), by_rank(items, greedy(items))], key=time)
     return found if ranks.padded else even_ranks(refine(items, found))
 
 

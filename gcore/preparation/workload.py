@@ -41,7 +41,7 @@ class CostModel:
     def of(self, length: int, *, steps: int = 0, passes: int = 1, images: Sequence[int] = ()) -> float:
         """`passes`: of the network over the sequence (denoising steps). `images`: pixels of each image."""
         quadratic = length * length / self.crossover * (1 if self.causal else 2)
-        return passes * (length + quadratic) + self.head * steps + sum(map(self._image, images))
+        return passes * (length + quadratic) + self.head * steps + sum(map(self.of_image, images))
 
     def of_sample(self, meta: SampleMeta) -> float:
         return self.of(meta.length, steps=meta.steps, passes=meta.passes, images=meta.images)
@@ -58,7 +58,8 @@ class CostModel:
         """Of a row that is computed with a mask: padding and pairs of different samples are computed too."""
         return width + 2 * width * width / self.crossover
 
-    def _image(self, pixels: int) -> float:
+    def of_image(self, pixels: int) -> float:
+        """Of its patches in the vision tower, in tokens of the decoder. Its tokens are part of the length."""
         if self.vision is None:
             return 0.0
         patches = -(-pixels // self.vision.patch_pixels)

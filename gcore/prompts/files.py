@@ -42,10 +42,10 @@ class Rows(Sequence[Row]):
         return self._read(index % self._num_rows)
 
 
-def read_file(path: Path, size: int | None, key: str) -> Rows:
-    """The first `size` rows. UserError names the file and the line."""
+def read_file(path: Path, size: int | None, key: str, media: bool = False) -> Rows:
+    """The first `size` rows. UserError names the file and the line. `media`: columns of images are allowed."""
     try:
-        return READERS[path.suffix](path, size, key)
+        return READERS[path.suffix](path, size, key) if path.suffix != ".parquet" else _parquet(path, size, key, media)
     except KeyError:
         raise UserError(
             f"{key}.path: {path} ends in {path.suffix!r}; expected {', '.join(READERS)} or a dataset's folder"
@@ -164,7 +164,7 @@ def _csv(path: Path, size: int | None, key: str) -> Rows:
     return _rows_of(pa.table({n: pa.array(c, pa.large_string()) for n, c in zip(names, columns, strict=True)}), size)
 
 
-def _parquet(path: Path, size: int | None, key: str) -> Rows:
+def _parquet(path: Path, size: int | None, key: str, media: bool = False) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -172,8 +172,9 @@ def _parquet(path: Path, size: int | None, key: str) -> Rows:
         table = pq.read_table(path, memory_map=True)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{key}.path: {path} is not a readable parquet file: {' '.join(str(error).split())}") from None
-    about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))  # written by `datasets`
-    reject_media(about.get("info", {}).get("features") or {}, key)
+    if not media:
+        about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))  # written by `datasets`
+        reject_media(about.get("info", {}).get("features") or {}, key)
     return _rows_of(table, size)
 
 
@@ -189,7 +190,10 @@ def reject_media(features: dict[str, Any], key: str) -> None:
     """Raises UserError for columns of a media type: {"image": {"_type": "Image"}, "prompt": {"dtype": "string"}}."""
     for name, feature in features.items():
         if kinds := sorted(_media_types(feature)):
-            raise UserError(f"{key}: column {name!r} holds {kinds[0]} features; expected text only (remove the column)")
+            raise UserError(
+                f"{key}: column {name!r} holds {kinds[0]} features; expected text only, because the model takes "
+                "no images (use a vision-language model, or remove the column)"
+            )
 
 
 def _media_types(feature: Any) -> set[str]:
@@ -200,5 +204,5 @@ def _media_types(feature: Any) -> set[str]:
 
 
 def short(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())  # of an array, several lines
     return text if len(text) <= 80 else text[:77] + "..."

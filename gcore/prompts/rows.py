@@ -6,31 +6,49 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gcore import user_files
 from gcore.config.base import Stored
+from gcore.config.objects import is_object, object_of
 from gcore.config.tree import Dataset
 from gcore.hub import is_id
 from gcore.prompts.files import READERS, Row, Rows, read_file, short
+from gcore.prompts.media import COLUMNS, media_parts
 from gcore.prompts.tasks import make_task
 from gcore.types import Message, UserError
 
-MEDIA = ("image", "images", "video", "videos")
 AnyStored = TypeVar("AnyStored", bound=Stored)
 PROMPTS = ("prompt", "question", "input", "messages")
 ANSWERS = ("answer", "ground_truth", "label", "solution", "reward_model.ground_truth")
 
 
-def load_rows(spec: Dataset, key: str = "data.train") -> Sequence[Row]:
-    """The rows of a dataset, at most `spec.size`. `key` is the config key of `spec`, for messages."""
+def load_rows(spec: Dataset, key: str = "data.train", media: bool = False) -> Sequence[Row]:
+    """The rows of a dataset, at most `spec.size`. `key` is the config key of `spec`, for messages. `media`: the model
+    takes images; else rows with images are refused."""
+    rows = open_rows(spec, key, media)
+    _check_columns(rows, spec, key)
+    return rows
+
+
+def open_rows(spec: Dataset, key: str, media: bool = False) -> Rows:
+    """Without a check of the columns."""
     if spec.task is not None:
         made = make_task(spec.task, spec.args, spec.size, key=key)
         rows = Rows(len(made), made.__getitem__, made[0] if len(made) else ())
     else:
-        rows = read_rows(spec, spec.size, key)
+        rows = read_rows(spec, spec.size, key, media)
     if not len(rows):
         raise UserError(f"{key}: no rows in {spec.path or spec.task}; expected at least one")
-    check_media(rows[0], key)
-    _check_columns(rows, spec, key)
+    if not media:
+        check_media(rows[0], key)
     return rows
+
+
+def media_folder(spec: Dataset) -> Path | None:
+    """The folder that paths of images in the dataset are relative to; None for tasks and hub ids."""
+    if spec.path is None or is_hub_dataset(spec):
+        return None
+    path = user_files.find(spec.path)
+    return path if path.is_dir() else path.parent
 
 
 def prompt_of(row: Mapping[str, Any], spec: Dataset, key: str = "data.train") -> str | list[Message]:
@@ -47,8 +65,6 @@ def prompt_of(row: Mapping[str, Any], spec: Dataset, key: str = "data.train") ->
     for message in value:
         if not isinstance(message, Mapping) or message.get("role") is None:
             raise UserError(f"{key}: column {column!r} holds {short(message)}; expected messages with a role")
-        if kinds := media_parts(message.get("content")):
-            raise UserError(f"{key}: column {column!r} has a message part of type {kinds[0]!r}; expected text only")
         messages.append({name: field for name, field in message.items() if field is not None})
     if messages[-1]["role"] == "assistant":
         raise UserError(
@@ -104,33 +120,37 @@ def _lookup(row: Mapping[str, Any], name: str) -> Any:
 
 
 def check_media(row: Mapping[str, Any], key: str) -> None:
-    """Raises UserError if prompts have images: a run must not silently train on the text only."""
-    for name in MEDIA:
+    """Raises UserError if a row has images and the model takes only text: it must not silently train on the text."""
+    for name in COLUMNS:
         value = row.get(name)
         if value is not None and not (isinstance(value, Sequence | Mapping) and not value):
             raise UserError(
-                f"{key}: column {name!r} holds {short(value)}; expected text only (remove or rename the column if "
-                "prompts do not need it)"
+                f"{key}: column {name!r} holds {short(value)}; expected text only, because the model takes no images "
+                "(use a vision-language model, or remove or rename the column)"
             )
-
-
-def media_parts(content: Any) -> list[str]:
-    """Types of the parts of a message that are not text: [{"type": "image"}, {"type": "text", ...}] -> ["image"]"""
-    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
-    kinds = [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
-    return [kind for kind in kinds if any(word in kind for word in ("image", "video", "audio"))]
+    for name in PROMPTS:
+        messages = row.get(name)
+        for message in messages if isinstance(messages, list | tuple) else ():
+            if isinstance(message, Mapping) and (kinds := media_parts(message.get("content"))):
+                raise UserError(
+                    f"{key}: column {name!r} has a message part of type {kinds[0]!r}; expected text only, because the "
+                    "model takes no images (use a vision-language model)"
+                )
 
 
 # ---- where rows are stored ----
 
 
-def read_rows(spec: Stored, size: int | None, key: str) -> Rows:
-    """Rows of a file, a folder or a hub id."""
-    path = Path(spec.path or "")
+def read_rows(spec: Stored, size: int | None, key: str, media: bool = False) -> Rows:
+    """Rows of a file, a folder or a hub id, or those that a Python program passed. `media`: columns of images
+    are allowed, and are not decoded."""
+    if spec.path is not None and is_object(spec.path):
+        return _given_rows(object_of(spec.path, f"{key}.path"), size, key)
+    path = user_files.find(spec.path or "")
     if is_hub_dataset(spec) and spec.revision is not None:  # the driver has pinned it
         from gcore.prompts.stored import read_id
 
-        return read_id(spec, size, key)
+        return read_id(spec, size, key, media)
     if not path.exists():
         raise UserError(f"{key}.path: no such file or folder: {path} (expected one on this machine, or a hub id)")
     if spec.revision is not None:
@@ -138,10 +158,17 @@ def read_rows(spec: Stored, size: int | None, key: str) -> Rows:
     if path.is_dir():
         from gcore.prompts.stored import read_folder
 
-        return read_folder(spec, size, key)
+        return read_folder(spec, size, key, media)
     if unused := [name for name in ("subset", "split") if getattr(spec, name) is not None]:
         raise UserError(f"{key}.{unused[0]}: {path} is a file; expected a dataset's folder or a hub id")
-    return read_file(path, size, key)
+    return read_file(path, size, key, media)
+
+
+def _given_rows(rows: Any, size: int | None, key: str) -> Rows:
+    number = len(rows) if size is None else min(size, len(rows))
+    if number and not isinstance(rows[0], Mapping):
+        raise UserError(f"{key}: the first row is {short(rows[0])}; expected a mapping from column to value")
+    return Rows(number, lambda index: dict(rows[index]), rows[0] if number else ())
 
 
 def is_hub_dataset(spec: Stored) -> bool:

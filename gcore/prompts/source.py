@@ -10,35 +10,50 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from gcore.config.tree import Data, Dataset
+from gcore.content.answers import answer_steps
 from gcore.content.tokens import Tokens
-from gcore.prompts.rows import answer_of, check_media, prompt_column, prompt_of
+from gcore.content.vision import VisionProcessor
+from gcore.prompts.answers import ANSWERS
+from gcore.prompts.media import COLUMNS, BadMedia, MediaReader, messages_with_media
+from gcore.prompts.rows import answer_of, check_media, media_folder, prompt_column, prompt_of
 from gcore.prompts.tokenizer import no_template
-from gcore.types import Ints, Message, Prompt, UserError
+from gcore.types import Bools, Ints, Message, Prompt, UserError
 
 Row = Mapping[str, Any]
 
 
 class Templater:
-    """Row -> messages -> text -> tokens, for one of the datasets of `data`."""
+    """Row -> messages -> text -> tokens, for one of the datasets of `data`. `eval_set`: its name, of several. `vision`:
+    of a model that takes images."""
 
-    def __init__(self, tokenizer: Any, data: Data, split: Literal["train", "eval"] = "train"):
-        spec = data.train if split == "train" else data.eval
+    def __init__(
+        self,
+        tokenizer: Any,
+        data: Data,
+        split: Literal["train", "eval"] = "train",
+        eval_set: str = "",
+        vision: VisionProcessor | None = None,
+    ):
+        spec = data.train if split == "train" else data.eval_sets.get(eval_set)
         if spec is None:
             raise UserError("data.eval: not set; expected a dataset of held-out prompts")
         self.tokenizer = tokenizer
         self.spec: Dataset = spec
-        self.key = f"data.{split}"
+        self.key = f"data.{split}" + (f".{eval_set}" if eval_set else "")
         self.system_prompt = data.system_prompt
         self._alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
         self._chat = bool(tokenizer.chat_template)
+        self._vision, self._media = vision, MediaReader(data.media, media_folder(spec))
+        if vision is not None and not self._chat:
+            raise no_template("a model that takes images")
         if data.system_prompt is not None and not self._chat:
             raise no_template("data.system_prompt")
 
@@ -57,20 +72,39 @@ class Templater:
         them). Without a template: the unchanged string, with the special tokens that the tokenizer prepends, such as
         bos.
         """
-        from jinja2 import TemplateError
-
         check_media(row, self.key)
         messages = self.messages(row)
         if not self._chat:
             return messages, *self._plain(row)
+        text = self._text(messages)
+        return messages, text, self._tokens(text, [m.get("content") for m in messages])
+
+    def content(self, row: Row) -> tuple[tuple[Message, ...], str, Tokens]:
+        """Messages, text and content of the model's input. With images: messages have them as parts without content.
+        Raises BadMedia if an image cannot be used."""
+        if self._vision is None:
+            messages, text, tokens = self.render(row)
+            return messages, text, Tokens(tokens)
+        messages, values = messages_with_media(row, self.messages(row))
+        self._check_alphabet([part for m in messages for part in _texts(m.get("content"))])
+        text = self._text(messages)
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return messages, text, self._vision.content(text, self._media.read(values))
+        except BadMedia:
+            raise
+        except UserError as error:
+            raise BadMedia(f"{self.key}: {error}") from None
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
         except (TemplateError, TypeError) as error:  # an unknown role, content that is not text, ...
             raise UserError(
                 f"{self.key}: the chat template rejects messages of roles {[m['role'] for m in messages]}: "
                 f"{' '.join(str(error).split())} (change model.chat_template or data.system_prompt)"
             ) from None
-        return messages, text, self._tokens(text, [m.get("content") for m in messages])
 
     def _plain(self, row: Row) -> tuple[str, Ints]:
         text = prompt_of(row, self.spec, self.key)
@@ -94,19 +128,37 @@ class Templater:
             answer = answer_of(row, self.spec)
         if answer is None:
             raise UserError(f"{self.key}: no answer to demonstrate in this row (set {self.key}.answer_column)")
-        tokens = self._tokens(str(answer), [str(answer)])
-        return Tokens.steps(np.append(tokens, np.int32(self.tokenizer.eos_token_id)))
+        self._check_alphabet([str(answer)])
+        return answer_steps(self.tokenizer, (), (), str(answer))[0]
+
+    def answers(self, row: Row, stop_tokens: Sequence[int]) -> list[tuple[Tokens, Bools]]:
+        """The answers of a row of prompts/answers.py: the steps of each one, and which of them count in the loss."""
+        found, messages = [], self.messages(row)
+        for answer in row[ANSWERS]:
+            self._check_alphabet([answer] if isinstance(answer, str) else [m.get("content") for m in answer])
+            try:
+                found.append(answer_steps(self.tokenizer, stop_tokens, messages, answer))
+            except UserError as error:
+                raise UserError(f"{self.key}: {error}") from None
+        return found
 
     def prompt(self, row: Row, index: int, cursor: int) -> Prompt:
         """The row as a Prompt. `columns["prompt"]` is the prompt as in the dataset: rewards receive this form."""
-        messages, text, tokens = self.render(row)
+        messages, text, content = self.content(row)
         column = prompt_column(row, self.spec, self.key)
         columns = {name: value for name, value in row.items() if name != column}
         columns["prompt"] = prompt_of(row, self.spec, self.key)
+        if content.media:  # references instead of bytes
+            columns = {name: value for name, value in columns.items() if name not in COLUMNS}
+            columns |= {"prompt": list(messages), "images": [medium.pixels for medium in content.media]}
         answer = answer_of(row, self.spec)
         if answer is not None:
             columns["answer"] = answer
-        return Prompt(id=cursor, row=index, messages=messages, text=text, content=Tokens(tokens), columns=columns)
+        return Prompt(id=cursor, row=index, messages=messages, text=text, content=content, columns=columns)
+
+    def length(self, prompt: Prompt) -> int:
+        """In the unit of data.max_prompt_length."""
+        return prompt.content.size
 
     def _tokens(self, text: str, contents: Sequence[Any]) -> Ints:
         self._check_alphabet(contents)
@@ -122,6 +174,12 @@ class Templater:
                 )
 
 
+def _texts(content: Any) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [str(part["text"]) for part in content or () if isinstance(part, Mapping) and "text" in part]
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Measured(kept=[0, 2, 3], too_long=[1], digest=0x9f86...): row indices of the dataset, ascending"""
@@ -129,6 +187,8 @@ class Measured:
     kept: list[int]
     too_long: list[int]
     digest: int = 0  # of the content of the kept rows; those of parts are added
+    bad: dict[int, str] = field(default_factory=dict)  # rows whose images cannot be used, and why
+    with_media: int = 0  # of the kept rows
 
 
 def add_digests(parts: Iterable[int]) -> str:
@@ -136,29 +196,54 @@ def add_digests(parts: Iterable[int]) -> str:
     return f"{sum(parts) % 2**256:064x}"
 
 
-def _digest(index: int, row: Row, tokens: Ints) -> int:
-    """Of all that a run uses of a row: the tokens of the prompt, and the columns that rewards and the warm start read.
-    Values that are no JSON (images) count by their type."""
+def _digest(index: int, row: Row, context: bytes) -> int:
+    """Of all that a run uses of a row: the context (tokens and images of the prompt), and the columns that rewards and
+    the warm start read. Values that are no JSON (images) count by their type."""
     columns = json.dumps(dict(row), sort_keys=True, default=lambda value: type(value).__name__)
     content = hashlib.sha256(f"{index} {columns} ".encode())
-    content.update(tokens.tobytes())
+    content.update(context)
     return int.from_bytes(content.digest(), "big")
 
 
-def measure(rows: Sequence[Row], templater: Templater, max_length: int, part: int = 0, parts: int = 1) -> Measured:
-    """The rows that have at most `max_length` tokens after templating. A controller measures i % parts == part."""
-    kept, too_long, digest = list[int](), list[int](), 0
+def measure(
+    rows: Sequence[Row],
+    templater: Templater,
+    max_length: int,
+    part: int = 0,
+    parts: int = 1,
+    answers_fit: Callable[[Row], bool] | None = None,
+) -> Measured:
+    """The rows that have at most `max_length` tokens after templating. A controller measures i % parts == part.
+    `answers_fit`: whether the answers to train on are short enough too."""
+    kept, too_long, digest, bad, with_media = list[int](), list[int](), 0, dict[int, str](), 0
     for index in range(part, len(rows), parts):
+        row = rows[index]
         try:
-            _, _, tokens = templater.render(rows[index])
+            _, _, content = templater.content(row)
+            fits = content.size <= max_length and (answers_fit is None or answers_fit(row))
+        except BadMedia as error:
+            bad[index] = str(error)
+            continue
         except UserError as error:
             raise UserError(f"row {index}: {error}") from None
-        if len(tokens) <= max_length:
+        if fits:
             kept.append(index)
-            digest += _digest(index, rows[index], tokens)
+            with_media += bool(content.media)
+            digest += _digest(index, row, content.context_bytes())
         else:
             too_long.append(index)
-    return Measured(kept, too_long, digest)
+    return Measured(kept, too_long, digest, bad, with_media)
+
+
+def check_bad_rows(bad: Mapping[int, str], num_rows: int, limit: int, key: str) -> str | None:
+    """The message about rows whose images cannot be used; None: there are none. Raises UserError above the limit."""
+    if not bad:
+        return None
+    shown = "; ".join(f"row {index}: {bad[index]}" for index in sorted(bad)[:3])
+    text = f"{key}: {len(bad)} of {num_rows} rows have images that cannot be used: {shown}"
+    if len(bad) > limit:
+        raise UserError(f"{text} (at most {limit} may be dropped: data.media.max_bad_rows)")
+    return f"{text} (dropped, data.media.max_bad_rows={limit})"
 
 
 class PromptSource:
@@ -182,6 +267,7 @@ class PromptSource:
             )
         self.rows, self.templater, self.seed, self.shuffle, self.digest = rows, templater, seed, shuffle, digest
         self._orders: dict[int, npt.NDArray[np.int64]] = {}  # of the last two epochs: requests may span both
+        self._given: tuple[int, npt.NDArray[np.int64]] | None = None  # of a curriculum: its first cursor, and rows
 
     def __len__(self) -> int:
         """Prompts per epoch."""
@@ -198,8 +284,16 @@ class PromptSource:
         """The index of the dataset's row at a cursor."""
         if cursor < 0:
             raise ValueError(f"cursor: expected 0 or more, got {cursor}")
+        if self._given is not None:
+            first, rows = self._given
+            assert cursor >= first, f"prompt {cursor} is of an earlier step; this one began with {first}"
+            return int(rows[(cursor - first) % len(rows)])
         epoch, position = divmod(cursor, len(self.kept))
         return int(self.kept[self._order(epoch)[position]]) if self.shuffle else int(self.kept[position])
+
+    def give_order(self, first: int, rows: npt.NDArray[np.int64]) -> None:
+        """From the cursor `first` on, prompts have these rows, over and over."""
+        self._given = first, rows
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Ranks of raw Philox numbers. Generator.permutation may change between numpy releases."""

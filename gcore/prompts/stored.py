@@ -24,17 +24,17 @@ def pin_dataset(spec: Any, key: str) -> Any:
     return spec.model_copy(update={"revision": commit, "subset": builder.config.name, "split": split})
 
 
-def read_id(spec: Stored, size: int | None, key: str) -> Rows:
+def read_id(spec: Stored, size: int | None, key: str, media: bool = False) -> Rows:
     """Rows of a hub dataset whose commit is pinned."""
     builder, _ = _prepared(spec, key)
     split = _split(builder.info.splits, spec, key)
     try:
-        return _rows(builder.as_dataset(split=split), size, key)
+        return _rows(builder.as_dataset(split=split), size, key, media)
     except ValueError as error:  # an invalid slice such as train[x]
         raise UserError(f"{key}.split={split}: {' '.join(str(error).split())}") from None
 
 
-def read_folder(spec: Stored, size: int | None, key: str) -> Rows:
+def read_folder(spec: Stored, size: int | None, key: str, media: bool = False) -> Rows:
     """Rows of a folder written by save_to_disk, or of data files such as a copy of a hub dataset."""
     datasets, path = _library(spec, key), str(spec.path)
     try:
@@ -52,12 +52,16 @@ def read_folder(spec: Stored, size: int | None, key: str) -> Rows:
         found = found[split]
     elif spec.split is not None:
         raise UserError(f"{key}.split={spec.split}: {path} has no splits; expected {key}.split unset")
-    return _rows(found, size, key)
+    return _rows(found, size, key, media)
 
 
-def _rows(dataset: Any, size: int | None, key: str) -> Rows:
-    reject_media(dataset.features.to_dict(), key)
+def _rows(dataset: Any, size: int | None, key: str, media: bool) -> Rows:
+    """`media`: images stay as they are stored, {"bytes": ..., "path": ...}: `datasets` would decode them unchecked."""
     num_rows = len(dataset) if size is None else min(size, len(dataset))
+    if media:
+        table = dataset.with_format("arrow")
+        return Rows(num_rows, lambda i: table[i : i + 1].to_pylist()[0], dataset.column_names)
+    reject_media(dataset.features.to_dict(), key)
     return Rows(num_rows, dataset.with_format(None).__getitem__, dataset.column_names)
 
 
@@ -77,7 +81,7 @@ def _split(splits: Any, spec: Stored, key: str) -> str:
         if spec.split.partition("[")[0] in names:  # train[:1000] is a part of train
             return spec.split
         raise UserError(f"{key}.split={spec.split}: no such split in {spec.path}; expected one of {', '.join(names)}")
-    if "train" in names and key.endswith("train"):
+    if "train" in names and not key.startswith("data.eval"):
         return "train"
     raise UserError(f"{key}.split: not set, and {spec.path} has {', '.join(names)}; expected one of them")
 

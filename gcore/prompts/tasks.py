@@ -1,21 +1,22 @@
-"""Tasks that need no file: built-in arithmetic and needle, and the generators of the package reasoning_gym."""
+"""Tasks that need no file: built-in arithmetic, needle and digits, and the generators of the package reasoning_gym."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import operator
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
+from gcore.prompts.digits import make_digits
+from gcore.prompts.draw_digits import make_draw_digits
+from gcore.prompts.generated import Generated, Row, nearest, split_of
 from gcore.types import UserError
+from gcore.user_functions import load_function, one_line
 
-Row = dict[str, Any]
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 ARITHMETIC: Row = {
     "operations": ["+"],
@@ -24,6 +25,7 @@ ARITHMETIC: Row = {
     "min_answer": None,  # remove problems with a smaller answer
     "zeros": True,  # False: remove problems with the digit 0 in an operand
     "sloppy": 0.0,  # fraction of demonstrations (not answers) without the carry of the last digit
+    "pairs": False,  # True: columns `chosen` (the answer) and `rejected` (with a carry forgotten, or one too many)
     "split": "train",
     "eval_size": 500,
     "seed": 0,
@@ -51,37 +53,40 @@ def make_task(
         return _arithmetic({"seed": seed, **args}, size, key)
     if name == "needle":
         return _needle({"seed": seed, **args}, size, key)
+    if name == "digits":
+        return make_digits({"seed": seed, **args}, size, key)
+    if name == "draw_digits":
+        return make_draw_digits({"seed": seed, **args}, size, key)
     package, _, task = name.partition("/")
     if package == "reasoning_gym" and task:
         return _reasoning_gym(task, {"seed": seed, **args}, size, key)
-    raise UserError(f"{key}.task: unknown task {name!r}; expected arithmetic, needle or reasoning_gym/NAME")
+    if ":" in name:
+        return _of_function(name, args, size, key)
+    raise UserError(
+        f"{key}.task: unknown task {name!r}; expected arithmetic, needle, digits, draw_digits, reasoning_gym/NAME or a "
+        "function file.py:NAME"
+    )
 
 
-class _Generated(Sequence[Row]):
-    """Rows that are computed when they are read."""
-
-    @abstractmethod
-    def _row(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        return self._row(index)
+def _of_function(path: str, args: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
+    """The rows that a user's function returns, such as those of an environment. It is called in every controller."""
+    try:
+        made = load_function(path, f"{key}.task")(**args)
+        rows = made if isinstance(made, Sequence) else [made[i] for i in range(len(made))]
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{key}.task: {path} raised {one_line(error)} (got args {dict(args)})") from error
+    return rows if size is None else rows[:size]
 
 
-class _Arithmetic(_Generated):
+class _Arithmetic(Generated):
     """Problem number -> row. The number encodes the operation, the left and the right operand."""
 
     def __init__(self, problems: Sequence[int], args: Row):
         self.problems, self.operations, self.low = problems, args["operations"], args["min"]
         self.span = args["max"] - args["min"] + 1
-        self.sloppy, self.seed = args["sloppy"], args["seed"]
+        self.sloppy, self.seed, self.pairs = args["sloppy"], args["seed"], args["pairs"]
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -94,8 +99,16 @@ class _Arithmetic(_Generated):
         row = {"prompt": f"{a}{name}{b}=", "answer": str(OPERATIONS[name](a, b))}
         if self.sloppy:
             wrong = np.random.default_rng([self.seed % 2**64, number]).random() < self.sloppy
-            row["demonstration"] = str(a // 10 * 10 + b // 10 * 10 + (a + b) % 10) if wrong else row["answer"]
+            row["demonstration"] = str(_without_carry(a, b)) if wrong else row["answer"]
+        if self.pairs:
+            forgotten = _without_carry(a, b)
+            row |= {"chosen": row["answer"], "rejected": str(forgotten if forgotten != a + b else a + b + 10)}
         return row
+
+
+def _without_carry(a: int, b: int) -> int:
+    """46, 85 -> 121"""
+    return a // 10 * 10 + b // 10 * 10 + (a + b) % 10
 
 
 def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
@@ -105,15 +118,19 @@ def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequenc
     The splits are disjoint if their other arguments are the same."""
     for name in given:
         if name not in ARITHMETIC:
-            raise UserError(f"{key}.args.{name}: arithmetic has no such argument{_nearest(name, ARITHMETIC)}")
+            raise UserError(f"{key}.args.{name}: arithmetic has no such argument{nearest(name, ARITHMETIC)}")
     args = ARITHMETIC | dict(given)
     for name in ("min", "max", "eval_size", "seed"):
         if not isinstance(args[name], int) or isinstance(args[name], bool):
             raise UserError(f"{key}.args.{name}: expected a whole number, got {args[name]!r}")
     if not isinstance(args["sloppy"], int | float) or not 0 <= args["sloppy"] <= 1:
         raise UserError(f"{key}.args.sloppy: expected a number between 0 and 1, got {args['sloppy']!r}")
-    if args["sloppy"] and args["operations"] != ["+"]:
-        raise UserError(f"{key}.args.sloppy: got operations {args['operations']}; expected only + (it omits a carry)")
+    if not isinstance(args["pairs"], bool):
+        raise UserError(f"{key}.args.pairs: expected true or false, got {args['pairs']!r}")
+    for name in ("sloppy", "pairs"):
+        if args[name] and args["operations"] != ["+"]:
+            got = args["operations"]
+            raise UserError(f"{key}.args.{name}: got operations {got}; expected only + (it omits a carry)")
     operations, low, high, held_out = args["operations"], args["min"], args["max"], args["eval_size"]
     if (
         not isinstance(operations, list | tuple)
@@ -125,7 +142,7 @@ def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequenc
         raise UserError(f"{key}.args.operations: expected each operation once, got {operations!r}")
     if low > high:
         raise UserError(f"{key}.args.min: expected at most max={high}, got {low}")
-    split = _split(args, key)
+    split = split_of(args, key)
     num_problems = len(operations) * (high - low + 1) ** 2
     if not 0 <= held_out < num_problems:
         raise UserError(
@@ -153,7 +170,7 @@ def _selected(numbers: np.ndarray, args: Row) -> np.ndarray:
     return np.array([int(r["answer"]) >= least and (args["zeros"] or "0" not in r["prompt"]) for r in rows], bool)
 
 
-class _Needle(_Generated):
+class _Needle(Generated):
     """{"prompt": "hbca7fdbeag?", "answer": "7"}: find the only digit among letters."""
 
     def __init__(self, args: Row):
@@ -175,7 +192,7 @@ class _Needle(_Generated):
 def _needle(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
     for name, value in given.items():
         if name not in NEEDLE:
-            raise UserError(f"{key}.args.{name}: needle has no such argument{_nearest(name, NEEDLE)}")
+            raise UserError(f"{key}.args.{name}: needle has no such argument{nearest(name, NEEDLE)}")
         if name != "split" and (not isinstance(value, int) or isinstance(value, bool)):
             raise UserError(f"{key}.args.{name}: expected a whole number, got {value!r}")
     args = NEEDLE | dict(given)
@@ -183,10 +200,10 @@ def _needle(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Ro
         raise UserError(
             f"{key}.args.min_length: expected 2 to max_length={args['max_length']}, got {args['min_length']}"
         )
-    return _Needle(args | {"split": _split(args, key), "size": size or args["size"]})
+    return _Needle(args | {"split": split_of(args, key), "size": size or args["size"]})
 
 
-class _Gym(_Generated):
+class _Gym(Generated):
     """Rows of a reasoning_gym dataset, generated on access."""
 
     def __init__(self, task: str, dataset: Any, args: Row):
@@ -216,7 +233,7 @@ def _reasoning_gym(task: str, given: Mapping[str, Any], size: int | None, key: s
             f"{key}.task: reasoning_gym/{task} needs the package reasoning_gym: pip install 'gcore-rl[reasoning-gym]'"
         ) from None
     if task not in DATASETS:
-        raise UserError(f"{key}.task: reasoning_gym has no task {task!r}{_nearest(task, DATASETS)}")
+        raise UserError(f"{key}.task: reasoning_gym has no task {task!r}{nearest(task, DATASETS)}")
     kind, settings = DATASETS[task]
     args = {name: value for name, value in given.items() if name not in ("split", "allow_eval")}
     if EVALUATES.search(inspect.getsource(kind.score_answer)) and given.get("allow_eval") is not True:
@@ -227,8 +244,8 @@ def _reasoning_gym(task: str, given: Mapping[str, Any], size: int | None, key: s
     fields = settings.__dataclass_fields__
     for name in args:
         if name not in fields:
-            raise UserError(f"{key}.args.{name}: reasoning_gym/{task} has no such argument{_nearest(name, fields)}")
-    if _split(given, key) == "eval":
+            raise UserError(f"{key}.args.{name}: reasoning_gym/{task} has no such argument{nearest(name, fields)}")
+    if split_of(given, key) == "eval":
         args["seed"] += GYM_EVAL_SEED
     args["size"] = size or args.get("size", GYM_SIZE)
     try:
@@ -249,15 +266,3 @@ def _tag(value: Any) -> Any:
             return {name: _tag(item) for name, item in value.items()}
         return {"$items": [[_tag(name), _tag(item)] for name, item in value.items()]}
     return value
-
-
-def _split(args: Mapping[str, Any], key: str) -> str:
-    split = args.get("split", "train")
-    if split not in ("train", "eval"):
-        raise UserError(f"{key}.args.split: expected train or eval, got {split!r}")
-    return str(split)
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]}?" if close else f"; expected one of {', '.join(known)}"

@@ -6,13 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gcore import hub
+from gcore import hub, user_files
 from gcore.config.tree import Model
+from gcore.content.vision import BUILT_TOKENS
 from gcore.types import UserError
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHAR_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+# of a model with a vision tower: message parts become text or placeholders, as in Qwen-VL
+VISION_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 # tokens usable for padding, in order of preference: made for padding, or in no text
@@ -27,6 +35,9 @@ def load_tokenizer(model: Model, key: str = "model", *, chat: bool = False) -> A
     """
     if model.build is not None:
         tokenizer, source_key = build_char_tokenizer(model.build.alphabet), f"{key}.build"
+        if model.build.vision is not None:
+            tokenizer.add_special_tokens({"additional_special_tokens": list(BUILT_TOKENS)})
+            tokenizer.chat_template = VISION_TEMPLATE
     else:
         folder, source_key = hub.tokenizer_folder(model, key)
         tokenizer = _from_folder(folder, source_key, model.trust_remote_code)
@@ -118,7 +129,7 @@ def _template_text(value: str) -> str:
     """The template itself, or the content of the file that the key names. A template contains a brace."""
     if "{" in value:
         return value
-    file = Path(value)
+    file = user_files.find(value)
     if not file.is_file():
         raise UserError(f"model.chat_template: no such file: {value} (expected a path, or a Jinja template)")
     return file.read_text()

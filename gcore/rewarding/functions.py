@@ -1,6 +1,7 @@
 """A user's reward function, imported by path and called with the signature that it has.
 
 TRL        f(prompts, completions, **columns) -> list[float | None]            one call per group
+pictures   f(images, prompts, **columns) -> list[float | None]                 the same, for diffusion models
 verl       compute_score(data_source, solution_str, ground_truth, extra_info)  one call per sample
 OpenRLHF   reward_func(queries, prompts, labels, **kw) -> {"rewards": ...}      one call per group
 
@@ -10,82 +11,33 @@ A path may also name a class (its instance is called) or a factory that returns 
 from __future__ import annotations
 
 import asyncio
-import difflib
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
+
+from gcore.content.media import ArrayRef
 from gcore.rewarding.source import Answer, BadAnswer, is_finite, number, scalar, short
 from gcore.types import Rollout, UserError
+from gcore.user_functions import load_function as load_function
+from gcore.user_functions import one_line
 
 Function = Callable[..., Any]
 Style = Literal["trl", "verl", "openrlhf"]
 SIGNATURES = (
-    "f(prompts, completions, **columns) [TRL], "
+    "f(prompts, completions, **columns) [TRL], f(images, prompts, **columns) [pictures], "
     "compute_score(data_source, solution_str, ground_truth, extra_info=None) [verl] or "
     "reward_func(queries, prompts, labels, **kwargs) [OpenRLHF]"
 )
 # parameters that G-Core fills, by style; all others come from the dataset's columns or from the recipe
 OWN: dict[Style, frozenset[str]] = {
-    "trl": frozenset({"prompts", "completions", "completion_ids"}),
+    "trl": frozenset({"prompts", "completions", "completion_ids", "images"}),
     "verl": frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
     "openrlhf": frozenset({"queries", "prompts", "labels"}),
 }
-
-
-def load_function(path: str, key: str = "rewards.functions.path") -> Function:
-    """`package.module:function` or `file.py:function`. `key` is the config key of the path, for messages."""
-    place, colon, name = path.rpartition(":")
-    if not colon or not place or not name:
-        raise UserError(f"{key}: expected package.module:function or file.py:function, got {path!r}")
-    module = _import_file(place, key) if place.endswith(".py") else _import_module(place, key)
-    try:
-        function: Any = getattr(module, name)
-    except AttributeError:
-        close = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("__")], 1)
-        raise UserError(f"{key}: {place} has no {name!r}" + (f"; did you mean {close[0]}?" if close else "")) from None
-    if not callable(function):
-        raise UserError(f"{key}: {path} is of type {type(function).__name__}; expected a function")
-    loaded: Function = function
-    return loaded
-
-
-def _import_module(name: str, key: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise UserError(f"{key}: {name} does not import: {_one_line(error)}") from error
-
-
-def _import_file(name: str, key: str) -> ModuleType:
-    """Imports a file under a unique name and registers the module, so that its classes pickle and its dataclasses
-    resolve."""
-    file = Path(name).expanduser().resolve()
-    if not file.is_file():
-        raise UserError(f"{key}: no such file: {name}")
-    unique = f"gcore_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    if unique in sys.modules:
-        return sys.modules[unique]
-    spec = importlib.util.spec_from_file_location(unique, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[unique] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[unique]
-        if isinstance(error, Exception):
-            raise UserError(f"{key}: {name} does not import: {_one_line(error)}") from error
-        raise
-    return module
 
 
 def load_reward(path: str, args: Mapping[str, Any], key: str = "rewards.functions.0") -> Adapter:
@@ -167,7 +119,7 @@ def _construct(found: Function, args: Mapping[str, Any], key: str) -> Any:
         return found(**args)
     except Exception as error:
         raise UserError(
-            f"{key}.args: {describe(found)}{_signature(found)} raised {_one_line(error)} (got {short(dict(args))})"
+            f"{key}.args: {describe(found)}{_signature(found)} raised {one_line(error)} (got {short(dict(args))})"
         ) from error
 
 
@@ -204,7 +156,8 @@ class Adapter:
                 return [self._openrlhf(group)]
 
     def invoke(self, call: Mapping[str, Any]) -> Any:
-        """Token ids become lists only here: arrays are faster to send to another process."""
+        """Token ids become lists only here: arrays are faster to send to another process. Pictures are read here."""
+        call = {name: _resolved(value) for name, value in call.items()}
         if self.style == "trl" and "completion_ids" in call:
             call = {**call, "completion_ids": [ids.tolist() for ids in call["completion_ids"]]}
         return self.function(**call)
@@ -292,7 +245,7 @@ def _by_name(function: Function) -> dict[str, inspect.Parameter]:
 
 def _style(names: Collection[str]) -> Style | None:
     """The framework whose reward signature this is; None if it is not a reward signature."""
-    if "completions" in names:
+    if "completions" in names or "images" in names:
         return "trl"
     if "solution_str" in names and "ground_truth" in names:
         return "verl"
@@ -330,6 +283,13 @@ def _columns(group: Sequence[Rollout]) -> dict[str, list[Any]]:
     """The columns of the siblings' prompt, one value per sibling."""
     columns = group[0].prompt.columns
     return {name: [value] * len(group) for name, value in columns.items() if name not in ("prompt", "completion")}
+
+
+def _resolved(value: Any) -> Any:
+    """A list of references to pictures as arrays; anything else unchanged."""
+    if isinstance(value, list) and any(isinstance(item, ArrayRef) for item in value):
+        return [np.array(item.read()) if isinstance(item, ArrayRef) else item for item in value]
+    return value
 
 
 def _is_async(function: Function) -> bool:
@@ -383,7 +343,3 @@ def _as_list(value: Any) -> list[Any] | None:
     if hasattr(value, "tolist"):
         value = value.tolist()
     return list(value) if isinstance(value, list | tuple) else None
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

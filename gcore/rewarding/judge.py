@@ -20,13 +20,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import pstdev
 from typing import Any, TypeVar
 
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gcore import user_files
 from gcore.config.tree import Judge
 from gcore.rewarding.functions import load_function
 from gcore.rewarding.judge_backend import JudgeBackend, Key
@@ -110,7 +110,7 @@ class JudgeSource:
         """The judge's prompt for the first response of the group (pairwise: for the first two). Raises RewardError."""
         rollouts = group[: len(RESPONSES[self.spec.mode])]
         self._task(group, tuple(range(len(rollouts))))  # raises if the prompt is too long
-        return self.backend.text(self._prompt.messages(rollouts[0].prompt, [rollout.text for rollout in rollouts]))
+        return self.backend.text(self._messages(rollouts))
 
     async def ask(self, messages: Sequence[Message], key: Key, **params: Any) -> str:
         """The judge's answer to the caller's messages. `params` override fields of SamplingParams."""
@@ -120,9 +120,17 @@ class JudgeSource:
     def _task(self, group: Sequence[Rollout], places: tuple[int, ...]) -> JudgeTask:
         rollouts = [group[place] for place in places]
         prompt = rollouts[0].prompt
-        messages = self._prompt.messages(prompt, [rollout.text for rollout in rollouts])
-        question = self.backend.question(messages, f"reward {self.name!r}, prompt {prompt.id}")
+        question = self.backend.question(self._messages(rollouts), f"reward {self.name!r}, prompt {prompt.id}")
         return JudgeTask(places, (prompt.id, *(rollout.sibling for rollout in rollouts)), question)
+
+    def _messages(self, rollouts: Sequence[Rollout]) -> list[Message]:
+        """A judge that sees gets the images of the prompt, then the responses that are images."""
+        if not self.backend.sees:
+            return self._prompt.messages(rollouts[0].prompt, [rollout.text for rollout in rollouts])
+        made = [None if isinstance(rollout.output, str) else rollout.output for rollout in rollouts]
+        texts = [rollout.text if image is None else "[image]" for rollout, image in zip(rollouts, made, strict=True)]
+        given = rollouts[0].prompt.columns.get("images") or ()
+        return self._prompt.messages(rollouts[0].prompt, texts, [*given, *(i for i in made if i is not None)])
 
     async def _judge(self, task: JudgeTask, attempt: int) -> JudgeResult:
         verdicts = await _gather_or_cancel(self._verdict(task, repeat, attempt) for repeat in range(self.spec.repeats))
@@ -233,29 +241,31 @@ class JudgePrompt:
         own = "".join(data.data for data in tree.find_all(nodes.TemplateData))
         self.backend.check({"template": own, "system_prompt": self.spec.system_prompt or ""}, self._conversation("x"))
 
-    def messages(self, prompt: Prompt, responses: Sequence[str]) -> list[Message]:
-        """The rendered template as a user message. Our own names override columns of the same name."""
+    def messages(self, prompt: Prompt, responses: Sequence[str], images: Sequence[Any] = ()) -> list[Message]:
+        """The rendered template as a user message, after the images. Our own names override columns of the same
+        name."""
         if self._template is None:
             self._template = self._compile()
         shown = zip(RESPONSES[self.spec.mode], map(self.backend.escape, responses), strict=True)
         own = {"prompt": _prompt_text(prompt), "messages": list(prompt.messages), **dict(shown)}
         try:
-            return self._conversation(self._template.render({**prompt.columns, **own}))
+            return self._conversation(self._template.render({**prompt.columns, **own}), images)
         except Exception as error:  # a template can fail in any way on columns of any type
             raise RewardError(
                 f"reward {self.spec.name!r}, prompt {prompt.id}: {self.key}.template does not render: {short(error)}"
             ) from error
 
-    def _conversation(self, text: str) -> list[Message]:
+    def _conversation(self, text: str, images: Sequence[Any] = ()) -> list[Message]:
         system = self.spec.system_prompt
         first = [{"role": "system", "content": system}] if system is not None else []
-        return [*first, {"role": "user", "content": text}]
+        parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+        return [*first, {"role": "user", "content": parts if images else text}]
 
     def _text(self) -> str:
         """The template itself, or the content of the file that the key names. A template contains a brace."""
         if "{" in self.spec.template:
             return self.spec.template
-        file = Path(self.spec.template).expanduser()
+        file = user_files.find(self.spec.template)
         if not file.is_file():
             raise UserError(f"{self.key}.template: no such file: {file} (expected a path, or a Jinja template)")
         return file.read_text(encoding="utf-8")

@@ -20,10 +20,12 @@ from jinja2 import TemplateError
 
 from gcore.config.tree import Judge
 from gcore.content.decoding import TextDecoder
+from gcore.content.media import ArrayRef, png_url, resolve
 from gcore.content.tokens import Tokens, tokens_of
+from gcore.content.vision import VisionProcessor
 from gcore.rewarding.client import REACH_S, JsonClient, RetryDelays
 from gcore.rewarding.source import BadAnswer, short
-from gcore.types import Completion, Message, RewardError, SamplingParams, UserError
+from gcore.types import Completion, Message, Pixels, RewardError, SamplingParams, UserError
 
 Key = tuple[object, ...]  # seeds the sampling noise
 Ask = Callable[[Tokens, SamplingParams, Key], Awaitable[Completion]]
@@ -46,6 +48,7 @@ SPECIAL_TOKENS = re.compile(
 
 class JudgeBackend(Protocol):
     counts: Counter[str]
+    sees: bool  # messages may have image parts: {"type": "image", "image": array or ArrayRef}
 
     def check(self, texts: Mapping[str, str], messages: Sequence[Message]) -> None:
         """Before the run: raises UserError if the model cannot take these texts of the recipe (by key) or messages of
@@ -76,7 +79,18 @@ class JudgeBackend(Protocol):
 class EngineBackend:
     """A model served by this run, with its own tokenizer and chat template. `ask` sends to one of its replicas."""
 
-    def __init__(self, spec: Judge, tokenizer: Any, stop_tokens: tuple[int, ...], ask: Ask, key: str):
+    def __init__(
+        self,
+        spec: Judge,
+        tokenizer: Any,
+        stop_tokens: tuple[int, ...],
+        ask: Ask,
+        key: str,
+        vision: VisionProcessor | None = None,
+    ):
+        if spec.images is True and vision is None:
+            raise UserError(f"{key}.images=true: its model takes no images; expected a vision-language model")
+        self._vision, self.sees = vision, vision is not None and spec.images is not False
         self.spec, self.tokenizer, self.stop_tokens, self.ask, self.key = spec, tokenizer, stop_tokens, ask, key
         self.counts: Counter[str] = Counter()
         self._decoder = TextDecoder(tokenizer)
@@ -107,14 +121,20 @@ class EngineBackend:
 
     def question(self, messages: Sequence[Message], where: str) -> Tokens:
         """Tokens of the rendered chat template, without more special tokens: the template contains them."""
-        text = self._render(messages)
-        tokens = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-        if len(tokens) > self.spec.max_prompt_length:
+        if self._vision is not None:
+            try:
+                content = self._vision.content(self._render(messages), _media(messages))
+            except UserError as error:
+                raise RewardError(f"{where}: {error}") from error
+        else:
+            ids = self.tokenizer(self._render(messages), add_special_tokens=False)["input_ids"]
+            content = Tokens(np.asarray(ids, dtype=np.int32))
+        if content.size > self.spec.max_prompt_length:
             raise RewardError(
-                f"{where}: the judge's prompt has {len(tokens)} tokens; expected at most "
+                f"{where}: the judge's prompt has {content.size} tokens; expected at most "
                 f"{self.spec.max_prompt_length} (key: {self.key}.max_prompt_length)"
             )
-        return Tokens(tokens)
+        return content
 
     def text(self, messages: Sequence[Message]) -> str:
         return self._render(messages)
@@ -149,6 +169,7 @@ class RemoteBackend:
     def __init__(self, spec: Judge, seed_of: Callable[[Key], int], key: str, delays: RetryDelays | None = None):
         self.spec, self.seed_of, self.key = spec, seed_of, key
         self.counts: Counter[str] = Counter()
+        self.sees = spec.images is True
         versioned = re.search(r"/v\d", spec.url or "") is not None
         self.client = JsonClient(
             spec.url or "",
@@ -197,11 +218,11 @@ class RemoteBackend:
         return _break_up(SPECIAL_TOKENS, response)
 
     def question(self, messages: Sequence[Message], where: str) -> Question:
-        return Question(list(messages), where)
+        return Question([_with_data_urls(message) for message in messages], where)
 
     def text(self, messages: Sequence[Message]) -> str:
         """Roles and contents: the chat template is on the server."""
-        return "\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
+        return "\n".join(f"[{message['role']}]\n{_shown(message['content'])}" for message in messages)
 
     async def answer(self, question: Question, params: SamplingParams, key: Key) -> str:
         if params.stop_tokens:
@@ -230,6 +251,27 @@ class RemoteBackend:
         return {name: value for name, value in (own | self.spec.extra).items() if value is not None}
 
 
+def _media(messages: Sequence[Message]) -> list[tuple[str, Pixels | ArrayRef]]:
+    """(kind, pixels) of the image parts. A picture of a diffusion model stays a reference; several frames are a
+    video."""
+    parts = (part for m in messages if not isinstance(m.get("content"), str) for part in m.get("content") or ())
+    images = [part["image"] for part in parts if part.get("type") == "image"]
+    return [("video" if len(image.shape) == 4 else "image", image) for image in images]
+
+
+def _with_data_urls(message: Message) -> Message:
+    """Image parts as in OpenAI's API: PNG inside a data URL."""
+    if isinstance(message["content"], str):
+        return message
+
+    def sent(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if part.get("type") != "image":
+            return part
+        return {"type": "image_url", "image_url": {"url": png_url(resolve(part["image"]))}}
+
+    return {**message, "content": [sent(part) for part in message["content"]]}
+
+
 def _content_of(answer: Any) -> str:
     """The text of the first choice; "" without a text (a refusal, an unfinished chain of thought)."""
     match answer:
@@ -245,6 +287,10 @@ def _content_of(answer: Any) -> str:
     if not isinstance(content, str | None):
         raise BadAnswer(f"returned {short(content)} as content; expected text")
     return content or ""
+
+
+def _shown(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(str(p.get("text", f"[{p['type']}]")) for p in content)
 
 
 def _break_up(special: re.Pattern[str], text: str) -> str:

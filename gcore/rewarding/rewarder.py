@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+
+from gcore import faults
 from gcore.protocols import ReplicaPool, RoleDied, RoleError
 from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut, short
 from gcore.types import Message, RewardError, Rollout, Scored, UserError
@@ -95,6 +98,7 @@ class WeightedRewarder:
                 self.counts["retries"] += 1
                 await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
             try:
+                await faults.reach_call(f"reward:{source.name}")
                 return await source.answer(group, attempt)
             except (RewardError, UserError, RoleError, RoleDied):
                 raise
@@ -111,14 +115,17 @@ class WeightedRewarder:
         """The weighted sum. As in TRL, None means "does not apply to this sample" and is skipped. Returns None if all
         sources returned None."""
         reward, parts = 0.0, dict[str, float]()
-        applied = False
+        applied, steps_S = False, None
         for name, answer in answers.items():
             value = answer.values[i]
             if value is not None:
                 applied = True
                 parts[name] = value
                 reward += self.sources[name].weight * value
+            if answer.steps:
+                applied, weighted_S = True, np.float32(self.sources[name].weight) * answer.steps[i]
+                steps_S = weighted_S if steps_S is None else steps_S + weighted_S
             if answer.extras:
                 parts |= {f"{name}/{extra}": number for extra, number in answer.extras[i].items()}
         notes = {name: answer.notes[i] for name, answer in answers.items() if answer.notes and answer.notes[i]}
-        return Scored(rollout=rollout, reward=reward, parts=parts, notes=notes) if applied else None
+        return Scored(rollout, reward, parts, notes, step_rewards_S=steps_S) if applied else None

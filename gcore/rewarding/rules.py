@@ -47,8 +47,19 @@ def reasoning_gym(
     for name, entry, args, completion in zip(task, entry_json, args_json, completions, strict=True):
         text = text_of(completion)
         tagged = ANSWER_TAG.findall(text)
-        scores.append(float(_gym_scorer(name, args)((tagged[-1] if tagged else text).strip(), _untag(entry))))
+        scores.append(_gym_score(_gym_scorer(name, args), (tagged[-1] if tagged else text).strip(), _untag(entry)))
     return scores
+
+
+def _gym_score(score: Callable[[str, dict[str, Any]], float], text: str, entry: dict[str, Any]) -> float:
+    """Some scorers raise for a text that is no answer at all. It is worth 0 if the same scorer accepts the reference
+    answer; otherwise the scorer itself is broken."""
+    try:
+        return float(score(text, entry))
+    except Exception:
+        if not entry.get("answer") or float(score(entry["answer"], entry)) < 1:
+            raise
+        return 0.0
 
 
 def text_of(completion: Any) -> str:

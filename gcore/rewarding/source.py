@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gcore.types import Rollout
+from gcore.types import Floats, Rollout
 
 
 class BadAnswer(ValueError):
@@ -30,6 +30,7 @@ class Answer:
     values: list[float | None]  # None: does not apply to this sample
     extras: list[dict[str, float]] = field(default_factory=list)  # logged as reward/NAME/EXTRA
     notes: list[list[str]] = field(default_factory=list)  # texts of judges, shown with the sample
+    steps: list[Floats] = field(default_factory=list)  # of a teacher: rewards of the steps
 
 
 class Source(Protocol):

@@ -102,9 +102,10 @@ class Simulation:
         self.controllers = [Controller(cursor, len(state.cursors)) for cursor in state.cursors]
         recent = state.lengths
         self.clock = Clock()
-        response = sum(recent[POLICY]) / len(recent[POLICY])
+        response = scenario.read_by_judges(sum(recent[POLICY]) / len(recent[POLICY]))
         repeats = {judge.name: judge.repeats for judge in scenario.judges}
-        longest = {POLICY: scenario.lengths.longest} | {judge.name: judge.verdict.longest for judge in scenario.judges}
+        longest = {judge.name: judge.verdict.longest for judge in scenario.judges}
+        longest[POLICY] = scenario.responses.longest
         self.fleets = {
             role: Fleet(
                 role,
@@ -185,7 +186,8 @@ class Simulation:
         prompt = self.scenario.prompt_length
         for judge in self.judges:
             for response, repeats in zip(draw.tokens, draw.verdicts[judge.name], strict=True):
-                prefill = prompt + response  # once; its other verdicts find it in the prefix cache
+                # once; its other verdicts find it in the prefix cache
+                prefill = prompt + round(self.scenario.read_by_judges(response))
                 for i, tokens in enumerate(repeats):
                     judge.send(Call(group, [Job(tokens, 0 if i else prefill)], prefill + judge.longest_allowed, 1, 1))
 

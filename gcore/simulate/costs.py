@@ -80,6 +80,8 @@ class EngineCosts:
 
     step_s: float
     sequence_s: float
+    split_step_s: float
+    split_sequence_s: float
     all_reduce_s: float
     sleep_s: float
     wake_s: float
@@ -117,12 +119,15 @@ def decode_step_s(shape: Shape, gpu: Gpu, tp: int, running: float, mean_context:
     kv = running * mean_context * shape.kv_bytes_per_token / min(tp, shape.kv_heads)  # beyond kv_heads: copies
     read_s = (shape.read_bytes(running) / tp + kv) / (gpu.bandwidth_gb_s * GB * REACH.decode_bandwidth)
     compute_s = running * shape.forward_flops(mean_context) / tp / (gpu.tflops * 1e12 * REACH.decode_compute)
-    return max(read_s, compute_s) + _all_reduces_s(shape, gpu, tp, running) + engine_overhead_s(running)
+    return max(read_s, compute_s) + _all_reduces_s(shape, gpu, tp, running) + engine_overhead_s(running, tp)
 
 
-def engine_overhead_s(running: float) -> float:
-    """Seconds of a decoding step in which the engine's process schedules and reads results, and the GPU waits."""
-    return ENGINE.step_s + ENGINE.sequence_s * running
+def engine_overhead_s(running: float, tp: int) -> float:
+    """Seconds of a decoding step beyond arithmetic and memory: launches, sampling, and what the host does while the GPU
+    waits. An engine on one GPU launches several steps at once (generation/vllm_run.py)."""
+    if tp == 1:
+        return ENGINE.step_s + ENGINE.sequence_s * running
+    return ENGINE.split_step_s + ENGINE.split_sequence_s * running
 
 
 def prefill_s(shape: Shape, gpu: Gpu, tp: int, tokens: float, mean_context: float = 0.0) -> float:

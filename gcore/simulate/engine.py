@@ -359,9 +359,9 @@ def _check(request: Request, max_length: int | None) -> None:
         raise UserError("an engine request has an empty prompt; expected at least one token (chat templates add some)")
     if request.params.max_tokens < 1:
         raise UserError(f"an engine request asks for {request.params.max_tokens} tokens; expected at least 1")
-    if content.images:
+    if content.media:
         raise UserError(
-            f"an engine request has {len(content.images)} images, expected none: the emulated engine serves only text "
+            f"an engine request has {len(content.media)} images, expected none: the emulated engine serves only text "
             "(key: generation.engine=vllm)"
         )
     total = content.size + request.params.max_tokens

@@ -47,6 +47,7 @@ class Case:
     checkpointing: bool = True
     micro_tokens: int = 16384
     logprob_passes: int = 0
+    critic: bool = False  # a second network of the policy's size is trained, after a pass for its values
     swap_s: float | None = None  # replaces the estimate
 
     @property
@@ -79,14 +80,16 @@ class Case:
         """Seconds of preparation and training on `gpus`."""
         shape, tokens, context = self.policy.shape, self.trained_tokens, self.mean_length / 2
         pass_s = costs.logprob_s(shape, self.gpu, gpus, tokens, context, self.micro_tokens)
+        update_s = costs.training_s(shape, self.gpu, gpus, tokens, context, self.micro_tokens, self.checkpointing)
         return {
-            "preparation": self.logprob_passes * pass_s,
-            "training": costs.training_s(shape, self.gpu, gpus, tokens, context, self.micro_tokens, self.checkpointing),
+            "preparation": (self.logprob_passes + self.critic) * pass_s,
+            "training": (1 + self.critic) * update_s,
         }
 
     def between_s(self) -> float:
         """Seconds to put engines to sleep before the update, and to move what is off-loaded to host memory and back."""
         bytes_moved = {"none": 0, "optimizer": 8, "all": 12}[self.offload] * self.policy.shape.parameters / self.gpus
+        bytes_moved *= 1 + self.critic
         return costs.sleep_s() + costs.offload_s(bytes_moved, self.gpu)
 
 

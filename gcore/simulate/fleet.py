@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gcore.generation.routing import SENT_PER_SLOT, Router
+from gcore.generation.routing import Router, shared_limit
 from gcore.placement.grid import POLICY, DeviceGrid
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Load, request_limit
@@ -115,10 +115,11 @@ class Fleet:
         count = grid.num_blocks * self.per_block
         self.devices = [Replica(speed, i) for i in range(count)]
         self.by_block = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]
-        load = Load(lengths=self.lengths, prompt=prompt)
-        limit = SENT_PER_SLOT * speed.max_concurrent if name == POLICY else request_limit(load, speed)
         num_queues = min(controllers, MAX_QUEUES)
-        part = -(-limit // num_queues)
+        if name == POLICY:
+            part = shared_limit(speed.max_concurrent, num_queues)
+        else:
+            part = -(-request_limit(Load(lengths=self.lengths, prompt=prompt), speed) // num_queues)
         ranks = [(rank, num_queues) for rank in range(num_queues)]
         self.queues = [ControllerQueue(Router(count, rank, limit=part, opened=())) for rank in ranks]
         self.blocks: list[int] = []  # that the role owns, sorted

@@ -9,6 +9,7 @@ from typing import Literal
 from gcore.simulate.costs import MEMORY_FRACTION
 from gcore.simulate.estimate import MODES, POLICY, Mode
 from gcore.simulate.lengths import Lengths
+from gcore.simulate.shapes import Shape
 from gcore.simulate.training_memory import Offload
 from gcore.types import UserError
 
@@ -33,6 +34,8 @@ class Workload:
     verdict_length: int = 512
     repeats: int = 1
     logprob_passes: int = 0  # of the trainer: one for old logprobs (with several mini-batches), one for a reference
+    images: int = 0  # of a prompt, for models with a vision tower; their tokens are part of prompt_length
+    image_pixels: int = 200_704  # of each, as the tower gets it: 448 x 448
 
     def __post_init__(self) -> None:
         if self.max_response_length == 0:
@@ -41,6 +44,8 @@ class Workload:
             )  # frozen, but still in its constructor
         for name in ("prompts", "samples", "prompt_length", "response_length", "verdict_length", "repeats"):
             at_least_one(_option(name), getattr(self, name))
+        if self.images < 0 or self.image_pixels < 1:
+            raise UserError(f"--images {self.images} of --image-pixels {self.image_pixels}: expected 0 and 1 or more")
         if self.logprob_passes < 0:
             raise UserError(f"--logprob-passes {self.logprob_passes}: expected 0 or more")
         if not 0 < self.acceptance <= 1:
@@ -52,6 +57,22 @@ class Workload:
                 f"--max-response-length {self.max_response_length}: expected at least the mean, --response-length "
                 f"{self.response_length}"
             )
+
+    def tower_tokens(self, shape: Shape) -> float:
+        """Work of the vision tower for one prompt, in tokens of the decoder. Raises UserError if there is no tower."""
+        if self.images and shape.vision is None:
+            raise UserError(
+                f"--images {self.images}: {shape.source} has no vision tower; expected a config.json with one"
+            )
+        return self.images * shape.cost.of_image(self.image_pixels)
+
+    def prefill(self, shape: Shape) -> float:
+        """Work of an engine for one prompt, in tokens."""
+        return self.prompt_length + self.tower_tokens(shape)
+
+    def training_work(self, shape: Shape) -> float:
+        """In tokens. Siblings that train on one rank share their images; here, none do."""
+        return self.trained_tokens + self.prompts * self.samples * self.tower_tokens(shape)
 
     @property
     def responses(self) -> Lengths:
@@ -86,9 +107,11 @@ class Constraints:
     max_tokens_per_gpu: int = 16384
     shrink: bool = True  # use smaller micro-batches if max_tokens_per_gpu tokens do not fit
     trainer_tp: int = 1
+    trainer_context: int = 1  # ranks that share the longest sequences
     checkpointing: bool | Literal["auto"] = "auto"
     offload: Offload | Literal["auto"] = "auto"
     kl: bool = False  # the trainer has a KL reference
+    critic: bool = False  # and a critic of the size of the policy
     memory_fraction: float = MEMORY_FRACTION
     swap_s: float | None = None
     price: float | None = None
@@ -99,6 +122,9 @@ class Constraints:
         for option, tp in widths.items():
             if tp is not None and tp not in WIDTHS:
                 raise UserError(f"{option} {tp}: expected one of {', '.join(map(str, WIDTHS))}")
+        at_least_one("--trainer-context", self.trainer_context)
+        if self.trainer_context & (self.trainer_context - 1):
+            raise UserError(f"--trainer-context {self.trainer_context}: expected a power of two")
         for option, value in (("--swap-s", self.swap_s), ("--price", self.price)):
             if value is not None and value < 0:
                 raise UserError(f"{option} {value}: expected 0 or more")

@@ -15,10 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from gcore.observe.values import count, duration
-from gcore.simulate.costs import ENGINE, GB, REACH
+from gcore.simulate.backends import PARTS as BACKEND_PARTS
+from gcore.simulate.backends import Layout
+from gcore.simulate.costs import ENGINE, GB, REACH, Gpu, Shape
 from gcore.simulate.estimate import Estimate
 from gcore.simulate.planner import PlanResult
-from gcore.simulate.training_memory import PART_TITLES, Choice
+from gcore.simulate.training_memory import COMFORTABLE, PART_TITLES, Choice
 from gcore.simulate.training_memory import PARTS as PARTS_OF_RANK
 
 STAGES = {
@@ -74,6 +76,40 @@ def show_memory(results: Sequence[PlanResult]) -> None:
             style="red" if result.problems else None,
         )
     console.print(_rank_memory(first.trainer), table, *(f"{text}" for text in first.problems))
+
+
+def show_backends(shape: Shape, gpu: Gpu, found: Sequence[Sequence[Layout]]) -> None:
+    """The fastest layout of each backend, one line each. `found`: by number of GPUs."""
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(file=console.file, width=PLAIN_WIDTH, highlight=False)
+    table = _table(f"{shape.name} on {gpu.title}: GB of the fullest rank, of {gpu.memory_gb:.0f}; seconds of an update")
+    for name in ("GPUs", "backend"):
+        table.add_column(name, no_wrap=True)
+    shorter = {
+        "gradients": "grads",
+        "optimizer": "optim.",
+        "reference": "ref.",
+        "activations": "activ.",
+        "temporary": "temp.",
+    }
+    for name in ("tp", "pp", "ep", "data", "redo", *BACKEND_PARTS, "sum", "fits", "bubble", "seconds"):
+        table.add_column(shorter.get(name, name), justify="right", no_wrap=True)
+    for layout in (layout for layouts in found for layout in layouts):
+        ways, fits = layout.topology, layout.total <= COMFORTABLE * gpu.memory_gb * GB
+        table.add_row(
+            *(str(layout.gpus), layout.backend, str(ways.tensor), str(ways.pipeline), str(ways.expert)),
+            *(str(ways.data_parallel), "yes" if layout.checkpointing else "no"),
+            *(f"{layout.parts[name] / GB:.1f}" if layout.parts[name] else "·" for name in BACKEND_PARTS),
+            *(f"{layout.total / GB:.1f}", "yes" if fits else "no"),
+            f"{layout.bubble:.0%}" if layout.bubble else "·",
+            _seconds(layout.update_s),
+            style=None if fits else "red",
+        )
+    console.print(
+        table,
+        "redo: layers are computed again in the backward pass. The trainer alone, without engines or off-load. Times "
+        "are estimates: both backends at the efficiency that was measured for FSDP2, 1.5B, on one H200.",
+    )
 
 
 def render(result: PlanResult, width: int = PLAIN_WIDTH) -> Group:

@@ -169,7 +169,8 @@ def memory_by_width(
     found = []
     wide = [tp for tp in WIDTHS if gpus % tp == 0 and tp <= gpu.per_node and model.heads % tp == 0]
     for tp, factor in itertools.product(wide, (1, 2)):
-        tokens = factor * max(constraints.max_tokens_per_gpu, workload.longest)
+        row = -(-workload.longest // constraints.trainer_context)
+        tokens = factor * max(constraints.max_tokens_per_gpu, row)
         limits = replace(constraints, trainer_tp=tp, max_tokens_per_gpu=tokens, shrink=False, modes=("colocated",))
         levels = OFFLOADS if limits.offload == "auto" else (limits.offload,)
         for level in levels:
@@ -217,28 +218,35 @@ class _Inputs:
         wanted = self.constraints.offload
         return OFFLOADS if wanted == "auto" else (wanted,)
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest sequence on one rank."""
+        return -(-self.workload.longest // self.constraints.trainer_context)
+
     def rank(self, micro_tokens: int, offload: Offload = "none") -> TrainingRank:
         limits = self.constraints
         shard = max(1, self.gpus // limits.trainer_tp)
         return TrainingRank(
-            self.model, shard, limits.trainer_tp, micro_tokens, limits.checkpointing is True, limits.kl, offload=offload
+            *(self.model, shard, limits.trainer_tp, micro_tokens, limits.checkpointing is True, limits.kl),
+            offload=offload,
+            critic=self.model if limits.critic else None,
         )
 
     def trainer(self, offload: Offload | None = None) -> Choice:
         """Memory of a rank at this off-load (None: the least that fits), with the largest micro-batch that fits: from
-        max_tokens_per_gpu, halved down to the longest sequence."""
+        max_tokens_per_gpu, halved down to a rank's part of the longest sequence."""
         if offload is None:
             tries = [self.trainer(level) for level in self.levels]
             return next((each for each in tries if not self.trainer_fit(each).problem), tries[-1])
         total, checkpointing = self.gpu.memory_gb * GB, self.constraints.checkpointing
         asleep = self.asleep_gb * len(self.shapes) * GB
         engines = Engines(0.0, asleep, asleep)  # `engine` checks the phases in which one is awake
-        tokens = max(self.constraints.max_tokens_per_gpu, self.workload.longest)
+        tokens = max(self.constraints.max_tokens_per_gpu, self.longest_row)
         while True:
             found = choose(self.rank(tokens), engines, total, checkpointing, offload)
-            if not self.trainer_fit(found).problem or tokens <= self.workload.longest or not self.constraints.shrink:
+            if not self.trainer_fit(found).problem or tokens <= self.longest_row or not self.constraints.shrink:
                 return found
-            tokens = max(tokens // 2, self.workload.longest)
+            tokens = max(tokens // 2, self.longest_row)
 
     def trainer_fit(self, found: Choice) -> Fit:
         """The phase with the highest peak."""
@@ -247,13 +255,15 @@ class _Inputs:
         problem = "" if needed <= self.usable else f"needs {needed:.0f} GB per GPU, {self.usable:.0f} GB can be used"
         if self.gpus % self.constraints.trainer_tp:
             problem = f"--trainer-tp {self.constraints.trainer_tp} does not divide {self.gpus} GPUs"
+        elif (ranks := self.gpus // self.constraints.trainer_tp) % (context := self.constraints.trainer_context):
+            problem = f"--trainer-context {context} does not divide {ranks} data-parallel ranks"
         return Fit(
             "trainer",
             found.worst,
             found.rank.tensor_parallel,
-            weights=sum(parts.get(name, 0.0) for name in ("weights", "copies", "reference", "buckets")),
+            weights=sum(parts.get(name, 0.0) for name in ("weights", "copies", "reference", "critic", "buckets")),
             gradients=parts.get("gradients", 0.0),
-            optimizer=parts.get("moments", 0.0),
+            optimizer=parts.get("moments", 0.0) + parts.get("critic moments", 0.0),
             activations=parts.get("activations", 0.0) + parts.get("work", 0.0),
             asleep=parts.get("engines", 0.0),
             free=self.gpu.memory_gb - needed,
@@ -351,13 +361,14 @@ class _Inputs:
             gpus=self.gpus,
             roles=tuple(self.role(name, tp, offload) for name, tp in zip(self.shapes, widths, strict=True)),
             prompts=self.workload.prompts,
-            trained_tokens=self.workload.trained_tokens,
+            trained_tokens=self.workload.training_work(self.shapes[POLICY]),
             mean_length=self.workload.prompt_length + self.workload.response_length,
             acceptance=self.workload.acceptance,
             offload=offload,
             checkpointing=trainer.rank.checkpointing,
             micro_tokens=trainer.rank.max_tokens,
             logprob_passes=self.workload.logprob_passes,
+            critic=self.constraints.critic,
             swap_s=self.constraints.swap_s,
         )
 
@@ -367,7 +378,7 @@ class _Inputs:
         sequences = max(1, self.engine(name, tp, offload).sequences)
         speed = costs.speed_of(shape, self.gpu, tp, self.context(name), sequences, is_policy=is_policy)
         if is_policy:
-            return Role(name, shape, tp, speed, work.responses, work.samples, work.prompt_length / work.samples)
+            return Role(name, shape, tp, speed, work.responses, work.samples, work.prefill(shape) / work.samples)
         judged = (work.prompt_length + work.response_length) / work.repeats
         return Role(name, shape, tp, speed, work.verdicts, work.samples * work.repeats, judged)
 
@@ -384,6 +395,9 @@ def _drift(inputs: _Inputs, found: Mapping[Mode, tuple[Estimate, Case]]) -> dict
     return drift
 
 
+CONTEXT = "--trainer-context"
+
+
 def _changes(inputs: _Inputs) -> tuple[str, ...]:
     """Single changes after which everything fits."""
     more = [inputs.gpus * factor for factor in (2, 4, 8, 16)]
@@ -392,10 +406,15 @@ def _changes(inputs: _Inputs) -> tuple[str, ...]:
     tries += [(f"{g.memory_gb:.0f} GB of {g.title} (--gpu {g.name})", replace(inputs, gpu=g)) for g in bigger]
     free = replace(inputs.constraints, policy_tp=None, judge_tp=None)
     tries.append(("without --policy-tp and --judge-tp", replace(inputs, constraints=free)))
+    for context in (2, 4, 8, 16, 32):
+        if context > inputs.constraints.trainer_context:
+            shared = replace(inputs.constraints, trainer_context=context)
+            tries.append((f"{context} ranks per long sequence ({CONTEXT})", replace(inputs, constraints=shared)))
     half = inputs.workload.max_response_length // 2
     if half >= inputs.workload.response_length:
         shorter = replace(inputs.workload, max_response_length=half)
         tries.append((f"responses cut at {half} (--max-response-length)", replace(inputs, workload=shorter)))
     works = [text for text, other in tries if other.options()]
-    counts = [text for text in works if text.endswith("(--gpus)")][:1]
-    return (*counts, *(text for text in works if not text.endswith("(--gpus)")))
+    least = [next((text for text in works if text.endswith(f"({option})")), "") for option in ("--gpus", CONTEXT)]
+    rest = (text for text in works if not text.endswith(("(--gpus)", f"({CONTEXT})")))
+    return tuple(text for text in (*least, *rest) if text)

@@ -244,7 +244,7 @@ def _oracle(scenario: Scenario) -> list[SimulatedRule]:
 def expected_view(scenario: Scenario, state: State) -> View:
     """The view before a step: the last step's lengths, and the number of needed groups."""
     recent, needed = state.lengths, scenario.prompts / max(state.rate, LEAST_RATE) * scenario.samples
-    response = sum(recent[POLICY]) / len(recent[POLICY])
+    response = scenario.read_by_judges(sum(recent[POLICY]) / len(recent[POLICY]))
     loads = {
         POLICY: Load(
             waiting=round(needed * scenario.oversampling),
@@ -265,8 +265,8 @@ def expected_view(scenario: Scenario, state: State) -> View:
 
 def first_state(scenario: Scenario) -> State:
     """Before the first step: no prompt is drawn, and lengths are the scenario's means with a typical spread."""
-    spread = (0.3, 0.5, 0.7, 0.9, 1.2, 2.4)
-    lengths = {POLICY: [scenario.lengths.start * f for f in spread]}
+    spread = (0.3, 0.5, 0.7, 0.9, 1.2, 2.4) if scenario.responses.sigma else (1.0,) * 6
+    lengths = {POLICY: [scenario.responses.start * f for f in spread]}
     for judge in scenario.judges:
         lengths[judge.name] = [judge.verdict.start * f for f in (0.7, 0.9, 1.0, 1.4)]
     return State(tuple(PromptCursor(rank) for rank in range(scenario.num_controllers)), lengths)

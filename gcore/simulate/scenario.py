@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,23 @@ class SimulatedJudge(Server):
     """Verdicts per response."""
 
 
+class SimulatedDenoiser(Section):
+    model: str = "sd3.5-medium"
+    """Shape of the diffusion model, as `gcore plan --denoiser`."""
+    steps: PositiveInt = 20
+    """Denoising steps of a picture."""
+    trained: PositiveInt | None = None
+    """Trained steps; default: all except the last."""
+    pixels: PositiveInt = 512
+    """Height and width of a picture."""
+    guidance: bool = True
+    """Two passes per step, unless the model takes guidance as an input."""
+    batch: PositiveInt = 16
+    """Pictures that a replica denoises at the same time."""
+    picture_tokens: PositiveInt | None = None
+    """Tokens of a picture for a judge; default: one per 28 x 28 pixels, as in Qwen-VL."""
+
+
 class Scenario(Section):
     name: str
     """Name in tables."""
@@ -110,6 +127,9 @@ class Scenario(Section):
     """Tokens per prompt."""
     policy: Server = Server()
     """The model that is trained."""
+    denoiser: SimulatedDenoiser | None = None
+    """The model that is trained is a diffusion model, one replica per slot: instead of `policy` and `lengths`. Judges
+    see the pictures."""
     judges: tuple[SimulatedJudge, ...] = (SimulatedJudge(model="32B", tensor_parallel=4),)
     """Generative judges; each scores every response."""
     lengths: Lengths = Lengths(start=1024)
@@ -135,6 +155,8 @@ class Scenario(Section):
         names = [POLICY, *(judge.name for judge in self.judges)]
         if len(set(names)) < len(names):
             raise ValueError(f"roles need different names, got {names}")
+        if self.denoiser is not None and {"policy", "lengths"} & self.model_fields_set:
+            raise ValueError("denoiser: expected neither policy nor lengths beside it")
         return self
 
     @property
@@ -149,16 +171,66 @@ class Scenario(Section):
     def costs(self, step: int) -> Costs:
         """The speeds of this step: longer responses mean longer contexts, which slow down decoding."""
         progress = self.progress(step)
-        response = self.lengths.at(progress, 0.0)
-        speeds = {POLICY: self._speed(self.policy, self.prompt_length + response / 2)}
+        response = self.read_by_judges(self.responses.at(progress, 0.0))
+        context = self.prompt_length + response / 2
+        speeds = {POLICY: self._denoiser_speed() if self.denoiser else self._speed(self.policy, context)}
         for judge in self.judges:
             speeds[judge.name] = self._speed(judge, self.prompt_length + response + judge.verdict.at(progress, 0.0) / 2)
         return Costs(self.grid, speeds)
+
+    @property
+    def responses(self) -> Lengths:
+        """Steps per response: tokens, or the denoising steps, whose number is the same for all pictures."""
+        if self.denoiser is None:
+            return self.lengths
+        return Lengths(start=self.denoiser.steps, sigma=0.0, longest=self.denoiser.steps)
+
+    @property
+    def policy_model(self) -> str:
+        return self.policy.model if self.denoiser is None else self.denoiser.model
+
+    def read_by_judges(self, response: float) -> float:
+        """Tokens of a response of `response` steps in the prompt of a judge."""
+        if self.denoiser is None:
+            return response
+        return self.denoiser.picture_tokens or max(1, self.denoiser.pixels**2 // 28**2)
+
+    def _denoising(self) -> tuple[Any, Any, Any]:
+        """Shape, GPU and work of a step of the denoiser."""
+        from gcore.simulate.costs import gpu_of
+        from gcore.simulate.denoisers import DenoisingWork, denoiser_of
+
+        spec = self.denoiser
+        assert spec is not None
+        trained = spec.steps - 1 if spec.trained is None else spec.trained
+        work = DenoisingWork(
+            self.prompts,
+            self.samples,
+            spec.steps,
+            trained,
+            height=spec.pixels,
+            width=spec.pixels,
+            guidance=spec.guidance,
+            batch=spec.batch,
+        )
+        return denoiser_of(spec.model, "denoiser.model"), gpu_of(self.gpu), work
+
+    def _denoiser_speed(self) -> ReplicaSpeed:
+        from gcore.simulate.denoisers import replica_speed
+
+        speed = replica_speed(*self._denoising())
+        return speed if self.swap_s is None else replace(speed, sleep_s=0.0, wake_s=self.swap_s, weights_s=0.0)
 
     def update(self, step: int, lengths: Sequence[int]) -> float:
         """Seconds of the update phase: logprobs, training, and the weight update of the policy's engines."""
         if self.update_s is not None:
             return self.update_s
+        if self.denoiser is not None:
+            from gcore.simulate.denoisers import update_s
+
+            shape, gpu, work = self._denoising()
+            speed = self._denoiser_speed()
+            return update_s(shape, gpu, self.slots, work) + speed.sleep_s + speed.wake_s + speed.weights_s
         from gcore.simulate.costs import gpu_of, logprob_s, shape_of, training_s
 
         shape, gpu = shape_of(self.policy.model), gpu_of(self.gpu)
@@ -214,12 +286,13 @@ class StepWork:
         scenario = self.scenario
         progress = scenario.progress(self.step)
         jitter = np.random.default_rng([scenario.seed, 0, self.step]).standard_normal(3)
-        self.mean = scenario.lengths.at(progress, jitter[0])
+        spec = scenario.responses
+        self.mean = spec.at(progress, jitter[0])
         self.acceptance = min(1.0, scenario.acceptance.at(progress, jitter[1]))
         self.verdict_means = {j.name: j.verdict.at(progress, jitter[2]) for j in scenario.judges}
         judged = [((scenario.samples, judge.repeats), judge.verdict.shared) for judge in scenario.judges]
-        self._shapes = (((scenario.samples,), scenario.lengths.shared), *judged)
-        self._response = _scale(scenario.lengths, self.mean)
+        self._shapes = (((scenario.samples,), spec.shared), *judged)
+        self._response = _scale(spec, self.mean)
         self._verdicts = [(j.name, j.repeats, _scale(j.verdict, self.verdict_means[j.name])) for j in scenario.judges]
 
     def __getitem__(self, number: int) -> Draw:

@@ -163,7 +163,8 @@ def model_shape(model: Model, key: str) -> Shape:
     if model.path is not None:
         return shape_of(str(model_folder(model)), key)
     build = model.build
-    assert build is not None
+    if build is None:
+        raise UserError(f"{key}: a diffusion model has no shape of a language model")
     return Shape(
         key,
         layers=build.layers,
@@ -174,6 +175,9 @@ def model_shape(model: Model, key: str) -> Shape:
         head_dim=build.hidden_size // build.heads,
         vocab=len(build.alphabet) + 4,
         tied=True,
+        experts=build.experts if build.architecture == "qwen3_moe" else 0,
+        active_experts=build.active_experts if build.architecture == "qwen3_moe" else 0,
+        vision=_vision(build.vision.model_dump() if build.vision else None),
     )
 
 
@@ -247,7 +251,7 @@ def _vision(config: Any) -> CostModel | None:
     def number(*keys: str) -> float:
         return next((float(config[key]) for key in keys if isinstance(config.get(key), int | float)), 0.0)
 
-    layers, hidden = number("depth", "num_hidden_layers"), number("embed_dim", "hidden_size")
+    layers, hidden = number("depth", "num_hidden_layers", "layers"), number("embed_dim", "hidden_size")
     mlp = number("intermediate_size") or hidden * number("mlp_ratio")
     if not (layers and hidden and mlp):
         return None

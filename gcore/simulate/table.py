@@ -83,7 +83,7 @@ def show(scenario: Scenario, runs: Mapping[str, Run], console: Console | None = 
 
 def render(scenario: Scenario, runs: Mapping[str, Run]) -> Table:
     roles = " · ".join(f"{judge.name} {judge.model} x tp {judge.tensor_parallel}" for judge in scenario.judges)
-    title = f"{scenario.name}: {scenario.slots} x {scenario.gpu} · policy {scenario.policy.model} · {roles}"
+    title = f"{scenario.name}: {scenario.slots} x {scenario.gpu} · policy {scenario.policy_model} · {roles}"
     steps = f"{scenario.steps} steps of {scenario.prompts} x {scenario.samples} responses"
     table = Table(
         title=f"{title}\n{steps}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False

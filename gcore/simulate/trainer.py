@@ -68,6 +68,11 @@ class EmulatedTrainer:
         metrics = {**zeros, "rollout/importance_mean": Metric(actions, actions)}
         return UpdateStats(updates, lr=self.lr * updates, metrics=metrics)
 
+    async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]:
+        await self._work(self._of(batch.keys), 1 / 3)
+        self._samples.clear()
+        return {}
+
     async def weight_plan(self) -> WeightPlan:
         return WeightPlan(num_buckets=1, every_rank=False)
 

@@ -7,6 +7,7 @@
     start           weights, KL reference, and the first weight update: engines are awake
     rollout         what `offload` leaves: engines generate
     logprobs        only with a KL reference: its forward pass
+    critic backward, critic step    only with a critic: as below, of the critic instead of the policy
     backward        gradients, weights in the compute dtype, activations; moments only without off-load
     optimizer step  weights, gradients, moments; of off-loaded moments a part at a time
     weight update   weights, and buckets of whole tensors on their way to the engines
@@ -27,9 +28,14 @@ from gcore.simulate.shapes import Shape
 
 Offload = Literal["none", "optimizer", "all"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)  # the least first
-Phase = Literal["start", "rollout", "logprobs", "backward", "optimizer step", "weight update"]
+Phase = Literal[
+    "start", "rollout", "logprobs", "critic backward", "critic step", "backward", "optimizer step", "weight update"
+]
 # In the order of tables. "engines": everything on the GPU that is not the trainer's.
-PARTS = ("weights", "gradients", "moments", "copies", "reference", "activations", "work", "buckets", "engines")
+PARTS = (
+    *("weights", "gradients", "moments", "copies", "reference", "critic", "critic moments"),
+    *("activations", "work", "buckets", "engines"),
+)
 PART_TITLES = {"copies": "bf16 copy", "work": "temporary"}  # in tables, where the name says too little
 Parts = Mapping[str, float]
 
@@ -58,6 +64,7 @@ class TrainingRank:
     float32: bool = False  # forward and backward in float32 on a GPU; on a CPU they always are
     compiled: bool = True
     micro_batches: int = 2  # per update: with one, there are no gradients until its backward pass
+    critic: Shape | None = None  # a second trained network, with one output
 
     @property
     def own_parameters(self) -> float:
@@ -86,8 +93,12 @@ class Memory:
 
 def training_memory(rank: TrainingRank) -> Memory:
     state = state_bytes(rank.own_parameters, rank.trained_parameters, rank.width, rank.kl, bool(rank.adapters))
-    fixed = {"weights": state["weights"], "reference": state["reference"]}
-    idle = fixed | {"moments": state["moments"]}
+    critic = _critic_rank(rank)
+    if critic is not None:
+        own = state_bytes(critic.own_parameters, critic.own_parameters, critic.width, False, False)
+        state |= {"critic": own["weights"], "critic moments": own["moments"]}
+    fixed: dict[str, float] = {name: state[name] for name in ("weights", "reference", "critic") if name in state}
+    idle: dict[str, float] = fixed | {name: state[name] for name in ("moments", "critic moments") if name in state}
     buckets = {"buckets": _buckets(rank)}
     phases: dict[Phase, dict[str, float]] = {
         "start": fixed | buckets,
@@ -103,6 +114,8 @@ def training_memory(rank: TrainingRank) -> Memory:
         "optimizer step": idle | {"gradients": state["gradients"], "moments": _moments_at_once(rank, state["moments"])},
         "weight update": idle | buckets,
     }
+    if critic is not None:
+        phases["critic backward"], phases["critic step"] = _critic_phases(critic, idle)
     if not rank.kl or rank.adapters:  # the reference of adapters is a copy of them, with the policy's weights
         del phases["logprobs"]
     if rank.cpu:
@@ -112,7 +125,7 @@ def training_memory(rank: TrainingRank) -> Memory:
         moved = off_gpu(rank.offload, phase)
         gpu[phase] = _some({name: size for name, size in parts.items() if name not in moved})
         kept = off_gpu(rank.offload) if phase != "start" else ()  # pinned host memory is kept for the next
-        host[phase] = _some({name: state[name] for name in kept})
+        host[phase] = _some({name: state[name] for name in kept if name in state})
     return Memory(gpu, host)
 
 
@@ -129,6 +142,29 @@ def adapter_parameters(shape: Shape, rank: int, targets: Sequence[str] = ()) -> 
     return shape.layers * rank * sum(size for name, size in sides.items() if not targets or name in targets)
 
 
+def _critic_rank(rank: TrainingRank) -> TrainingRank | None:
+    """The critic of this rank as a network of its own: all of its weights are trained, and it has no vocabulary."""
+    if rank.critic is None:
+        return None
+    return replace(rank, shape=replace(rank.critic, tied=True), critic=None, adapters=0, kl=False)
+
+
+def _critic_phases(critic: TrainingRank, idle: Parts) -> tuple[dict[str, float], dict[str, float]]:
+    """Its backward pass and its optimizer step, beside what the policy keeps."""
+    own = state_bytes(critic.own_parameters, critic.own_parameters, critic.width, False, False)
+    layer = _layer_work(critic) + (4 + critic.width) * critic.shape.layer_parameters / critic.tensor_parallel
+    if critic.checkpointing:
+        layer += critic.max_tokens * kept_per_token(replace(critic, checkpointing=False))
+    backward = {
+        "gradients": own["gradients"] if critic.micro_batches > 1 else 0.0,
+        "copies": _copies(critic),
+        "activations": _activations(critic),
+        "work": layer,
+    }
+    step = {"gradients": own["gradients"], "critic moments": _moments_at_once(critic, own["moments"])}
+    return {**idle, **backward}, {**idle, **step}
+
+
 # ---- parts --------------------------------------------------------------------------------------------------------
 
 
@@ -141,9 +177,12 @@ def state_bytes(own: float, trained: float, width: int, kl: bool, adapters: bool
 
 def off_gpu(offload: Offload, phase: Phase = "rollout") -> tuple[str, ...]:
     """The parts that are in host memory during a phase."""
-    gone = {"none": (), "optimizer": ("moments",), "all": ("weights", "moments", "reference")}[offload]
+    moments = ("moments", "critic moments")
+    gone = {"none": (), "optimizer": moments, "all": ("weights", "reference", "critic", *moments)}[offload]
     back: dict[Phase, tuple[str, ...]] = {
-        "start": ("weights", "reference"),
+        "start": ("weights", "reference", "critic"),
+        "critic backward": ("weights", "critic"),
+        "critic step": ("weights", "critic", "critic moments"),
         "logprobs": ("weights", "reference"),
         "backward": ("weights",),
         "optimizer step": ("weights", "moments"),

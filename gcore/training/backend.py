@@ -4,7 +4,7 @@
 
 A backend holds the rank's share of one or more networks and of the optimizer. It knows nothing about controllers,
 files of a run, schedules or algorithms. It alone opens the content of samples. Every method is a collective: all ranks
-call it, in the same order, from one thread. Implementation: fsdp.py.
+call it, in the same order, from one thread. Implementations: fsdp.py, megatron/backend.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from gcore.training.micro import StepData
 from gcore.training.objective import Objective
 from gcore.training.step_advantages import Array
 from gcore.types import Key, MicroBatch
+from gcore.weights.publisher import Parameter
 
 NetworkName = Literal["policy", "reference"]
+TrainedName = Literal["policy", "critic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +43,55 @@ class Backend(Protocol):
 
     def info(self) -> TrainerInfo: ...
 
-    def logprobs(self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData) -> dict[Key, Tensor]:
-        """Logprobs of the steps of each sample, without gradients."""
+    def logprobs(
+        self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData, output: int = 0
+    ) -> dict[Key, Tensor]:
+        """Logprobs of the steps of each sample, without gradients; or another output of the StepModel, by number."""
+        ...
+
+    def values(self, micros: Sequence[MicroBatch], data: StepData) -> dict[Key, Tensor]:
+        """Of the critic: one value per step, without gradients."""
         ...
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], data: StepData, objective: Objective
+        self, micros: Sequence[MicroBatch], data: StepData, objective: Objective, network: TrainedName = "policy"
     ) -> Mapping[str, Metric]:
         """Add the gradients of a mini-batch. The backend runs the micro-batches and calls the objective on each."""
         ...
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, network: TrainedName = "policy") -> float:
         """One optimizer step with the gradients, which are clipped first and dropped afterwards. Returns their norm
         before clipping. If it is NaN or infinite, no weight changes."""
         ...
 
-    def begin(self, reference: bool) -> None:
-        """Reset the optimizer. `reference`: the current weights become those of the network "reference"."""
+    def drop_gradients(self) -> None:
+        """Of the policy, instead of a step."""
+        ...
+
+    def set_critic_aside(self) -> None:
+        """The critic is not needed until the next training step; with training.offload=all it leaves the device."""
+        ...
+
+    def begin(self, reference: bool, critic: bool = False) -> None:
+        """Reset the optimizer. `reference`: the current weights become those of the network "reference". `critic`: a
+        new critic is made."""
         ...
 
     def sum_over_ranks(self, values: Array) -> Array:
         """The sums over all data-parallel ranks, on each of them."""
         ...
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self) -> Mapping[str, Parameter]:
         """The trained parameters by their Hugging Face names, sharded: the publisher gathers them one by one."""
         ...
 
-    def snapshot(self, counters: Mapping[str, int]) -> Snapshot:
+    def snapshot(self, counters: Mapping[str, float]) -> Snapshot:
         """What this rank writes of a checkpoint: references, which the caller copies before any other call."""
         ...
 
-    def load(self, folder: Path, reference: bool) -> Mapping[str, int]:
-        """Bring the rank to the state that was saved, by any number of ranks. `reference`: also that network; without,
-        there is none afterwards. Returns the counters. Not a collective."""
+    def load(self, folder: Path, reference: bool, critic: bool = False) -> Mapping[str, float]:
+        """Bring the rank to the state that was saved, by any number of ranks. `reference`, `critic`: also that network;
+        without, there is none afterwards. Returns the counters. Not a collective."""
         ...
 
     def free_memory(self, weights: bool) -> None:

@@ -44,17 +44,18 @@ class Ranks(NamedTuple):
 class ContextGroups:
     """Makes the process groups of each size when a micro-batch first needs them. A collective: at one position all
     ranks have micro-batches of the same size. Ranks with different shares of the matrices (`tensor_size`) are in
-    different groups."""
+    different groups, as are those of different stages of a pipeline (`stages`)."""
 
-    def __init__(self, data_size: int, tensor_size: int) -> None:
-        self._data_size, self._tensor_size = data_size, tensor_size
+    def __init__(self, data_size: int, tensor_size: int, stages: int = 1) -> None:
+        self._data_size, self._tensor_size, self._stages = data_size, tensor_size, stages
         self._found = {1: Ranks(None, (dist.get_rank(),), 0)}
 
     def of(self, size: int) -> Ranks:
         assert self._data_size % size == 0, f"groups of {size} ranks do not divide {self._data_size}"
         if size not in self._found:
             me = dist.get_rank()
-            for first, tensor in itertools.product(range(0, self._data_size, size), range(self._tensor_size)):
+            copies = self._data_size * self._stages
+            for first, tensor in itertools.product(range(0, copies, size), range(self._tensor_size)):
                 members = tuple((first + i) * self._tensor_size + tensor for i in range(size))
                 group = dist.new_group(list(members))
                 if me in members:
@@ -105,18 +106,18 @@ class Sharing:
         sample = torch.searchsorted(half, at, right=True) - 1
         return at + half[sample], at + half[sample + 1]
 
-    def join(self, logprobs_s: Tensor, entropy_s: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, *outputs_s: Tensor) -> tuple[Tensor, ...]:
         """Outputs of all steps, from those of each rank."""
-        logprobs_S, entropy_S = _Join.apply(torch.stack([logprobs_s, entropy_s]), self).unbind()
-        return logprobs_S, entropy_S
+        joined: Tensor = _Join.apply(torch.stack(outputs_s), self)
+        return joined.unbind()
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own_2s: Tensor, sharing: Sharing) -> Tensor:
+    def forward(ctx: Any, own_Os: Tensor, sharing: Sharing) -> Tensor:
         ctx.sharing = sharing
         size, most = sharing.ranks.size, sharing.most
-        sent = torch.nn.functional.pad(own_2s, (0, most - own_2s.shape[1])).contiguous()
+        sent = torch.nn.functional.pad(own_Os, (0, most - own_Os.shape[1])).contiguous()
         received = [torch.empty_like(sent) for _ in range(size)]
         dist.all_gather(received, sent, group=sharing.ranks.group)
         return torch.cat(received, 1)[:, sharing.place_S]
@@ -165,5 +166,6 @@ def split(packed: Packed, ranks: Ranks, method: Method, device: torch.device) ->
         sample_S=packed.sample_S.to(device),
         starts=spans.starts_N,
         sampling_mask=masked,
+        experts_RWLK=None if packed.experts_RWLK is None else packed.experts_RWLK[:, own_L].to(device),
         sharing=Sharing(ranks, method, spans, own_s.to(device), (rank_S * most + number_S).to(device), most),
     )

@@ -17,14 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gcore.decoders import forbid
+
 ChunkFunction = Callable[..., Any]
 
 
 class Scaling(NamedTuple):
-    """What the model does to the outputs of its last layer: cap * tanh(scale * x / cap), or scale * x without a cap."""
+    """What the model does to the outputs of its last layer: cap * tanh(scale * x / cap), or scale * x without a cap.
+    Then, logits of forbidden tokens are masked."""
 
     scale: float = 1.0
     cap: float | None = None
+    forbidden: tuple[int, ...] = ()
 
 
 def token_logprobs(
@@ -91,19 +95,26 @@ def _pieces(chunk: int, *columns: Tensor) -> Any:
     return zip(*(column.split(chunk) for column in columns), strict=True)
 
 
-def _logits(raw: Tensor, temperature_S: Tensor, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
+def _logits(
+    raw: Tensor, temperature_S: Tensor, scale: float, cap: float | None, forbidden: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """The logits that are sampled from, in float32, and their derivative by `raw`."""
     logits, slope = raw.float() * scale, torch.full((), scale, device=raw.device)
     if cap is not None:
         bounded = torch.tanh(logits / cap)
         logits, slope = bounded * cap, slope * (1 - bounded * bounded)
-    return logits / temperature_S[:, None], slope / temperature_S[:, None]
+    return forbid(logits / temperature_S[:, None], forbidden), slope / temperature_S[:, None]
 
 
 def _score(
-    raw: Tensor, targets_S: Tensor, temperature_S: Tensor, scale: float, cap: float | None
+    raw: Tensor,
+    targets_S: Tensor,
+    temperature_S: Tensor,
+    scale: float,
+    cap: float | None,
+    forbidden: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits, _ = _logits(raw, temperature_S, scale, cap)
+    logits, _ = _logits(raw, temperature_S, scale, cap, forbidden)
     logsumexp_S = torch.logsumexp(logits, -1)
     chosen_S = logits.gather(-1, targets_S[:, None])[:, 0]
     mean_S = ((logits - logsumexp_S[:, None]).exp() * logits).sum(-1)
@@ -120,9 +131,10 @@ def _differentiate(
     for_entropy_S: Tensor,
     scale: float,
     cap: float | None,
+    forbidden: tuple[int, ...] = (),
 ) -> Tensor:
     """d logprob / d logit = [target] - p, and d entropy / d logit = -p (log p + entropy)."""
-    logits, slope = _logits(raw, temperature_S, scale, cap)
+    logits, slope = _logits(raw, temperature_S, scale, cap, forbidden)
     logprobs = logits - logsumexp_S[:, None]
     probabilities = logprobs.exp()
     at_target = torch.arange(raw.shape[-1], device=raw.device) == targets_S[:, None]

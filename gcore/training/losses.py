@@ -1,4 +1,4 @@
-"""Policy losses: pure functions of the steps of a packed micro-batch, independent of ranks and devices.
+"""Losses of policy and critic: pure functions of the steps of a packed micro-batch, independent of ranks and devices.
 
 `_S` runs over all response steps of the micro-batch, sample after sample. A loss returns one number per step.
 `step_weights` returns the weight of each step, with *global* denominators, so that the sum over micro-batches and ranks
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gcore.config.tree import Algorithm
+from gcore.types import UserError
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
@@ -56,8 +58,55 @@ def cispo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     return -clipped * steps.advantages_S * steps.logprobs_S, clipped != ratio
 
 
+def sapo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """A soft gate instead of the clip: sigmoid(tau (r - 1)) 4 / tau, which has slope 1 at r = 1 and falls off to both
+    sides, faster for negative advantages (SAPO). Nothing is clipped."""
+    ratio = _log_ratio(steps).exp()
+    tau = torch.where(steps.advantages_S > 0, algorithm.sapo_tau_positive, algorithm.sapo_tau_negative).to(ratio.dtype)
+    gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
+    return -gate * steps.advantages_S, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+def reinforce(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """-A log p: without a ratio, and so for one update per step (REINFORCE; ReMax, OPO, GPG)."""
+    return -steps.advantages_S * steps.logprobs_S, torch.zeros_like(steps.logprobs_S, dtype=torch.bool)
+
+
 PolicyLoss = Callable[[Steps, Algorithm], tuple[Tensor, Tensor]]
-POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+}
+OwnLoss = Callable[[Steps, Algorithm], Any]  # of a user: loss_S, or also {"name": values_S}, with means over actions
+
+
+def call_own(function: OwnLoss, steps: Steps, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each step and the metrics. Checks the answer of the user's function."""
+    answer = function(steps, algorithm)
+    loss_S, metrics = answer if isinstance(answer, tuple) else (answer, {})
+    shape = steps.logprobs_S.shape
+    for name, values in {"loss": loss_S, **metrics}.items():
+        if not isinstance(values, Tensor) or values.shape != shape:
+            got = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise UserError(
+                f"algorithm.policy_loss={algorithm.policy_loss} returned {name} {got}; expected a tensor with one "
+                f"number per step, of shape {tuple(shape)}"
+            )
+    return loss_S, metrics
+
+
+def value_loss(values_S: Tensor, old_values_S: Tensor, returns_S: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """Half of the squared error of each value. With `clip`, values are not rewarded for a change of more than that: the
+    larger one of the plain and the clipped error. Returns the loss and the steps where the clip was active."""
+    plain = (values_S - returns_S).square()
+    if clip is None:
+        return plain / 2, torch.zeros_like(plain, dtype=torch.bool)
+    near_S = values_S.clamp(old_values_S - clip, old_values_S + clip)
+    clipped = (near_S - returns_S).square()
+    return torch.maximum(plain, clipped) / 2, clipped > plain
 
 
 def importance(

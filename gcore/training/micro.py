@@ -21,13 +21,15 @@ from gcore.types import Key, MicroBatch, Sample
 
 if TYPE_CHECKING:
     from gcore.training.context import Sharing
+    from gcore.training.step_model import StepBatch
 
-ColumnName = Literal["old_logprobs", "ref_logprobs", "advantages"]
+ColumnName = Literal["old_logprobs", "ref_logprobs", "ref_location", "values", "advantages", "returns"]
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """R rows of W tokens; S response steps in all. The logits at flat positions `select_S` predict `targets_S`.
+    """Implements step_model.StepBatch. R rows of W tokens; S response steps in all. The logits at flat positions
+    `select_S` predict `targets_S`.
 
     With `sharing`, the inputs of the network are those of this rank: a part of the tokens and of the steps. `sample_S`
     and `keys` are of all steps.
@@ -46,6 +48,7 @@ class Packed:
     sampling_mask: tuple[Tensor, Tensor] | None = None  # ids_K, counts_S, as in content.tokens.SamplingMask
     is_padding: bool = False  # dummy batch so that this rank joins the collectives
     sharing: Sharing | None = None  # varlen: the ranks that have the other parts of the row
+    experts_RWLK: Tensor | None = None  # of each token and router, as in content.tokens.Tokens; -1: not recorded
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -61,11 +64,12 @@ class Packed:
             self.starts,
             self.longest,
             self.sharing,
+            self.experts_RWLK,
         )
 
-    def joined(self, logprobs_S: Tensor, entropy_S: Tensor) -> tuple[Tensor, Tensor]:
+    def joined(self, *outputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all steps, from those of LogprobModel.forward."""
-        return (logprobs_S, entropy_S) if self.sharing is None else self.sharing.join(logprobs_S, entropy_S)
+        return outputs if self.sharing is None else self.sharing.join(*outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,10 @@ class StepColumns:
     advantages_S: Tensor
     old_logprobs_S: Tensor | None = None  # of the policy before the update
     ref_logprobs_S: Tensor | None = None  # of the reference model
+    ref_location_SD: Tensor | None = None  # of the reference model, see objective.StepOutputs
+    rewards_B: Tensor | None = None  # of each sample: of a pair, the chosen answer has the higher one
+    values_S: Tensor | None = None  # of the critic before the update
+    returns_S: Tensor | None = None  # what the critic should predict
 
 
 @dataclass(slots=True)
@@ -114,7 +122,7 @@ def to_tensors(
     tokens = np.zeros((num_rows, width), np.int64)
     positions = np.zeros((num_rows, width), np.int64)
     segments = np.full((num_rows, width), -1, np.int64)
-    select, ordered, contents = [], list[Sample](), list[Tokens]()
+    select, ordered, contents, experts = [], list[Sample](), list[Tokens](), dict[tuple[int, int], np.ndarray]()
     for r, row in enumerate(batch.rows):
         start = 0
         for i, key in enumerate(row):
@@ -126,6 +134,8 @@ def to_tensors(
             select.append(r * width + start + np.arange(first - 1, length - 1))
             ordered.append(sample)
             contents.append(content)
+            if content.experts is not None:
+                experts[r, start] = content.experts
             start += padded(length)
     if not ordered:
         return _padding(tokens, positions, device, varlen)
@@ -155,10 +165,11 @@ def to_tensors(
         sampling_mask=_sampling_mask(contents, device),
         starts=starts,
         longest=longest,
+        experts_RWLK=_experts(experts, num_rows, width, device),
     )
 
 
-def step_columns(packed: Packed, data: StepData, device: torch.device) -> StepColumns:
+def step_columns(packed: StepBatch, data: StepData, device: torch.device) -> StepColumns:
     """The columns of a packed micro-batch, in the order of its steps."""
 
     def column(name: ColumnName) -> Tensor | None:
@@ -182,8 +193,12 @@ def step_columns(packed: Packed, data: StepData, device: torch.device) -> StepCo
         num_samples=len(packed.keys),
         rollout_logprobs_S=stored([s.rollout_logprobs_S for s in samples]),
         advantages_S=torch.zeros_like(mask_S) if advantages_S is None else advantages_S,
+        rewards_B=torch.tensor([sample.reward or 0.0 for sample in samples], device=device),
         old_logprobs_S=column("old_logprobs"),
         ref_logprobs_S=column("ref_logprobs"),
+        ref_location_SD=column("ref_location"),
+        values_S=column("values"),
+        returns_S=column("returns"),
     )
 
 
@@ -192,6 +207,19 @@ def _sampling_mask(contents: list[Tokens], device: torch.device) -> tuple[Tensor
     if mask is None:
         return None
     return torch.from_numpy(mask.ids_K).to(device, torch.int64), torch.from_numpy(mask.counts_S).to(device, torch.int64)
+
+
+def _experts(
+    found: Mapping[tuple[int, int], np.ndarray], num_rows: int, width: int, device: torch.device
+) -> Tensor | None:
+    """`found`: by the row and the place of a sample's first token."""
+    if not found:
+        return None
+    shape = next(iter(found.values())).shape[1:]
+    experts_RWLK = np.full((num_rows, width, *shape), -1, np.int16)
+    for (row, start), experts in found.items():
+        experts_RWLK[row, start : start + len(experts)] = experts
+    return torch.from_numpy(experts_RWLK).to(device)
 
 
 def _padding(tokens: np.ndarray, positions: np.ndarray, device: torch.device, varlen: bool) -> Packed:

@@ -35,6 +35,7 @@ class Part(NamedTuple):
 
 
 Metrics = dict[str, Part]
+ENTROPY, KL, UPDATE_KL = "actor/entropy", "actor/kl", "actor/update_kl"  # the rank also reads these
 
 
 class StepOutputs(NamedTuple):
@@ -42,31 +43,39 @@ class StepOutputs(NamedTuple):
 
     logprobs_S: Tensor
     entropy_S: Tensor
+    location_SD: Tensor | None = None  # of Gaussian steps: the KL is half the squared distance of two locations
 
 
-Objective = Callable[[StepOutputs, StepColumns], tuple[Tensor, Metrics]]
+Objective = Callable[[Sequence[Tensor], StepColumns], tuple[Tensor, Metrics]]  # of the outputs of a StepModel
 
 
 def imitation(mini: MiniBatch) -> Objective:
     """Mean negative logprob of demonstrations."""
 
-    def objective(outputs: StepOutputs, columns: StepColumns) -> tuple[Tensor, Metrics]:
-        loss = -(outputs.logprobs_S * _weights(columns, mini, "token_mean")).sum()
+    def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
+        loss = -(StepOutputs(*outputs).logprobs_S * _weights(columns, mini, "token_mean")).sum()
         return loss, {"warm_start/loss": _per_update(loss, columns, mini)}
 
     return objective
 
 
-def policy(algorithm: Algorithm, mini: MiniBatch, max_response_length: int) -> Objective:
-    """The loss of reinforcement learning. Without old logprobs, those of this forward pass are the old ones."""
+def policy(
+    algorithm: Algorithm, mini: MiniBatch, max_response_length: int, own_loss: losses.OwnLoss | None = None
+) -> Objective:
+    """The loss of reinforcement learning. Without old logprobs, those of this forward pass are the old ones.
+    `own_loss`: of the user, instead of a built-in one."""
 
-    def objective(outputs: StepOutputs, columns: StepColumns) -> tuple[Tensor, Metrics]:
-        logprobs_S, entropy_S = outputs
-        mask_S, ref_S = columns.mask_S, columns.ref_logprobs_S
+    def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
+        found = StepOutputs(*outputs)
+        logprobs_S, entropy_S, mask_S = found.logprobs_S, found.entropy_S, columns.mask_S
         weights_S = _weights(columns, mini, algorithm.loss_aggregation, max_response_length)
         before_S = logprobs_S.detach() if columns.old_logprobs_S is None else columns.old_logprobs_S
         steps = losses.Steps(logprobs_S, before_S, columns.advantages_S, mask_S, columns.sample_S, columns.num_samples)
-        loss_S, clipped_S = losses.POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
+        if own_loss is None:
+            loss_S, clipped_S = losses.POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
+            own_metrics = {"clip_frac": clipped_S}
+        else:
+            loss_S, own_metrics = losses.call_own(own_loss, steps, algorithm)
         importance_S, capped_S, floored_S = losses.importance(before_S, columns.rollout_logprobs_S, steps, algorithm)
         applied_S = torch.ones_like(importance_S) if algorithm.importance == "none" else importance_S
         pg_loss = (loss_S * applied_S * weights_S).sum()
@@ -74,8 +83,8 @@ def policy(algorithm: Algorithm, mini: MiniBatch, max_response_length: int) -> O
         diff_S = (before_S - columns.rollout_logprobs_S).abs()
         metrics = {
             "actor/pg_loss": _per_update(pg_loss, columns, mini),
-            "actor/entropy": _per_action(entropy_S, columns),
-            "actor/clip_frac": _per_action(clipped_S, columns),
+            ENTROPY: _per_action(entropy_S, columns),
+            **{f"actor/{name}": _per_action(values_S, columns) for name, values_S in own_metrics.items()},
             "actor/approx_kl": _per_action(before_S - logprobs_S, columns),
             "rollout/logprob_diff_mean": _per_action(diff_S, columns),
             "rollout/logprob_diff_max": _maximum(diff_S, columns),
@@ -83,13 +92,44 @@ def policy(algorithm: Algorithm, mini: MiniBatch, max_response_length: int) -> O
             "rollout/importance_capped_frac": _per_action(capped_S, columns),
             "rollout/importance_floored_frac": _per_action(floored_S, columns),
         }
-        if ref_S is not None:
-            policy_S = before_S if algorithm.kl_in_reward else logprobs_S
-            kl_S = losses.kl_penalty(policy_S, ref_S, algorithm.kl_estimator)
+        if algorithm.early_stop_kl is not None:
+            change_S = losses.kl_penalty(before_S, logprobs_S)  # sampled by the policy before the update
+            metrics[UPDATE_KL] = _per_action(change_S, columns)
+        kl_S = _kl(found, before_S, columns, algorithm)
+        if kl_S is not None:
             if algorithm.kl_in == "loss":
                 loss = loss + algorithm.kl_coef * (kl_S * applied_S * weights_S).sum()
-            metrics["actor/kl"] = _per_action(kl_S, columns)
+            metrics[KL] = _per_action(kl_S, columns)
         return loss, {"actor/loss": _per_update(loss, columns, mini), **metrics}
+
+    return objective
+
+
+def _kl(outputs: StepOutputs, before_S: Tensor, columns: StepColumns, algorithm: Algorithm) -> Tensor | None:
+    """KL of each step to the reference, if there is one: estimated from logprobs, or that of two Gaussians."""
+    if columns.ref_location_SD is not None and outputs.location_SD is not None:
+        return (outputs.location_SD - columns.ref_location_SD).square().sum(-1) / 2
+    if columns.ref_logprobs_S is None:
+        return None
+    policy_S = before_S if algorithm.kl_in_reward else outputs.logprobs_S
+    return losses.kl_penalty(policy_S, columns.ref_logprobs_S, algorithm.kl_estimator)
+
+
+def value(mini: MiniBatch, clip: float | None) -> Objective:
+    """The loss of the critic, a mean over all actions. Its StepModel returns one value per step."""
+
+    def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
+        (values_S,) = outputs
+        returns_S, old_S = columns.returns_S, columns.values_S
+        assert returns_S is not None and old_S is not None, "no values: `prepare` computes them"
+        loss_S, clipped_S = losses.value_loss(values_S, old_S, returns_S, clip)
+        loss = (loss_S * _weights(columns, mini, "token_mean")).sum()
+        return loss, {
+            "critic/loss": _per_update(loss, columns, mini),
+            "critic/value_mean": _per_action(values_S, columns),
+            "critic/return_mean": _per_action(returns_S, columns),
+            "critic/clip_frac": _per_action(clipped_S, columns),
+        }
 
     return objective
 

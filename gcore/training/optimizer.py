@@ -9,7 +9,7 @@ part holds parameters of one kind. With `offload`, the moments of a part are on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,17 +26,23 @@ PART_BYTES = 2**32  # of the two moments of a part that is off-loaded; a larger 
 
 
 class Optimizer:
-    """`offload`: keep the moments in host memory."""
+    """`offload`: keep the moments in host memory. `scales`: of the learning rates of some parameters."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], training: Training, device: torch.device, offload: bool = False
+        self,
+        parameters: Sequence[Tensor],
+        training: Training,
+        device: torch.device,
+        offload: bool = False,
+        scales: Mapping[Tensor, float] | None = None,
     ) -> None:
+        self._scales = dict(scales or {})
         self._parameters, self._max_norm, self._device = list(parameters), training.max_grad_norm, device
         self._fused, self._offload = device.type == "cuda", offload
         self._host: dict[torch.optim.AdamW, Tensor] = {}  # memory of off-loaded moments
         self._parts = [
             torch.optim.AdamW(
-                decay_groups(part, training.weight_decay, training.weight_decay_norms),
+                self._groups(part, training),
                 lr=training.lr,
                 betas=training.betas,
                 eps=training.eps,
@@ -44,6 +50,15 @@ class Optimizer:
             )
             for part in _parts(self._parameters, PART_BYTES if offload else None)
         ]
+
+    def _groups(self, part: Sequence[Tensor], training: Training) -> list[dict[str, Any]]:
+        """Groups of one weight decay and one scale of the learning rate."""
+        found = list[dict[str, Any]]()
+        for scale in sorted({self._scales.get(p, 1.0) for p in part}):
+            own = [p for p in part if self._scales.get(p, 1.0) == scale]
+            groups = decay_groups(own, training.weight_decay, training.weight_decay_norms)
+            found += [{**group, "scale": scale} for group in groups]
+        return found
 
     def step(self, lr: float) -> float:
         """Clip the gradients, update, drop the gradients. Returns the norm; if it is not finite, nothing changes."""
@@ -54,13 +69,16 @@ class Optimizer:
         if self._fused or bool(finite):
             for part in self._parts:
                 for group in part.param_groups:
-                    group["lr"] = lr
+                    group["lr"] = lr * group["scale"]
                 if self._fused:
                     cast(Any, part).found_inf = (~finite).float()
                 self._update(part)
+        self.drop_gradients()
+        return float(norm)
+
+    def drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        return float(norm)
 
     def _update(self, part: torch.optim.AdamW) -> None:
         if self._offload:

@@ -2,15 +2,16 @@
 number of ranks reads them again; no rank holds a whole model.
 
     trainer.json (counters, adapters)    weights/    optimizer/ (moments, step counters)    reference/ (with a KL)
+                                         critic/     critic_optimizer/ (with a critic)
 
-If the network has adapters, only the adapters are written and read. The format of the three folders is in
+If the network has adapters, only the adapters are written and read. The format of the folders is in
 checkpoint/tensors.py.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from gcore.training.shards import local_of, part_of
 from gcore.types import UserError
 
 ABOUT, WEIGHTS, OPTIMIZER, REFERENCE = "trainer.json", "weights", "optimizer", "reference"
+CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
 Shards = dict[str, list[Shard]]  # by folder
 
 
@@ -37,8 +39,13 @@ class SavePlan:
 
     def own(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Shards:
         """References to the shards that this rank writes. `tensors`: all, by folder. Collective if they are new."""
-        held = {folder: shards_of(group) for folder, group in tensors.items() if group}
         names = frozenset(f"{folder}/{name}" for folder, group in tensors.items() for name in group)
+        return self.own_of({folder: shards_of(group) for folder, group in tensors.items()}, names)
+
+    def own_of(self, held: Mapping[str, Sequence[Shard]], names: frozenset[str] = frozenset()) -> Shards:
+        """Of the shards that this rank holds, by folder, those that it writes. `names`: changes, on all ranks, when
+        their places change. Collective if it is new."""
+        held = {folder: shards for folder, shards in held.items() if shards}
         if names not in self._own:
             sizes = {_place(folder, s): s.num_bytes for folder, shards in held.items() for s in shards}
             gathered: list[Any] = [None] * dist.get_world_size()
@@ -71,19 +78,43 @@ def optimizer_state(network: Any, optimizer: Optimizer) -> dict[str, Tensor]:
     return entries
 
 
-def describe(counters: Mapping[str, int], adapters: Adapters | None) -> bytes:
+def describe(counters: Mapping[str, float], adapters: Adapters | None) -> bytes:
     """The content of trainer.json."""
     kind = {"rank": adapters.rank, "alpha": adapters.alpha} if adapters else None
     return json.dumps({"counters": dict(counters), "adapters": kind}).encode()
 
 
-def load(folder: Path, network: Any, optimizer: Optimizer, adapters: Adapters | None = None) -> dict[str, int]:
+def load(folder: Path, network: Any, optimizer: Optimizer, adapters: Adapters | None = None) -> dict[str, float]:
     """Fill network and optimizer; returns the counters. Gradients are dropped."""
+    counters = counters_of(folder, adapters)
+    _load(folder / WEIGHTS, folder / OPTIMIZER, network, optimizer)
+    return counters
+
+
+def counters_of(folder: Path, adapters: Adapters | None = None) -> dict[str, float]:
+    """From trainer.json. UserError if the checkpoint has another kind of weights than this run."""
     about = json.loads((folder / ABOUT).read_text())
     _check(folder, about["adapters"], adapters)
+    counters: dict[str, float] = about["counters"]
+    return counters
+
+
+def load_critic(folder: Path, network: Any, optimizer: Optimizer) -> None:
+    _load(critic_folder(folder), folder / CRITIC_OPTIMIZER, network, optimizer)
+
+
+def critic_folder(folder: Path) -> Path:
+    if not (folder / CRITIC).is_dir():
+        raise UserError(
+            f"{folder} has no critic: it was saved with another algorithm.adv_estimator; resume with that one"
+        )
+    return folder / CRITIC
+
+
+def _load(weights: Path, moments: Path, network: Any, optimizer: Optimizer) -> None:
     parameters = trainable_parameters(network)
-    _fill(folder / WEIGHTS, parameters)
-    saved = shapes(folder / OPTIMIZER) if (folder / OPTIMIZER).is_dir() else {}
+    _fill(weights, parameters)
+    saved = shapes(moments) if moments.is_dir() else {}
     optimizer.clear()
     entries: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
@@ -91,16 +122,18 @@ def load(folder: Path, network: Any, optimizer: Optimizer, adapters: Adapters | 
         if f"{name}/step" in saved:
             entries |= {f"{name}/{key}": value for key, value in optimizer.new_state(parameter).items()}
     if entries:
-        _fill(folder / OPTIMIZER, entries)
-    counters: dict[str, int] = about["counters"]
-    return counters
+        _fill(moments, entries)
 
 
 def load_reference(folder: Path, parameters: Mapping[str, Tensor]) -> None:
     """Fill the parameters of the KL reference: of its network, or of its adapters."""
+    _fill(reference_folder(folder), parameters)
+
+
+def reference_folder(folder: Path) -> Path:
     if not (folder / REFERENCE).is_dir():
         raise UserError(f"{folder} has no reference model: it was saved with algorithm.kl_coef=0; resume with 0 too")
-    _fill(folder / REFERENCE, parameters)
+    return folder / REFERENCE
 
 
 @torch.no_grad()

@@ -1,15 +1,17 @@
 """Advantages of the steps, on a trainer rank: a pure function of the samples' advantages and the columns of the rank.
 
-    advantage of a sample (of its controller) ──to every step──> - kl_coef x (KL to come) ──> whitened ──> advantages_S
+    advantage of a sample (of its controller) ──to every step──────────────────────> whitened ──> advantages_S
+    or, with rewards per step: score at the last action, - kl_coef x KL at each one
+        ──sum of the rewards to come (REINFORCE++, ReMax), or GAE with values_S──> whitened ──> advantages_S, returns_S
 
-The last two only for estimators that ask for them (config/algorithm.py: ESTIMATORS). Controllers compare siblings, so
-they compute one advantage per sample. Values per step (logprobs, KL) exist only on the ranks.
+Estimators choose among them (config/algorithm.py: ESTIMATORS). Controllers compare siblings, so they compute one number
+per sample. Values per step (logprobs, KL, values) exist only on the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -45,30 +47,114 @@ class Moments:
         return float(np.sqrt(max(variance, 0.0) + 1e-8))
 
 
-def step_advantages(
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What the networks are trained towards, per step: Targets(advantages={(70, 3): [...]}, returns={})"""
+
+    advantages: dict[Key, Floats]
+    returns: dict[Key, Floats] = field(default_factory=dict)  # of the critic
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The data-parallel ranks. `sum`: a collective. `holders`: number of ranks that have a sample; default: 1. Sums
+    count each sample once."""
+
+    sum: Callable[[Array], Array] = lambda values: values
+    holders: Mapping[Key, int] = field(default_factory=dict)
+
+    def total(self, own: Mapping[Key, Array], width: int) -> Array:
+        """The sum over the samples of all ranks."""
+        shares = (values / self.holders.get(key, 1) for key, values in own.items())
+        return self.sum(sum(shares, np.zeros(width)))
+
+
+def step_targets(
     samples: Mapping[Key, Sample],
     advantages: Mapping[Key, float],
-    kl: Mapping[Key, Floats],
     algorithm: Algorithm,
-    sum_over_ranks: Callable[[Array], Array],
-    num_holders: Mapping[Key, int] | None = None,
-) -> dict[Key, Floats]:
-    """`advantages`: one per sample. `kl`: per step, to the reference model; used if the KL is part of the reward and
-    the estimator charges it to each step. `sum_over_ranks`: a collective, for estimators that whiten. `num_holders`:
-    data-parallel ranks that have the sample; default: 1. The sum counts each sample once."""
-    found: dict[Key, Array] = {}
-    for key, advantage in advantages.items():
-        found[key] = np.full(samples[key].num_steps, advantage)
-        if algorithm.kl_per_step:
-            found[key] -= algorithm.kl_coef * kl_to_come(kl[key], samples[key].mask_S)
-    if algorithm.estimator.whiten:
-        own = np.zeros(3)
-        for key, values in found.items():
-            moments = Moments.of(values[samples[key].mask_S])
-            own += np.array([moments.count, moments.total, moments.squares]) / (num_holders or {}).get(key, 1)
-        moments = Moments(*sum_over_ranks(own))
-        found = {key: whiten(values, moments) for key, values in found.items()}
-    return {key: values.astype(np.float32) for key, values in found.items()}
+    ranks: Ranks,
+    kl: Mapping[Key, Floats] | None = None,
+    values: Mapping[Key, Floats] | None = None,
+) -> Targets:
+    """`advantages`: one per sample. `kl`: per step, to the reference model; only if the KL is part of the reward and
+    the estimator charges it to each step. `values`: of the critic, per step."""
+    estimator, returns = algorithm.estimator, dict[Key, Array]()
+    if not estimator.per_step:
+        found = {key: advantage + _of_teachers(samples[key]) for key, advantage in advantages.items()}
+    else:
+        masks = {key: samples[key].mask_S for key in advantages}
+        rewards = {
+            key: step_rewards(score, masks[key], algorithm.kl_coef * kl[key].astype(np.float64) if kl else None)
+            + _of_teachers(samples[key])
+            for key, score in advantages.items()
+        }
+        found = generalized(rewards, values, masks, algorithm.gamma, algorithm.gae_lambda if values else 1.0)
+        if values is not None:
+            returns = {key: found[key] + values[key] for key in found}
+    if estimator.rescale:
+        counted = ranks.total({key: np.array([1.0, a != 0]) for key, a in advantages.items()}, 2)
+        found = {key: each * (counted[0] / max(counted[1], 1.0)) for key, each in found.items()}
+    if estimator.whiten:
+        own = {key: Moments.of(each[samples[key].mask_S]) for key, each in found.items()}
+        moments = Moments(*ranks.total({key: np.array([m.count, m.total, m.squares]) for key, m in own.items()}, 3))
+        found = {key: whiten(each, moments) for key, each in found.items()}
+    return Targets(_float32(found), _float32(returns))
+
+
+def _of_teachers(sample: Sample) -> Array:
+    """Rewards of the steps, by teachers; 0 without them."""
+    rewards_S = sample.step_rewards_S
+    return np.zeros(sample.num_steps) if rewards_S is None else rewards_S.astype(np.float64)
+
+
+def step_rewards(score: float, mask_S: Bools, penalty_S: Array | None = None) -> Array:
+    """The score belongs to the last action. Each action loses its penalty."""
+    rewards_S = np.zeros(len(mask_S)) if penalty_S is None else np.where(mask_S, -penalty_S, 0.0)
+    if mask_S.any():
+        rewards_S[np.flatnonzero(mask_S)[-1]] += score
+    return rewards_S
+
+
+def generalized(
+    rewards: Mapping[Key, Array],
+    values: Mapping[Key, Floats] | None,
+    masks: Mapping[Key, Bools],
+    gamma: float,
+    lam: float,
+) -> dict[Key, Array]:
+    """Generalized advantage estimation (1506.02438). Without values and with lam = 1: the discounted rewards to come.
+
+        delta_t = r_t + gamma V_t+1 - V_t        A_t = delta_t + gamma lam A_t+1
+
+    t runs over the actions; steps between them (of tools) are no time. They get the advantage of the next action, and
+    the return of theirs is not used. The value after the last action is 0. All samples are computed together, from
+    their last action backwards.
+    """
+    keys = list(rewards)
+    actions = [np.flatnonzero(masks[key]) for key in keys]
+    longest = max(map(len, actions), default=0)
+
+    def backwards(columns: Mapping[Key, npt.NDArray[np.floating]]) -> Array:
+        rows = np.zeros((len(keys), longest))
+        for row, key, at in zip(rows, keys, actions, strict=True):
+            row[: len(at)] = columns[key][at][::-1]
+        return rows
+
+    rewards_NA = backwards(rewards)
+    values_NA = backwards(values) if values is not None else np.zeros_like(rewards_NA)
+    found_NA = np.zeros_like(rewards_NA)
+    running_N, next_N = np.zeros(len(keys)), np.zeros(len(keys))
+    for t in range(longest):
+        running_N = rewards_NA[:, t] + gamma * next_N - values_NA[:, t] + gamma * lam * running_N
+        next_N, found_NA[:, t] = values_NA[:, t], running_N
+    return {key: _to_steps(found_NA[i], actions[i], len(masks[key])) for i, key in enumerate(keys)}
+
+
+def _to_steps(backwards_A: Array, actions: npt.NDArray[np.int64], num_steps: int) -> Array:
+    """Of each step, the value of its action or of the next one; 0 after the last one."""
+    padded = np.append(backwards_A[: len(actions)][::-1], 0.0)
+    return padded[np.searchsorted(actions, np.arange(num_steps))]
 
 
 def whiten(values: Array, moments: Moments) -> Array:
@@ -76,8 +162,20 @@ def whiten(values: Array, moments: Moments) -> Array:
     return (values - moments.mean) / moments.spread
 
 
-def kl_to_come(kl_S: Floats, mask_S: Bools) -> Array:
-    """The KL of each action and of all later actions: [0.1, 0.2, 0.3], where the second is no action, gives
-    [0.4, 0.3, 0.3]."""
-    counted_S: Array = np.where(mask_S, kl_S.astype(np.float64), 0.0)
-    return np.cumsum(counted_S[::-1])[::-1]
+def explained_variance(
+    returns: Mapping[Key, Floats], values: Mapping[Key, Floats], masks: Mapping[Key, Bools], ranks: Ranks
+) -> float:
+    """1 - var(returns - values) / var(returns) over the actions of the global batch: 1 for perfect values, 0 if they
+    are no better than a constant."""
+    own: dict[Key, Array] = {}
+    for key, mask_S in masks.items():
+        targets_A, values_A = (column[key][mask_S].astype(np.float64) for column in (returns, values))
+        errors, targets = Moments.of(targets_A - values_A), Moments.of(targets_A)
+        own[key] = np.array([errors.count, errors.total, errors.squares, targets.total, targets.squares])
+    count, *sums = ranks.total(own, 5)
+    error, target = Moments(count, sums[0], sums[1]), Moments(count, sums[2], sums[3])
+    return 1.0 - error.spread**2 / target.spread**2
+
+
+def _float32(columns: Mapping[Key, Array]) -> dict[Key, Floats]:
+    return {key: values.astype(np.float32) for key, values in columns.items()}

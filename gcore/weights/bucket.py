@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -52,7 +53,11 @@ class Bucket:
     checksum: int
 
 
-def bucket_names(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> list[list[str]]:
+class Sized(Protocol):
+    def numel(self) -> int: ...
+
+
+def bucket_names(parameters: Mapping[str, Sized], dtype: torch.dtype) -> list[list[str]]:
     """The names of the parameters of each bucket, in order. Sizes are those in `dtype`, the engines' precision."""
     buckets: list[list[str]] = [[]]
     size = 0

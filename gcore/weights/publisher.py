@@ -10,6 +10,7 @@ adapters (model.lora) these are only the factors.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,19 @@ from gcore.protocols import Receivers, WeightPlan, Weights
 from gcore.weights.broadcast import BroadcastSender
 from gcore.weights.bucket import CudaHandle, bucket_names, pack_bucket, to_host_memory
 from gcore.weights.method import TransferMethod
+
+
+class Sharded(Protocol):
+    """A parameter whose parts are on several ranks, of a backend that does not use DTensor."""
+
+    def numel(self) -> int: ...
+
+    def full_tensor(self) -> Tensor:
+        """Collective of all ranks: the whole tensor, on each of them."""
+        ...
+
+
+Parameter = Tensor | Sharded
 
 
 class WeightPublisher:
@@ -35,17 +49,17 @@ class WeightPublisher:
         self._rank, self._method, self._dtype, self._sender = rank, method, dtype, sender
         self._exported: dict[int, Tensor] = {}  # cuda_ipc: blocks that engines may still read, by bucket
 
-    def plan(self, parameters: Mapping[str, Tensor]) -> WeightPlan:
+    def plan(self, parameters: Mapping[str, Parameter]) -> WeightPlan:
         num_buckets = len(bucket_names(parameters, self._dtype_of(parameters)))
         return WeightPlan(num_buckets, every_rank=self._method == "cuda_ipc")
 
-    def bucket(self, parameters: Mapping[str, Tensor], index: int, receivers: Receivers) -> Weights:
+    def bucket(self, parameters: Mapping[str, Parameter], index: int, receivers: Receivers) -> Weights:
         """Collective: all ranks gather bucket `index`. Empty on ranks from which no engine reads."""
         if self._sender is not None and index == 0:
             self._sender.connect(receivers.names, receivers.restarted)
         dtype, tensors = self._dtype_of(parameters), dict[str, Tensor]()
         for name in bucket_names(parameters, dtype)[index]:
-            whole = whole_tensor(parameters[name].detach()).to(dtype)
+            whole = whole_tensor(parameters[name]).detach().to(dtype)
             if self._method == "cuda_ipc" or self._rank == 0:
                 tensors[name] = whole
         if self._method == "in_process" or not tensors:
@@ -68,11 +82,11 @@ class WeightPublisher:
         if self._sender is not None:
             self._sender.wait_sent()
 
-    def _dtype_of(self, parameters: Mapping[str, Tensor]) -> torch.dtype:
+    def _dtype_of(self, parameters: Mapping[str, Parameter]) -> torch.dtype:
         """Factors of adapters are sent in float32: engines merge them in float32."""
         return torch.float32 if any(name.endswith((LORA_A, LORA_B)) for name in parameters) else self._dtype
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Parameter) -> Tensor:
     """Collective: the unsharded tensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) else tensor.full_tensor()

@@ -212,7 +212,7 @@ class Core:
 
         self.model_config = SimpleNamespace(hf_text_config=None, dtype=torch.bfloat16, get_vocab_size=lambda: 16)
         self.engine_core, self.loads, self.slept = self, list[dict[str, torch.Tensor]](), list[int]()
-        self.scheduler, self.batch_queue = self, list[Any]()
+        self.scheduler, self.batch_queue, self.model_executor = self, list[Any](), None
 
     def collective_rpc(self, call: Any, args: tuple[Any, ...] = ()) -> list[Any]:
         if args:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from gcore.config.tree import Model
 from gcore.content.tokens import Tokens
 from gcore.decoders import traits_of
+from gcore.generation import embedded
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.models import load_model, load_scorer, score_texts
@@ -223,6 +224,30 @@ def test_engine_samples_with_the_logprobs_of_the_plain_forward_pass(name, folder
             assert np.abs(completion.logprobs_S - want.numpy()).max() < CLOSE
 
 
+@pytest.mark.parametrize("name", ["qwen2-mixed", "mistral", "mistral-full", "gemma2", "gemma3", "granite"])
+def test_a_long_prompt_is_prefilled_in_chunks(name, folders, monkeypatch):
+    """Chunks of 16 tokens, for prompts of more than 32: with sliding windows, and with siblings."""
+    monkeypatch.setattr(embedded, "PREFILL_TOKENS", 32)
+    monkeypatch.setattr(embedded, "PREFILL_CHUNK", 16)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, VOCABULARY, n) for n in (70, 20, 33, 41)]
+    prompts.insert(0, prompts[0])
+    model, network = ours(folders(name)), reference(folders(name), name)
+    widths = list[int]()
+    hook = model.register_forward_pre_hook(
+        lambda _, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    found = generated(model, prompts, [12] * 5)
+    hook.remove()
+    assert sorted(n for n in widths if n > 1) == [16] * (6 + 4) + [32, 32]  # 69 tokens are padded to 96, 40 to 64
+    with torch.no_grad():
+        for prompt, completion in zip(prompts, found, strict=True):
+            want = plain(network, np.concatenate([prompt, completion.content.tokens_S]), 12)
+            assert np.abs(completion.logprobs_S - want.numpy()).max() < CLOSE
+    again = generated(model, prompts[1:2], [12], first_key=1)[0]  # alone
+    assert (again.logprobs_S == found[1].logprobs_S).all()
+
+
 @pytest.mark.parametrize("name", ["qwen2-mixed", "phi3", "gemma2", "gemma3", "gpt_oss", "cohere2", "granite"])
 def test_gradients_are_those_of_the_plain_forward_pass(name, folders):
     samples = samples_of([(9, 14), (3, 20), (17, 6)])
@@ -306,7 +331,7 @@ def refused(config: Any, folder: Path, **options: Any) -> str:
         (family("PhimoeConfig", sliding_window=7), "sliding_attention (sliding_window=7)"),
         (family("NanoChatConfig"), "scales its logits (final_logit_softcapping=15.0)"),
         (family("Gemma3TextConfig", use_bidirectional_attention=True), "attends to later tokens"),
-        (lambda: transformers.Gemma3Config(), "has more than a text decoder"),
+        (lambda: transformers.LlavaNextConfig(), "has more than a text decoder"),
         (family("LlamaConfig", quantization_config={"quant_method": "mxfp4"}), "quantised weights (mxfp4)"),
     ],
 )

@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from gcore.clients import EngineClient
+from gcore.content.media import raw_image
+from gcore.decoders import forbid
 from gcore.generation.pool import EnginePool
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, Pixels, Request, UserError
@@ -118,7 +120,7 @@ def image(seed: int, height: int = 20, width: int = 24) -> Pixels:
 
 
 def with_images(request: Request, *images: Pixels) -> Request:
-    return replace(request, content=replace(request.content, images=images))
+    return replace(request, content=replace(request.content, media=tuple(map(raw_image, images))))
 
 
 def about(images: tuple[Pixels, ...], length: int = 6, max_tokens: int = 10, **options: Any) -> Request:
@@ -134,7 +136,7 @@ def exactly(network: Any, request: Request, completion: Completion) -> bool:
         [MARK, WHOLE] + [IMAGE] * SPACE + [MARK] if token == IMAGE else [token] for token in request.content.tokens_T
     ]
     tokens = [int(token) for part in spread for token in part]
-    images = list(request.content.images)
+    images = [medium.pixels for medium in request.content.media]
     seen = processor().image_processor(images, input_data_format="channels_last", return_tensors="pt")
     pixels = {name: seen[name] for name in ("pixel_values", "pixel_attention_mask")}
     with torch.no_grad():
@@ -142,7 +144,8 @@ def exactly(network: Any, request: Request, completion: Completion) -> bool:
         inputs = network.get_input_embeddings()(ids)
         features = network.model.get_image_features(**pixels).pooler_output.flatten(0, 1)
         inputs[0, [i for i, token in enumerate(tokens) if token == IMAGE]] = features  # one that it says is a word
-        table = network(inputs_embeds=inputs).logits[0, len(tokens) - 1 : -1].log_softmax(-1)
+        logits = network(inputs_embeds=inputs).logits[0, len(tokens) - 1 : -1]
+        table = forbid(logits, (IMAGE,)).log_softmax(-1)  # it never says an image
     answer = ids[0, len(tokens) :]
     off = np.abs(completion.logprobs_S - table.gather(-1, answer[:, None])[:, 0].numpy()).max()
     return bool(off < CLOSE) and (request.params.temperature > 0 or torch.equal(table.argmax(-1), answer))

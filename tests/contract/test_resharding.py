@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import json
 import multiprocessing
 import os
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +20,53 @@ import torch
 import torch.distributed as dist
 
 from gcore.checkpoint import tensors
-from gcore.models import make_empty
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
-from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Metric, add_metrics
-from gcore.training import loading
-from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
-from tests.contract.test_trainer import QWEN3
-from tests.unit.test_training import CPU, config_of, samples_of, save_state
+from gcore.types import Topology
+from tests.contract.test_trainer import QWEN3, World, backend_of
+from tests.unit.test_training import config_of, samples_of, save_state
 
-SAVED = {"1": (1, 1, 1), "2": (2, 2, 1), "4": (4, 4, 1), "4 in 2 copies": (4, 2, 1), "2 x 2": (4, 2, 2)}
-LOADED = {"1": (1, 1, 1), "2": (2, 2, 1), "3": (3, 3, 1), "4": (4, 4, 1), "2 x 2": (4, 2, 2)}  # ranks, shard, tensor
+FSDP = {"1": (1, 1, 1), "2": (2, 2, 1), "4": (4, 4, 1), "2 x 2": (4, 2, 2)}  # ranks, shard, tensor
+MEGATRON = {"megatron 3": Topology(3), "megatron 2 x 2": Topology(4, tensor=2, pipeline=2)}
+FOUND = {name: World("megatron", ways) for name, ways in MEGATRON.items() if importlib.util.find_spec("megatron")}
+BOTH = {name: World("fsdp", Topology(ranks, tensor), shard) for name, (ranks, shard, tensor) in FSDP.items()} | FOUND
+SAVED = BOTH | {"4 in 2 copies": World("fsdp", Topology(4), shard=2)}
+LOADED = BOTH | {"3": World("fsdp", Topology(3), shard=3)}
 STEPS = 3  # before the save
+PARTS = ("weights", "optimizer", "reference", "critic", "critic_optimizer")
 
 
-def trainer_of(rank: int, shard: int, tensor: int, seed: int) -> TrainerRank:
-    config = config_of(model=QWEN3, algorithm={"kl_coef": 0.1}, training={"lr": 1e-2}, run={"seed": seed})
-    tokenizer = load_tokenizer(config.model)
-    given = {"model": config.model, "seed": seed, "device": CPU, "tokenizer": tokenizer}
-    make, fill = partial(make_empty, config.model, tokenizer), partial(loading.fill, **given)
-    backend = partial(FsdpBackend, config, make, CPU, torch.float32, shard, tensor, fill)
-    return TrainerRank(config, backend, rank, 1, Tracer(None, f"trainer-{rank}"))
+def trainer_of(rank: int, world: World, seed: int) -> TrainerRank:
+    algorithm = {"adv_estimator": "gae", "kl_coef": 0.1, "kl_in": "reward", "kl_target": 0.01, "kl_horizon": 100}
+    training, critic = {"lr": 1e-2}, {"lr": 1e-2}
+    config = config_of(model=QWEN3, algorithm=algorithm, training=training, critic=critic, run={"seed": seed})
+    return TrainerRank(config, backend_of(config, world), rank, 1, Tracer(None, f"trainer-{rank}"))
 
 
-async def step(trainer: TrainerRank, number: int, rank: int, size: int, tensor: int) -> list[dict[str, Any]]:
+async def step(trainer: TrainerRank, number: int, rank: int, topology: Topology) -> list[dict[str, Any]]:
     """Metrics of every data-parallel rank."""
     samples = samples_of(number, prompts=6)
     layout = make_layout(
         [meta_of(s) for s in samples],
-        step=number,
-        num_ranks=size // tensor,
+        step=number + 1,  # from 1, as in a run
+        num_ranks=topology.data_parallel,
         mini_batches=1,
         max_tokens=60,
         cost=CostModel(100.0),
     )
-    batch = layout[rank // tensor]
+    batch = layout[topology.data_rank(rank)]
     batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples if s.key in batch.keys})
     await trainer.push(0, [s for s in samples if s.key in batch.advantages])
     await trainer.prepare(batch)
     stats = await trainer.update(batch)
     own = {name: dataclasses.astuple(metric) for name, metric in stats.metrics.items()} | {"norm": stats.grad_norm}
-    found: list[Any] = [None] * size
+    found: list[Any] = [None] * topology.ranks
     dist.all_gather_object(found, own)
-    return found[::tensor]
+    return [found[topology.ranks_of(data_rank)[0]] for data_rank in range(topology.data_parallel)]
 
 
 def member(rank: int, folder: str) -> None:
@@ -74,22 +74,23 @@ def member(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     here = Path(folder)
     worlds = [("saved", *item) for item in SAVED.items()] + [("loaded", *item) for item in LOADED.items()]
-    for kind, name, (size, shard, tensor) in worlds:
+    for kind, name, world in worlds:
+        size = world.topology.ranks
         if rank >= size:
             continue
         store = dist.FileStore(str(here / f"{kind} {name}.store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=240))
         sources = [""] if kind == "saved" else list(SAVED)
         for source in sources:
-            trainer = trainer_of(rank, shard, tensor, seed=3 if kind == "saved" else 99)
-            result = asyncio.run(one(trainer, kind, here, name, source, (rank, size, tensor)))
+            trainer = trainer_of(rank, world, seed=3 if kind == "saved" else 99)
+            result = asyncio.run(one(trainer, kind, here, name, source, (rank, world.topology)))
             if rank == 0:
                 (here / f"{kind}, {name}, {source}.json").write_text(json.dumps(result))
         dist.barrier()
         dist.destroy_process_group()
 
 
-async def one(trainer: TrainerRank, kind: str, here: Path, name: str, source: str, place: tuple[int, int, int]) -> Any:
+async def one(trainer: TrainerRank, kind: str, here: Path, name: str, source: str, place: tuple[int, Topology]) -> Any:
     """A world that saves goes on with the next step too, so that its loss is the one to expect."""
     if kind == "saved":
         await trainer.begin()
@@ -100,7 +101,7 @@ async def one(trainer: TrainerRank, kind: str, here: Path, name: str, source: st
         dist.barrier()
     else:
         await trainer.load(str(here / source))
-        assert trainer.updates == STEPS
+        assert trainer.updates == trainer.critic_updates == STEPS
     return [await step(trainer, number, *place) for number in (STEPS, STEPS + 1)]
 
 
@@ -142,11 +143,11 @@ def test_no_value_is_stored_twice(results: Path):
     """Also with copies of the weights, and of norms within a tensor-parallel group."""
     sizes = {}
     for name in SAVED:
-        for part in ("weights", "optimizer", "reference"):
+        for part in PARTS:
             files = list((results / name / part).glob(tensors.FILES))
             sizes[name, part] = sum(_values(file) for file in files)
-            assert len(files) == SAVED[name][0] or part == "optimizer"
-    for part in ("weights", "optimizer", "reference"):
+            assert len(files) == SAVED[name].topology.ranks or "optimizer" in part
+    for part in PARTS:
         assert len({sizes[name, part] for name in SAVED}) == 1
 
 

@@ -1,20 +1,22 @@
 """Contract of a trainer rank and its backend: any number of ranks, sharded and split in any way, trains as one rank.
 
 Every world runs in its own processes with gloo. Each process trains the same steps and writes its metrics and the
-gathered weights; they are compared with those of one rank.
+gathered weights; they are compared with those of one rank of FSDP2. All backends pass the same tests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import json
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,10 +32,12 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Metric, Receivers, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
 from gcore.training import loading, tensor_parallel
+from gcore.training.critic import new_critic
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
-from gcore.types import UserError
+from gcore.types import Topology, UserError
 from gcore.weights.bucket import unpack_bucket
+from gcore.weights.pretrained import open_weights
 from tests.e2e.helpers import RECIPE
 from tests.unit.test_training import CPU, config_of, network_of, samples_of
 
@@ -43,23 +47,71 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl and entropy": {"mini_batches": 2, "kl_coef": 0.1, "entropy_coef": 0.01, "loss_aggregation": "sequence_mean"},
     "kl in the reward, whitened": {"adv_estimator": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward"},
     "gspo": {"policy_loss": "gspo", "mini_batches": 3, "clip_ratio_low": 0.01, "clip_ratio_high": 0.01},
+    "ppo with a critic": {
+        **{"adv_estimator": "gae", "mini_batches": 2, "epochs": 2, "gae_lambda": 0.9, "entropy_target": 9.0},
+        **{"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "kl_target": 0.01, "kl_horizon": 100},
+    },
 }
-WORLDS = {1: [(1, 1)], 2: [(1, 1), (2, 1), (1, 2)], 4: [(4, 1), (2, 1), (2, 2), (1, 4)]}  # size -> (shard, tensor)
-CASES = list(zip(ALGORITHMS, ("qwen3", "qwen2", "qwen3"), strict=True))
+CASES = list(zip(ALGORITHMS, ("qwen3", "qwen2", "qwen3", "qwen3"), strict=True))
+
+
+class World(NamedTuple):
+    """How ranks divide the model. World("fsdp", Topology(4, tensor=2), shard=2)"""
+
+    backend: str
+    topology: Topology
+    shard: int = 1
+
+    @property
+    def name(self) -> str:
+        _, *degrees = dataclasses.astuple(self.topology)
+        return "-".join(map(str, (self.backend, self.topology.ranks, self.shard, *degrees)))
+
+
+ALONE = World("fsdp", Topology(1))
+FSDP = [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 1), (4, 2, 2), (4, 1, 4)]  # ranks, shard, tensor
+MEGATRON = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)]  # ranks, tensor, pipeline; more in test_resharding.py
+WORLDS = [
+    *(World("fsdp", Topology(ranks, tensor), shard) for ranks, shard, tensor in FSDP),
+    *(World("megatron", Topology(*degrees)) for degrees in MEGATRON if importlib.util.find_spec("megatron")),
+]
+MORE = [world for world in WORLDS if world.topology.ranks == 4 and (world.shard, world.topology.tensor) != (2, 2)]
+FIRST = [world for world in WORLDS if world not in MORE]
 
 
 def config_for(case: tuple[str, str]) -> Config:
-    training = {"max_grad_norm": 0.05, "lr": 1e-2}
-    return config_of(algorithm=ALGORITHMS[case[0]], model={"qwen3": QWEN3, "qwen2": QWEN2}[case[1]], training=training)
+    training, critic = {"max_grad_norm": 0.05, "lr": 1e-2}, {"max_grad_norm": 0.05, "lr": 1e-2}
+    model = {"qwen3": QWEN3, "qwen2": QWEN2}[case[1]]
+    return config_of(algorithm=ALGORITHMS[case[0]], model=model, training=training, critic=critic)
 
 
-def train(config: Config, rank: int, size: int, shard: int, tensor: int) -> dict[str, Any]:
-    """Two steps, from the same samples in every world. Metrics of this rank, and all weights."""
+def backend_of(config: Config, world: World) -> Callable[[], Any]:
+    """Makes the backend of a rank, with the starting weights that every world has."""
     tokenizer = load_tokenizer(config.model)
+    make = partial(make_empty, config.model, tokenizer)
+    if world.backend == "megatron":
+        from gcore.training.megatron.backend import MegatronBackend
+
+        read = partial(open_weights, model=config.model, seed=config.run.seed, tokenizer=tokenizer)
+        critic = new_critic(config, tokenizer, CPU, 64)
+        return partial(MegatronBackend, config, make, CPU, torch.float32, world.topology, read, critic=critic)
     given = {"model": config.model, "seed": config.run.seed, "device": CPU, "tokenizer": tokenizer}
-    make, fill = partial(make_empty, config.model, tokenizer), partial(loading.fill, **given)
-    backend = partial(FsdpBackend, config, make, CPU, torch.float32, shard, tensor, fill)
-    trainer = TrainerRank(config, backend, rank, 1, Tracer(None, f"trainer-{rank}"))
+    fill, critic = partial(loading.fill, **given), new_critic(config, tokenizer, CPU, 64)
+    tensor = world.topology.tensor
+    return partial(FsdpBackend, config, make, CPU, torch.float32, world.shard, tensor, fill, critic=critic)
+
+
+def parameters_of(critic: Any) -> dict[str, Any]:
+    if isinstance(critic, torch.nn.Module):
+        return dict(critic.network.named_parameters())
+    from gcore.training.megatron.weights import Gatherer
+
+    return dict(Gatherer(critic.parameters, critic.empty, CPU).tensors())
+
+
+def train(config: Config, rank: int, world: World) -> dict[str, Any]:
+    """Two steps, from the same samples in every world. Metrics of this rank, and all weights."""
+    trainer = TrainerRank(config, backend_of(config, world), rank, 1, Tracer(None, f"trainer-{rank}"))
 
     async def run() -> dict[str, Any]:
         await trainer.begin()
@@ -69,12 +121,12 @@ def train(config: Config, rank: int, size: int, shard: int, tensor: int) -> dict
             layout = make_layout(
                 [meta_of(s) for s in samples],
                 step=step,
-                num_ranks=size // tensor,
+                num_ranks=world.topology.data_parallel,
                 mini_batches=config.algorithm.mini_batches,
                 max_tokens=60,
                 cost=CostModel(100.0),
             )
-            batch = layout[rank // tensor]
+            batch = layout[world.topology.data_rank(rank)]
             batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples if s.key in batch.keys})
             await trainer.push(0, [s for s in samples if s.key in batch.advantages])
             kl = await trainer.prepare(batch)
@@ -85,31 +137,43 @@ def train(config: Config, rank: int, size: int, shard: int, tensor: int) -> dict
         weights: dict[str, Any] = {}
         for index in range(plan.num_buckets):
             weights |= unpack_bucket(await trainer.weight_bucket(index, Receivers(())))
+        if trainer.backend.critic is not None:
+            critic = parameters_of(trainer.backend.critic)
+            weights |= {f"critic/{name}": p.full_tensor().detach() for name, p in critic.items()}
         return {"rows": rows, "weights": {name: value.tolist() for name, value in weights.items()}}
 
     return asyncio.run(run())
 
 
-def world_member(rank: int, size: int, address: str, folder: str) -> None:
+def world_member(rank: int, size: int, address: str, folder: str, worlds: list[World]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     join(Rendezvous(rank, size, address), "gloo", timeout_s=120)
-    for shard, tensor in WORLDS[size]:
-        for number, case in enumerate(CASES):
-            result = train(config_for(case), rank, size, shard, tensor)
-            (Path(folder) / f"{size}-{shard}-{tensor}-{number}-{rank}.json").write_text(json.dumps(result))
+    for world in worlds:
+        for number, case in enumerate(CASES if world.topology.ranks == size else ()):
+            result = train(config_for(case), rank, world)
+            (Path(folder) / f"{world.name}-{number}-{rank}.json").write_text(json.dumps(result))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of all worlds."""
-    folder = tmp_path_factory.mktemp("worlds")
+    return run_worlds(tmp_path_factory.mktemp("worlds"), [ALONE, *FIRST])
+
+
+@pytest.fixture(scope="module")
+def more_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_worlds(tmp_path_factory.mktemp("worlds"), [ALONE, *MORE])
+
+
+def run_worlds(folder: Path, worlds: list[World]) -> Path:
+    """Their files."""
     context = multiprocessing.get_context("spawn")
-    for size in WORLDS:
+    for size in sorted({world.topology.ranks for world in worlds}):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
-        members = [context.Process(target=world_member, args=(r, size, address, str(folder))) for r in range(size)]
+        args = (size, address, str(folder), worlds)
+        members = [context.Process(target=world_member, args=(rank, *args)) for rank in range(size)]
         for member in members:
             member.start()
         for member in members:
@@ -119,8 +183,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(folder: Path, size: int, shard: int, tensor: int, number: int) -> list[dict[str, Any]]:
-    files = [folder / f"{size}-{shard}-{tensor}-{number}-{rank}.json" for rank in range(size)]
+def read(folder: Path, world: World, number: int) -> list[dict[str, Any]]:
+    files = [folder / f"{world.name}-{number}-{rank}.json" for rank in range(world.topology.ranks)]
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -130,15 +194,30 @@ def metrics_of(ranks: list[dict[str, Any]], step: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(case) for case in CASES])
-@pytest.mark.parametrize(
-    ("size", "shard", "tensor"), [(size, *split) for size, splits in WORLDS.items() if size > 1 for split in splits]
-)
-def test_all_worlds_train_as_one_rank(results: Path, size: int, shard: int, tensor: int, number: int):
-    (alone,), ranks = read(results, 1, 1, 1, number), read(results, size, shard, tensor, number)
+@pytest.mark.parametrize("world", FIRST, ids=[world.name for world in FIRST])
+def test_all_worlds_train_as_one_rank(results: Path, world: World, number: int):
+    check_world(results, world, number)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(case) for case in CASES])
+@pytest.mark.parametrize("world", MORE, ids=[world.name for world in MORE])
+def test_more_worlds(more_results: Path, world: World, number: int):
+    check_world(more_results, world, number)
+
+
+def check_world(folder: Path, world: World, number: int) -> None:
+    (alone,), ranks = read(folder, ALONE, number), read(folder, world, number)
     for step in range(2):
         expected = metrics_of([alone], step)
         assert metrics_of(ranks, step) == pytest.approx(expected, abs=1e-5, rel=1e-5)
         assert abs(expected["actor/loss"]) > 1e-3 and len(expected) >= 9
+        if "critic" in CASES[number][0] and step == 0:  # values are 0
+            assert expected["critic/loss"] > 1e-2 and expected["critic/explained_variance"] == 0
+            assert expected["actor/kl_coef"] == pytest.approx(0.1, abs=1e-9)
+        elif "critic" in CASES[number][0]:
+            assert expected["critic/loss"] > 1e-2 and expected["critic/explained_variance"] != 0
+            assert expected["actor/kl_coef"] != 0.1 and expected["actor/entropy_coef"] == pytest.approx(0.005)
         norms = {rank["rows"][step]["norm"] for rank in ranks}
         assert len(norms) == 1 and norms.pop() == pytest.approx(alone["rows"][step]["norm"], rel=1e-4)
         kl = {(prompt, sibling): value for rank in ranks for prompt, sibling, value in rank["rows"][step]["kl"]}
@@ -148,6 +227,7 @@ def test_all_worlds_train_as_one_rank(results: Path, size: int, shard: int, tens
     weights, expected_weights = ranks[0]["weights"], alone["weights"]
     assert weights.keys() == expected_weights.keys()
     start = dict(network_of(config_for(CASES[number])).named_parameters())
+    start |= {f"critic/{name}": value for name, value in start.items()} | {"critic/score.weight": torch.zeros(1)}
     for name, value in expected_weights.items():
         assert np.allclose(weights[name], value, atol=2e-4, rtol=0), name
         assert not np.allclose(start[name].detach().numpy(), value, atol=1e-3, rtol=0), name

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from gcore.content.tokens import Tokens
 from gcore.generation.vllm_core import VllmOptions, open_core, skip_block_accounting
 from gcore.protocols import MemoryChange
-from gcore.types import Completion, UserError
+from gcore.types import Completion, Request, SamplingParams, UserError
 from tests.contract.test_engine import (
     CLOSE,
     CUDA,
@@ -252,6 +253,33 @@ def test_without_seeds_samples_do_not_repeat(engine):
     assert len({c.content.tokens_S.tobytes() for c in run(engine, *[ask(prompt(5), 20)] * 5)}) == 1
 
 
+def test_it_scores_given_tokens(engine, network):
+    """As a teacher does: logprobs of the steps that a request has, also after it has generated and with new weights."""
+    contents = [Tokens.split(prompt(size, seed=size), steps) for size, steps in ((9, 4), (40, 39), (200, 60))]
+    requests = [Request(content, SamplingParams(0), noise_key=0) for content in contents]
+
+    def matches(expected: Any) -> bool:
+        found = run(engine, *requests)
+        wanted = [logprobs_of(expected, content.tokens_P, content.tokens_S) for content in contents]
+        assert all(completion.content.num_steps == 0 for completion in found)
+        return all(np.abs(c.logprobs_S - w).max() < CLOSE for c, w in zip(found, wanted, strict=True))
+
+    assert matches(network)
+    assert exactly(network, prompt(9), run(engine, ask(prompt(9), 5))[0])
+    assert matches(network)
+    other = network_of(seed=5, max_length=LONG)
+    asyncio.run(asyncio.wait_for(engine.load_weights(1, weights_of(other)), 60))
+    assert matches(other) and not matches(network)
+
+
+def test_what_it_cannot_score_is_refused(engine):
+    content = Tokens.split(prompt(9), 4)
+    with pytest.raises(UserError, match=r"at temperature 1 and without images, got temperature 0.7"):
+        run(engine, Request(content, SamplingParams(0, temperature=0.7), noise_key=0))
+    with pytest.raises(UserError, match=r"vLLM needs room for one more token to score 512 tokens"):
+        run(engine, Request(Tokens.split(prompt(LONG), 4), SamplingParams(0), noise_key=0))
+
+
 def test_freed_places_are_given_away_several_at_a_time(engine, monkeypatch):
     """While more jobs wait than fit. The last few jobs do not wait for a full group."""
     room, log = engine.backend.room, list[tuple[int, int, bool]]()  # running before, and after; did more wait than fit?
@@ -464,6 +492,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self.engine_core = self.input_processor = self.scheduler = self
+        self.model_executor = None  # of another kind than decoding in runs needs
         self.model_config = SimpleNamespace(hf_text_config=None, dtype=None, get_vocab_size=lambda: 16)
         self.weight, self.paused, self.calls = 0.0, False, list[Any]()
         self.requests: dict[str, Any] = {}

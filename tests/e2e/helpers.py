@@ -46,7 +46,7 @@ RECIPE: dict[str, Any] = {
     "placement": {"trainer": {"ranks": 1, "threads": 1}},
     "observe": {"progress": "plain"},
 }
-UNTIMED = ("timing_s/", "perf/", "controller/", "checkpoint/")
+UNTIMED = ("timing_s/", "perf/", "controller/", "checkpoint/", "link/")
 
 
 def write_recipe(folder: Path, **top: Any) -> Path:
@@ -114,5 +114,5 @@ def steps(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal between equal runs: everything but clocks and memory."""
+    """What must be equal between equal runs: everything but clocks, memory, and bytes that depend on processes."""
     return {k: v for k, v in row.items() if not k.startswith(UNTIMED)}

@@ -97,6 +97,7 @@ def test_weights_travel_once(hub, trained):
     assert hub.downloads().count("model.safetensors") == 2  # one of each model, whatever the number of processes
 
 
+@pytest.mark.release
 def test_everything_goes_on_without_the_hub(hub, trained):
     """The hub is not asked where it could be, nor missed where nothing listens."""
     away = {"HF_ENDPOINT": "http://127.0.0.1:9"}

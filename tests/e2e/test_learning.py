@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.helpers import gcore_process, rows, steps
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
-def test_quickstart_learns(tmp_path):
-    shorter = ("run.steps=30", "training.warm_start.steps=200")
+MEGATRON = ("training.backend=megatron", "placement.trainer={ranks: 2, pipeline_parallel: 2}")
+
+
+@pytest.mark.parametrize("changes", [(), pytest.param(MEGATRON, marks=pytest.mark.release)], ids=["fsdp", "megatron"])
+def test_quickstart_learns(tmp_path, changes):
+    if changes:
+        pytest.importorskip("megatron.core")
+    shorter = ("run.steps=30", "training.warm_start.steps=200", *changes)
     done = gcore_process("train", str(RECIPE), f"run.dir={tmp_path}", *shorter)
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(tmp_path / "quickstart")

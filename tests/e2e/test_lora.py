@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_adapters_on_an_exported_model_learn_and_export_again(tmp_path, capsys):
     )
     for target in (str(merged), str(checkpoint)):  # the merged folder, and the adapters on their base
         assert main(["eval", target, *HERE]) == 0
-        assert f"eval/reward_mean   {evaluated[-1]:.4f}" in capsys.readouterr().out
+        assert re.search(rf"eval/reward_mean +{evaluated[-1]:.4f}\n", capsys.readouterr().out)
 
 
 def test_resumed_it_is_the_run_that_was_not_interrupted(tmp_path):

@@ -112,6 +112,32 @@ def test_every_verdict_is_accounted_for(tmp_path, server, monkeypatch):
     assert not [path for path in written if TOKEN.encode() in path.read_bytes()]
 
 
+def test_a_judge_annotates_pairs(tmp_path, server, monkeypatch):
+    """Online DPO: a pairwise judge, which prefers longer answers, decides which of the policy's own answers are chosen.
+    The policy learns to answer at length."""
+    monkeypatch.setenv("JUDGE_TOKEN", TOKEN)
+    url, chat = server
+
+    def longer(body: dict[str, Any]) -> str:
+        first, second = body["messages"][0]["content"].split("|")
+        return "tie" if len(first) == len(second) else "A" if len(first) > len(second) else "B"
+
+    monkeypatch.setattr(chat, "verdict", longer)
+    judge = {"name": "longer", "url": url, "token_env": "JUDGE_TOKEN", "mode": "pairwise", "opponents": 3}
+    judge |= {"template": "{{ response_a }}|{{ response_b }}", "verdict": "(A|B|tie)"}
+    judge["values"] = {"A": 1.0, "B": 0.0, "tie": 0.5}
+    data = {name: value for name, value in RECIPE["data"].items() if name != "eval"}
+    tree = {"rewards": {"judges": [judge]}, "data": data, "runtime": "local", "objective": "dpo"}
+    preference = {"pairs": "rollouts", "beta": 1.0}
+    path = write_recipe(tmp_path, **tree, preference=preference, training={"lr": 3e-3})
+    done = gcore("train", str(path), "run.steps=8", "observe.tensorboard=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = steps(rows(tmp_path / "runs" / "tiny"))
+    assert all(row["reward/zero_spread_frac"] == 0 and row["preference/loss"] > 0 for row in found)
+    lengths = [row["response_length/mean"] for row in found]
+    assert lengths[-1] > lengths[0] + 0.5
+
+
 def test_a_missing_server_is_found_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", TOKEN)
     done = gcore("train", str(recipe(tmp_path, "http://127.0.0.1:1/v1")))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from gcore.cli import main
@@ -20,7 +22,7 @@ from gcore.models import load_model, load_scorer
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.rewarding.scalar import ScalarModel, ScalarSource
 from gcore.types import Prompt, Rollout
-from tests.e2e.helpers import gcore, rows
+from tests.e2e.helpers import gcore, gcore_process, rows
 
 BUILD = {"hidden_size": 32, "intermediate_size": 64, "layers": 1, "heads": 2, "kv_heads": 1, "max_length": 24}
 CPU = torch.device("cpu")
@@ -144,3 +146,41 @@ def test_one_line_for_what_cannot_be(recipe, capsys, overrides, words):
     assert main(["train-rm", str(recipe), *overrides]) == 2
     line = capsys.readouterr().err.strip()
     assert line.startswith("gcore: ") and len(line.splitlines()) == 1 and words in line, line
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_resuming_gives_the_same_model(recipe, tmp_path, capsys):
+    """The last of the checkpoints is lost: the steps after the one before are made again, to the last bit."""
+    short = ["training.steps=6", "training.checkpoint_every=2", "training.keep_last=2", f"run.dir={tmp_path}"]
+    assert main(["train-rm", str(recipe), *short]) == 0
+    folder = tmp_path / "evens"
+    assert [path.name for path in sorted(folder.glob("step_*"))] == ["step_4", "step_6"]
+    expected, written = weights(folder), rows(folder)
+    shutil.rmtree(folder / "step_6")
+    (folder / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["train-rm", str(recipe), *short, "run.resume=auto"]) == 0
+    assert f"resumed from {folder / 'step_4'} at step 4" in capsys.readouterr().out
+    again = weights(folder)
+    assert all(torch.equal(expected[name], again[name]) for name in expected)
+    assert [row["step"] for row in rows(folder)] == [row["step"] for row in written]
+    shutil.rmtree(folder / "step_6")
+    assert main(["train-rm", str(recipe), *short, "run.resume=auto", "training.lr=1e-3"]) == 2
+    assert "was made by a recipe that differs: lr: 0.001; lr: 0.01" in capsys.readouterr().err
+
+
+@pytest.mark.release
+def test_two_ranks_train_the_same_model(recipe, tmp_path):
+    here = ["training.steps=4", f"run.dir={tmp_path}", "data.eval="]
+    one = gcore_process("train-rm", str(recipe), *here, "run.name=one")
+    two = gcore_process("train-rm", str(recipe), *here, "run.name=two", "training.ranks=2")
+    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+    assert "parameters on cpu, 2 ranks" in two.stdout
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.allclose(a[name], b[name], atol=1e-5) for name in a)
+    assert [row["train/loss"] for row in rows(tmp_path / "two")] == pytest.approx(
+        [row["train/loss"] for row in rows(tmp_path / "one")], abs=1e-5
+    )

@@ -11,21 +11,25 @@ from gcore.config.tree import Algorithm
 from gcore.content.tokens import Tokens
 from gcore.preparation.advantages import (
     GROUP_ESTIMATORS,
-    dr_grpo,
-    grpo,
+    GroupScores,
+    estimate,
     overlong_penalty,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rloo,
 )
-from gcore.training.step_advantages import Moments, kl_to_come, step_advantages, whiten
-from gcore.types import Sample
+from gcore.training.coefficients import Coefficients, next_entropy_coef, next_kl_coef
+from gcore.training.step_advantages import Moments, Ranks, explained_variance, generalized, step_targets, whiten
+from gcore.types import Sample, UserError
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())["cases"]
+VERL = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())
+GOLDEN = VERL["cases"]
 
 
 def of(*values: float) -> np.ndarray:
     return np.array(values, np.float64)
+
+
+def advantages(name: str, rewards, **more) -> np.ndarray:
+    lengths = np.array(more.pop("lengths", [1] * len(rewards)), np.float64)
+    return GROUP_ESTIMATORS[name](GroupScores(np.array(rewards, np.float64), lengths, **more))
 
 
 # --- by hand
@@ -35,36 +39,37 @@ def test_grpo_divides_by_the_sample_spread():
     # mean 2, squares (1 + 1 + 1 + 1) / (4 - 1) = 4/3; population spread would be 1 and give exactly +-1
     std = (4 / 3) ** 0.5
     expected = of(-1, 1, -1, 1) / (std + 1e-6)
-    assert grpo(of(1, 3, 1, 3)) == pytest.approx(expected, abs=1e-12)
-    assert grpo(of(1, 3, 1, 3))[1] == pytest.approx(0.866025, abs=1e-6)
+    assert advantages("grpo", of(1, 3, 1, 3)) == pytest.approx(expected, abs=1e-12)
+    assert advantages("grpo", of(1, 3, 1, 3))[1] == pytest.approx(0.866025, abs=1e-6)
 
 
 def test_grpo_of_one_success_in_four():
     # mean 1/4, spread 1/2: (3/4) / (1/2) and (-1/4) / (1/2), less the epsilon
-    assert grpo(of(0, 0, 1, 0)) == pytest.approx(of(-0.5, -0.5, 1.5, -0.5), abs=4e-6)
+    assert advantages("grpo", of(0, 0, 1, 0)) == pytest.approx(of(-0.5, -0.5, 1.5, -0.5), abs=4e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3.7])
 def test_grpo_of_equal_rewards_is_exactly_zero(value):
-    assert grpo(np.full(7, value)).tolist() == [0.0] * 7  # 0.1 * 7 / 7 != 0.1: a mean alone would leave noise
+    assert (
+        advantages("grpo", np.full(7, value)).tolist() == [0.0] * 7
+    )  # 0.1 * 7 / 7 != 0.1: a mean alone would leave noise
 
 
 def test_dr_grpo_keeps_the_scale():
-    assert dr_grpo(of(0, 4, 2)).tolist() == [-2.0, 2.0, 0.0]
-    assert dr_grpo(of(0, 40, 20)).tolist() == [-20.0, 20.0, 0.0]
+    assert advantages("dr_grpo", of(0, 4, 2)).tolist() == [-2.0, 2.0, 0.0]
+    assert advantages("dr_grpo", of(0, 40, 20)).tolist() == [-20.0, 20.0, 0.0]
 
 
 def test_rloo_leaves_itself_out():
     # others' means: (4 + 2) / 2, (0 + 2) / 2, (0 + 4) / 2
-    assert rloo(of(0, 4, 2)).tolist() == [-3.0, 3.0, 0.0]
-    assert rloo(of(1, 0)).tolist() == [1.0, -1.0]
+    assert advantages("rloo", of(0, 4, 2)).tolist() == [-3.0, 3.0, 0.0]
+    assert advantages("rloo", of(1, 0)).tolist() == [1.0, -1.0]
 
 
 def test_reinforce_pp_has_no_baseline_but_the_batch():
     rewards = of(0, 4, 2)
-    assert reinforce_pp(rewards).tolist() == [0.0, 4.0, 2.0]
-    assert reinforce_pp(rewards) is not rewards
-    assert reinforce_pp_baseline(rewards).tolist() == [-2.0, 2.0, 0.0]
+    assert advantages("reinforce_pp", rewards).tolist() == [0.0, 4.0, 2.0]
+    assert advantages("reinforce_pp_baseline", rewards).tolist() == [-2.0, 2.0, 0.0]
 
 
 def test_whiten_by_hand():
@@ -84,10 +89,117 @@ def sample(prompt: int, mask) -> Sample:
     return Sample(prompt, 0, Tokens.steps(np.zeros(len(mask_S), np.int32)), mask_S, np.zeros(len(mask_S), np.float32))
 
 
-def test_kl_to_come_by_hand():
+def test_rewards_to_come_by_hand():
+    """Without values and with lambda 1: discounted sums over actions. A step between them is no time."""
     mask = np.array([True, False, True, True])
-    assert kl_to_come(of(0.5, 9.0, 0.25, -1.0), mask).tolist() == [-0.25, -0.75, -0.75, -1.0]
-    assert kl_to_come(np.ones(2), np.zeros(2, bool)).tolist() == [0.0, 0.0]
+    rewards = {(0, 0): of(-0.5, 0.0, -0.25, 1.0), (1, 0): of(0.0, 0.0, 0.0, 0.0)}
+    masks = {(0, 0): mask, (1, 0): np.zeros(4, bool)}
+    assert generalized(rewards, None, masks, 1.0, 1.0)[0, 0].tolist() == [0.25, 0.75, 0.75, 1.0]
+    found = generalized(rewards, None, masks, 0.5, 1.0)
+    assert found[0, 0].tolist() == [-0.5 + 0.5 * 0.25, 0.25, 0.25, 1.0] and found[1, 0].tolist() == [0.0] * 4
+
+
+def test_gae_by_hand():
+    """gamma 0.5, lambda 0.5, values 1, 2: delta = 3 - 2 = 1 and 0 + 0.5 x 2 - 1 = 0; A = 1 and 0 + 0.25 x 1."""
+    masks = {(0, 0): np.array([True, True])}
+    found = generalized({(0, 0): of(0, 3)}, {(0, 0): of(1, 2)}, masks, 0.5, 0.5)
+    assert found[0, 0].tolist() == [0.25, 1.0]
+
+
+def loop_of_gae(rewards, values, mask, gamma, lam):
+    """The definition, action by action: A_t is the sum of (gamma lam)^k delta_t+k."""
+    at = [i for i, m in enumerate(mask) if m]
+    found = {}
+    for t in range(len(at)):
+        total = 0.0
+        for k in range(len(at) - t):
+            after = values[at[t + k + 1]] if t + k + 1 < len(at) else 0.0
+            total += (gamma * lam) ** k * (rewards[at[t + k]] + gamma * after - values[at[t + k]])
+        found[at[t]] = total
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gae_same_as_an_independent_loop(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 30, 20)
+    masks = {(i, 0): rng.random(n) > 0.3 for i, n in enumerate(lengths)}
+    rewards, values = ({key: rng.normal(size=len(mask)) for key, mask in masks.items()} for _ in range(2))
+    gamma, lam = rng.uniform(0.5, 1, 2)
+    found = generalized(rewards, values, masks, gamma, lam)
+    for key, mask in masks.items():
+        expected = loop_of_gae(rewards[key], values[key], mask, gamma, lam)
+        assert [found[key][t] for t in expected] == pytest.approx(list(expected.values()), abs=1e-9)
+
+
+def test_explained_variance():
+    masks = {(0, 0): np.array([True, False, True]), (1, 0): np.array([True, True])}
+    returns = {(0, 0): of(1, 99, 2), (1, 0): of(3, 6)}
+    assert explained_variance(returns, returns, masks, Ranks()) == pytest.approx(1.0, abs=1e-7)
+    flat = {key: np.full(len(mask), 5.0) for key, mask in masks.items()}
+    assert explained_variance(returns, flat, masks, Ranks()) == pytest.approx(0.0, abs=1e-7)
+    half = {key: values - 0.5 * values for key, values in returns.items()}
+    assert explained_variance(returns, half, masks, Ranks()) == pytest.approx(0.75, abs=1e-7)
+
+
+def test_opo_weighs_the_baseline_by_length():
+    # (1 x 4 + 3 x 0) / 4 = 1
+    assert advantages("opo", of(4, 0), lengths=[1, 3]).tolist() == [3.0, -1.0]
+    assert advantages("opo", of(4, 0), lengths=[0, 0]).tolist() == [2.0, -2.0]
+
+
+def test_remax_compares_with_the_greedy_response():
+    assert advantages("remax", of(1, 0), baseline=0.75).tolist() == [0.25, -0.75]
+
+
+def test_gdpo_normalizes_each_reward_apart():
+    parts, weights = {"a": of(0, 1000), "b": of(1, 0)}, {"a": 1.0, "b": 1.0}
+    found = advantages("gdpo", of(1, 1000), parts=parts, weights=weights)
+    assert found == pytest.approx(of(0, 0), abs=1e-5)  # of equal weight, although one has a thousand times the spread
+    missing = {"a": of(0, 2), "b": of(np.nan, 1)}  # b does not apply to the first sample, and has no spread
+    assert advantages("gdpo", of(0, 3), parts=missing, weights=weights) == pytest.approx(of(-1, 1) / 2**0.5, abs=1e-5)
+    charged = advantages("gdpo", of(0.5, 1000), parts=parts, weights=weights)  # an overlong penalty of 0.5
+    assert charged == pytest.approx(found - of(0.5, 0), abs=1e-12)
+
+
+def test_gpg_scales_up_for_groups_without_a_spread():
+    samples = {(i, 0): sample(i, [1]) for i in range(4)}
+    algorithm = Algorithm(adv_estimator="gpg")
+    given = {(0, 0): 0.5, (1, 0): -0.5, (2, 0): 0.0, (3, 0): 0.0}
+    found = step_targets(samples, given, algorithm, Ranks()).advantages
+    assert [found[key][0] for key in samples] == [1.0, -1.0, 0.0, 0.0]
+    nothing = step_targets(samples, dict.fromkeys(samples, 0.0), algorithm, Ranks()).advantages
+    assert not any(values.any() for values in nothing.values())
+
+
+def test_an_estimator_of_the_user_is_checked_and_has_metrics():
+    group = GroupScores(of(1, 0), of(3, 4))
+    values, metrics = estimate(lambda g: (g.rewards * 2, {"mean": g.rewards.mean()}), group, "mine.py:f")
+    assert values.tolist() == [2.0, 0.0] and metrics == {"mean": 0.5}
+    for bad in ([1.0], [1.0, np.nan]):
+        with pytest.raises(UserError, match=r"adv_estimator=mine.py:f returned .* for 2 samples; expected one finite"):
+            estimate(lambda g, bad=bad: bad, group, "mine.py:f")
+
+
+# --- adaptive coefficients
+
+
+def test_adaptive_kl_same_as_verl():
+    current = 0.1
+    for kl, samples, expected in VERL["adaptive_kl"]:
+        current = next_kl_coef(current, kl, samples, 0.05, 1000)
+        assert current == pytest.approx(expected, abs=1e-9)
+
+
+def test_entropy_control():
+    assert next_entropy_coef(0.01, 0.1, 0.2, 0.005) == (pytest.approx(0.015), True)
+    assert next_entropy_coef(0.01, 0.3, 0.2, 0.005) == (pytest.approx(0.005), False)
+    assert next_entropy_coef(0.0, 0.3, 0.2, 0.005) == (0.0, False)
+    algorithm = Algorithm(entropy_target=0.2, entropy_coef=0.5, kl_coef=0.1, kl_target=0.05)
+    now = Coefficients(0.3, 0.7, bonus=False)
+    assert (now.applied(algorithm).kl_coef, now.applied(algorithm).entropy_coef) == (0.3, 0.0)
+    assert Coefficients.restored(now.counters(), algorithm) == now
+    assert Coefficients.restored(now.counters(), Algorithm(entropy_coef=0.5)) == Coefficients(0.0, 0.5)
 
 
 def test_advantages_of_steps_by_hand():
@@ -95,20 +207,20 @@ def test_advantages_of_steps_by_hand():
     algorithm = Algorithm(adv_estimator="reinforce_pp", kl_coef=0.5, kl_in="reward")
     samples = {(0, 0): sample(0, [1, 0, 1]), (1, 0): sample(1, [1])}
     kl = {(0, 0): of(0.1, 7.0, 0.3), (1, 0): of(0.2)}
-    found = step_advantages(samples, {(0, 0): 2.0, (1, 0): -1.0}, kl, algorithm, lambda sums: sums)
+    found = step_targets(samples, {(0, 0): 2.0, (1, 0): -1.0}, algorithm, Ranks(), kl).advantages
     actions = of(2 - 0.5 * 0.4, 2 - 0.5 * 0.3, -1 - 0.5 * 0.2)
     expected = (actions - actions.mean()) / actions.std(ddof=1)
     assert [*found[0, 0][[0, 2]], *found[1, 0]] == pytest.approx(expected, abs=1e-6)
-    plain = step_advantages(samples, {(0, 0): 2.0, (1, 0): -1.0}, {}, Algorithm(), lambda sums: 1 / 0)
+    plain = step_targets(samples, {(0, 0): 2.0, (1, 0): -1.0}, Algorithm(), Ranks(lambda sums: 1 / 0)).advantages
     assert plain[0, 0].tolist() == [2.0, 2.0, 2.0] and plain[1, 0].tolist() == [-1.0]
 
 
 def test_whitening_does_not_depend_on_the_split_over_ranks():
     rng = np.random.default_rng(0)
     samples = {(i, 0): sample(i, rng.random(rng.integers(1, 9)) > 0.3) for i in range(60)}
-    advantages = {key: float(rng.normal()) for key in samples}
+    given = {key: float(rng.normal()) for key in samples}
     algorithm = Algorithm(adv_estimator="reinforce_pp_baseline")
-    whole = step_advantages(samples, advantages, {}, algorithm, lambda sums: sums)
+    whole = step_targets(samples, given, algorithm, Ranks()).advantages
     keys = list(samples)
     shares = [keys[:7], [], keys[7:31], keys[31:]]  # one rank has nothing
     own: list[np.ndarray] = []
@@ -118,10 +230,10 @@ def test_whitening_does_not_depend_on_the_split_over_ranks():
         return sums
 
     for share in shares:
-        step_advantages(samples, {key: advantages[key] for key in share}, {}, algorithm, keep)
+        step_targets(samples, {key: given[key] for key in share}, algorithm, Ranks(keep))
     for share in shares:
-        given = {key: advantages[key] for key in share}
-        found = step_advantages(samples, given, {}, algorithm, lambda sums: sum(own))
+        some = {key: given[key] for key in share}
+        found = step_targets(samples, some, algorithm, Ranks(lambda sums: sum(own))).advantages
         for key in share:
             assert found[key] == pytest.approx(whole[key], abs=1e-6)
     actions = np.concatenate([whole[key][samples[key].mask_S] for key in keys])
@@ -133,6 +245,8 @@ def test_estimators_that_whiten():
     assert {name for name, estimator in ESTIMATORS.items() if estimator.whiten} == {
         "reinforce_pp",
         "reinforce_pp_baseline",
+        "gdpo",
+        "gae",
     }
 
 
@@ -152,13 +266,52 @@ def test_soft_overlong_punishment():
 # --- verl leaves as it is and G-Core's configuration refuses, is not compared.
 
 
-@pytest.mark.parametrize("name", list(ESTIMATORS))
+def samples_of(batch) -> dict:
+    return {(i, 0): sample(i, row) for i, row in enumerate(batch["mask"])}
+
+
+@pytest.mark.parametrize("name", [*(name for name in ESTIMATORS if name != "gae"), "reinforce_pp_discounted"])
 @pytest.mark.parametrize("case", range(len(GOLDEN)))
 def test_same_as_verl(name, case):
-    batch = GOLDEN[case]["batch"]
+    batch, estimator = GOLDEN[case]["batch"], name.removesuffix("_discounted")
     rewards, group, mask = (np.array(batch[key]) for key in ("rewards", "group", "mask"))
-    ours = np.concatenate([GROUP_ESTIMATORS[name](rewards[group == g].astype(np.float64)) for g in np.unique(group)])
-    if ESTIMATORS[name].whiten:
-        ours = whiten(ours, Moments.of(np.repeat(ours, mask.sum(1))))
-    assert ours[:, None] * mask == pytest.approx(np.array(GOLDEN[case]["advantages"][name]), abs=1e-6)
+    rewards = np.array(batch["spreadless_rewards"]) if name == "gpg" else rewards
+    gamma = 0.9 if name != estimator else 1.0
+    algorithm = Algorithm(adv_estimator=estimator, gamma=gamma)
+    per_sample = {}
+    for g in np.unique(group):
+        own = group == g
+        parts = {part: np.array(values)[own] for part, values in batch["parts"].items()}
+        more = {"lengths": mask.sum(1)[own], "baseline": np.array(batch["baselines"])[own][0]}
+        if name == "gdpo":  # verl takes the parts alone
+            more |= {"parts": parts, "weights": batch["weights"]}
+            rewards[own] = sum(batch["weights"][part] * values for part, values in parts.items())
+        found = advantages(estimator, rewards[own], **more)
+        per_sample |= zip([(int(i), 0) for i in np.flatnonzero(own)], found.tolist(), strict=True)
+    found = step_targets(samples_of(batch), per_sample, algorithm, Ranks()).advantages
+    ours = np.array([found[i, 0] for i in range(len(mask))]) * mask
+    assert ours == pytest.approx(np.array(GOLDEN[case]["advantages"][name]) * mask, abs=1e-6)
     assert np.abs(ours).max() > 0.5
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GOLDEN[0]["critic"] if kind.startswith("gae")])
+@pytest.mark.parametrize("case", range(len(GOLDEN)))
+def test_gae_same_as_verl(case, kind):
+    batch, expected = GOLDEN[case]["batch"], GOLDEN[case]["critic"][kind]
+    _, penalty, gamma, lam = kind.split("/")
+    mask, values = np.array(batch["mask"]), np.array(batch["values"])
+    difference = np.array(batch["old_log_prob"]) - np.array(batch["ref_log_prob"])
+    algorithm = Algorithm(
+        adv_estimator="gae",
+        gamma=float(gamma),
+        gae_lambda=float(lam),
+        **({"kl_coef": VERL["kl_coef"], "kl_in": "reward", "kl_estimator": "k1"} if penalty == "kl" else {}),
+    )
+    kl = {(i, 0): row for i, row in enumerate(difference)} if penalty == "kl" else None
+    scores = {(i, 0): reward for i, reward in enumerate(batch["rewards"])}
+    given = {(i, 0): row for i, row in enumerate(values)}
+    found = step_targets(samples_of(batch), scores, algorithm, Ranks(), kl, given)
+    for name, columns in (("advantages", found.advantages), ("returns", found.returns)):
+        ours = np.array([columns[i, 0] for i in range(len(mask))]) * mask
+        assert ours == pytest.approx(np.array(expected[name]) * mask, abs=1e-6)
+        assert np.abs(ours).max() > 0.3

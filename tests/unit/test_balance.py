@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from gcore.preparation import assignment, baselines
+from gcore.preparation import assignment, balance, baselines
 from gcore.preparation.assignment import WIDTH_BLOCK, Items
 from gcore.preparation.balance import UNIT, Idle, Ranks, context_degrees, equal_shares, idle_share, make_layout, split
 from gcore.preparation.refine import refine
@@ -385,3 +385,35 @@ def slow_pack(lengths, max_tokens):
             width = -(-length // WIDTH_BLOCK) * WIDTH_BLOCK
         rows.append([item])
     return [*batches, (rows, width)]
+
+
+# ---- parts of many ranks ---------------------------------------------------------------------------------------------
+
+
+def test_many_ranks_are_laid_out_in_parts_that_fit_together(monkeypatch):
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(6, 0.4, (64, 8)).astype(int)
+    metas = [SampleMeta(p, s, int(n), int(n), steps=int(n)) for p, row in enumerate(lengths) for s, n in enumerate(row)]
+    request = {"step": 1, "num_ranks": 16, "mini_batches": 2, "max_tokens": 4096, "cost": COST}
+    for padded, sharded in itertools.product((True, False), repeat=2):
+        kind = {"padded": padded, "sharded": sharded}
+        monkeypatch.setattr(balance, "PART", 256)
+        whole = make_layout(metas, **request, **kind)
+        monkeypatch.setattr(balance, "PART", 4)
+        batches = make_layout(metas, **request, **kind)
+        assert sorted(key for batch in batches for key in batch.keys) == [meta.key for meta in metas]
+        counts = {tuple(len(mini.micro_batches) for mini in batch.mini_batches) for batch in batches}
+        assert len(batches) == 16 and len(counts) == 1
+        assert [[m.num_actions for m in b.mini_batches] for b in batches] == [
+            [m.num_actions for m in b.mini_batches] for b in whole
+        ]
+        apart = [make_layout(metas, parts=[part], **request, **kind) for part in range(4)]  # by four controllers
+        assert balance.join_parts(apart) == batches
+        found = idle_share(batches, metas, COST)
+        if not padded:  # it does not count padding
+            assert (found.per_micro_batch if sharded else found.per_mini_batch) < 0.05, (kind, found)
+
+
+def test_ranks_are_divided_evenly_or_not_at_all():
+    assert [balance.num_parts(n) for n in (1, 64, 256, 257, 512, 1000, 4096)] == [1, 1, 1, 1, 2, 4, 16]
+    assert balance.num_parts(4096, max_context=8) == 1

@@ -67,7 +67,7 @@ def oldest(group: list[Scored]) -> int:
 
 
 def answer(workflow: Any, prompts: int = 3, least: int = 2) -> Collected:
-    shared: Any = SimpleNamespace(clock=StageClock(), least_siblings=least)
+    shared: Any = SimpleNamespace(clock=StageClock(), least_siblings=least, baseline=None)
     return run(answer_all(workflow, shared, [prompt_at(i) for i in range(prompts)], lambda _: None))
 
 
@@ -144,8 +144,8 @@ def test_what_a_workflow_raises_drops_its_group_and_names_the_users_line():
 
 
 def test_what_a_workflow_of_ours_raises_comes_out_as_it_is():
-    broken: Any = SimpleNamespace(clock=StageClock(), least_siblings=2)  # it has no `sampling`
-    with pytest.raises(AttributeError, match="modality"):
+    broken: Any = SimpleNamespace(clock=StageClock(), least_siblings=2, baseline=None)  # it has no `sampling`
+    with pytest.raises(AttributeError, match="attribute 'n'"):
         run(answer_all(generate_and_reward, broken, [prompt_at(0)], lambda _: None))
 
 

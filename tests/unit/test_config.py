@@ -70,10 +70,9 @@ def test_missing_sections_are_named(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("run: {steps: 1}\n")
     assert refused(path).splitlines() == [
-        f"{path}: 3 problems",
+        f"{path}: 2 problems",
         "  model: not set; expected a value (this key is required)",
         "  data: not set; expected a value (this key is required)",
-        "  rewards: not set; expected a value (this key is required)",
     ]
 
 

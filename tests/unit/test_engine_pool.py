@@ -11,6 +11,7 @@ import pytest
 from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
 from gcore.generation.pool import EnginePool
+from gcore.preparation.workload import CostModel
 from gcore.types import Request, SamplingParams
 
 
@@ -22,6 +23,7 @@ class Said(str):
     """A completion that is told by its name."""
 
     content = Tokens.steps(np.zeros(0, np.int32))
+    nbytes = 0
 
 
 class Replica:
@@ -65,6 +67,29 @@ def test_work_goes_where_the_least_is_outstanding():
         assert [len(r.calls) for r in replicas] == [1, 2, 2]  # all idle again: ties start at our turn
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize(("crossover", "least"), [(None, "a"), (100.0, "b")])
+def test_the_work_of_a_long_sequence_has_its_attention(crossover, least):
+    """Replica a has one sequence of 1,000 tokens, b has two of 520. In tokens b has more work, in FLOPs a has."""
+
+    async def main() -> str:
+        replicas = [Replica("a"), Replica("b")]
+        pool = EnginePool(engines(*replicas))
+        if crossover:
+            pool.cost_of = CostModel(crossover).of
+        calls = [asyncio.ensure_future(pool.generate(requests(1, 996)))]
+        await settle()
+        calls += [asyncio.ensure_future(pool.generate(requests(2, 516)))]
+        await settle()
+        last = asyncio.ensure_future(pool.generate(requests(1)))
+        await settle()
+        for replica in replicas:
+            replica.go.set()
+        await asyncio.gather(*calls)
+        return (await last)[0]
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) == f"{least} 0"
 
 
 def test_who_is_cancelled_takes_its_requests_back():

@@ -105,6 +105,39 @@ def test_a_model_that_the_planner_does_not_know_trains_without_a_plan(config, tm
     assert found.note.startswith("GPU memory is not planned: model.path") and "kv_lora_rank" in found.note
 
 
+@pytest.mark.parametrize(
+    ("denoising", "kept", "checkpointing"),
+    [
+        (
+            {"steps": 20, "guidance_scale": 4.5},
+            144.5,
+            True,
+        ),  # 19 steps x 2 passes x 1,357 tokens x 1,536 x 24 x 76 bytes
+        ({"steps": 20, "guidance_scale": 4.5, "window": {"size": 4}}, 30.4, False),
+        ({"steps": 20, "guidance_scale": 1.0, "window": {"size": 10}}, 38.0, True),
+    ],
+)
+def test_a_denoiser_recomputes_if_a_sample_needs_much(tmp_path, denoising, kept, checkpointing):
+    about = {"_class_name": "SD3Transformer2DModel", "patch_size": 2, "num_layers": 24}
+    about |= {"num_attention_heads": 24, "attention_head_dim": 64}
+    (tmp_path / "pipe" / "transformer").mkdir(parents=True)
+    (tmp_path / "pipe" / "transformer" / "config.json").write_text(json.dumps(about))
+    tree = {
+        "run": {"name": "tiny"},
+        "model": {"path": str(tmp_path / "pipe")},
+        "data": {"train": {"task": "draw_digits"}, "max_prompt_length": 64},
+        "generation": {"denoising": denoising},
+        "rewards": RECIPE["rewards"],
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    recipe = load_config(tmp_path / "recipe.yaml", [])
+    assert chosen(recipe) == (checkpointing, "none")
+    assert f"a sample needs {kept} GB of activations" in decide(recipe, make_plan(recipe, ONE), H200).note
+    other = str(not checkpointing).lower()
+    wanted = load_config(tmp_path / "recipe.yaml", [f"training.activation_checkpointing={other}"])
+    assert chosen(wanted) == (not checkpointing, "none")
+
+
 def test_the_memory_of_this_machine(monkeypatch):
     class Query:
         stdout = "143771\n81559\n"
@@ -248,4 +281,5 @@ def test_off_loaded_state_counts_in_host_memory(config, tmp_path):
         for machine, shard in ((ONE, 1), (EIGHT, 8)):
             found = {part.what: part.each_mb for part in parts(moved, make_plan(moved, machine))}
             copy = 4 + 8 + 2  # for checkpoints
-            assert found["trainer rank"] == 295 + (per_parameter + copy) / shard
+            assert found["trainer rank"] == 295 + per_parameter / shard
+            assert found["copy for checkpoints"] == copy / shard

@@ -17,7 +17,8 @@ STAGES = (
 )
 COMMON = (
     *("gcore.types", "gcore.protocols", "gcore.clients", "gcore.config", "gcore.observe"),
-    *("gcore.hub", "gcore.models", "gcore.decoders", "gcore.content", "gcore.faults"),
+    *("gcore.hub", "gcore.models", "gcore.decoders", "gcore.content", "gcore.faults", "gcore.diffusion"),
+    *("gcore.user_files", "gcore.user_functions", "gcore.vision_models"),
 )
 ALSO = {
     # what is simulated is the code of a run; the emulated trainer writes a file of a checkpoint
@@ -45,6 +46,8 @@ PURE = (
     "gcore.preparation.advantages",
     "gcore.preparation.workload",
     "gcore.controller.machines",
+    "gcore.controller.node_checks",
+    "gcore.user_files",
     "gcore.controller.plan",
     "gcore.controller.footprint",
     "gcore.controller.gpu_memory",
@@ -57,8 +60,14 @@ PURE = (
     "gcore.placement.forecast",
     "gcore.placement.guard",
     "gcore.placement.replica_speed",
+    "gcore",
+    "gcore.api",
+    "gcore.user_functions",
+    "gcore.workflows",
     "gcore.simulate.table",
     "gcore.simulate.training_memory",
+    "gcore.simulate.backends",
+    "gcore.config.megatron",
 )
 
 
@@ -104,14 +113,24 @@ def test_ground_floor():
     assert imports(PACKAGE / "clients.py") == {"gcore.protocols", "gcore.types"}
     for room, allowed in {
         "config": ("gcore.config", "gcore.types"),
-        "observe": ("gcore.observe", "gcore.config", "gcore.types"),
-        "runtime": ("gcore.runtime", "gcore.observe", "gcore.protocols", "gcore.types", "gcore.faults"),
+        "observe": ("gcore.observe", "gcore.config", "gcore.types", "gcore.content.media"),
+        "runtime": (
+            *("gcore.runtime", "gcore.observe", "gcore.protocols", "gcore.types", "gcore.faults"),
+            *("gcore.user_files", "gcore.__version__"),
+        ),
     }.items():
         for path in files(room):
             assert all(within(name, allowed) for name in imports(path)), path
     assert imports(PACKAGE / "decoders.py") == {"gcore.types"}
+    assert imports(PACKAGE / "user_files.py") == {"gcore.types"}
+    assert imports(PACKAGE / "user_functions.py") == {"gcore.user_files", "gcore.config.objects", "gcore.types"}
+    own = ("gcore.workflows", "gcore.protocols", "gcore.types")
+    assert all(within(name, own) for path in files("workflows") for name in imports(path))
     assert all(within(name, ("gcore.config", "gcore.types")) for name in imports(PACKAGE / "hub.py"))
-    below = ("gcore.config", "gcore.decoders", "gcore.hub", "gcore.types")
+    below = ("gcore.config", "gcore.decoders", "gcore.hub", "gcore.types", "gcore.built_models")
+    assert imports(PACKAGE / "built_models.py") == {"gcore.config.base"}
+    seen = ("gcore.content", "gcore.decoders")
+    assert all(within(name, seen) for name in imports(PACKAGE / "vision_models.py"))
     assert all(within(name, below) for name in imports(PACKAGE / "models.py"))
 
 
@@ -127,7 +146,8 @@ def test_weights_is_a_common_room():
 def test_tokens_are_handled_by_engines_and_trainers_alone():
     """Other stages pass content on through its interface (content/base.py). The backends of text judges are engines'
     clients with a tokenizer of their own."""
-    allowed = ("content", "generation", "training", "simulate/engine.py", "models.py", "rewarding/judge_backend.py")
+    allowed = ("content", "generation", "training", "simulate/engine.py", "models.py", "vision_models.py")
+    allowed += ("rewarding/judge_backend.py",)
     for path in PACKAGE.rglob("*.py"):
         where = path.relative_to(PACKAGE).as_posix()
         if not where.startswith(allowed) and where != "types.py":
@@ -144,7 +164,7 @@ def test_backends_are_imported_in_build_alone():
     """Elsewhere in the controller no engine, trainer or runtime is named."""
     backends = ("gcore.generation.embedded", "gcore.training", "gcore.runtime")
     for path in files("controller"):
-        if path.name != "build.py":
+        if path.name not in ("build.py", "build_backend.py", "build_diffusion.py"):
             found = imports(path) - {"gcore.runtime.protocol"}
             assert not any(within(name, backends) for name in found), path
 

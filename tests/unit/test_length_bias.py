@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from gcore.config.advice import warnings
@@ -100,6 +101,7 @@ def test_the_row_has_the_ratio_of_the_means():
         **dict.fromkeys(["samples", "groups", "reward", "reward_squares", "no_spread", "clipped", "reward_drawn"], 1),
         **dict.fromkeys(["samples_drawn", "drawn", "pending", "age", "max_age", "max_length", "peak_rss_mb"], 1),
         **{"dropped": {}, "counts": {}, "parts": {}, "tokens": 30, "tokens_eligible": 160, "samples_eligible": 4},
+        **{"rewards": np.ones(1), "lengths": np.full(1, 30)},
     }
     assert rollout_row([part], [])["rollout/length_bias"] == 0.75
     assert "rollout/length_bias" not in rollout_row([{**part, "tokens": 0, "tokens_eligible": 0}], [])

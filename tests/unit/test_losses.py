@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gcore.config.tree import Algorithm
-from gcore.training.losses import POLICY_LOSSES, Steps, importance, kl_penalty, step_weights
+from gcore.training.losses import POLICY_LOSSES, Steps, call_own, importance, kl_penalty, step_weights, value_loss
+from gcore.types import UserError
 
 VERL = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())
 GOLDEN, KL = VERL["cases"], VERL["kl"]
@@ -92,6 +93,40 @@ def test_cispo_keeps_every_gradient():
     assert loss == pytest.approx([1.28 * 2 * 1.0, 0.8 * 2 * 2.0, -0.5], abs=1e-12)
     assert clipped == [True, True, False]
     assert gradient == pytest.approx([-2.56, -1.6, 1.0], abs=1e-12)
+
+
+def test_sapo_by_hand():
+    """At a ratio of 1 the gradient is that of ppo; the gate of a ratio of 2 is sigmoid(tau) 4 / tau."""
+    given = steps(ratios=[1, 1, 2, 2], advantages=[3, -3, 1, -1])
+    loss, clipped, gradient = run("sapo", given, sapo_tau_positive=1.0, sapo_tau_negative=2.0)
+    gates = [4 / (1 + math.exp(-1)), 2 / (1 + math.exp(-2))]
+    assert loss == pytest.approx([-6.0, 3.0, -gates[0], gates[1]], abs=1e-12)
+    slopes = [2 * 4 * s * (1 - s) for s in (1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2)))]
+    assert gradient == pytest.approx([-3.0, 3.0, -slopes[0], slopes[1]], abs=1e-12) and not any(clipped)
+
+
+def test_reinforce_has_no_ratio():
+    loss, clipped, gradient = run("reinforce", steps(ratios=[3, 0.1], advantages=[2, -1], logprobs=[-1.0, -2.0]))
+    assert (loss, clipped, gradient) == ([2.0, -2.0], [False, False], [-2.0, 1.0])
+
+
+def test_value_loss_by_hand():
+    """Value 1.0 was 0.5, clipped to 0.7; returns 0, 2, 0.9: the larger error counts, which may have no gradient."""
+    values = torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64, requires_grad=True)
+    returns = torch.tensor([0.0, 2.0, 0.9], dtype=torch.float64)
+    loss_S, clipped_S = value_loss(values, torch.full_like(values, 0.5), returns, 0.2)
+    loss_S.sum().backward()
+    assert loss_S.tolist() == pytest.approx([0.5, 1.3**2 / 2, 0.2**2 / 2], abs=1e-12)
+    assert clipped_S.tolist() == [False, True, True] and values.grad.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_users_loss_is_checked_and_has_metrics():
+    given, algorithm = steps(ratios=[1, 2], advantages=[1, -1]), Algorithm(policy_loss="mine.py:f")
+    loss_S, metrics = call_own(lambda steps, _: (-steps.advantages_S, {"a": steps.mask_S}), given, algorithm)
+    assert loss_S.tolist() == [-1.0, 1.0] and metrics["a"].tolist() == [1.0, 1.0]
+    assert call_own(lambda steps, _: steps.logprobs_S, given, algorithm)[1] == {}
+    with pytest.raises(UserError, match=r"mine.py:f returned loss of shape \(\); expected .* of shape \(2,\)"):
+        call_own(lambda steps, _: steps.logprobs_S.sum(), given, algorithm)
 
 
 def test_k3_by_hand():
@@ -237,7 +272,7 @@ def test_weights_of_a_sample_without_actions_are_zero():
 # --- action (verl leaves the others out of the mean over sequences, G-Core counts them); its GSPO ratio stops at e^10,
 # --- ours at e^20.
 
-VERL_NAMES = {"ppo": "vanilla", "gspo": "gspo", "cispo": "cispo"}
+VERL_NAMES = {"ppo": "vanilla", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "reinforce": "gpg"}
 VERL_AGGREGATIONS = {
     "token_mean": "token-mean",
     "sequence_mean": "seq-mean-token-mean",
@@ -266,8 +301,14 @@ def test_policy_loss_same_as_verl(case, name, aggregation):
     # verl's GSPO knows no dual clip
     dual = batch["clip_ratio_c"] if name == "ppo" else None
     algorithm = Algorithm(
-        clip_ratio_low=batch["clip_ratio_low"], clip_ratio_high=batch["clip_ratio_high"], clip_ratio_dual=dual
+        clip_ratio_low=batch["clip_ratio_low"],
+        clip_ratio_high=batch["clip_ratio_high"],
+        clip_ratio_dual=dual,
+        sapo_tau_positive=VERL["tau_pos"],
+        sapo_tau_negative=VERL["tau_neg"],
     )
+    if name == "sapo" and aggregation != "sequence_mean":
+        return  # verl's SAPO has one aggregation
     given = Steps(logprobs_S, flat(batch, "old_log_prob"), flat(batch, "advantages"), mask_S, sample_S, samples)
     loss_S, clipped_S = POLICY_LOSSES[name](given, algorithm)
     weights_S = step_weights(
@@ -305,6 +346,25 @@ def test_kl_same_as_verl(case):
     expected = flat({**batch, "kl": GOLDEN[case]["low_var_kl"]}, "kl")
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
     assert found.max() < 10
+
+
+@pytest.mark.parametrize("clip", [0.2, 1e9])
+@pytest.mark.parametrize("case", range(len(GOLDEN)))
+def test_value_loss_same_as_verl(case, clip):
+    batch, expected = GOLDEN[case]["batch"], GOLDEN[case]["critic"][f"loss/{clip}"]
+    mask_S, values_S = flat(batch, "mask"), flat(batch, "values").requires_grad_()
+    loss_S, clipped_S = value_loss(values_S, flat(batch, "old_values"), flat(batch, "returns"), clip)
+    loss = (loss_S * mask_S).sum() / mask_S.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
+    assert ((clipped_S * mask_S).sum() / mask_S.sum()).item() == pytest.approx(expected["clip_frac"], abs=1e-6)
+    gradient = flat({**batch, "gradient": expected["gradient"]}, "gradient")
+    assert values_S.grad.tolist() == pytest.approx(gradient.tolist(), abs=1e-6)
+    if clip == 1e9:
+        plain, _ = value_loss(values_S, flat(batch, "old_values"), flat(batch, "returns"), None)
+        assert torch.equal(plain, loss_S) and expected["clip_frac"] == 0
+    else:
+        assert expected["clip_frac"] > 0.1
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k1+", "k3+"])

@@ -30,6 +30,7 @@ from gcore.controller.checkpointing import Checkpointer
 from gcore.controller.collect import Collector, no_filter, spread
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.evaluation import Evaluator
+from gcore.controller.own_algorithm import make_scoring
 from gcore.controller.placement import AllEngines
 from gcore.controller.record import Recorder
 from gcore.controller.replicas import Replicas, WeightResender
@@ -71,6 +72,10 @@ class Pushes:
     @property
     def num_steps(self) -> int:
         return len(self.pushes_S)
+
+    @property
+    def actions_S(self) -> np.ndarray:
+        return np.ones(self.num_steps, np.bool_)
 
     @property
     def size(self) -> int:
@@ -310,6 +315,8 @@ class World:
             tokenizer=None,
             modality=PushModality(),
             workflow=generate_and_reward,
+            training_workflow=generate_and_reward,
+            scoring=make_scoring(config),
             group_filter=spread if self.filters else no_filter,
             pool=pool,
             rewarder=rewarder,
@@ -340,12 +347,13 @@ class World:
             config=config,
             controllers=setup.controllers,
             collector=collector,
+            scoring=setup.scoring,
             rewarder=setup.rewarder,
             dispatcher=dispatcher,
             weight_resender=setup.weight_resender,
             placement=setup.placement,
             recorder=recorder,
-            evaluator=Evaluator(setup, recorder, source),  # type: ignore[arg-type]
+            evaluator=Evaluator(setup, recorder, {"": source}),  # type: ignore[dict-item]
             checkpointer=checkpointer,
             status=setup.status,
         )

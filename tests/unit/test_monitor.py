@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -323,3 +324,18 @@ def test_equal_reports_make_equal_views():
         ]
         assert poll(one, *reports) == poll(other, *[replace(one) for one in reports])
         assert one.costs == other.costs
+
+
+def test_a_restored_monitor_expects_the_same():
+    """Also through JSON, as in a checkpoint."""
+    monitor = make()
+    feed(monitor, Engine(), [4, 8, 16])
+    rollout(monitor, 8, each=4, verdicts=12)
+    monitor.record_switch("judge", 1.5)
+    found = make()
+    assert found.costs != monitor.costs
+    found.restore(json.loads(json.dumps(monitor.saved())))
+    assert found.costs == monitor.costs and found.expected(16, 0.5, 4) == monitor.expected(16, 0.5, 4)
+    for each in (found, monitor):
+        rollout(each, 4, each=4, verdicts=2)
+    assert found.expected(16, 0.5, 4) == monitor.expected(16, 0.5, 4) and found.saved() == monitor.saved()

@@ -504,14 +504,16 @@ def test_where_the_page_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that fails, and a page that cannot be made does not hide why."""
     folder = tmp_path / "sums"
-    config = SimpleNamespace(run=SimpleNamespace(folder=folder, max_restarts=0))
-    for name in ("choose_mode", "choose_engines"):
-        monkeypatch.setattr(supervise, name, lambda config, machine: (config, ""))
+    config = SimpleNamespace(run=SimpleNamespace(folder=folder, max_restarts=0), objective="policy")
+    monkeypatch.setattr(supervise, "choose_mode", lambda config, machine: (config, ""))
     monkeypatch.setattr(supervise, "decide", lambda config, plan: supervise.Decided(config))
     monkeypatch.setattr(supervise, "pin", lambda config: config)
     for name in ("make_plan", "see_cluster", "model_megabytes", "check_models", "fetch"):
         monkeypatch.setattr(supervise, name, lambda *args: None)
     monkeypatch.setattr(supervise, "preflight", lambda *args: Checked([], [], None))
+    monkeypatch.setattr(supervise, "check_nodes", lambda *args: [])
+    monkeypatch.setattr(supervise, "NodeGate", lambda *args: None)
+    monkeypatch.setattr(supervise, "see_cluster", lambda config: SimpleNamespace(nodes=()))
     monkeypatch.setattr(supervise, "open_folder", lambda config: a_run(folder))
 
     async def fails(*args: Any) -> None:

@@ -1,5 +1,6 @@
 """The forecast against calculations by hand, the guard's state, and cases in which moving costs time."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -244,3 +245,14 @@ def test_moves_stop_under_constant_load(request):
     case = load_scenario(request.config.rootpath / "scenarios" / "constant.yaml", ["steps=16"])
     guarded, alone = ([step["moves"] for step in simulate(case, name).steps[10:]] for name in ("dynamic", "unguarded"))
     assert sum(moves > 0 for moves in guarded) <= 1 and min(alone) >= 2
+
+
+def test_a_restored_state_plans_the_same():
+    """Also through JSON, as in a checkpoint."""
+    rule, state = GuardedRule(), GuardState()
+    for length in (100.0, 140.0, 90.0):
+        state = rule.plan(state, expected(length=length), COSTS, took_s=2.0)
+    found = GuardState.restored(json.loads(json.dumps(state.saved())))
+    assert found == state != GuardState()
+    view = expected(length=200.0)
+    assert rule.plan(found, view, COSTS, 3.0) == rule.plan(state, view, COSTS, 3.0)

@@ -22,6 +22,7 @@ from gcore.clients import EngineClient, TrainerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import Replicas, WeightResender
 from gcore.generation.pool import EnginePool
+from gcore.generation.routing import shared_limit
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor, RolloutProgress
 from gcore.placement.placer import RETRY_S, Placer
@@ -151,7 +152,10 @@ class World:
         self.switches: list[dict[str, ReplicaSwitch]] = []
         for rank in range(self.size):
             self.groups_of = LocalGroup(Rendezvous(rank, self.size, None, hub))
-            pools = {role: EnginePool.for_controller(found, rank, self.size, SLOTS) for role, found in clients.items()}
+            pools = {
+                role: EnginePool.for_controller(found, rank, self.size, SLOTS, roam=True)
+                for role, found in clients.items()
+            }
             weights = WeightResender([TrainerClient(Trainer())], lambda: self.version)
             switches = {
                 POLICY: ReplicaSwitch(clients[POLICY], 2, weights.load),
@@ -342,7 +346,7 @@ def test_the_requests_of_judges_are_limited(size):
         limit = pools[JUDGE]._router._own._limit
         most = request_limit(placer.monitor.expected(1, 1.0, 1).loads[JUDGE], placer.monitor.costs.speeds[JUDGE])
         assert limit == (most if size == 1 else -(-most // 3)) < 2 * SLOTS
-        assert pools[POLICY]._router._own._limit == 2 * SLOTS
+        assert pools[POLICY]._router._own._limit == shared_limit(SLOTS, size)
 
 
 def test_an_engine_that_wakes_loads_weights_before_it_gets_requests():

@@ -37,6 +37,7 @@ class Said(str):
     """A completion that is told by its name."""
 
     content = Tokens.steps(np.zeros(0, np.int32))
+    nbytes = 0
 
 
 class Replica:
@@ -197,11 +198,11 @@ def test_siblings_and_later_turns_find_their_prefix():
 def test_limits_of_a_controller():
     async def main() -> None:
         replicas = [Replica(str(i)) for i in range(4)]
-        pool = EnginePool.for_controller(engines(*replicas), rank=1, size=2, max_concurrent=3)
+        pool = EnginePool.for_controller(engines(*replicas), rank=1, size=2, max_concurrent=4)
         for key in range(30):
             begin(pool.generate(ask(key)))
         await settle()
-        assert [r.requests for r in pool.observe().replicas] == [1, 6, 1, 6] and pool.observe().waiting == 16
+        assert [r.requests for r in pool.observe().replicas] == [3, 6, 3, 6] and pool.observe().waiting == 12
         assert replicas[3].keys[0] == [0] and replicas[1].keys[0] == [1]
         shared = EnginePool.for_controller(engines(*replicas[:1]), rank=1, size=2, max_concurrent=1)
         for key in range(3):

@@ -384,14 +384,33 @@ def test_weights_count_by_the_parameters_and_not_by_the_files(place):
     machine = Machine(2, 0, 24_000, 24_000)
     config = load_config(place / "recipe.yaml", [f"model={{path: {folder}}}", "algorithm.kl_coef=0.1"])
     found = {part.what: part.each_mb for part in parts(config, make_plan(config, machine))}
-    copy = 4 + 8 + 4  # for checkpoints
-    assert found["engine"] == 290 + 4 and found["trainer rank"] == 295 + 4 * 5 + copy
+    assert found["engine"] == 290 + 4 and found["trainer rank"] == 295 + 4 * 5
+    assert found["copy for checkpoints"] == 4 + 8 + 4
     overrides = [f"model={{path: {folder}}}", "algorithm.kl_coef=0.1", "placement.trainer.ranks=2"]
     two = load_config(place / "recipe.yaml", overrides)  # two copies of the weights: each rank writes a half
-    ranks = next(part for part in parts(two, make_plan(two, machine)) if part.what == "trainer rank")
-    assert ranks.each_mb == 295 + 4 * 5 + copy / 2
+    halves = {part.what: part.each_mb for part in parts(two, make_plan(two, machine))}
+    assert (halves["trainer rank"], halves["copy for checkpoints"]) == (295 + 4 * 5, 8)
     found = {part.what: part.each_mb for part in parts(config, make_plan(config, Machine(2, 1)))}
-    assert found["engine"] == 290 and found["trainer rank"] == 295 + 4 + 8 + 2  # on a GPU: only the copy
+    assert found["engine"] == 290 and found["trainer rank"] == 295 and found["copy for checkpoints"] == 4 + 8 + 2
+
+
+def test_without_room_for_the_copy_of_a_checkpoint_the_run_is_refused_with_the_key_that_needs_none(place):
+    folder = place / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"\0" * 2 * 2**20)
+    (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    model, tight = f"model={{path: {folder}}}", Machine(2, 0, memory_mb=1600)
+    needed = sum(part.total_mb for part in parts_of(place, model, tight))
+    copies = sum(part.total_mb for part in parts_of(place, model, tight) if part.what == "copy for checkpoints")
+    tight = Machine(2, 0, memory_mb=needed - copies / 2)
+    with pytest.raises(UserError, match=r"; set checkpoint\.asynchronous=false, which needs no copy$"):
+        sizes(place, model, machine=tight)
+    assert sizes(place, model, "checkpoint.asynchronous=false", machine=tight) == []
+
+
+def parts_of(place, override, machine):
+    config = load_config(place / "recipe.yaml", [override])
+    return parts(config, make_plan(config, machine))
 
 
 # --- starting

@@ -7,9 +7,11 @@ import yaml
 
 from gcore.config import dump_config, load_config
 from gcore.config.advice import warnings
-from gcore.config.algorithm import PRESETS
+from gcore.config.algorithm import ESTIMATORS, LOSSES
 from gcore.config.load import validate
+from gcore.config.presets import ALGORITHMS, PRESETS
 from gcore.config.tree import Config
+from gcore.training.losses import POLICY_LOSSES
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -30,6 +32,12 @@ PAPERS = {  # (estimator, loss, aggregation, clip low, clip high, KL coefficient
     "reinforce_pp": ("reinforce_pp", "ppo", "token_mean", 0.2, 0.2, 0.001, "k1", "reward"),
     "reinforce_pp_baseline": ("reinforce_pp_baseline", "ppo", "token_mean", 0.2, 0.2, 0.001, "k2", "loss"),
     "rloo": ("rloo", "ppo", "fixed_length", 0.2, 0.2, 0.05, "k1", "reward"),
+    "sapo": ("grpo", "sapo", "sequence_mean", 0.2, 0.2, 0.0, "k3", "loss"),
+    "gdpo": ("gdpo", "ppo", "token_mean", 0.2, 0.2, 0.0, "k3", "loss"),
+    "opo": ("opo", "reinforce", "fixed_length", 0.2, 0.2, 0.0, "k3", "loss"),
+    "gpg": ("gpg", "reinforce", "token_mean", 0.2, 0.2, 0.0, "k3", "loss"),
+    "remax": ("remax", "reinforce", "fixed_length", 0.2, 0.2, 0.001, "k1", "reward"),
+    "ppo": ("gae", "ppo", "token_mean", 0.2, 0.2, 0.02, "k1", "reward"),
 }
 NAMES = ("adv_estimator", "policy_loss", "loss_aggregation", "clip_ratio_low", "clip_ratio_high")
 NAMES += ("kl_coef", "kl_estimator", "kl_in")
@@ -70,8 +78,21 @@ def test_without_a_preset_nothing_changes():
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones():
-    with pytest.raises(UserError, match=r"algorithm\.preset: .*'dapo'.*got 'ppo'"):
-        config_of(algorithm={"preset": "ppo"})
+    with pytest.raises(UserError, match=r"algorithm\.preset: .*'dapo'.*got 'ppo2'"):
+        config_of(algorithm={"preset": "ppo2"})
+
+
+def test_unknown_estimators_and_losses_are_refused_with_the_nearest():
+    with pytest.raises(UserError, match=r"algorithm\.adv_estimator: .*got 'rlo'; expected one of .*did you mean rloo"):
+        config_of(algorithm={"adv_estimator": "rlo"})
+    with pytest.raises(UserError, match=r"algorithm\.policy_loss: .*got 'ciso'.*did you mean cispo"):
+        config_of(algorithm={"policy_loss": "ciso"})
+    assert config_of(algorithm={"adv_estimator": "mine.py:f"}, sampling={"samples_per_prompt": 1}).algorithm.estimator
+
+
+def test_the_table_names_every_estimator_and_loss():
+    assert {entry.keys["adv_estimator"] for entry in ALGORITHMS.values()} == ESTIMATORS.keys()
+    assert {entry.keys["policy_loss"] for entry in ALGORITHMS.values()} == set(LOSSES) == POLICY_LOSSES.keys()
 
 
 @pytest.mark.parametrize(
@@ -105,6 +126,7 @@ CONTRADICTIONS = {
     "no effect with policy_loss=cispo": {
         "algorithm": {"policy_loss": "cispo", "mini_batches": 2, "clip_ratio_dual": 3.0}
     },
+    "later updates train as if": {"algorithm": {"policy_loss": "reinforce", "epochs": 2}},
     "Dr.GRPO uses fixed_length": {"algorithm": {"adv_estimator": "dr_grpo", "loss_aggregation": "sequence_mean"}},
     "algorithm.kl_in: no effect with algorithm.kl_coef=0": {"algorithm": {"kl_in": "reward"}},
     "its gradient is 0 on average": {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1"}},
@@ -114,6 +136,7 @@ CONTRADICTIONS = {
     "its own standard deviation": {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}},
     "up to 2 version(s) old": {"algorithm": {"importance": "none"}, "sampling": {"max_staleness": 2}},
     "DAPO uses only one of the two": {"algorithm": {"mask_truncated": True, "overlong_buffer": 2}},
+    "critic.lr: no effect with algorithm.adv_estimator=grpo": {"critic": {"lr": 1e-3}},
     "generation.top_p=0.9, top_k=0": {"generation": {"top_p": 0.9}},
 }
 

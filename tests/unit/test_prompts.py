@@ -21,6 +21,7 @@ from gcore.prompts import (
     measure,
     prompt_of,
 )
+from gcore.prompts.rows import check_media
 from gcore.prompts.tokenizer import with_padding
 from gcore.types import UserError
 
@@ -387,8 +388,8 @@ def test_columns_of_pictures_are_refused(column, tokenizer, tmp_path):
 def test_messages_with_pictures_are_refused(kind):
     parts = [{"type": "text", "text": "what is it?"}, {"type": kind, kind: "cat.png"}]
     with pytest.raises(UserError, match=rf"column 'prompt' has a message part of type '{kind}'; expected text only"):
-        prompt_of({"prompt": [{"role": "user", "content": parts}]}, Dataset(path="x"))
-    assert prompt_of({"prompt": [{"role": "user", "content": parts[:1]}]}, Dataset(path="x"))
+        check_media({"prompt": [{"role": "user", "content": parts}]}, "data.train")
+    check_media({"prompt": [{"role": "user", "content": parts[:1]}]}, "data.train")
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
@@ -435,7 +436,7 @@ def test_arithmetic_too_large_to_enumerate():
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("arithmetik", {}, r"data\.train\.task: unknown task 'arithmetik'; expected arithmetic, needle or"),
+        ("arithmetik", {}, r"data\.train\.task: unknown task 'arithmetik'; expected arithmetic, needle, digits, "),
         ("arithmetic", {"operation": ["+"]}, r"data\.train\.args\.operation: .*did you mean operations\?"),
         ("arithmetic", {"operations": ["/"]}, r"args\.operations: expected a list of \+, -, \*, got \['/'\]"),
         ("arithmetic", {"operations": "+-"}, r"args\.operations: expected a list"),

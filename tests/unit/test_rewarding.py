@@ -12,6 +12,7 @@ import pytest
 
 from gcore.config.tree import RewardFunction
 from gcore.content.tokens import Tokens
+from gcore.prompts.tasks import make_task
 from gcore.rewarding import rules
 from gcore.rewarding.functions import adapt, load_function
 from gcore.rewarding.rewarder import WeightedRewarder
@@ -95,7 +96,6 @@ def test_last_number_without_a_reference():
 
 def test_reasoning_gym_scores_with_the_packages_scorer():
     pytest.importorskip("reasoning_gym")
-    from gcore.prompts.tasks import make_task
 
     for name in ("chain_sum", "rearc", "decimal_arithmetic", "spell_backward"):  # rearc compares tuples
         row = make_task(f"reasoning_gym/{name}", {"seed": 3}, size=1)[0]
@@ -103,6 +103,22 @@ def test_reasoning_gym_scores_with_the_packages_scorer():
         right, tagged, wrong = call(rules.reasoning_gym, group_of(*texts, **row)).values
         assert (right, tagged) == (1.0, 1.0), name
         assert wrong is not None and wrong < 0.2
+
+
+def test_a_text_that_a_gym_scorer_cannot_read_is_worth_0():
+    """The scorer of prime_factorization raises for a text without numbers; a broken scorer still raises."""
+    pytest.importorskip("reasoning_gym")
+
+    (row,) = make_task("reasoning_gym/prime_factorization", {}, size=1)
+    given = [[row[name]] for name in ("task", "entry_json", "task_args")]
+    assert rules.reasoning_gym([""], ["none"], *given) == [0.0]
+    assert rules.reasoning_gym([""], [f"<answer>{row['answer']}</answer>"], *given) == [1.0]
+
+    def broken(text, entry):
+        raise KeyError("metadata")
+
+    with pytest.raises(KeyError):
+        rules._gym_score(broken, "none", {"answer": "1"})
 
 
 def test_reasoning_gym_never_runs_answers_as_code_unasked():

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import pytest
 
 from gcore.generation import routing
-from gcore.generation.routing import AFFINITY_TOKENS, Router, own_replicas
+from gcore.generation.routing import AFFINITY_TOKENS, Limits, Router, limits_of, own_replicas, shared_limit
 from tests.seeds import seeds
 
 
@@ -112,6 +112,14 @@ def test_a_call_larger_than_the_limit_goes_to_an_empty_replica():
     assert send(router, count=9) == 1
 
 
+def test_limits_leave_room_for_a_second_call_and_for_skewed_shares():
+    assert limits_of(64, per_call=8) == Limits(own=96, guest=48)
+    assert limits_of(8, per_call=8) == Limits(own=16, guest=6)  # 12 would send the second call only after the first
+    assert limits_of(1) == Limits(own=2, guest=1)
+    assert [shared_limit(64, size) for size in (1, 2, 4, 8, 64)] == [128, 64, 32, 32, 32]
+    assert shared_limit(1, 100) == 1
+
+
 def test_others_replicas_are_asked_when_no_own_one_has_room():
     router = Router(4, controller=(1, 2), own={1, 3}, limit=2, guest_limit=1)
     assert [send(router, 10) for _ in range(7)] == [3, 1, 3, 1, 2, 0, None]
@@ -176,6 +184,19 @@ def test_own_replicas():
     assert [sorted(own_replicas(rank, 3, 7) or ()) for rank in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
     assert [own_replicas(rank, 3, 3) for rank in range(3)] == [{0}, {1}, {2}]
     assert [own_replicas(rank, 3, 2) for rank in range(3)] == [None] * 3
+
+
+def test_own_replicas_are_on_the_node_of_their_controller():
+    def owners(controllers, replicas):
+        size = len(controllers)
+        found = [own_replicas(rank, size, len(replicas), (controllers, replicas)) for rank in range(size)]
+        return [sorted(own or ()) for own in found]
+
+    assert owners([0, 1], [0, 0, 0, 1, 1, 1]) == [[0, 1, 2], [3, 4, 5]]
+    assert owners([0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert owners([0, 1], [0, 0, 0, 1]) == [[0, 1], [2, 3]]  # the shares stay equal
+    assert owners([0, 0], [0, 0, 1, 1]) == [[0, 2], [1, 3]]  # a node without controllers
+    assert owners([0, 0], [0, 0, 0, 0]) == [[0, 2], [1, 3]]  # one node: as without nodes
 
 
 def test_old_entries_do_not_pile_up():

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from gcore.config import load_config
-from gcore.config.reward_model import Pairs, PairTraining, RewardModelConfig
+from gcore.config.reward_model import Pairs, RewardModelConfig
 from gcore.config.tree import BuildModel, Model, ScalarReward
 from gcore.content.tokens import Tokens
 from gcore.controller.train_rm import pair_of, read_pairs
@@ -25,7 +25,6 @@ from gcore.observe.trace import Tracer
 from gcore.prompts.tokenizer import load_tokenizer, with_padding
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.scalar import ScalarModel, ScalarSource, padded_width
-from gcore.training.reward_model import PairTrainer, bradley_terry
 from gcore.types import Prompt, RewardError, Rollout, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -69,106 +68,6 @@ def group_of(*texts: str, messages: Any = ({"role": "user", "content": "1+1="},)
         )
         for i, said in enumerate(texts)
     ]
-
-
-# --- the loss
-
-
-def test_bradley_terry():
-    found = bradley_terry(torch.tensor([0.0, math.log(3), -math.log(3), 100.0, -100.0], dtype=torch.float64))
-    assert found.tolist() == pytest.approx([math.log(2), math.log(4 / 3), math.log(4), 0.0, 100.0], abs=1e-12)
-
-
-def trainer_of(network: Any, **training: Any) -> PairTrainer:
-    settings = {"steps": 40, "lr": 3e-3, "schedule": "constant", "threads": 1, **training}
-    return PairTrainer(network, PairTraining(**settings), torch.float32)
-
-
-def scripted(trainer: PairTrainer, *differences: list[float]) -> PairTrainer:
-    """The scores of the network, moved so that the pairs of call i differ by `differences[i]`."""
-    script, plain = iter(differences), trainer._differences
-
-    def next_differences(pairs: Any) -> torch.Tensor:
-        found = plain(pairs)
-        return found - found.detach() + torch.tensor(next(script))
-
-    trainer._differences = next_differences  # type: ignore[method-assign]
-    return trainer
-
-
-def test_accuracy_and_margin():
-    pairs = [(tokens("1+1=2"), tokens("1+1=3"))] * 4
-    found = scripted(trainer_of(scorer_of()), [math.log(3), -math.log(3), math.log(3), 0.0]).evaluate(pairs)
-    loss = (2 * math.log(4 / 3) + math.log(4) + math.log(2)) / 4
-    assert found == pytest.approx({"loss": loss, "accuracy": 0.5, "margin": math.log(3) / 4}, abs=1e-6)
-
-
-PAIRS = [(text(n, 1), text(n + n % 3, 2)) for n in range(3, 19)]
-
-
-def weights(network: Any) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in network.parameters()])
-
-
-def test_cutting_a_step_into_parts_changes_nothing():
-    found = []
-    for budget, num in ((100_000, 1), (100, 5), (1, 16)):  # 5: lengths 19 18, 17 16, 15 14 13, 12 to 9, 8 to 3
-        network = scorer_of()
-        trainer = trainer_of(network, max_tokens_per_batch=budget)
-        assert len(list(trainer._parts(PAIRS))) == num
-        row = trainer.update(PAIRS)
-        moments = [trainer._optimizer.state[p]["exp_avg"].flatten() for p in network.parameters()]  # the gradient / 10
-        found.append((torch.cat(moments), [row[name] for name in ("loss", "accuracy", "margin", "grad_norm")]))
-    whole, expected = found[0]
-    for gradient, row in found[1:]:
-        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert (gradient - whole).norm() < 1e-5 * whole.norm()
-
-
-@pytest.mark.parametrize("liked", ["7", "3"])
-def test_learns_a_preference(liked):
-    """Sums that end in the liked digit win. The other way round is learned as well, so it is not the start."""
-    rng = np.random.default_rng(0)
-
-    def draw() -> tuple[np.ndarray, np.ndarray]:
-        head = f"{rng.integers(10)}+{rng.integers(10)}={rng.integers(100)}"
-        return tokens(head + liked), tokens(head + rng.choice(list("0124568")))
-
-    network = scorer_of()
-    trainer = trainer_of(network)
-    losses = [trainer.update([draw() for _ in range(16)])["loss"] for _ in range(40)]
-    assert np.mean(losses[-5:]) < 0.2 < np.mean(losses[:5])
-    fresh = [draw() for _ in range(64)]
-    found = trainer.evaluate(fresh)
-    assert found["accuracy"] == 1.0 and found["margin"] > 1
-    with torch.no_grad():
-        good, bad = (torch.cat([score_texts(network, [t], len(t)) for t in side]) for side in zip(*fresh, strict=True))
-    assert float((good - bad).mean()) == pytest.approx(found["margin"], abs=1e-4)
-
-
-def test_a_loss_that_is_not_finite_moves_nothing_and_three_in_a_row_end_it():
-    network = scorer_of()
-    fine, bad = [1.0], [math.nan]
-    trainer = scripted(trainer_of(network), bad, bad, fine, bad, [-math.inf], bad)
-    before = weights(network)
-    for _ in range(2):
-        assert trainer.update(PAIRS[:1])["skipped"] == 1
-    assert torch.equal(weights(network), before)
-    assert trainer.update(PAIRS[:1])["skipped"] == 0
-    after = weights(network)
-    assert not torch.equal(after, before) and bool(after.isfinite().all())
-    for _ in range(2):
-        assert trainer.update(PAIRS[:1])["skipped"] == 1
-    with pytest.raises(UserError, match=r"3 steps in a row had a NaN or infinite loss \(step 6\); lower training.lr"):
-        trainer.update(PAIRS[:1])
-    assert torch.equal(weights(network), after)
-
-
-def test_the_learning_rate_follows_the_schedule():
-    trainer = trainer_of(scorer_of(), steps=4, lr=1.0e-3, schedule="linear", warmup_steps=2)
-    for expected in (5e-4, 1e-3, 1e-3, 5e-4):
-        assert trainer.update(PAIRS[:1])["lr"] == pytest.approx(expected)
-        assert trainer._optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
 # --- folders

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 
 import pytest
 
 from gcore.controller.step_ledger import ProgressReport, StepLedger
 
 SEEDS = range(60)
+
+
+def add(ledger: StepLedger, parts: Sequence[ProgressReport]) -> None:
+    """One exchange: reports are merged in a tree, so in any order."""
+    assert _as_sets(reduce(ProgressReport.merged, parts)) == _as_sets(reduce(ProgressReport.merged, reversed(parts)))
+    ledger.add(reduce(ProgressReport.merged, parts))
+
+
+def _as_sets(report: ProgressReport) -> tuple[object, ...]:
+    lists = set(report.kept), set(report.dropped), set(report.withdrawn)
+    return *lists, report.idle, report.due, report.running
 
 
 def strict(target: int, base: int = 0, window: int = 100) -> StepLedger:
@@ -37,37 +49,37 @@ def dropped(*numbers: int, why: str = "no_spread") -> ProgressReport:
 
 def test_strict_waits_for_the_first_in_line():
     ledger = strict(2, base=10)
-    ledger.add([kept(11, 12, 13, 14)])
+    add(ledger, [kept(11, 12, 13, 14)])
     assert ledger.chosen() is None  # 10 may still turn out well
-    ledger.add([dropped(10)])
+    add(ledger, [dropped(10)])
     assert ledger.chosen() == [11, 12]
 
 
 def test_strict_ends_at_the_end_of_the_window():
     ledger = strict(3, base=10, window=4)
-    ledger.add([kept(11), dropped(10, 12)])
+    add(ledger, [kept(11), dropped(10, 12)])
     assert ledger.chosen() is None
-    ledger.add([kept(13)])
+    add(ledger, [kept(13)])
     assert ledger.chosen() == [11, 13]
     nothing = strict(3, window=2)
-    nothing.add([dropped(0, 1)])
+    add(nothing, [dropped(0, 1)])
     assert nothing.chosen() == []
 
 
 def test_strict_takes_no_notice_of_who_is_idle():
     ledger = strict(1)
-    ledger.add([ProgressReport(idle=True), ProgressReport(idle=True)])
+    add(ledger, [ProgressReport(idle=True), ProgressReport(idle=True)])
     assert ledger.chosen() is None
 
 
 def test_frontier():
     ledger = strict(2, base=10)
     assert ledger.frontier() == 9
-    ledger.add([kept(14)])
+    add(ledger, [kept(14)])
     assert ledger.frontier() == 14  # all before it must be drawn, and nothing beyond
-    ledger.add([dropped(16)])
+    add(ledger, [dropped(16)])
     assert ledger.frontier() == 16
-    ledger.add([kept(12, 20)])
+    add(ledger, [kept(12, 20)])
     assert ledger.frontier() == 14  # two are there: what comes after the second cannot count
 
 
@@ -107,7 +119,7 @@ def test_strict_is_the_same_prefix_in_whatever_order_reports_come(seed):
         ledger, known = strict(target, base, window), set[int]()
 
         def send(parts: list[ProgressReport], ledger: StepLedger = ledger, known: set[int] = known) -> bool:
-            ledger.add(parts)
+            add(ledger, parts)
             known |= {number for part in parts for number, _ in (*part.kept, *part.dropped)}
             certain = set(range(base, last + 1)) <= known
             assert ledger.chosen() == (expected if certain else None)  # neither too early, nor later than it could be
@@ -133,7 +145,7 @@ def test_drawing_up_to_the_frontier_is_enough(seed):
             running.append(drawn)
             drawn += 1
         number = running.pop(dice.randrange(len(running)))
-        ledger.add([kept(number) if fate[number] else dropped(number)])
+        add(ledger, [kept(number) if fate[number] else dropped(number)])
     assert ledger.chosen() == [number for number in range(window) if fate[number]][:target]
 
 
@@ -143,9 +155,9 @@ def test_drawing_up_to_the_frontier_is_enough(seed):
 def test_free_ends_when_enough_have_come_and_takes_them_in_prompt_order():
     """In order of arrival the last to come would be left behind, and those are the long ones."""
     ledger = free(2)
-    ledger.add([kept(7), ProgressReport()])
+    add(ledger, [kept(7), ProgressReport()])
     assert ledger.chosen() is None
-    ledger.add([kept(9), kept(3)])
+    add(ledger, [kept(9), kept(3)])
     assert ledger.chosen() == [3, 7]
 
 
@@ -153,26 +165,26 @@ def test_free_ends_when_enough_have_come_and_takes_them_in_prompt_order():
 def test_the_parts_of_what_is_missing_add_up(size):
     """10 wanted, 4 there, half of the groups pass: 12 must be under way, and 7 are."""
     ledger = free(10)
-    ledger.add([ProgressReport(kept=[(i, 0) for i in range(4)], running=7), *[ProgressReport()] * (size - 1)])
+    add(ledger, [ProgressReport(kept=[(i, 0) for i in range(4)], running=7), *[ProgressReport()] * (size - 1)])
     for _ in range(4):
         parts = [ledger.missing(10, 0.5, rank, size) for rank in range(size)]
         assert sum(parts) == 5 and max(parts) - min(parts) <= 1
         assert sum(ledger.missing(5, 0.5, rank, size) for rank in range(size)) == 2 - 7  # too many
-        ledger.add([ProgressReport(running=7)])
+        add(ledger, [ProgressReport(running=7)])
     assert [ledger.missing(4, 0.5, rank, size) for rank in range(size)] == [-7] * size  # none in place of a dropped one
 
 
 def test_what_does_not_divide_evenly_goes_to_each_controller_in_turn():
     ledger, parts = free(10), []
     for _ in range(3):
-        ledger.add([ProgressReport()])
+        add(ledger, [ProgressReport()])
         parts.append([ledger.missing(10, 1.0, rank, 3) for rank in range(3)])
     assert sorted(parts) == [[3, 3, 4], [3, 4, 3], [4, 3, 3]]
 
 
 def test_a_step_that_keeps_nothing_else_leaves_no_group():
     ledger = free(1)
-    ledger.add([ProgressReport(kept=[(1, 0), (2, 0)], running=3)])
+    add(ledger, [ProgressReport(kept=[(1, 0), (2, 0)], running=3)])
     ledger.clear()
     assert ledger.kept == {} and ledger.missing(5, 1.0, 0, 1) == 5
     ledger.restore({4: 1})
@@ -181,42 +193,42 @@ def test_a_step_that_keeps_nothing_else_leaves_no_group():
 
 def test_free_takes_the_oldest_policy_first():
     ledger = free(2)
-    ledger.add([kept(1, version=3)])
-    ledger.add([kept(2, version=2), kept(5, version=3)])
-    ledger.add([kept(9, version=2)])
+    add(ledger, [kept(1, version=3)])
+    add(ledger, [kept(2, version=2), kept(5, version=3)])
+    add(ledger, [kept(9, version=2)])
     assert ledger.chosen() == [2, 9]
 
 
 def test_free_waits_for_what_the_next_step_could_not_use():
     ledger = free(1)
-    ledger.add([kept(1), ProgressReport(due=2)])
+    add(ledger, [kept(1), ProgressReport(due=2)])
     assert ledger.chosen() is None
-    ledger.add([ProgressReport(due=1), ProgressReport()])
+    add(ledger, [ProgressReport(due=1), ProgressReport()])
     assert ledger.chosen() is None
-    ledger.add([ProgressReport(), ProgressReport()])
+    add(ledger, [ProgressReport(), ProgressReport()])
     assert ledger.chosen() == [1]
 
 
 def test_free_ends_when_all_are_idle():
     ledger = free(3)
-    ledger.add([ProgressReport(kept=[(1, 0)], idle=True), ProgressReport(idle=False)])
+    add(ledger, [ProgressReport(kept=[(1, 0)], idle=True), ProgressReport(idle=False)])
     assert ledger.chosen() is None
-    ledger.add([ProgressReport(idle=True), ProgressReport(idle=True)])
+    add(ledger, [ProgressReport(idle=True), ProgressReport(idle=True)])
     assert ledger.chosen() == [1]
 
 
 def test_a_withdrawn_group_may_be_kept_again_in_the_same_report():
     ledger = free(2)
-    ledger.add([kept(1, 2, version=0)])
-    ledger.add([ProgressReport(withdrawn=[1, 2], kept=[(2, 5)])])
+    add(ledger, [kept(1, 2, version=0)])
+    add(ledger, [ProgressReport(withdrawn=[1, 2], kept=[(2, 5)])])
     assert ledger.kept == {2: 5}
-    ledger.add([ProgressReport(withdrawn=[8])])  # it was not reported yet
+    add(ledger, [ProgressReport(withdrawn=[8])])  # it was not reported yet
     assert ledger.kept == {2: 5}
 
 
 def test_a_new_step_keeps_the_groups_and_forgets_the_drops():
     ledger = free(5)
-    ledger.add([ProgressReport(kept=[(1, 0), (2, 0)], dropped=[(3, "no_spread")], idle=True, due=1)])
+    add(ledger, [ProgressReport(kept=[(1, 0), (2, 0)], dropped=[(3, "no_spread")], idle=True, due=1)])
     assert (ledger.num_passed, len(ledger.dropped)) == (2, 1)
     ledger.begin(0, 100)
     assert (ledger.kept, ledger.dropped, ledger.num_passed) == ({1: 0, 2: 0}, {}, 0)
@@ -249,8 +261,8 @@ def test_free_for_any_reports(seed):
             all(part.idle for part in parts),
             sum(part.due for part in parts),
         )
-        ledgers[0].add(parts)
-        ledgers[1].add([together])  # one controller that saw it all
+        add(ledgers[0], parts)
+        add(ledgers[1], [together])  # one controller that saw it all
         enough = len(shadow) >= target and not together.due
         expected = sorted(shadow, key=shadow.__getitem__)[:target] if enough or together.idle else None
         for ledger in ledgers:

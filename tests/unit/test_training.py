@@ -415,10 +415,10 @@ def test_later_mini_batches_are_compared_with_the_policy_before_the_step():
     batch = dataclasses.replace(batch_of(samples, mini_batches=2), advantages={s.key: s.reward for s in samples})
     asyncio.run(trainer.push(0, samples))
     asyncio.run(trainer.prepare(batch))
-    trainer._fill_advantages(batch)
+    trainer._fill_targets(batch)
     for key, expected in logprobs.items():
         assert torch.allclose(trainer._data.columns["old_logprobs"][key], expected, atol=1e-5, rtol=0)
-    first, second = trainer._mini_batch(batch, 0), trainer._mini_batch(batch, 1)
+    first, second = (trainer._mini_batch(batch, i, mini) for i, mini in enumerate(batch.mini_batches))
     assert abs(first.metrics["actor/approx_kl"].total) < 1e-4 < abs(second.metrics["actor/approx_kl"].total)
     mask = np.concatenate([s.mask_S for s in samples[:6]])
     off = np.concatenate([logprobs[s.key].numpy() - s.rollout_logprobs_S for s in samples[:6]])
@@ -520,7 +520,7 @@ def test_the_kl_in_the_reward_is_charged_to_the_sample_or_to_each_step(estimator
         kl = (d if estimator == "k1" else np.exp(-d) + d - 1) * s.mask_S
         total += kl.sum()
         if not per_step:
-            assert found[s.key] == pytest.approx(kl.sum(), abs=1e-4)
+            assert found[s.key] == pytest.approx(0.5 * kl.sum(), abs=1e-4)
         to_come = np.array([kl[i:].sum() for i in range(len(kl))])
         advantages.append((given[s.key] - per_step * 0.5 * to_come)[s.mask_S])
         logprobs.append(own[torch.from_numpy(s.mask_S)])
@@ -678,7 +678,7 @@ def test_schedule_ends_with_the_run_whatever_the_steps_have_in_updates():
 
     def rates(step: int, updates: int) -> list[float]:
         batch = TrainBatch(step, (MiniBatch((), 1, 1),) * updates)
-        return [trainer._learning_rate(batch, number) for number in range(updates)]
+        return [trainer._policy_lr(batch, number) for number in range(updates)]
 
     assert rates(1, 4) == [4.0, 3.9, 3.8, 3.7]
     trainer.updates = 4  # nothing was trained on in steps 2 to 5
@@ -689,7 +689,7 @@ def test_schedule_ends_with_the_run_whatever_the_steps_have_in_updates():
     for step, rate in rates_of_warm_start.items():
         trainer.updates = step - 1
         warm = TrainBatch(step, (MiniBatch((), 1, 1),), "imitation")
-        assert trainer._learning_rate(warm, 0) == pytest.approx(rate, abs=1e-12)
+        assert trainer._policy_lr(warm, 0) == pytest.approx(rate, abs=1e-12)
 
 
 def test_weights_arrive_as_they_were_sent():

@@ -55,6 +55,35 @@ def test_one_rank_by_hand():
     assert recomputed.gpu["backward"]["work"] == 10 * 2 * 80 + 2 * 80 + 10 * 224 + reduced
 
 
+def test_a_critic_by_hand():
+    """The same shape as the policy, but without a table for the output: 2792 - 800 parameters."""
+    rank = TrainingRank(SMALL, max_tokens=10, critic=SMALL)
+    memory, without = training_memory(rank), training_memory(replace(rank, critic=None))
+    state = {"weights": 4 * 2792, "moments": 8 * 2792, "critic": 4 * 1992, "critic moments": 8 * 1992}
+    assert memory.gpu["rollout"] == state
+    assert memory.gpu["critic step"] == {**state, "gradients": 4 * 1992}
+    backward = memory.gpu["critic backward"]
+    activations = without.gpu["backward"]["activations"]
+    assert {name: backward[name] for name in ("gradients", "copies")} == {"gradients": 4 * 1992, "copies": 2 * 1992}
+    assert backward["activations"] == activations and backward["work"] == 10 * 2 * (3 * 16 + 4 * 8) + 6 * 592
+    for phase, parts in without.gpu.items():
+        beside = {"critic": 4 * 1992.0} | ({} if phase == "start" else {"critic moments": 8 * 1992.0})
+        assert memory.gpu[phase] == {**parts, **beside}
+    moved = training_memory(replace(rank, offload="all"))
+    assert not moved.gpu["rollout"] and moved.host["rollout"] == state
+    assert {"critic", "critic moments"} <= moved.gpu["critic step"].keys() and "critic" not in moved.gpu["backward"]
+    halves = training_memory(replace(rank, shard=2)).gpu["rollout"]
+    assert halves["critic"] == 2 * 1992
+
+
+def test_the_plan_counts_a_critic():
+    inputs = SHAPES["7B"], [], 8, GPUS["h200"], Workload()
+    plain, ppo = (memory_by_width(*inputs, Constraints(offload="none", critic=critic))[0] for critic in (False, True))
+    own = ppo.trainer.gpu["rollout"]["critic"]  # float32, in eighths
+    assert 3e9 < own < plain.trainer.gpu["rollout"]["weights"] < 4e9 and "critic backward" in ppo.trainer.gpu
+    assert ppo.best is not None and plain.best is not None and ppo.best.step_s > plain.best.step_s
+
+
 def test_sharded_ranks_hold_a_part_of_the_state_and_gather_two_layers():
     memory = training_memory(TrainingRank(SMALL, shard=4, max_tokens=10, checkpointing=True)).gpu
     assert memory["optimizer step"] == {"weights": 2792, "gradients": 2792, "moments": 2 * 2792}

@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from gcore.config.tree import Algorithm  # noqa: E402
 from gcore.models import load_model  # noqa: E402
-from gcore.preparation.advantages import GROUP_ESTIMATORS  # noqa: E402
+from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores  # noqa: E402
 from gcore.prompts.tokenizer import load_tokenizer  # noqa: E402
 from gcore.training.logprob_model import LogprobModel  # noqa: E402
 from gcore.training.losses import POLICY_LOSSES, Steps, kl_penalty, step_weights  # noqa: E402
@@ -68,7 +68,7 @@ def test_advantages(tmp_path, name, scale):
     rewards = np.array(REWARDS).reshape(2, 4)
     if name == "grpo":
         theirs *= (np.repeat(rewards.std(1, ddof=1), 4) + 1e-4) / (np.repeat(rewards.std(1, ddof=1), 4) + 1e-6)
-    ours = np.concatenate([GROUP_ESTIMATORS[name](group) for group in rewards])
+    ours = np.concatenate([GROUP_ESTIMATORS[name](GroupScores(group, np.ones(4))) for group in rewards])
     assert ours == pytest.approx(theirs, abs=1e-6) and np.abs(ours).max() > 1
 
 
