@@ -1,13 +1,14 @@
 # make quickstart   install, then train a small model on the CPU of this machine
 # make test         install, then run the tests that need no GPU, in two processes: at most ten minutes on two cores
 # make test-all     these tests and the slow ones that are run before a release (make test-release: only the slow ones)
+# make test-failed  repeat the tests that failed the last time, one after another
 # make lint         run ruff and mypy
 # make docs         write docs/configuration.md from the configuration classes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-release test-all lint docs clean
+.PHONY: quickstart test test-release test-all test-failed lint docs clean
 quickstart: $(VENV)/.installed
 	$(BIN)/gcore train recipes/quickstart.yaml
 
@@ -21,6 +22,9 @@ test-release: $(VENV)/.installed-dev
 	$(PYTEST) -m release
 
 test-all: test test-release
+
+test-failed: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "release or not release" --last-failed --last-failed-no-failures none
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
