@@ -149,7 +149,8 @@ class LogprobModel(nn.Module):
         if candidate_ids_K is not None and candidate_counts_S is not None:
             logits_SV = _mask_others(logits_SV, candidate_ids_K, candidate_counts_S)
         logprobs_SV = torch.log_softmax(logits_SV, -1)
-        chosen_S = logprobs_SV.gather(-1, targets_S[:, None])[:, 0]
+        # a sum, not [:, 0]: FSDP2 warns of outputs that are views
+        chosen_S = logprobs_SV.gather(-1, targets_S[:, None]).sum(-1)
         return chosen_S, -(logprobs_SV.exp() * logprobs_SV).sum(-1)
 
 
