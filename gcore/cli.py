@@ -74,7 +74,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gcore", description="Reinforcement learning for language models, with parallel controllers."
+        prog="gcore",
+        description="Reinforcement learning for language, vision-language and diffusion models, with parallel controllers.",
     )
     parser.add_argument("--version", action="version", version=f"gcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
