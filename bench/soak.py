@@ -9,9 +9,9 @@ worker of a controller. It gets SIGKILL or SIGSTOP. A fault counts if the proces
 still heals from the one before.
 
 Reported: faults by role and kind; restarts and rollbacks from events.jsonl; whether all steps are there once, with the
-samples and the metrics (all except clocks, memory and retries) of the undisturbed run: then no sample was lost, trained
-twice or changed; held-out accuracy of both; and the share of useful time: seconds of the undisturbed run / seconds of
-this one, from the end of the first step to the end of the last.
+samples and the metrics (all except clocks, memory, traffic and retries) of the undisturbed run: then no sample was lost,
+trained twice or changed; held-out accuracy of both; and the share of useful time: seconds of the undisturbed run / seconds
+of this one, from the end of the first step to the end of the last.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from gcore.observe.events import read_events  # noqa: E402
 from gcore.observe.metrics import read_rows  # noqa: E402
 
 TAIL_BYTES = 32768  # of metrics.jsonl: more than one row
-TIMED = ("timing_s/", "perf/", "controller/", "checkpoint/")
+TIMED = ("timing_s/", "perf/", "controller/", "checkpoint/", "link/")  # link: which replica answers depends on times
 HEALED = ("reward/retries", "reward/timeouts", "reward/worker_restarts")  # what a fault of a reward worker leaves
 ROLES = ("engine-0", "engine-1", "trainer-0", "trainer-1", "controller-0", "controller-1", "worker")
 
@@ -187,7 +187,7 @@ def follow(run: Run, steps: int, limit_s: float, faults: Faults | None) -> float
 
 
 def summary(folder: Path) -> tuple[list[dict[str, Any]], float | None]:
-    """What must be equal of each step: everything except clocks, memory and retries; and the last held-out accuracy."""
+    """What must be equal of each step (see above), and the last held-out accuracy."""
     rows = read_rows(folder)
     steps = [
         {k: v for k, v in row.items() if not k.startswith((*TIMED, *HEALED))} for row in rows if "samples_digest" in row

@@ -75,7 +75,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gcore",
-        description="Reinforcement learning for language, vision-language and diffusion models, with parallel controllers.",
+        description="Reinforcement learning for language, vision-language and diffusion models.",
     )
     parser.add_argument("--version", action="version", version=f"gcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
