@@ -10,8 +10,8 @@ still heals from the one before.
 
 Reported: faults by role and kind; restarts and rollbacks from events.jsonl; whether all steps are there once, with the
 samples and the metrics of the undisturbed run (all except clocks, memory, traffic and retries): then no sample was
-lost, trained twice or changed; held-out accuracy of both; and the share of useful time: seconds of the undisturbed run /
-seconds of this one, from the end of the first step to the end of the last.
+lost, trained twice or changed; held-out accuracy of both; and the share of useful time: seconds of the undisturbed run
+divided by seconds of this one, from the end of the first step to the end of the last.
 """
 
 from __future__ import annotations
