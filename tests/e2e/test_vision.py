@@ -59,6 +59,30 @@ def test_any_number_of_controllers(tmp_path, one, controllers):
     assert max(row["rollout/logprob_diff_max"] for row in steps(found)) < 1e-5  # engine against trainer
 
 
+def brightness(prompts: Any, completions: Any, images: Any, **_: Any) -> list[float]:
+    return [float(own[0].read().mean()) / 255 for own in images]
+
+
+def test_ppo_with_a_critic_that_sees(tmp_path):
+    functions = [{"name": "brightness", "path": "tests.e2e.test_vision:brightness"}]
+    more = {"algorithm": {"preset": "ppo", "mini_batches": 2}, "critic": {"lr": 1e-3}}
+    found = steps(train(tmp_path, "controllers=2", **more, rewards={"functions": functions}))
+    assert found[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)  # values are 0
+    assert len(found) == 3 and all(row["critic/loss"] > 0 and row["critic/grad_norm"] > 0 for row in found)
+    assert all(abs(row["critic/value_mean"]) > 1e-4 for row in found[1:])
+    assert max(row["rollout/logprob_diff_max"] for row in found) < 1e-5
+
+
+def test_a_critic_that_takes_no_images_is_refused(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text('{"model_type": "qwen3"}')
+    critic = {"model": {"path": str(tmp_path / "text")}}
+    recipe = write_recipe(tmp_path, **{**SMALL, "algorithm": {"preset": "ppo"}, "critic": critic})
+    ended = gcore("train", str(recipe), "runtime=local")
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert "takes no images; the policy takes images (qwen3_vl), expected the same family" in ended.stderr
+
+
 def test_a_controller_decodes_its_share_and_collectives_carry_no_pixels(tmp_path, monkeypatch):
     """Pictures of 64 times the bytes: the controllers decode 64 times as much, one share each; collectives, requests
     and samples have the same size. 512 samples with 4 images of 1 MB each: bench/media_bytes.py"""
@@ -110,7 +134,6 @@ def test_kill_and_resume(tmp_path, one):
         ({"model": TEXT}, "column 'images' holds"),
         ({"data": RECIPE["data"]}, "no image in 80 rows, and the model takes images"),
         ({"data": {**SMALL["data"], "media": {"max_pixels": 100}}}, "of 40 rows have images that cannot be used"),
-        ({"algorithm": {"adv_estimator": "gae"}}, "the critic"),
         ({"training": {"vision_lr": 1e-3}, "model": TEXT, "data": RECIPE["data"]}, "training.vision_lr"),
         ({"training": {"context_parallel": 2}}, "training.context_parallel=2"),
     ],
