@@ -17,8 +17,10 @@ import pytest
 import yaml
 
 from gcore.config.tree import Config, Model
+from gcore.content.media import png_url
 from gcore.prompts.processor import load_processor
 from gcore.prompts.tokenizer import load_tokenizer
+from gcore.rewarding.rules import text_of
 from gcore.runtime.local import LocalGroup
 from tests.e2e.helpers import RECIPE, environment, gcore, rows, steps, untimed, write_recipe
 from tests.vision_families import picture
@@ -63,6 +65,11 @@ def brightness(prompts: Any, completions: Any, images: Any, **_: Any) -> list[fl
     return [float(own[0].read().mean()) / 255 for own in images]
 
 
+def length(prompts: Any, completions: Any, images: Any, **_: Any) -> list[float]:
+    assert all(video.read().ndim == 4 for own in images for video in own)
+    return [float(len(text_of(completion))) for completion in completions]
+
+
 def test_ppo_with_a_critic_that_sees(tmp_path):
     functions = [{"name": "brightness", "path": "tests.e2e.test_vision:brightness"}]
     more = {"algorithm": {"preset": "ppo", "mini_batches": 2}, "critic": {"lr": 1e-3}}
@@ -71,6 +78,28 @@ def test_ppo_with_a_critic_that_sees(tmp_path):
     assert len(found) == 3 and all(row["critic/loss"] > 0 and row["critic/grad_norm"] > 0 for row in found)
     assert all(abs(row["critic/value_mean"]) > 1e-4 for row in found[1:])
     assert max(row["rollout/logprob_diff_max"] for row in found) < 1e-5
+
+
+def test_videos_train(tmp_path):
+    """Two videos in each row, as lists of frames. The model sees timestamps: its alphabet needs their characters."""
+    rng = np.random.default_rng(0)
+
+    def row(number: int) -> dict[str, Any]:
+        videos = [[png_url(picture(int(rng.integers(1000)))) for _ in range(frames)] for frames in (2, 3)]
+        return {"prompt": "<video>1+<video>1=", "videos": videos, "answer": str(number % 3)}
+
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in range(12)))
+    build = {**SMALL["model"]["build"], "max_length": 128, "alphabet": "0123456789+= .<>cdenos"}
+    data = {"train": {"path": str(tmp_path / "rows.jsonl")}, "max_prompt_length": 100, "media": {"fps": 4.0}}
+    functions = [{"name": "length", "path": "tests.e2e.test_vision:length"}]
+    more = {"model": {"build": build}, "data": data, "rewards": {"functions": functions}}
+    found = train(tmp_path, "controllers=2", "run.steps=2", **more)
+    assert max(row["rollout/logprob_diff_max"] for row in steps(found)) < 1e-5  # engine against trainer
+    assert all(row["actor/grad_norm"] > 0 for row in steps(found))
+    decoded = sum(row["controller/media_bytes_all"] for row in steps(found))
+    assert decoded >= 2 * 12 * 5 * 16 * 16 * 3  # 12 prompts per step with 5 frames each
+    logged = [json.loads(line) for p in (tmp_path / "runs/tiny/samples").glob("*.jsonl") for line in p.open()]
+    assert logged and all(len(row["images"]) == 2 for row in logged)  # a frame of each video
 
 
 def test_a_critic_that_takes_no_images_is_refused(tmp_path):
