@@ -180,19 +180,22 @@ def load_whole(model: Model, tokenizer: Any, seed: int, *, max_length: int | Non
 def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scorer: bool = False) -> PreTrainedModel:
     """The network of `load_model` without its weights: parameters are on the meta device, in float32. Buffers, such as
     rotary frequencies, have their values; they are on the CPU. Raises UserError as `load_model` does. `scorer`: with
-    one label instead of the vocabulary."""
+    one label instead of the vocabulary; a network that takes images keeps its vision tower."""
     from transformers import AutoModelForSequenceClassification
 
     if model.build is not None:
         with torch.device("meta"):
-            network = build_network(model.build, tokenizer, 0, scorer=scorer)
+            network = build_network(model.build, tokenizer, 0, scorer=scorer and model.build.vision is None)
     else:
         config = _config(model, max_length)
-        kind: Any = AutoModelForSequenceClassification if scorer else auto_class(config)
-        if scorer:
+        text_scorer = scorer and config.model_type not in VISION
+        kind: Any = AutoModelForSequenceClassification if text_scorer else auto_class(config)
+        if text_scorer:
             config.num_labels = 1
         with torch.device("meta"):
             network = kind.from_config(config, **_options(model, config))
+    if scorer and network.config.model_type in VISION:
+        _exchange_head(network)
     _without_dropout(network)
     _make_buffers(network)
     if scorer:
@@ -200,6 +203,14 @@ def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scor
     known = network.config.model_type in VERIFIED | set(VISION)
     check_network(network.eval() if known else _small_network(model, network.config))
     return network
+
+
+def _exchange_head(network: Any) -> None:
+    """One label instead of the vocabulary, as `score.weight`. Transformers has sequence classification for few of the
+    families that take images."""
+    del network.lm_head
+    with torch.device("meta"):
+        network.score = torch.nn.Linear(network.config.get_text_config().hidden_size, 1, bias=False)
 
 
 @torch.no_grad()

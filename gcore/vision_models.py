@@ -45,35 +45,46 @@ def tower_parameters(network: Any) -> dict[str, Any]:
 # ---- positions -----------------------------------------------------------------------------------------------------
 
 
-def positions_of(model_type: str, length: int, media: Sequence[Media]) -> np.ndarray:
-    """The positions of the tokens of one sequence: [3, length] for models with a grid, else [1, length].
+def positions_of(config: Any, length: int, media: Sequence[Media]) -> np.ndarray:
+    """The positions of the tokens of one sequence: [3, length] for models with a grid, else [1, length]. `config`: of
+    the network.
 
-    With a grid, a token of text advances all three axes; the features of an image share a start, are numbered by row
-    and column, and advance the axes by the longer edge.
+    With a grid, a token of text advances all three axes. The features of an image share a start, are numbered by row
+    and column, and advance the axes by the longer edge. Each time of a video's grid is like an image. In Qwen2.5-VL all
+    times of a video share a start, and the first axis is the time; the text after it does not wait for that axis, as in
+    transformers.
     """
-    if model_type not in GRID:
+    if config.model_type not in GRID:
         return np.arange(length)[None]
     found = np.zeros((3, length), np.int64)
     at, end = 0, 0  # position and token
     for medium in media:
-        for frame in _frames(medium):
-            first = int(frame[0])
+        _, height, width = medium.grid
+        for places, times in _blocks(config, medium):
+            first = int(places[0])
             found[:, end:first] = at + np.arange(first - end)
             at += first - end
-            _, height, width = medium.grid
-            rows, columns = np.divmod(np.arange(len(frame)), width)
-            found[:, frame] = at + np.stack([np.zeros_like(rows), rows, columns])
-            at, end = at + max(height, width), int(frame[-1]) + 1
+            rows, columns = np.divmod(np.arange(height * width), width)
+            ahead = np.stack([np.tile(axis, len(times)) for axis in (np.zeros_like(rows), rows, columns)])
+            ahead[0] = np.repeat(times, height * width)
+            found[:, places] = at + ahead
+            at, end = at + max(height, width), int(places[-1]) + 1
     found[:, end:] = at + np.arange(length - end)
     return found
 
 
-def _frames(medium: Media) -> list[np.ndarray]:
-    return np.split(medium.places, medium.grid[0])
+def _blocks(config: Any, medium: Media) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The places of features that share a start, and the position of each time of the grid among them."""
+    times = medium.grid[0]
+    if config.model_type == "qwen2_5_vl" and medium.kind == "video":
+        step = np.float32(config.vision_config.tokens_per_second) * np.float32(medium.seconds)
+        return [(medium.places, (np.arange(times, dtype=np.float32) * step).astype(np.int64))]
+    return [(places, np.zeros(1, np.int64)) for places in np.split(medium.places, times)]
 
 
-def next_position(positions: np.ndarray) -> int:
-    return int(positions.max()) + 1 if positions.size else 0
+def next_position(config: Any, length: int, media: Sequence[Media]) -> int:
+    """Of the token after the sequence."""
+    return int(positions_of(config, length + 1, media)[0, -1])
 
 
 # ---- features ------------------------------------------------------------------------------------------------------

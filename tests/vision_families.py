@@ -15,12 +15,13 @@ from gcore.content.vision import make_processor
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Pixels
 
-ALPHABET = "0123456789+=? \n"
+ALPHABET = "0123456789+=? \n.<>cdenos"  # with the characters of timestamps
 SPECIAL = ("<image>", "<start>", "<end>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 ROWS = tuple(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
+    "{% elif part['type'] == 'video' %}<start><video><end>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}="
 )
 PLACEHOLDERS = {"gemma3": "<start>", "qwen2_5_vl": "<start><image><end>", "qwen3_vl": "<start><image><end>"}
@@ -47,6 +48,7 @@ def tokenizer() -> Any:
     made.add_special_tokens({"additional_special_tokens": [*SPECIAL, *ROWS]})
     names = {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>", "video_token": "<video>"}
     names |= {"start_image_token": "<start>", "end_image_token": "<end>", "context_image_token": "<image>"}
+    names |= {"vision_start_token": "<start>", "vision_end_token": "<end>"}
     made._set_model_specific_special_tokens(names)
     return made
 
@@ -146,6 +148,13 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of processors
 }
 
 
+# of video processors: Qwen3-VL limits the pixels of all frames, Qwen2.5-VL those of each frame
+VIDEOS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": IMAGES["qwen2_5_vl"],
+    "qwen3_vl": {**IMAGES["qwen3_vl"], "size": {"shortest_edge": 128, "longest_edge": 4096}},
+}
+
+
 def processor(family: str) -> Any:
     """Of transformers."""
     return make_processor(family, IMAGES[family], SETTINGS.get(family, {}), tokenizer())
@@ -168,6 +177,8 @@ def save(family: str, folder: Path, scale: float = 1.2) -> Path:
     made.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES[family]))
     (folder / "processor_config.json").write_text(json.dumps(SETTINGS.get(family, {})))
+    if family in VIDEOS:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS[family]))
     return folder
 
 

@@ -184,8 +184,9 @@ class Algorithm(Section):
 class Critic(Section):
     model: Model | None = None
     """Where the value network of `adv_estimator: gae` starts: a reward model (`gcore train-rm`) or a language model,
-    with the tokenizer of the policy. A language model gets a value head of zeros. Default: the policy at the start of
-    reinforcement learning; with `model.lora`, the weights in its folder."""
+    with the tokenizer of the policy. A language model gets a value head of zeros. If the policy takes images, of the
+    same family. Default: the policy at the start of reinforcement learning; with `model.lora`, the weights in its
+    folder."""
     lr: NonNegative = 1e-5
     """Peak learning rate; the schedule is that of `training`."""
     warmup_steps: Count = 0

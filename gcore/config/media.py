@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from gcore.config.base import Count, PositiveInt, Section
 
 
@@ -11,7 +15,10 @@ class MediaData(Section):
     max_images: PositiveInt = 64
     """Maximum number of images and videos of a prompt."""
     max_frames: PositiveInt = 64
-    """Maximum number of frames of a video."""
+    """Maximum number of frames of a video. Of a longer one, so many are taken at equal distances."""
+    fps: Annotated[float, Field(gt=0)] = 2.0
+    """Frames per second of videos whose data do not tell: a message part may have its own `fps`, and animated images
+    have durations. The model sees it, as timestamps or positions."""
     max_bad_rows: Count = 0
     """Rows that may be dropped because an image is corrupt, too large, missing or outside of `folder`; they are
     reported. With more of them the run ends before it starts."""

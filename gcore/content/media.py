@@ -42,6 +42,14 @@ class ArrayRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Video:
+    """A video before it is processed. Video(frames=[8, 480, 640, 3], fps=2.0) are four seconds."""
+
+    frames: Pixels | ArrayRef  # frames x height x width x 3
+    fps: float  # of these frames
+
+
+@dataclass(frozen=True, slots=True)
 class Media:
     """An image or a video of a sequence: its pixels, and what the model's processor made of them.
 
@@ -55,14 +63,17 @@ class Media:
     inputs: Mapping[str, np.ndarray | ArrayRef] = field(default_factory=dict)  # of the network's vision tower
     places: Ints = field(default_factory=lambda: NO_PLACES)  # in the sequence, of its features, in order
     grid: tuple[int, int, int] = (1, 1, 1)  # of the features: time, height, width
+    seconds: float = 0.0  # of a video, between two times of the grid
 
     @property
-    def num_pixels(self) -> int:
-        """That the vision tower encodes: after resizing and tiling, if it is known."""
+    def tower_pixels(self) -> tuple[int, ...]:
+        """Pixels that the vision tower encodes, after resizing and tiling, if it is known: of the image, or of each
+        time of a video's grid, which the tower encodes like an image."""
         if (given := self.inputs.get("pixel_values")) is None:
-            return int(np.prod(self.pixels.shape[:-1]))
-        in_patches = len(given.shape) == 2  # of Qwen-VL, where a patch of an image holds it twice
-        return int(np.prod(given.shape)) // (6 if in_patches and self.kind == "image" else 3)
+            return (int(np.prod(self.pixels.shape[:-1])),)
+        in_patches = len(given.shape) == 2  # of Qwen-VL, where a patch holds an image twice, or two frames
+        pixels, times = int(np.prod(given.shape)) // (6 if in_patches else 3), self.grid[0]
+        return (pixels // times,) * times
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +98,7 @@ class Media:
             "inputs": {name: _ref_json(value) for name, value in self.inputs.items()},
             "places": self.places.tolist(),
             "grid": list(self.grid),
+            "seconds": self.seconds,
         }
 
     @staticmethod
@@ -98,6 +110,7 @@ class Media:
             {name: _ref_of(value) for name, value in data["inputs"].items()},
             np.array(data["places"], np.int32),
             tuple(data["grid"]),
+            data.get("seconds", 0.0),
         )
 
 

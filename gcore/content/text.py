@@ -176,6 +176,8 @@ class TextModality:
 
 def _images(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:
     parts = [p for m in messages if isinstance(m.get("content"), list | tuple) for p in m["content"]]
+    if any(part.get("type") == "video" for part in parts):
+        raise UserError("ctx.proceed: a video of a tool; expected images (key: workflow)")
     return [("image", resolve(part["image"])) for part in parts if part.get("type") == "image"]
 
 

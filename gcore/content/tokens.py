@@ -102,7 +102,7 @@ class Tokens:
 
     @property
     def image_pixels(self) -> tuple[int, ...]:
-        return tuple(medium.num_pixels for medium in self.media)
+        return tuple(pixels for medium in self.media for pixels in medium.tower_pixels)
 
     @property
     def nbytes(self) -> int:

@@ -1,18 +1,21 @@
-"""Text with images -> the tokens and tensors that a vision-language model computes with. It happens once per prompt.
+"""Text with images and videos -> the tokens and tensors that a vision-language model computes with. It happens once per
+prompt.
 
     text with placeholders, pixels ──the model's processor──> tokens (a placeholder becomes one token per feature),
                                                               inputs of the vision tower, places of the features
 
 Engines and trainers get the result by reference: what the engine saw is what the trainer trains on.
 
-The processors of transformers are used, with their image processors for Pillow: the others need torchvision. Each image
-is processed alone, so its tensors do not depend on the other images of a prompt.
+The processors of transformers are used, with their image processors for Pillow: the others need torchvision, and so do
+their video processors (see video.py). Each image is processed alone, so its tensors do not depend on the other images
+of a prompt.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from gcore.config.base import BuildVision
-from gcore.content.media import ArrayRef, Media, hash_of, resolve, store
+from gcore.content.media import ArrayRef, Media, Video, hash_of, resolve, store
 from gcore.content.tokens import Tokens
+from gcore.content.video import VideoProcessor
 from gcore.types import Pixels, UserError
 
 
@@ -35,11 +39,12 @@ class Family:
     module: str  # transformers.models.MODULE.image_processing_pil_MODULE
     image_processor: str
     grid: bool = False  # the positions of features have three axes: time, height, width
+    videos: bool = False
 
 
 FAMILIES = {  # by model_type
-    "qwen2_5_vl": Family("Qwen2_5_VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil", grid=True),
-    "qwen3_vl": Family("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil", grid=True),
+    "qwen2_5_vl": Family("Qwen2_5_VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil", grid=True, videos=True),
+    "qwen3_vl": Family("Qwen3VLProcessor", "qwen2_vl", "Qwen2VLImageProcessorPil", grid=True, videos=True),
     "gemma3": Family("Gemma3Processor", "gemma3", "Gemma3ImageProcessorPil"),
     "internvl": Family("InternVLProcessor", "got_ocr2", "GotOcr2ImageProcessorPil"),
     "idefics3": Family("Idefics3Processor", "idefics3", "Idefics3ImageProcessorPil"),
@@ -48,7 +53,8 @@ FAMILIES = {  # by model_type
 }
 INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes", "batch_num_images")
 SETTINGS = ("image_seq_len", "image_seq_length", "num_image_tokens", "vision_feature_select_strategy")
-FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+VIDEO_FILE = "video_preprocessor_config.json"
+FILES = ("preprocessor_config.json", "processor_config.json", VIDEO_FILE)
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"  # tokens of a built model, as in Qwen-VL
 MOST_KNOWN = 1 << 16
 BUILT_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
@@ -56,7 +62,7 @@ BUILT_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What became of an image: the text that replaces its placeholder, and the rest."""
+    """What became of an image or a video: the text that replaces its placeholder, and the rest."""
 
     text: str
     num_features: int
@@ -66,9 +72,11 @@ class _Made:
 class VisionProcessor:
     """`processor`: of transformers. `family`: the model_type. `folder`: where pixels and tensors are stored; None: they
     stay in memory. An image that is a reference stays where it is, and its tensors are stored beside it: they are
-    removed together."""
+    removed together. `videos`: settings of the video processor, for families that take videos."""
 
-    def __init__(self, processor: Any, family: str, folder: Path | None = None) -> None:
+    def __init__(
+        self, processor: Any, family: str, folder: Path | None = None, videos: Mapping[str, Any] | None = None
+    ) -> None:
         self._processor, self.family, self._folder = processor, family, folder
         self._tokenizer = processor.tokenizer
         self._known: dict[str, _Made] = {}
@@ -78,36 +86,47 @@ class VisionProcessor:
         settings = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs={})
         self._options: dict[str, Any] = {**settings["images_kwargs"], "return_tensors": None}
         self._feature = self._feature_token()  # that stands for one feature, after expansion
+        self._kinds, self._features = {self.placeholder: "image"}, [self._feature]
+        self._videos, self.no_videos = None, f"videos are not supported for {family}"
+        if FAMILIES[family].videos:
+            self._videos, self.no_videos = VideoProcessor(family, videos or {}), ""
+            processor.video_processor = self._videos
+            self._kinds[str(processor.video_token)] = "video"
+            self._features.append(int(self._tokenizer.convert_tokens_to_ids(processor.video_token)))
 
     def _feature_token(self) -> int:
         if self.family == "gemma3":  # its placeholder is the mark before the features
             return int(self._tokenizer.image_token_id)
         return int(self._tokenizer.convert_tokens_to_ids(self.placeholder))
 
-    def content(self, text: str, media: Sequence[tuple[str, Pixels | ArrayRef]]) -> Tokens:
-        """The prompt `text` with one placeholder per medium, given as (kind, pixels). Raises UserError if their numbers
-        differ."""
-        if any(kind != "image" for kind, _ in media):
-            raise UserError(f"a video; expected images: videos are not supported for {self.family}")
-        return self._content(text, [pixels for _, pixels in media])
+    def content(self, text: str, media: Sequence[tuple[str, Pixels | ArrayRef | Video]]) -> Tokens:
+        """The prompt `text` with one placeholder per medium, given as (kind, pixels or video). Raises UserError if they
+        do not fit each other."""
+        if any(kind == "video" and (self.no_videos or not isinstance(given, Video)) for kind, given in media):
+            raise UserError(f"a video; expected images: {self.no_videos or 'judges get no videos'}")
+        pieces = re.split(f"({'|'.join(map(re.escape, self._kinds))})", text)
+        found, kinds = [self._kinds[mark] for mark in pieces[1::2]], [kind for kind, _ in media]
+        if found != kinds:
+            raise UserError(
+                f"{_named(kinds)}, and placeholders of {_named(found)} in the prompt after the chat template; expected "
+                'one each, in the same order (an image belongs to a message part {"type": "image"})'
+            )
+        pixels = [given.frames if isinstance(given, Video) else given for _, given in media]
+        self._num_bytes += sum(each.nbytes for each in pixels if not isinstance(each, ArrayRef))
+        made = [
+            self._made_of_video(given) if isinstance(given, Video) else self._made(given, len(media))
+            for _, given in media
+        ]
+        pieces[1::2] = [each.text for each in made]
+        return self._tokens(text, self._encode("".join(pieces)), made)
 
     def take_bytes(self) -> int:
         """Of the pixels of all images that prompts had since the last call, without those by reference."""
         found, self._num_bytes = self._num_bytes, 0
         return found
 
-    def _content(self, text: str, images: Sequence[Pixels | ArrayRef]) -> Tokens:
-        found = text.count(self.placeholder)
-        if found != len(images):
-            raise UserError(
-                f"{len(images)} images, and {found} placeholders {self.placeholder} in the prompt after the chat "
-                'template; expected one each (an image belongs to a message part {"type": "image"})'
-            )
-        self._num_bytes += sum(image.nbytes for image in images if not isinstance(image, ArrayRef))
-        parts = text.split(self.placeholder)
-        made = [self._made(pixels, len(images)) for pixels in images]
-        tokens = self._encode(parts[0] + "".join(m.text + part for m, part in zip(made, parts[1:], strict=True)))
-        places = np.flatnonzero(tokens == self._feature).astype(np.int32)
+    def _tokens(self, text: str, tokens: np.ndarray, made: Sequence[_Made]) -> Tokens:
+        places = np.flatnonzero(np.isin(tokens, self._features)).astype(np.int32)
         ends = np.cumsum([m.num_features for m in made], dtype=np.int64)
         assert len(places) == (ends[-1] if made else 0), f"{len(places)} tokens for the features of {len(made)} images"
         split = np.split(places, ends[:-1]) if made else []
@@ -125,16 +144,47 @@ class VisionProcessor:
             text = str(self._processor.replace_image_token(inputs, image_idx=0))
             num_features = int((self._encode(text) == self._feature).sum())
             key = f"{hash_of(pixels)}-{several}"
-            found = _Made(text, num_features, self._media(key, image, inputs, num_features))
-            if len(self._known) >= self._max_known:
-                del self._known[next(iter(self._known))]
-            self._known[known] = found
+            found = self._remember(known, _Made(text, num_features, self._media(key, image, inputs, num_features)))
         return found
+
+    def _made_of_video(self, video: Video) -> _Made:
+        """The same frames at another rate are another video: its timestamps or positions differ."""
+        assert self._videos is not None
+        name = video.frames.path if isinstance(video.frames, ArrayRef) else hash_of(video.frames)
+        known = f"{name}-{video.fps}"
+        if (found := self._known.get(known)) is None:
+            frames = resolve(video.frames)
+            inputs = self._videos.inputs(frames)
+            text = str(self._processor.replace_video_token(self._videos.text_inputs(inputs, video), video_idx=0))
+            self._check_alphabet(text)
+            num_features = int(np.isin(self._encode(text), self._features).sum())
+            made = self._media(f"{hash_of(frames)}-{video.fps}", video.frames, inputs, num_features)
+            seconds = self._videos.temporal_patch_size / video.fps
+            found = self._remember(known, _Made(text, num_features, replace(made, kind="video", seconds=seconds)))
+        return found
+
+    def _remember(self, known: str, made: _Made) -> _Made:
+        if len(self._known) >= self._max_known:
+            del self._known[next(iter(self._known))]
+        self._known[known] = made
+        return made
+
+    def _check_alphabet(self, text: str) -> None:
+        """Of a model built from scratch: a timestamp must not become unknown tokens."""
+        special = "|".join(map(re.escape, self._tokenizer.all_special_tokens))
+        alphabet = set(getattr(self._tokenizer, "alphabet", ""))
+        if alphabet and (unknown := set(re.sub(special, "", text)) - alphabet):
+            raise UserError(
+                f"no token for the characters {''.join(sorted(unknown))!r} in the timestamps of a video (add them to "
+                "model.build.alphabet)"
+            )
 
     def save(self, folder: Path, source: Path | None) -> None:
         """The settings of the processor, as in a model's folder. `source`: the folder they came from."""
         if source is None:
             self._processor.image_processor.save_pretrained(folder)
+            if self._videos is not None:
+                (folder / VIDEO_FILE).write_text(json.dumps(self._videos.settings, indent=2))
             return
         for name in FILES:
             if (source / name).is_file():
@@ -174,6 +224,11 @@ class VisionProcessor:
         return Media("image", key, _kept(image, folder), kept, grid=grid)
 
 
+def _named(kinds: Sequence[str]) -> str:
+    """Those of a prompt, in order: image, image, video"""
+    return ", ".join(kinds) or "no image"
+
+
 def _kept(array: np.ndarray | ArrayRef, folder: Path | None) -> np.ndarray | ArrayRef:
     if folder is None:
         return resolve(array)
@@ -191,7 +246,8 @@ def built_processor(vision: BuildVision, tokenizer: Any, folder: Path | None) ->
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     }
-    return VisionProcessor(make_processor("qwen3_vl", settings, {}, tokenizer), "qwen3_vl", folder)
+    videos = {**settings, "size": {"shortest_edge": 2 * edge, "longest_edge": 16 * edge}}  # of all frames together
+    return VisionProcessor(make_processor("qwen3_vl", settings, {}, tokenizer), "qwen3_vl", folder, videos)
 
 
 def saved_processor(family: str, model: Path, tokenizer: Any, folder: Path | None) -> VisionProcessor:
@@ -203,8 +259,9 @@ def saved_processor(family: str, model: Path, tokenizer: Any, folder: Path | Non
         raise UserError(
             f"model.path={model}: no preprocessor_config.json; expected the settings of its image processor"
         )
+    videos = found[1].pop("video_processor", None) or _read(model / VIDEO_FILE) or found[0]
     processor = make_processor(family, settings, {**found[0], **found[1]}, tokenizer)
-    return VisionProcessor(processor, family, folder)
+    return VisionProcessor(processor, family, folder, videos)
 
 
 def make_processor(family: str, image: Mapping[str, Any], settings: Mapping[str, Any], tokenizer: Any) -> Any:

@@ -342,7 +342,7 @@ def _denoiser(config: Config) -> None:
 def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
     """Render the sampled rows with the template, and their demonstrations if there is a warm start."""
     denoises = config.generation.denoising is not None
-    vision = None if denoises else load_processor(config.model, tokenizer, None)
+    vision = None if denoises else load_processor(config.model, tokenizer, None, engine=config.generation.engine)
     templater = templater_of(config, tokenizer, data.split, data.eval_set, vision)
     limit, longest = config.data.max_prompt_length, 0
     too_long: list[int] = []

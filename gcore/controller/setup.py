@@ -91,7 +91,11 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
     grid, level = plan.grid, sleep_level(config, plan)
     denoises = config.generation.denoising is not None
     tokenizer = None if denoises else load_tokenizer(config.model)
-    vision = None if denoises else load_processor(config.model, tokenizer, config.run.folder / MEDIA)
+    vision = (
+        None
+        if denoises
+        else load_processor(config.model, tokenizer, config.run.folder / MEDIA, engine=config.generation.engine)
+    )
     rewarder = build_rewarder(config, plan, roles, group.rank)
     tracer = Tracer(trace_folder(config), f"controller-{group.rank}")
     status = LiveStatus(group.rank, tracer)

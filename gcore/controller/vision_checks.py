@@ -10,6 +10,7 @@ from gcore.types import UserError
 def check_vision(config: Config) -> bool:
     """Whether the policy takes images. Raises UserError for a key that does not fit."""
     family = vision_family(config.model) if config.generation.denoising is None else None
+    _check_critic(config, family)
     if family is None:
         if config.training.vision_lr is not None:
             raise UserError(
@@ -18,7 +19,6 @@ def check_vision(config: Config) -> bool:
         return False
     training, placement, engine = config.training, config.placement.trainer, config.generation.engine
     refused = {
-        "algorithm.adv_estimator": (config.algorithm.estimator.critic, "the critic reads only text"),
         "training.backend": (training.backend == "megatron", "Megatron-Core trains models of text"),
         "training.context_parallel": (training.context_parallel > 1, "ranks cannot share a sample with images"),
         "placement.trainer.tensor_parallel": (placement.tensor_parallel > 1, "matrices of a tower are not split"),
@@ -37,6 +37,17 @@ def check_vision(config: Config) -> bool:
         if is_refused:
             raise UserError(f"{key}={_value(config, key)}: {why}; the model takes images ({family}, docs/vision.md)")
     return True
+
+
+def _check_critic(config: Config, family: str | None) -> None:
+    """Images are processed once, for the policy: the critic must take them in the same form."""
+    model = config.critic.model
+    if model is None or not config.algorithm.estimator.critic:
+        return
+    found = vision_family(model, "critic.model")
+    if found != family:
+        kinds = [f"takes images ({kind})" if kind else "takes no images" for kind in (found, family)]
+        raise UserError(f"critic.model.path={model.path}: {kinds[0]}; the policy {kinds[1]}, expected the same family")
 
 
 def _value(config: Config, key: str) -> object:

@@ -31,10 +31,10 @@ class VisionPrefill:
 
     def offset(self, content: Tokens) -> int:
         """What is added to the number of a token after the content to get its position."""
-        return next_position(self._positions(content, content.size)) - content.size
+        return next_position(self._network.config, content.size, content.media) - content.size
 
     def _positions(self, content: Tokens, length: int) -> np.ndarray:
-        return positions_of(self._network.config.model_type, length, content.media)
+        return positions_of(self._network.config, length, content.media)
 
     def inputs(self, tokens_BW: Tensor, contents: Sequence[Tokens]) -> tuple[dict[str, Any], Tensor, Tensor | None]:
         """The decoder's inputs, the positions of the tokens, and which pairs of features see each other if that differs

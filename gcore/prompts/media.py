@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gcore.config.media import MediaData
+from gcore.content.media import Video
 from gcore.types import Message, Pixels, UserError
 
 Kind = Literal["image", "video"]
@@ -40,6 +41,7 @@ class Value:
 
     kind: Kind
     value: Any
+    fps: float | None = None  # of the frames of a video, if the dataset tells
 
 
 def has_media(row: Mapping[str, Any], messages: Any = ()) -> bool:
@@ -85,7 +87,7 @@ def messages_with_media(
                 if own is None:
                     raise BadMedia(f"more {kind} parts than {kind}s in the row's columns; expected one for each part")
                 waiting.remove(next(v for v in waiting if v.kind == kind))
-            values.append(Value(kind, own))
+            values.append(Value(kind, own, _fps(part) if kind == "video" else None))
             done.append({"type": kind})
         plain = all(isinstance(p, Mapping) and p.get("type") == "text" for p in done)
         changed.append({**message, "content": content if plain and isinstance(content, str) else done})
@@ -134,6 +136,15 @@ def _own_content(part: Mapping[str, Any]) -> Any:
     return None
 
 
+def _fps(part: Mapping[str, Any]) -> float | None:
+    given = next((part[name] for name in ("fps", "sample_fps") if part.get(name) is not None), None)
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf"):
+        raise BadMedia(f"a video with fps={given!r}; expected a number above 0")
+    return float(given)
+
+
 # ---- pixels --------------------------------------------------------------------------------------------------------
 
 
@@ -144,40 +155,44 @@ class MediaReader:
         self._limits = limits
         self._root = Path(limits.folder).resolve() if limits.folder else root.resolve() if root else None
 
-    def read(self, values: Sequence[Value]) -> list[tuple[Kind, Pixels]]:
+    def read(self, values: Sequence[Value]) -> list[tuple[Kind, Pixels | Video]]:
         if len(values) > self._limits.max_images:
             raise BadMedia(f"{len(values)} images; expected at most {self._limits.max_images} (data.media.max_images)")
-        return [(v.kind, self.image(v.value) if v.kind == "image" else self.video(v.value)) for v in values]
+        return [(v.kind, self.image(v.value) if v.kind == "image" else self.video(v.value, v.fps)) for v in values]
 
     def image(self, value: Any) -> Pixels:
         if isinstance(value, np.ndarray):
             return self._checked(value)
         return self._decoded(self._opened(value))
 
-    def video(self, value: Any) -> Pixels:
-        """A list of frames, or an animated image."""
-        if isinstance(value, list | tuple):
-            self._check_frames(len(value))
-            frames = [self.image(frame) for frame in value]
-        elif isinstance(value, np.ndarray):
-            self._check_frames(len(value))
-            frames = [self._checked(frame) for frame in value]
+    def video(self, value: Any, fps: float | None = None) -> Video:
+        """A list of frames, an array, or an animated image. `fps`: of these frames, if the dataset tells."""
+        if isinstance(value, list | tuple | np.ndarray):
+            number, chosen = len(value), self._chosen(len(value))
+            frames = [self.image(value[index]) for index in chosen]
         else:
-            opened = self._opened(value)
-            self._check_frames(getattr(opened, "n_frames", 1))
-            frames = []
-            for index in range(getattr(opened, "n_frames", 1)):
+            opened, frames, durations = self._opened(value), [], list[float]()
+            number = getattr(opened, "n_frames", 1)
+            chosen = self._chosen(number)
+            for index in chosen:
                 opened.seek(index)
                 frames.append(self._decoded(opened.copy()))
+                durations.append(float(opened.info.get("duration") or 0))
+            if fps is None and sum(durations) > 0:
+                fps = 1000 * len(durations) / sum(durations)  # durations are in milliseconds
         if len({frame.shape for frame in frames}) > 1:
             raise BadMedia("a video whose frames have different sizes; expected one size")
-        return np.stack(frames)
+        fps = self._limits.fps if fps is None else fps
+        if len(chosen) < number:
+            fps *= max(len(chosen) - 1, 1) / (number - 1)
+        return Video(np.stack(frames), fps)
 
-    def _check_frames(self, number: int) -> None:
-        if not 1 <= number <= self._limits.max_frames:
-            raise BadMedia(
-                f"a video of {number} frames; expected 1 to {self._limits.max_frames} (data.media.max_frames)"
-            )
+    def _chosen(self, number: int) -> list[int]:
+        """Indices of at most data.media.max_frames frames, at equal distances, with the first and the last one."""
+        if number < 1:
+            raise BadMedia("a video without frames; expected at least one")
+        found: list[int] = np.linspace(0, number - 1, min(number, self._limits.max_frames)).round().astype(int).tolist()
+        return found
 
     def _checked(self, array: np.ndarray) -> Pixels:
         if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3):

@@ -34,8 +34,11 @@ def vision_family(model: Model, key: str = "model") -> str | None:
     return None
 
 
-def load_processor(model: Model, tokenizer: Any, folder: Path | None, key: str = "model") -> VisionProcessor | None:
-    """The processor of a model that takes images, else None. `folder`: where it stores pixels and tensors."""
+def load_processor(
+    model: Model, tokenizer: Any, folder: Path | None, key: str = "model", engine: str = "embedded"
+) -> VisionProcessor | None:
+    """The processor of a model that takes images, else None. `folder`: where it stores pixels and tensors. `engine`: of
+    the model; videos that it cannot take are refused."""
     family = vision_family(model, key)
     if family is None:
         return None
@@ -46,4 +49,7 @@ def load_processor(model: Model, tokenizer: Any, folder: Path | None, key: str =
     if model.build is not None:
         assert model.build.vision is not None
         return built_processor(model.build.vision, tokenizer, folder)
-    return saved_processor(family, hub.model_folder(model), tokenizer, folder)
+    found = saved_processor(family, hub.model_folder(model), tokenizer, folder)
+    if engine == "vllm":
+        found.no_videos = "generation.engine=vllm gets only images here; use embedded for videos"
+    return found

@@ -19,8 +19,9 @@ CHAR_TEMPLATE = (
 # of a model with a vision tower: message parts become text or placeholders, as in Qwen-VL
 VISION_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] in ('image', 'video') %}"
+    "<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 # tokens usable for padding, in order of preference: made for padding, or in no text

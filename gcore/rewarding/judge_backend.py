@@ -267,6 +267,8 @@ def _with_data_urls(message: Message) -> Message:
     def sent(part: Mapping[str, Any]) -> Mapping[str, Any]:
         if part.get("type") != "image":
             return part
+        if len(part["image"].shape) == 4:
+            raise UserError("a video; expected images: judges get no videos (key: rewards.judges.N.images)")
         return {"type": "image_url", "image_url": {"url": png_url(resolve(part["image"]))}}
 
     return {**message, "content": [sent(part) for part in message["content"]]}

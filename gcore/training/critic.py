@@ -2,8 +2,9 @@
 
     policy, reward model or language model ──body──> decoder ──hidden state before a step──> value head ──> one number
 
-It is a sequence-classification network of transformers with one label, as reward models are. It is sharded like the
-policy before it has any weights, and it never leaves the trainer: engines and exports do not see it.
+It is a sequence-classification network of transformers with one label, as reward models are. The critic of a policy
+that takes images is the policy's network with that head: it sees the same images. It is sharded like the policy before
+it has any weights, and it never leaves the trainer: engines and exports do not see it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from gcore.hub import model_folder
 from gcore.models import load_scorer, load_whole, make_empty
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.shards import local_of, materialise, part_of, reshard
+from gcore.training.step_model import ON_CPU, Compute
+from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import UserError
+from gcore.vision_models import takes_images
 from gcore.weights.files import WeightFiles
 from gcore.weights.pretrained import Read, stored_tensors
 
@@ -36,6 +40,15 @@ class ValueModel(LogprobModel):
 
     def _outputs(self, hidden_SD: Tensor, *_: Tensor | None) -> tuple[Tensor, ...]:
         return (hidden_SD.float() @ self.network.score.weight[0].float(),)
+
+
+class VisionValueModel(ValueModel, VisionLogprobModel):
+    """The same for a network that takes images: packed, placed and encoded as for the policy."""
+
+
+def value_model(network: Any, compute: Compute = ON_CPU) -> ValueModel:
+    """A step_model.Wrap."""
+    return (VisionValueModel if takes_images(network) else ValueModel)(network, compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +137,9 @@ def _open(network: Any, model: Model, seed: int, tokenizer: Any) -> tuple[Read, 
         if all(name in files or name == HEAD for name in needed):
             return files.read, set(files)
         log.warning("critic.model.path=%s: names differ; the whole model is read into host memory", model.path)
-        whole = load_scorer(model, seed, torch.float32, torch.device("cpu"), tokenizer=tokenizer, new_head=True)
+        if takes_images(network):
+            whole = load_whole(model, tokenizer, seed)
+        else:
+            whole = load_scorer(model, seed, torch.float32, torch.device("cpu"), tokenizer=tokenizer, new_head=True)
     tensors = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
     return lambda name, part: tensors[name].detach()[part], set(tensors)

@@ -27,7 +27,7 @@ from gcore.protocols import Metric, TrainerInfo
 from gcore.training import loading, lora, state, tensor_parallel
 from gcore.training.backend import NetworkName, Snapshot, TrainedName
 from gcore.training.context import ContextGroups
-from gcore.training.critic import NewCritic, ValueModel
+from gcore.training.critic import NewCritic, value_model
 from gcore.training.logprob_model import LogprobModel, own_experts
 from gcore.training.micro import StepData, step_columns
 from gcore.training.objective import Metrics, Objective, to_metrics
@@ -139,7 +139,7 @@ class FsdpBackend:
 
     def _make_critic(self) -> None:
         assert self._new_critic is not None, "the backend was made without a critic"
-        self.critic = self._shard(self._new_critic.make(), ValueModel)
+        self.critic = self._shard(self._new_critic.make(), value_model)
         self._new_critic.fill(self.critic, self.policy)
         changes = {"lr": self._config.critic.lr, "max_grad_norm": self._config.critic.max_grad_norm}
         self.critic_optimizer = self._new_optimizer(self.critic, self._config.training.model_copy(update=changes))

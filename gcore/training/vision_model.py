@@ -63,7 +63,7 @@ class VisionLogprobModel(LogprobModel):
         packed = super().pack(micro, samples, ranks)
         tokens_RW = packed.tokens_RW
         kept = {field.name: getattr(packed, field.name) for field in fields(packed)}
-        positions, keys, places, media = _Positions(self.network.config.model_type, tokens_RW), [], [], list[Media]()
+        positions, keys, places, media = _Positions(self.network.config, tokens_RW), [], [], list[Media]()
         contents = [] if packed.is_padding else [tokens_of(samples[key].content) for key in packed.keys]
         first = 0
         select = packed.select_S.cpu().numpy()
@@ -102,13 +102,13 @@ class VisionLogprobModel(LogprobModel):
 class _Positions:
     """Of all tokens of a micro-batch, sample by sample."""
 
-    def __init__(self, model_type: str, tokens_RW: Tensor) -> None:
-        self._type, self._shape, self._device = model_type, tuple(tokens_RW.shape), tokens_RW.device
-        axes = positions_of(model_type, 0, ()).shape[0]
+    def __init__(self, config: Any, tokens_RW: Tensor) -> None:
+        self._config, self._shape, self._device = config, tuple(tokens_RW.shape), tokens_RW.device
+        axes = positions_of(config, 0, ()).shape[0]
         self._flat = np.zeros((axes, tokens_RW.numel()), np.int64)
 
     def put(self, start: int, length: int, media: tuple[Media, ...]) -> None:
-        self._flat[:, start : start + length] = positions_of(self._type, length, media)
+        self._flat[:, start : start + length] = positions_of(self._config, length, media)
 
     def tensor(self) -> Tensor:
         found = torch.from_numpy(self._flat).view(-1, *self._shape).to(self._device)

@@ -21,10 +21,11 @@ from gcore.config.tree import Data, Dataset, Model
 from gcore.decoders import forbid, forbidden_tokens
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
-from gcore.models import load_model
+from gcore.models import load_model, make_empty
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
+from gcore.training.critic import ValueModel, fill_from_folder, value_model
 from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import Completion, MicroBatch, Prompt, Request, Sample, SamplingParams
 from tests.vision_families import CONFIGS, picture, processor, save
@@ -60,8 +61,8 @@ class World:
     def generate(self, requests: list[Request]) -> list[Completion]:
         return asyncio.run(asyncio.wait_for(self.engine.generate(requests), 60))
 
-    def reference(self, number: int) -> tuple[list[int], np.ndarray]:
-        """Tokens of a prompt and logprobs of a response, by transformers alone."""
+    def inputs(self, number: int) -> tuple[list[int], torch.Tensor, dict[str, Any]]:
+        """Tokens of a prompt and of a response, and the inputs of the joint forward pass, by transformers alone."""
         sample, prompt = self.samples[number, 0].content, self.prompts[number // 2]
         images = self.images[number // 2]
         options = {"add_special_tokens": False, "return_mm_token_type_ids": True}
@@ -85,20 +86,37 @@ class World:
         if "qwen" not in self.family:
             inputs.pop("mm_token_type_ids", None)
         inputs.pop("token_type_ids", None) if self.family != "gemma3" else None
+        return tokens, answer, inputs
+
+    def reference(self, number: int) -> tuple[list[int], np.ndarray]:
+        """Tokens of a prompt and logprobs of a response, by transformers alone."""
+        tokens, answer, inputs = self.inputs(number)
         with torch.no_grad():
             logits = self.network(**inputs).logits[0, len(tokens) - 1 : -1]
         logits = forbid(logits.float(), forbidden_tokens(self.network.config))
         return tokens, logits.log_softmax(-1).gather(-1, answer[0][:, None])[:, 0].numpy()
 
-    def trained(
-        self, rows: list[list[tuple[int, int]]]
-    ) -> tuple[VisionLogprobModel, dict[tuple[int, int], np.ndarray]]:
+    def values(self, number: int, head: torch.Tensor) -> np.ndarray:
+        """Of the steps of a response, by transformers alone: `head` on the hidden states before them."""
+        tokens, _, inputs = self.inputs(number)
+        with torch.no_grad():
+            return (self.network.model(**inputs).last_hidden_state[0, len(tokens) - 1 : -1] @ head).numpy()
+
+    def critic(self) -> ValueModel:
+        """From the model's folder, with a head that is not zero."""
+        critic = value_model(make_empty(self.model, self.tokenizer, 256, scorer=True))
+        fill_from_folder(critic, self.model, 0, CPU, self.tokenizer)
+        with torch.no_grad():
+            critic.network.score.weight.normal_(generator=torch.Generator().manual_seed(1))
+        return critic
+
+    def computed(self, model: Any, rows: list[list[tuple[int, int]]]) -> dict[tuple[int, int], np.ndarray]:
+        """The first output of a StepModel, for samples that are packed into these rows."""
         width = max(sum(self.samples[key].content.size for key in row) for row in rows)
-        model = VisionLogprobModel(self.network)
         packed = model.pack(MicroBatch(tuple(map(tuple, rows)), width), self.samples, ALONE)
         with torch.no_grad():
-            logprobs, _ = model(*packed.inputs)
-        return model, {key: logprobs[packed.sample_S == i].numpy() for i, key in enumerate(packed.keys)}
+            found = model(*packed.inputs)[0]
+        return {key: found[packed.sample_S == i].numpy() for i, key in enumerate(packed.keys)}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +169,21 @@ def test_trainer_packed_and_alone(family: str, worlds: Callable[[str], World]):
     world = worlds(family)
     keys = list(world.samples)
     for rows in ([keys[:4], keys[4:7], keys[7:]], [[key] for key in keys], [keys]):
-        model, found = world.trained(rows)
+        model = VisionLogprobModel(world.network)
+        found = world.computed(model, rows)
         for key in keys:
             assert off(found[key], world.samples[key].rollout_logprobs_S) < CLOSE
         assert model.encoded == sum(map(len, RAGGED))  # siblings share the features of their images
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_values_packed_and_alone(family: str, worlds: Callable[[str], World]):
+    """The critic starts from the policy's folder, and its values are those of the joint forward pass."""
+    world = worlds(family)
+    keys, critic = list(world.samples), world.critic()
+    expected = [world.values(number, critic.network.score.weight[0]) for number in range(len(keys))]
+    assert max(np.abs(values).max() for values in expected) > 1
+    for rows in ([keys[:4], keys[4:7], keys[7:]], [[key] for key in keys], [keys]):
+        found = world.computed(critic, rows)
+        for key, values in zip(keys, expected, strict=True):
+            assert off(found[key], values) < CLOSE

@@ -17,8 +17,10 @@ import pytest
 import yaml
 
 from gcore.config.tree import Config, Model
+from gcore.content.media import png_url
 from gcore.prompts.processor import load_processor
 from gcore.prompts.tokenizer import load_tokenizer
+from gcore.rewarding.rules import text_of
 from gcore.runtime.local import LocalGroup
 from tests.e2e.helpers import RECIPE, environment, gcore, rows, steps, untimed, write_recipe
 from tests.vision_families import picture
@@ -57,6 +59,57 @@ def test_any_number_of_controllers(tmp_path, one, controllers):
     logged = [json.loads(line) for p in (tmp_path / "runs/tiny/samples").glob("*.jsonl") for line in p.open()]
     assert all(len(row["images"]) == 2 and row["images"][0].startswith("data:image/png") for row in logged)
     assert max(row["rollout/logprob_diff_max"] for row in steps(found)) < 1e-5  # engine against trainer
+
+
+def brightness(prompts: Any, completions: Any, images: Any, **_: Any) -> list[float]:
+    return [float(own[0].read().mean()) / 255 for own in images]
+
+
+def length(prompts: Any, completions: Any, images: Any, **_: Any) -> list[float]:
+    assert all(video.read().ndim == 4 for own in images for video in own)
+    return [float(len(text_of(completion))) for completion in completions]
+
+
+def test_ppo_with_a_critic_that_sees(tmp_path):
+    functions = [{"name": "brightness", "path": "tests.e2e.test_vision:brightness"}]
+    more = {"algorithm": {"preset": "ppo", "mini_batches": 2}, "critic": {"lr": 1e-3}}
+    found = steps(train(tmp_path, "controllers=2", **more, rewards={"functions": functions}))
+    assert found[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)  # values are 0
+    assert len(found) == 3 and all(row["critic/loss"] > 0 and row["critic/grad_norm"] > 0 for row in found)
+    assert all(abs(row["critic/value_mean"]) > 1e-4 for row in found[1:])
+    assert max(row["rollout/logprob_diff_max"] for row in found) < 1e-5
+
+
+def test_videos_train(tmp_path):
+    """Two videos in each row, as lists of frames. The model sees timestamps: its alphabet needs their characters."""
+    rng = np.random.default_rng(0)
+
+    def row(number: int) -> dict[str, Any]:
+        videos = [[png_url(picture(int(rng.integers(1000)))) for _ in range(frames)] for frames in (2, 3)]
+        return {"prompt": "<video>1+<video>1=", "videos": videos, "answer": str(number % 3)}
+
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in range(12)))
+    build = {**SMALL["model"]["build"], "max_length": 128, "alphabet": "0123456789+= .<>cdenos"}
+    data = {"train": {"path": str(tmp_path / "rows.jsonl")}, "max_prompt_length": 100, "media": {"fps": 4.0}}
+    functions = [{"name": "length", "path": "tests.e2e.test_vision:length"}]
+    more = {"model": {"build": build}, "data": data, "rewards": {"functions": functions}}
+    found = train(tmp_path, "controllers=2", "run.steps=2", **more)
+    assert max(row["rollout/logprob_diff_max"] for row in steps(found)) < 1e-5  # engine against trainer
+    assert all(row["actor/grad_norm"] > 0 for row in steps(found))
+    decoded = sum(row["controller/media_bytes_all"] for row in steps(found))
+    assert decoded >= 2 * 12 * 5 * 16 * 16 * 3  # 12 prompts per step with 5 frames each
+    logged = [json.loads(line) for p in (tmp_path / "runs/tiny/samples").glob("*.jsonl") for line in p.open()]
+    assert logged and all(len(row["images"]) == 2 for row in logged)  # a frame of each video
+
+
+def test_a_critic_that_takes_no_images_is_refused(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "config.json").write_text('{"model_type": "qwen3"}')
+    critic = {"model": {"path": str(tmp_path / "text")}}
+    recipe = write_recipe(tmp_path, **{**SMALL, "algorithm": {"preset": "ppo"}, "critic": critic})
+    ended = gcore("train", str(recipe), "runtime=local")
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert "takes no images; the policy takes images (qwen3_vl), expected the same family" in ended.stderr
 
 
 def test_a_controller_decodes_its_share_and_collectives_carry_no_pixels(tmp_path, monkeypatch):
@@ -110,7 +163,6 @@ def test_kill_and_resume(tmp_path, one):
         ({"model": TEXT}, "column 'images' holds"),
         ({"data": RECIPE["data"]}, "no image in 80 rows, and the model takes images"),
         ({"data": {**SMALL["data"], "media": {"max_pixels": 100}}}, "of 40 rows have images that cannot be used"),
-        ({"algorithm": {"adv_estimator": "gae"}}, "the critic"),
         ({"training": {"vision_lr": 1e-3}, "model": TEXT, "data": RECIPE["data"]}, "training.vision_lr"),
         ({"training": {"context_parallel": 2}}, "training.context_parallel=2"),
     ],

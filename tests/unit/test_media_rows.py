@@ -14,6 +14,7 @@ from PIL import Image
 from gcore.config.media import MediaData
 from gcore.config.tree import BuildModel, Data, Dataset, Model
 from gcore.content.media import ArrayRef
+from gcore.content.vision import saved_processor
 from gcore.prompts.media import BadMedia, MediaReader, Value, has_media, messages_with_media
 from gcore.prompts.processor import load_processor
 from gcore.prompts.rows import load_rows
@@ -93,11 +94,40 @@ def test_kinds_of_values(tmp_path):
 
 def test_videos():
     frames = [picture(i, 8, 8) for i in range(3)]
-    assert np.array_equal(reader().video(frames), np.stack(frames))
+    for value in (frames, tuple(png(frame) for frame in frames), np.stack(frames)):
+        found = reader(fps=3.0).video(value)
+        assert np.array_equal(found.frames, np.stack(frames)) and found.fps == 3.0
+    assert reader().video(frames).fps == 2.0 and reader().video(frames, 7.0).fps == 7.0
+    animated = movie(frames, duration=250)
+    found = reader().video(animated)
+    assert np.array_equal(found.frames, np.stack(frames)) and found.fps == 4.0  # four frames per second
+    assert reader().video(animated, 7.0).fps == 7.0 and reader().video(movie(frames)).fps == 2.0
+
+
+def movie(frames: list[np.ndarray], **options: Any) -> bytes:
     first, *rest = (Image.fromarray(frame) for frame in frames)
     file = io.BytesIO()
-    first.save(file, "PNG", save_all=True, append_images=rest)
-    assert np.array_equal(reader().video(file.getvalue()), np.stack(frames))
+    first.save(file, "PNG", save_all=True, append_images=rest, **options)
+    return file.getvalue()
+
+
+def test_long_videos_are_sampled_evenly():
+    frames = [picture(i, 8, 8) for i in range(9)]
+    for value in (frames, np.stack(frames), movie(frames)):
+        found = reader(max_frames=3).video(value, 4.0)
+        assert np.array_equal(found.frames, np.stack([frames[i] for i in (0, 4, 8)]))
+        assert found.fps == 1.0  # the last frame is two seconds after the first one, as before
+    assert len(reader(max_frames=9).video(frames).frames) == 9
+
+
+def test_frame_rates_in_message_parts():
+    parts = [{"type": "video", "video": ["a"], "fps": 4}, {"type": "video", "sample_fps": 0.5}, PART]
+    row = {"videos": [["b"]], "image": "c"}
+    _, values = messages_with_media(row, [{"role": "user", "content": parts}])
+    assert values == (Value("video", ["a"], 4.0), Value("video", ["b"], 0.5), Value("image", "c"))
+    for fps in (0, -1.0, "2", True, float("nan")):
+        with pytest.raises(BadMedia, match=r"a video with fps=.*; expected a number above 0"):
+            messages_with_media({}, [{"role": "user", "content": [{**parts[0], "fps": fps}]}])
 
 
 def truncated() -> bytes:
@@ -155,8 +185,8 @@ def test_decompression_bombs_are_refused_by_their_header():
 def test_caps():
     with pytest.raises(BadMedia, match="an image of 16 x 16 pixels; expected at most 255"):
         reader(max_pixels=255).image(picture(0))
-    with pytest.raises(BadMedia, match=r"a video of 3 frames; expected 1 to 2 \(data\.media\.max_frames\)"):
-        reader(max_frames=2).video([picture(0)] * 3)
+    with pytest.raises(BadMedia, match="a video without frames"):
+        reader().video([])
     with pytest.raises(BadMedia, match="frames have different sizes"):
         reader().video([picture(0), picture(0, 8, 8)])
     with pytest.raises(BadMedia, match=r"3 images; expected at most 2 \(data\.media\.max_images\)"):
@@ -194,10 +224,32 @@ def test_rows_by_reference_and_a_budget_of_bad_ones(tokenizer, tmp_path):
     assert measure([good], templater, 10).too_long == [0]  # measured after expansion
 
 
-def test_videos_are_refused_by_name(tokenizer):
-    templater = Templater(tokenizer, Data(train=Dataset(path="x")), vision=load_processor(MODEL, tokenizer, None))
-    with pytest.raises(BadMedia, match="a video; expected images"):
-        templater.content({"prompt": "1", "video": [picture(0)] * 2})
+def test_videos_of_a_built_model(tokenizer, tmp_path):
+    data = Data(train=Dataset(path="x"))
+    row = {"prompt": "1", "video": [picture(0, 40, 40)] * 4}
+    templater = Templater(tokenizer, data, vision=load_processor(MODEL, tokenizer, None))
+    with pytest.raises(
+        BadMedia, match=r"no token for the characters ' \.<>cdenos' .*\(add them to model\.build\.alphabet"
+    ):
+        templater.content(row)
+    model = Model(build=BuildModel(alphabet="0123456789+= .<>cdenos", vision={}))
+    own = load_tokenizer(model)
+    vision = load_processor(model, own, None)
+    templater = Templater(own, data, vision=vision)
+    found = templater.content(row)[2]
+    (medium,) = found.media
+    # 40 x 40 -> 32 x 32: the pixels of all frames together are at most 16 * 16**2
+    assert medium.grid == (2, 4, 4) and found.image_pixels == (1024, 1024)
+    wrapped = "<0.2 seconds><|vision_start|>" + "<|video_pad|>" * 16 + "<|vision_end|><1.2 seconds><|vision_start|>"
+    assert f"<|vision_start|>{wrapped}" in own.decode(found.tokens_P)
+    vision.save(tmp_path, None)  # as an export does
+    again = saved_processor("qwen3_vl", tmp_path, own, None).content(*templater_input(templater, row))
+    assert again.context_bytes() == found.context_bytes() and again.media[0].grid == medium.grid
+
+
+def templater_input(templater: Templater, row: dict[str, Any]) -> tuple[str, Any]:
+    messages, values = messages_with_media(row, templater.messages(row))
+    return templater._text(messages), reader().read(values)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "folder"])

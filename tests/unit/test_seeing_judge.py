@@ -89,3 +89,14 @@ def test_a_server_gets_png():
     assert sent[1] == message["content"][1] and url.startswith("data:image/png;base64,")
     found = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
     assert np.array_equal(found, picture(5)) and backend.text([message]) == "[user]\n[image]2?"
+
+
+def test_judges_get_no_videos():
+    frames = np.stack([picture(0), picture(1)])
+    source, _ = judge(SEEING)
+    with pytest.raises((UserError, RewardError), match="a video; expected images: judges get no videos"):
+        asyncio.run(source.answer([rollout(0, "2", [frames])], 0))
+    spec = Judge(name="critic", url="http://127.0.0.1:1/v1", template="{{ response }}?", images=True)
+    message = {"role": "user", "content": [{"type": "image", "image": frames}]}
+    with pytest.raises(UserError, match="a video; expected images: judges get no videos"):
+        RemoteBackend(spec, lambda key: 0, "k").question([message], "here")

@@ -23,8 +23,10 @@ from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
+from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Receivers, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
+from gcore.training.critic import HEAD, new_critic
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
 from gcore.training.vision_model import VisionLogprobModel
@@ -40,6 +42,7 @@ IMAGES = [[0, 1], [], [2], [3, 4, 5], [], [0]]  # seeds of the pictures of each 
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {},
     "adapters": {"lora": {"rank": 4, "parts": ["text", "vision"]}},
+    "critic": {},
 }
 
 
@@ -47,13 +50,16 @@ def config_for(case: str) -> Config:
     """`eps`: biases of keys have no gradient but rounding, which AdamW would scale up to the learning rate."""
     training = {"lr": 3e-3, "vision_lr": 1e-3, "eps": 1e-5, "max_grad_norm": 0.05, "schedule": "constant"}
     algorithm = {"kl_coef": 0.1, "mini_batches": 2}
-    return config_of(
-        model={**SMALL["model"], **CASES[case]}, data=SMALL["data"], training=training, algorithm=algorithm
-    )
+    if case == "critic":
+        algorithm |= {"adv_estimator": "gae", "gae_lambda": 0.9}
+    critic = {"lr": 3e-3, "max_grad_norm": 0.05}
+    model = {**SMALL["model"], **CASES[case]}
+    return config_of(model=model, data=SMALL["data"], training=training, algorithm=algorithm, critic=critic)
 
 
 def rank_of(config: Config, rank: int, shard: int) -> TrainerRank:
-    make = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, shard, wrap=VisionLogprobModel)
+    options = {"wrap": VisionLogprobModel, "critic": new_critic(config, load_tokenizer(config.model), CPU, 48)}
+    make = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, shard, **options)
     return TrainerRank(config, make, rank, 1, Tracer(None, f"trainer-{rank}"))
 
 
@@ -78,6 +84,9 @@ def train_as(rank: int, size: int, shard: int, case: str, folder: Path) -> None:
         weights: dict[str, Any] = {}
         for index in range(plan.num_buckets):
             weights |= unpack_bucket(await trainer.weight_bucket(index, Receivers(())))
+        if (critic := trainer.backend.critic) is not None:
+            found = critic.network.named_parameters()
+            weights |= {f"critic/{name}": p.full_tensor().detach().clone() for name, p in found}
         return rows, weights
 
     found = asyncio.run(run())
@@ -131,6 +140,13 @@ def test_two_ranks_train_as_one(trained: Path, case: str, shard: int):
     start = dict(network_of(config_for(case)).named_parameters())
     moved = [n for n in alone[1] if n.endswith(LORA_B) or (n in start and not torch.equal(alone[1][n], start[n]))]
     assert any(".visual." in name for name in moved) and any("language_model" in name for name in moved)
+    if case == "critic":
+        assert all(row[1]["critic/loss"].value > 1e-2 for row in alone[0])
+        values = {n.removeprefix("critic/"): v for n, v in alone[1].items() if n.startswith("critic/")}
+        assert values.pop(HEAD).any() and values.keys() == start.keys()
+        assert not any(
+            torch.equal(values[name], start[name]) for name in tower_parameters(network_of(config_for(case)))
+        )
 
 
 # --- adapters

@@ -28,6 +28,7 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.simulate.plan_inputs import Workload
 from gcore.simulate.shapes import model_shape, shape_of
 from gcore.training import logprob_model
+from gcore.training.critic import new_critic
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
 from gcore.training.vision_model import VisionLogprobModel
@@ -35,6 +36,7 @@ from gcore.types import MicroBatch, Request, Sample, SamplingParams, TrainBatch,
 from gcore.vision_models import tower_parameters
 from tests.e2e.test_vision import SMALL
 from tests.unit.test_training import batch_of, config_of
+from tests.unit.test_training import update as train
 from tests.vision_families import picture
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -69,7 +71,8 @@ def samples_of(prompts: list[Tokens], siblings: int = 2) -> list[Sample]:
 
 
 def trainer_of(config: Config) -> TrainerRank:
-    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, wrap=VisionLogprobModel)
+    options = {"wrap": VisionLogprobModel, "critic": new_critic(config, load_tokenizer(config.model), CPU, 48)}
+    backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, **options)
     return TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
 
 
@@ -109,6 +112,21 @@ def test_a_rank_without_images_has_gradients_of_the_tower(tmp_path):
     logprobs.sum().backward()
     gradients = [p.grad for p in tower_parameters(model.network).values()]
     assert all(g is not None and not g.to_local().any() for g in gradients) and model.encoded == 0
+
+
+def test_a_critic_learns_what_only_the_images_tell(tmp_path):
+    """One text and one answer, and a reward for each picture."""
+    algorithm, critic = {"adv_estimator": "gae", "gae_lambda": 1.0}, {"lr": 3e-3, "value_clip": None}
+    config = config_of(model=SMALL["model"], data=SMALL["data"], algorithm=algorithm, critic=critic)
+    trainer = trainer_of(config)
+    texts = [contents(config, tmp_path, [[seed]])[0] for seed in range(4)]
+    samples = [replace(s, reward=float(s.prompt_id % 2)) for s in samples_of(texts, siblings=1)]
+    answer = samples[0].content.tokens_S
+    samples = [replace(s, content=text.extended(Tokens.steps(answer))) for s, text in zip(samples, texts, strict=True)]
+    assert len({s.content.tokens_T.tobytes() for s in samples}) == 1
+    asyncio.run(trainer.begin())
+    found = [train(trainer, samples, batch_of(samples)).metrics["critic/explained_variance"].value for _ in range(30)]
+    assert found[0] == pytest.approx(0.0, abs=1e-6) and found[-1] > 0.9
 
 
 def test_tokens_of_features_are_never_said(tmp_path, monkeypatch):

@@ -1,0 +1,305 @@
+"""Videos of Qwen2.5-VL and Qwen3-VL: patches, the text of the prompt, positions, engine and trainer, against
+transformers' own joint forward pass over one sequence.
+
+transformers cannot process videos without torchvision, so pixels are compared with plain loops. docs/vision.md has a
+comparison with its video processors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+from gcore.config.tree import Data, Dataset, Model
+from gcore.content.media import Media, Video
+from gcore.content.video import VideoProcessor, edges_of_video
+from gcore.decoders import forbid, forbidden_tokens
+from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.noise import noise_key
+from gcore.models import load_model, make_empty
+from gcore.prompts.media import BadMedia
+from gcore.prompts.processor import load_processor
+from gcore.prompts.source import Templater
+from gcore.prompts.tokenizer import load_tokenizer
+from gcore.training.critic import fill_from_folder, value_model
+from gcore.training.vision_model import VisionLogprobModel
+from gcore.types import Completion, MicroBatch, Pixels, Request, Sample, SamplingParams, UserError
+from gcore.vision_models import positions_of
+from tests.vision_families import HALF, VIDEOS, picture, save
+
+CPU = torch.device("cpu")
+CLOSE = 1e-5
+ALONE: Any = SimpleNamespace(size=1)
+FAMILIES = list(VIDEOS)
+
+
+def frames(seed: int, number: int, height: int = 16, width: int = 16) -> Pixels:
+    return np.stack([picture(100 * seed + i, height, width) for i in range(number)])
+
+
+def video(seed: int, number: int, height: int = 16, width: int = 16, **more: Any) -> dict[str, Any]:
+    return {"type": "video", "video": frames(seed, number, height, width), **more}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+# the parts of each prompt: an odd number of frames, two videos and an image, frames that are resized, no video
+PROMPTS: list[list[dict[str, Any]]] = [
+    [video(0, 5), text("0+7")],
+    [
+        text("1"),
+        video(1, 4, 16, 24, fps=1.0),
+        text("+"),
+        {"type": "image", "image": picture(7)},
+        video(2, 2, fps=0.7),
+        text("?"),
+    ],
+    [video(3, 6, 20, 30), text("2")],
+    [{"type": "image", "image": picture(8)}, text("3")],
+    [text("4+4")],
+]
+
+
+class World:
+    """A family's model, its engine, and the completions of prompts, two siblings each."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.family, self.model = family, Model(path=str(save(family, folder)))
+        self.tokenizer = load_tokenizer(self.model)
+        self.vision = load_processor(self.model, self.tokenizer, folder / "media")
+        self.network = load_model(self.model, self.tokenizer, 0, torch.float32, CPU, max_length=384)
+        self.templater = Templater(self.tokenizer, Data(train=Dataset(path="x")), vision=self.vision)
+        rows = [{"prompt": [{"role": "user", "content": parts}]} for parts in PROMPTS]
+        self.contents = [self.templater.prompt(row, i, i).content for i, row in enumerate(rows)]
+        params = SamplingParams(6, stop_tokens=(self.tokenizer.eos_token_id,))
+        self.requests = [Request(c, params, noise_key(i, s)) for i, c in enumerate(self.contents) for s in range(2)]
+        self.engine = EmbeddedEngine(self.network, max_concurrent=16, max_length=384)
+        self.completions = self.generate(self.requests)
+        self.samples = {
+            (i, 0): Sample(i, 0, r.content.extended(c.content), np.ones(c.content.num_steps, bool), c.logprobs_S)
+            for i, (r, c) in enumerate(zip(self.requests, self.completions, strict=True))
+        }
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        return asyncio.run(asyncio.wait_for(self.engine.generate(requests), 60))
+
+    def inputs(self, content: Any) -> dict[str, torch.Tensor]:
+        """Of the joint forward pass."""
+        tokens = torch.from_numpy(content.tokens_T.astype(np.int64))[None]
+        config = self.network.config
+        kinds = (tokens == config.image_token_id).int() + 2 * (tokens == config.video_token_id).int()
+        found = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": kinds}
+        for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            own = [medium.tensors() for medium in content.media if medium.kind == kind]
+            if own:
+                found[pixels] = torch.cat([torch.from_numpy(np.array(each["pixel_values"])) for each in own])
+                found[f"{kind}_grid_thw"] = torch.cat([torch.from_numpy(each["image_grid_thw"]) for each in own])
+        if self.family == "qwen2_5_vl" and "video_grid_thw" in found:
+            seconds = [medium.seconds for medium in content.media if medium.kind == "video"]
+            found["second_per_grid_ts"] = torch.tensor(seconds)
+        return found
+
+    def reference(self, sample: Sample, head: torch.Tensor | None = None) -> np.ndarray:
+        """Logprobs of the steps by transformers alone; with a `head`, their values."""
+        content: Any = sample.content
+        first, steps = len(content.tokens_P) - 1, torch.from_numpy(content.tokens_S.astype(np.int64))
+        with torch.no_grad():
+            if head is not None:
+                return (self.network.model(**self.inputs(content)).last_hidden_state[0, first:-1] @ head).numpy()
+            logits = self.network(**self.inputs(content)).logits[0, first:-1].float()
+        logprobs = forbid(logits, forbidden_tokens(self.network.config)).log_softmax(-1)
+        return logprobs.gather(-1, steps[:, None])[:, 0].numpy()
+
+    def computed(self, model: Any, rows: list[list[tuple[int, int]]]) -> dict[tuple[int, int], np.ndarray]:
+        width = max(sum(self.samples[key].content.size for key in row) for row in rows)
+        packed = model.pack(MicroBatch(tuple(map(tuple, rows)), width), self.samples, ALONE)
+        with torch.no_grad():
+            found = model(*packed.inputs)[0]
+        return {key: found[packed.sample_S == i].numpy() for i, key in enumerate(packed.keys)}
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, World] = {}
+
+    def world(family: str) -> World:
+        if family not in made:
+            made[family] = World(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    yield world
+    for one in made.values():
+        one.engine.close()
+
+
+def off(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max())
+
+
+# --- pixels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("number", [4, 5])
+def test_patches_hold_two_frames(family: str, number: int):
+    """Features of 2 x 2 patches, row by row; of each patch the channels, then the frames, then its pixels."""
+    made = VideoProcessor(family, VIDEOS[family])
+    given = frames(1, number, 16, 24)
+    found = made.inputs(given)
+    padded = np.concatenate([given, given[-1:]]) if number % 2 else given
+    values = padded.astype(np.float32) / 255 * 2 - 1  # HALF
+    expected = []
+    for time, row, column in itertools.product(range(len(padded) // 2), range(2), range(3)):
+        for down, right in itertools.product(range(2), range(2)):
+            y, x = 4 * (2 * row + down), 4 * (2 * column + right)
+            patch = values[2 * time : 2 * time + 2, y : y + 4, x : x + 4]
+            expected.append(patch.transpose(3, 0, 1, 2).flatten())
+    assert HALF["image_mean"] == [0.5] * 3 and found["image_grid_thw"].tolist() == [[len(padded) // 2, 4, 6]]
+    assert off(found["pixel_values"], np.stack(expected)) < 1e-6
+
+
+def test_the_size_of_frames_is_that_of_transformers():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        number, height, width = (int(n) for n in rng.integers([2, 8, 8], [64, 900, 900]))
+        limits = {"factor": 28, "min_pixels": 10_000, "max_pixels": 2_000_000}
+        expected = smart_resize(num_frames=number, height=height, width=width, temporal_factor=2, **limits)
+        assert edges_of_video(number, height, width, 2, 28, 10_000, 2_000_000) == expected
+    with pytest.raises(UserError, match="a video of 1 frames; expected at least 2"):
+        edges_of_video(1, 32, 32, 2, 28, 1, 9999)
+
+
+def test_limits_of_frames():
+    """Of Qwen2.5-VL for each frame, of Qwen3-VL for all together, and the cap that files may ask for."""
+    given = frames(0, 8, 32, 32)
+    small = {**VIDEOS["qwen3_vl"], "size": {"shortest_edge": 64, "longest_edge": 2048}}
+
+    def grid(family: str, **more: Any) -> list[int]:
+        return VideoProcessor(family, {**small, **more}).inputs(given)["image_grid_thw"][0].tolist()
+
+    assert grid("qwen3_vl") == [4, 4, 4] and grid("qwen2_5_vl") == [4, 8, 8]
+    assert grid("qwen2_5_vl", min_pixels=64, max_pixels=256) == [4, 4, 4]
+    assert grid("qwen3_vl", cap_pixels_per_frame=True, max_video_tokens=1) == [4, 2, 2]
+    assert VideoProcessor("qwen2_5_vl", {}).inputs(given)["image_grid_thw"][0].tolist() == [4, 24, 24]  # 128 * 28**2
+
+
+# --- prompts
+
+
+def test_the_text_of_a_prompt(worlds: Callable[[str], World]):
+    """As the processors of transformers expand the placeholder. Frames are at 0, 0.5, 1, 1.5, 2 seconds, the last one
+    twice; then at 0, 1, 2, 3; then at 0 and 1.4."""
+
+    def shown(family: str, number: int) -> str:
+        world = worlds(family)
+        return str(world.tokenizer.decode(world.contents[number].tokens_P)).replace("<video>" * 4, "[4]")
+
+    assert shown("qwen2_5_vl", 0).endswith("<start>[4][4][4]<end>0+7=")
+    parts = "".join(f"<{time} seconds><start>[4]<end>" for time in ("0.2", "1.2", "2.0"))
+    assert shown("qwen3_vl", 0).endswith(f"<start>{parts}<end>0+7=")
+    image = "<start>" + "<image>" * 4 + "<end>"
+    first = "".join(f"<{time} seconds><start>{'<video>' * 6}<end>" for time in ("0.5", "2.5")).replace(
+        "<video>" * 4, "[4]"
+    )
+    assert shown("qwen3_vl", 1).endswith(f"1<start>{first}<end>+{image}<start><0.7 seconds><start>[4]<end><end>?=")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_media_of_a_prompt(family: str, worlds: Callable[[str], World]):
+    world = worlds(family)
+    found = world.contents[1].media
+    assert [m.kind for m in found] == ["video", "image", "video"]
+    assert [m.grid for m in found] == [(2, 2, 3), (1, 2, 2), (1, 2, 2)]
+    assert [m.seconds for m in found] == [2.0, 0.0, 2 / 0.7]
+    assert [len(m.places) for m in found] == [12, 4, 4]
+    assert np.array_equal(found[0].pixels.read(), frames(1, 4, 16, 24))
+    assert Media.from_json(found[0].as_json()).seconds == 2.0
+    assert world.contents[1].image_pixels == (384, 384, 256, 256)  # the tower encodes two frames like an image
+    other = [{"role": "user", "content": [replace_fps(part, 3.0) for part in PROMPTS[0]]}]
+    assert world.templater.content({"prompt": other})[2].prefix_key() != world.contents[0].prefix_key()
+
+
+def replace_fps(part: dict[str, Any], fps: float) -> dict[str, Any]:
+    return {**part, "fps": fps} if part["type"] == "video" else part
+
+
+def test_videos_that_do_not_fit_are_refused(worlds: Callable[[str], World], tmp_path: Path):
+    world = worlds("qwen3_vl")
+    with pytest.raises(BadMedia, match="a video of 1 frames; expected at least 2"):
+        world.templater.content({"prompt": "1", "video": frames(0, 1)})
+    with pytest.raises(BadMedia, match="a video with fps=0; expected a number above 0"):
+        world.templater.content({"prompt": [{"role": "user", "content": [video(0, 2, fps=0)]}]})
+    with pytest.raises(UserError, match="video, and placeholders of image in the prompt"):
+        world.vision.content("<start><image><end>", [("video", Video(frames(0, 2), 2.0))])
+    vllm = load_processor(world.model, world.tokenizer, None, engine="vllm")
+    with pytest.raises(UserError, match=r"a video; expected images: generation\.engine=vllm gets only images"):
+        vllm.content("<start><video><end>", [("video", Video(frames(0, 2), 2.0))])
+    model = Model(path=str(save("gemma3", tmp_path)))
+    gemma = load_processor(model, load_tokenizer(model), None)
+    with pytest.raises(UserError, match="a video; expected images: videos are not supported for gemma3"):
+        gemma.content("1", [("video", Video(frames(0, 2), 2.0))])
+
+
+# --- engine and trainer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_are_those_of_transformers(family: str, worlds: Callable[[str], World]):
+    world = worlds(family)
+    for sample in world.samples.values():
+        given = world.inputs(sample.content)
+        if "image_grid_thw" not in given and "video_grid_thw" not in given:
+            continue
+        given = {name: value for name, value in given.items() if not name.startswith("pixel")}
+        expected, _ = world.network.model.get_rope_index(**given)
+        found = positions_of(world.network.config, sample.content.size, sample.content.media)
+        assert found.tolist() == expected[:, 0].tolist()
+    times = positions_of(world.network.config, world.contents[0].size, world.contents[0].media)[0]
+    step = np.diff(times[world.contents[0].media[0].places[::4]])
+    assert step.tolist() == ([4, 4] if family == "qwen2_5_vl" else [17, 17])  # a second; 2 rows and 15 tokens of text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_trainer_are_the_joint_forward_pass(family: str, worlds: Callable[[str], World]):
+    """Packed and alone; siblings share the features of their videos."""
+    world = worlds(family)
+    keys = list(world.samples)
+    expected = {key: world.reference(world.samples[key]) for key in keys}
+    for key in keys:
+        assert off(world.samples[key].rollout_logprobs_S, expected[key]) < CLOSE
+    critic = value_model(make_empty(world.model, world.tokenizer, 384, scorer=True))
+    fill_from_folder(critic, world.model, 0, CPU, world.tokenizer)
+    with torch.no_grad():
+        critic.network.score.weight.normal_(generator=torch.Generator().manual_seed(1))
+    values = {key: world.reference(world.samples[key], critic.network.score.weight[0]) for key in keys}
+    for rows in ([keys[:3], keys[3:6], keys[6:]], [[key] for key in keys], [keys]):
+        model = VisionLogprobModel(world.network)
+        for model_, wanted in ((model, expected), (critic, values)):
+            found = world.computed(model_, rows)
+            assert max(off(found[key], wanted[key]) for key in keys) < CLOSE
+        assert model.encoded == 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_sees_the_order_of_frames_and_the_time(family: str, worlds: Callable[[str], World]):
+    world = worlds(family)
+    request = world.requests[0]
+    (own,) = request.content.media
+    turned = world.vision.content("<start><video><end>0+7=", [("video", Video(frames(0, 5)[::-1].copy(), 2.0))])
+    slow = world.vision.content("<start><video><end>0+7=", [("video", Video(frames(0, 5), 0.5))])
+    plain = world.vision.content("<start><video><end>0+7=", [("video", Video(frames(0, 5), 2.0))])
+    a, b, c = world.generate([replace(request, content=each) for each in (plain, turned, slow)])
+    assert off(a.logprobs_S[:1], b.logprobs_S[:1]) > 1e-4 and off(a.logprobs_S[:1], c.logprobs_S[:1]) > 1e-4
+    assert own.key == plain.media[0].key
