@@ -1,14 +1,19 @@
 """Answers of a dataset: formats of rows, tokens of multi-turn conversations and which of them count in the loss."""
 
+import asyncio
+import json
+
 import numpy as np
 import pytest
 
 from gcore.config.preference import OBJECTIVES
 from gcore.config.tree import Dataset
 from gcore.content.answers import answer_steps
+from gcore.content.tokens import Tokens
+from gcore.controller.workflow import stored_answers
 from gcore.prompts.answers import demonstration_row, load_answered, pair_row
 from gcore.prompts.tokenizer import build_char_tokenizer
-from gcore.types import UserError
+from gcore.types import Prompt, UserError
 
 SPEC = Dataset(path="x.jsonl")
 # as ChatML: a header and an end for every turn; `;` takes the place of the newline after <|im_end|>
@@ -115,6 +120,34 @@ def test_a_bad_row_is_named(tmp_path):
     assert rows[0]["answers"] == ["2", "3"]
     with pytest.raises(UserError, match=r"data\.train: row 1: column 'rejected' holds None; expected a string"):
         rows[1]
+
+
+def test_a_column_label_is_a_label_only_for_kto(tmp_path):
+    """Preference datasets often have a column of this name, with another meaning."""
+
+    class Given:
+        async def given(self, prompt, answers):
+            return list(answers)
+
+    def rewards(objective, row):
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        columns = load_answered(Dataset(path=str(file)), OBJECTIVES[objective], "data.train")[0]
+        prompt = Prompt(0, 0, (), "", Tokens(np.ones(1, np.int32)), columns)
+        return [scored.reward for scored in asyncio.run(stored_answers(Given(), prompt))]
+
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "label": "helpful"}
+    assert rewards("dpo", pair) == [1.0, 0.0]
+    assert rewards("kto", {"prompt": "1+1=", "completion": "3", "label": False}) == [0.0, -1.0]
+
+
+def test_a_label_is_not_the_answer(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "response": "2", "label": true}\n')
+    with pytest.raises(UserError, match="no answer to demonstrate"):
+        load_answered(Dataset(path=str(file)), OBJECTIVES["kto"], "data.train")
+    file.write_text('{"prompt": "1+1=", "label": "2"}\n')  # a reference answer
+    assert load_answered(Dataset(path=str(file)), OBJECTIVES["sft"], "data.train")[0]["answers"] == ["2"]
 
 
 def test_masks_are_booleans(tokenizer):
