@@ -96,9 +96,11 @@ def pair_row(row: Row, spec: Dataset, key: str) -> Row:
     )
     while shared > 1 and chosen[shared - 1]["role"] == "assistant":
         shared -= 1
+    prompt: str | list[Message] = chosen[:shared]
     if column is not None:
         shared = len(messages_of(row[column], "user", column))
-    return {**row, _column(spec): chosen[:shared], ANSWERS: [chosen[shared:], rejected[shared:]]}
+        prompt = row[column] if isinstance(row[column], str) else chosen[:shared]  # data.system_prompt is for strings
+    return {**row, _column(spec): prompt, ANSWERS: [chosen[shared:], rejected[shared:]]}
 
 
 def pair_of(row: Mapping[str, Any], spec: PairColumns, key: str) -> tuple[list[Message], list[Message]]:

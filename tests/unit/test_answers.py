@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from gcore.config.preference import OBJECTIVES
-from gcore.config.tree import Dataset
+from gcore.config.tree import Data, Dataset
 from gcore.content.answers import answer_steps
 from gcore.content.tokens import Tokens
 from gcore.controller.workflow import stored_answers
 from gcore.prompts.answers import demonstration_row, load_answered, pair_row
+from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Prompt, UserError
 
@@ -105,12 +106,26 @@ def test_pairs():
         ({"prompt": turns("1+1="), "chosen": good[1:], "rejected": bad[1:]}, turns("1+1="), [good[1:], bad[1:]]),
         ({"chosen": good, "rejected": bad}, turns("1+1="), [good[1:], bad[1:]]),
         ({"chosen": longer[0], "rejected": longer[1]}, longer[0][:3], [longer[0][3:], longer[1][3:]]),
-        ({"prompt": "1+1=", "chosen": good, "rejected": bad}, turns("1+1="), [good[1:], bad[1:]]),
+        ({"prompt": "1+1=", "chosen": good, "rejected": bad}, "1+1=", [good[1:], bad[1:]]),
     ):
         found = pair_row(row, SPEC, "data.train")
         assert (found["prompt"], found["answers"]) == (prompt, answers), row
     with pytest.raises(ValueError, match="no prompt for the answer in column 'chosen'"):
         pair_row({"chosen": "2", "rejected": "3"}, SPEC, "data.train")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_system_prompt_is_before_every_prompt_that_is_a_string(tokenizer, whole):
+    """Also if the answers are messages, as in UltraFeedback."""
+    good, bad = ([*turns("1+1=")[: int(whole)], {"role": "assistant", "content": answer}] for answer in ("2", "3"))
+    row = pair_row({"prompt": "1+1=", "chosen": good, "rejected": bad}, SPEC, "data.train")
+    templater = Templater(tokenizer, Data(train=SPEC, system_prompt="0"))
+    assert [message["role"] for message in templater.messages(row)] == ["system", "user"]
+    assert templater.prompt(row, 0, 0).text == "<bos>s:0;u:1+1=;a:"
+    assert [said(tokenizer, steps.tokens_S, mask) for steps, mask in templater.answers(row, (2,))] == [
+        "[2<eos>]",
+        "[3<eos>]",
+    ]
 
 
 def test_a_bad_row_is_named(tmp_path):
