@@ -37,6 +37,8 @@ def grpo(group: GroupScores) -> Array:
 
 def dr_grpo(group: GroupScores) -> Array:
     """r - mean: not divided by std, which gives very easy and very hard prompts more weight (Dr.GRPO)."""
+    if np.all(group.rewards == group.rewards[0]):  # a mean would leave noise, and GPG counts what is not 0
+        return np.zeros_like(group.rewards)
     return group.rewards - group.rewards.mean()
 
 

@@ -48,11 +48,11 @@ def test_grpo_of_one_success_in_four():
     assert advantages("grpo", of(0, 0, 1, 0)) == pytest.approx(of(-0.5, -0.5, 1.5, -0.5), abs=4e-6)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gpg", "reinforce_pp_baseline"])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3.7])
-def test_grpo_of_equal_rewards_is_exactly_zero(value):
-    assert (
-        advantages("grpo", np.full(7, value)).tolist() == [0.0] * 7
-    )  # 0.1 * 7 / 7 != 0.1: a mean alone would leave noise
+def test_equal_rewards_give_exactly_zero(value, name):
+    for number in (3, 7):  # 0.1 * 7 / 7 != 0.1: a mean alone would leave noise
+        assert advantages(name, np.full(number, value)).tolist() == [0.0] * number
 
 
 def test_dr_grpo_keeps_the_scale():
