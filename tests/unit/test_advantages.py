@@ -191,6 +191,11 @@ def test_adaptive_kl_same_as_verl():
         assert current == pytest.approx(expected, abs=1e-9)
 
 
+def test_adaptive_kl_of_a_large_step_keeps_its_sign():
+    assert next_kl_coef(0.1, 0.0, 1024, 0.05, 200) == pytest.approx(0.08)
+    assert next_kl_coef(0.1, 1.0, 1024, 0.05, 200) == pytest.approx(0.12)
+
+
 def test_entropy_control():
     assert next_entropy_coef(0.01, 0.1, 0.2, 0.005) == (pytest.approx(0.015), True)
     assert next_entropy_coef(0.01, 0.3, 0.2, 0.005) == (pytest.approx(0.005), False)
