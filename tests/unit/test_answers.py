@@ -69,6 +69,12 @@ def test_a_template_without_an_end_of_turn_gets_eos(tokenizer):
     assert said(tokenizer, steps.tokens_S, mask) == "[2;<eos>]"
 
 
+def test_an_empty_turn_of_a_template_without_marks_is_eos(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    steps, mask = answer_steps(tokenizer, (2,), turns("1+1=?"), turns("", "")[1:])
+    assert said(tokenizer, steps.tokens_S, mask) == "[<eos>]"
+
+
 def test_a_template_that_changes_earlier_turns_is_refused(tokenizer):
     tokenizer.chat_template = CHAT.replace("m['content']", "m['content'] if loop.last or m['role'] == 'user' else '?'")
     with pytest.raises(UserError, match="changes earlier turns"):
