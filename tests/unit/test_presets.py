@@ -107,6 +107,10 @@ def test_the_table_names_every_estimator_and_loss():
             {"algorithm": {"adv_estimator": "reinforce_pp_baseline"}, "sampling": {"samples_per_prompt": 1}},
             "adv_estimator=reinforce_pp_baseline compares siblings",
         ),
+        (
+            {"algorithm": {"adv_estimator": "gdpo"}, "rewards": {"by_workflow": ["rubric"]}},
+            r"adv_estimator=gdpo .* needs its weight, which rewards.by_workflow=\['rubric'\] has not",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(sections, expected):
