@@ -45,6 +45,8 @@ def dr_grpo(group: GroupScores) -> Array:
 def rloo(group: GroupScores) -> Array:
     """r minus the mean of the *other* siblings: the unbiased baseline (REINFORCE leave-one-out)."""
     rewards = group.rewards
+    if len(rewards) < 2:  # only a teacher scores: there is nothing to compare
+        return np.zeros_like(rewards)
     return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
 
 

@@ -55,6 +55,13 @@ def test_equal_rewards_give_exactly_zero(value, name):
         assert advantages(name, np.full(number, value)).tolist() == [0.0] * number
 
 
+@pytest.mark.parametrize("name", [name for name, kind in ESTIMATORS.items() if kind.siblings])
+def test_a_single_sample_has_no_advantage(name):
+    """With a teacher alone, which scores steps, a prompt may have one sample."""
+    group = GroupScores(of(0), of(3), {}, {"teacher": 1.0})
+    assert estimate(GROUP_ESTIMATORS[name], group, name)[0].tolist() == [0.0]
+
+
 def test_dr_grpo_keeps_the_scale():
     assert advantages("dr_grpo", of(0, 4, 2)).tolist() == [-2.0, 2.0, 0.0]
     assert advantages("dr_grpo", of(0, 40, 20)).tolist() == [-20.0, 20.0, 0.0]
