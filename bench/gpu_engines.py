@@ -20,6 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads
     "0.5B": (896, 4864, 24, 14, 2),
     "1.5B": (1536, 8960, 28, 12, 2),

@@ -52,6 +52,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
+from trl_steps import TrlSteps  # noqa: E402
 from worker import TARGET, run_worker, save, started_at  # noqa: E402
 
 SYSTEMS = {
@@ -216,68 +217,27 @@ def run_trl(system: str, args: argparse.Namespace) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     without_fingerprints()
-    import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     rows, fast, sleeps = rows_of(args), system == "trl-fast", system == "trl-sleep"
     micro = args.micro // 2 if fast else args.micro  # without checkpointing, 32 sequences would fill the GPU
     tokenizer = AutoTokenizer.from_pretrained(str(args.folder), padding_side="left")
-    clock: dict[str, float] = {}
-    steps: list[dict[str, Any]] = []
-    tokens, start_s = 0, float("nan")
-
-    def now() -> float:
-        if not args.cpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*values: Any, **named: Any) -> Any:
-            started = now()
-            try:
-                return function(*values, **named)
-            finally:
-                clock[name] = clock.get(name, 0.0) + now() - started
-
-        return wrapped
+    tokens = 0
 
     def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         nonlocal tokens
         tokens = sum(map(len, completion_ids))
         return numbered(prompts, completions)
 
-    class Steps(TrainerCallback):
-        last = 0.0
+    def about(number: int) -> dict[str, Any]:
+        mix, counted = mix_of(number, args)
+        differences = trainer._metrics["train"].get("sampling/sampling_logp_difference/mean")
+        difference = differences[-1] if differences else None
+        return {"mix": mix, "counted": counted, "tokens": tokens, "logprob_diff": difference}
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            nonlocal start_s
-            if not self.last:
-                start_s, self.last = time.time() - started_at(), now()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ended, (mix, counted) = now(), mix_of(len(steps), args)
-            weights, generation = clock.get("weights", 0.0), clock.get("generation", 0.0)
-            scoring = clock.get("scoring", 0.0)
-            differences = trainer._metrics["train"].get("sampling/sampling_logp_difference/mean")
-            steps.append(
-                {
-                    "mix": mix,
-                    "counted": counted,
-                    "step": ended - self.last,
-                    "generation": generation - weights,
-                    "preparation": scoring - generation,
-                    "training": ended - self.last - scoring,
-                    "weights": weights,
-                    "tokens": tokens,
-                    "logprob_diff": differences[-1] if differences else None,
-                }
-            )
-            self.last = ended
-            clock.clear()
-            save({"start_s": start_s, "steps": steps})
-
+    steps = TrlSteps(args.cpu, about)
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=str(args.folder),
@@ -317,16 +277,14 @@ def run_trl(system: str, args: argparse.Namespace) -> None:
                 report_to=[],
                 disable_tqdm=True,
             ),
-            callbacks=[Steps()],
+            callbacks=[steps.callback()],
         )
         vllm: Any = trainer.vllm_generation
         by_prompt = {tuple(tokenizer(f"<bos>{row['prompt']}")["input_ids"]): row["lengths"] for row in rows}
         vllm.llm.generate = with_lengths(vllm.llm.generate, by_prompt)
         if args.cpu:  # vLLM's CPU build packs weights: they cannot be written in place
             vllm.sync_weights = lambda: None
-        vllm.sync_weights = timed("weights", vllm.sync_weights)
-        trainer._generate = timed("generation", trainer._generate)
-        trainer._generate_and_score_completions = timed("scoring", trainer._generate_and_score_completions)
+        steps.watch(trainer)
         trainer.train()
 
 

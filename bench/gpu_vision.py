@@ -31,7 +31,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from gpu_step import BETAS, LR, STAGES, gcore_steps, total_steps, without_fingerprints  # noqa: E402
-from worker import TARGET, run_worker, save, started_at  # noqa: E402
+from trl_steps import TrlSteps  # noqa: E402
+from worker import TARGET, run_worker, save  # noqa: E402
 
 TEXT = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, sections of M-RoPE
     "3B": (2048, 11008, 36, 16, 2, 151_936, [16, 24, 24]),
@@ -218,10 +219,8 @@ def run_trl(args: argparse.Namespace) -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     without_fingerprints()
-    import torch
     from datasets import Dataset
     from PIL import Image
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from gcore.content.vision import make_processor
@@ -229,48 +228,7 @@ def run_trl(args: argparse.Namespace) -> None:
     processor = make_processor("qwen2_5_vl", image_settings(args), {}, tokenizer_of())
     processor.chat_template = TEMPLATE
     processor.tokenizer.padding_side = "left"
-    clock, steps, start_s = dict[str, float](), list[dict[str, Any]](), float("nan")
-
-    def now() -> float:
-        if not args.cpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*values: Any, **named: Any) -> Any:
-            started = now()
-            try:
-                return function(*values, **named)
-            finally:
-                clock[name] = clock.get(name, 0.0) + now() - started
-
-        return wrapped
-
-    class Steps(TrainerCallback):
-        last = 0.0
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            nonlocal start_s
-            if not self.last:
-                start_s, self.last = time.time() - started_at(), now()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ended, weights, generation = now(), clock.get("weights", 0.0), clock.get("generation", 0.0)
-            scoring, took = clock.get("scoring", 0.0), ended - self.last
-            steps.append(
-                {
-                    "counted": bool(steps),
-                    "step": took,
-                    "generation": generation - weights,
-                    "preparation": scoring - generation,
-                    "training": took - scoring,
-                    "weights": weights,
-                }
-            )
-            self.last = ended
-            clock.clear()
-            save({"start_s": start_s, "steps": steps})
-
+    steps = TrlSteps(args.cpu, lambda number: {"counted": number > 0})
     rows = [
         {
             "prompt": [{"role": "user", "content": r["prompt"]}],
@@ -314,12 +272,9 @@ def run_trl(args: argparse.Namespace) -> None:
                 report_to=[],
                 disable_tqdm=True,
             ),
-            callbacks=[Steps()],
+            callbacks=[steps.callback()],
         )
-        if uses_vllm:
-            trainer.vllm_generation.sync_weights = timed("weights", trainer.vllm_generation.sync_weights)
-        trainer._generate = timed("generation", trainer._generate)
-        trainer._generate_and_score_completions = timed("scoring", trainer._generate_and_score_completions)
+        steps.watch(trainer, uses_vllm)
         trainer.train()
 
 

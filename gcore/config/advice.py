@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gcore.config.algorithm import Algorithm
+from gcore.config.base import Section
 from gcore.config.presets import preset_values
 from gcore.config.tree import Config
 
@@ -17,7 +18,14 @@ SMALL_CLIP, LARGE_CLIP = 0.01, 0.05  # ratios of whole samples are clipped at ab
 def warnings(config: Config) -> list[str]:
     """One line per contradiction."""
     algorithm = config.algorithm
-    return [*_departures(config), *_loss(algorithm), *_kl(algorithm), *_samples(config), *_critic(config)]
+    found = [*_departures(config), *_loss(algorithm), *_kl(algorithm), *_samples(config), *_critic(config)]
+    return [*found, *_unused(config)]
+
+
+def _changed(section: Section, *names: str) -> list[str]:
+    """The keys with other values than the defaults, of `names` or of all: a saved configuration contains every key."""
+    fields = type(section).model_fields
+    return sorted(n for n in names or fields if getattr(section, n) != fields[n].get_default(call_default_factory=True))
 
 
 def _departures(config: Config) -> Iterator[str]:
@@ -69,9 +77,9 @@ def _loss(algorithm: Algorithm) -> Iterator[str]:
 
 
 def _kl(algorithm: Algorithm) -> Iterator[str]:
-    estimator, given = algorithm.kl_estimator, algorithm.model_fields_set - {"preset"}
+    estimator = algorithm.kl_estimator
     if algorithm.kl_coef == 0:
-        if algorithm.preset is None and (unused := sorted(given & {"kl_in", "kl_estimator"})):
+        if algorithm.preset is None and (unused := _changed(algorithm, "kl_estimator", "kl_in")):
             yield f"algorithm.{' and '.join(unused)}: no effect with algorithm.kl_coef=0"
         return
     if algorithm.kl_in == "loss" and estimator == "k1":
@@ -92,9 +100,33 @@ def _kl(algorithm: Algorithm) -> Iterator[str]:
 
 
 def _critic(config: Config) -> Iterator[str]:
-    if (given := sorted(config.critic.model_fields_set)) and not config.algorithm.estimator.critic:
+    if (given := _changed(config.critic)) and not config.algorithm.estimator.critic:
         name = config.algorithm.adv_estimator
         yield f"critic.{' and '.join(given)}: no effect with algorithm.adv_estimator={name}; gae has a critic"
+
+
+def _unused(config: Config) -> Iterator[str]:
+    """Keys that the objective or the estimator does not read."""
+    algorithm, objective = config.algorithm, config.objective
+    if objective != "policy":
+        read = {"preset", "mini_batches", "mask_truncated"}
+        unused = [name for name in _changed(algorithm) if name not in read]
+        yield from _lines("algorithm", unused, f"objective={objective}")
+    else:
+        yield from _lines("preference", _changed(config.preference), "objective=policy")
+        if not algorithm.estimator.per_step:
+            name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+            yield from _lines("algorithm", _changed(algorithm, "gamma"), name)
+        if not algorithm.estimator.critic:
+            name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+            yield from _lines("algorithm", _changed(algorithm, "gae_lambda"), name)
+        if algorithm.mini_batches * algorithm.epochs == 1:
+            yield from _lines("algorithm", _changed(algorithm, "early_stop_kl"), "one update per step")
+
+
+def _lines(section: str, unused: list[str], cause: str) -> Iterator[str]:
+    if unused:
+        yield f"{section}.{' and '.join(unused)}: no effect with {cause}"
 
 
 def _samples(config: Config) -> Iterator[str]:

@@ -117,6 +117,11 @@ class ObjectiveView:
                 f"objective={self.objective} has no critic; expected another estimator than "
                 f"algorithm.adv_estimator={self.algorithm.adv_estimator}"
             )
+        if self.algorithm.adv_estimator == "gdpo" and self.rewards.by_workflow:
+            raise ValueError(
+                f"algorithm.adv_estimator=gdpo normalizes each reward by itself and then needs its weight, which "
+                f"rewards.by_workflow={self.rewards.by_workflow} has not; expected another estimator, such as grpo"
+            )
         on_vllm = [judge for judge in self.rewards.judges if judge.mode == "teacher" and judge.engine == "vllm"]
         if on_vllm and self.generation.temperature != 1:
             raise ValueError(

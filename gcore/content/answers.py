@@ -42,7 +42,7 @@ def answer_steps(
         parts.pop()  # what follows the last turn
     if not parts:
         raise UserError("an answer has no message of the assistant (keys: data.train, model.chat_template)")
-    if parts[-1][0][-1] not in stop_tokens:  # the template does not end turns
+    if not np.isin(parts[-1][0][-1:], stop_tokens).any():  # the template does not end turns, or the turn is empty
         parts.append((np.array([tokenizer.eos_token_id], np.int32), True))
     tokens = np.concatenate([part for part, _ in parts])
     return Tokens.steps(tokens), np.concatenate([np.full(len(part), own, np.bool_) for part, own in parts])

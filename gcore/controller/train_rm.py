@@ -100,7 +100,10 @@ def train_rm(config: RewardModelConfig, print_line: Callable[[str], None]) -> Pa
     if not training.checkpoint_every:
         shutil.rmtree(last)
     which, found = ("held-out pairs", journal.eval) if held_out else ("training pairs", journal.train)
-    print_line(f"accuracy on {which} {found['accuracy']:.4f}, margin {found['margin']:.2f}; wrote {folder}")
+    result = (
+        f"accuracy on {which} {found['accuracy']:.4f}, margin {found['margin']:.2f}" if found else "no step was left"
+    )
+    print_line(f"{result}; wrote {folder}")
     return folder
 
 

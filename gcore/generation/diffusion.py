@@ -200,6 +200,8 @@ class DiffusionBackend:
             if level == 1:
                 self._host[name] = parameter.data.to("cpu", copy=True)
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the trainer is another process, which cannot use what this one has cached
         return freed / GIB
 
     def allocate(self, tags: Sequence[str]) -> float:

@@ -264,8 +264,12 @@ class SteppedEngine:
         if not waiting:  # the command of another caller computed them
             return
         started = time.perf_counter()
-        with self._tracer.span("score", requests=len(waiting)):
-            found = self.backend.score([request for request, _ in waiting])
+        try:
+            with self._tracer.span("score", requests=len(waiting)):
+                found = self.backend.score([request for request, _ in waiting])
+        except Exception as error:  # for every caller: the commands of the others find nothing to compute
+            post((future, error) for _, future in waiting)
+            return
         self._busy_s += time.perf_counter() - started
         post(
             (future, Completion(NO_STEPS, logprobs_S, np.full(len(logprobs_S), self.version, np.int32), "length"))

@@ -34,6 +34,11 @@ def check_request(
             f"an engine request has {len(content.media)} images, expected none: this engine serves text only "
             "(key: model.path or model.build of a model that takes images)"
         )
+    if content.media and params.max_tokens == 0:
+        raise UserError(
+            f"an engine request for the logprobs of given tokens has {len(content.media)} images, expected none: "
+            "teachers read only text (key: rewards.judges, mode=teacher)"
+        )
     for medium in content.media:
         shape, dims = medium.pixels.shape, 3 if medium.kind == "image" else 4
         if str(medium.pixels.dtype) != "uint8" or len(shape) != dims or shape[-1] != 3 or not all(shape):

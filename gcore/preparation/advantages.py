@@ -37,12 +37,16 @@ def grpo(group: GroupScores) -> Array:
 
 def dr_grpo(group: GroupScores) -> Array:
     """r - mean: not divided by std, which gives very easy and very hard prompts more weight (Dr.GRPO)."""
+    if np.all(group.rewards == group.rewards[0]):  # a mean would leave noise, and GPG counts what is not 0
+        return np.zeros_like(group.rewards)
     return group.rewards - group.rewards.mean()
 
 
 def rloo(group: GroupScores) -> Array:
     """r minus the mean of the *other* siblings: the unbiased baseline (REINFORCE leave-one-out)."""
     rewards = group.rewards
+    if len(rewards) < 2:  # only a teacher scores: there is nothing to compare
+        return np.zeros_like(rewards)
     return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
 
 

@@ -42,12 +42,19 @@ def load_answered(spec: Dataset, needs: Needs, key: str) -> Rows:
     rows = open_rows(spec, key)
     make: Callable[[Row, Dataset, str], Row] = pair_row if needs.pairs and not needs.labels else demonstration_row
 
+    def answered(index: int) -> Row:
+        """Without the label: it is no answer, and in rows of pairs such a column has another meaning."""
+        row = rows[index]
+        if needs.pairs:
+            row = {name: value for name, value in row.items() if name != LABEL}
+        return make(row, spec, key)
+
     def read(index: int) -> Row:
         try:
-            row = make(rows[index], spec, key)
+            row = answered(index)
             if needs.labels:
-                other = make(rows[(index + 1) % len(rows)], spec, key)
-                row |= {ANSWERS: [*row[ANSWERS], *other[ANSWERS]], LABEL: _label(row, key)}
+                other, label = answered((index + 1) % len(rows)), _label(rows[index], key)
+                row |= {ANSWERS: [*row[ANSWERS], *other[ANSWERS]], LABEL: label}
             return row
         except ValueError as error:
             raise UserError(f"{key}: row {index}: {error}") from None
@@ -89,9 +96,11 @@ def pair_row(row: Row, spec: Dataset, key: str) -> Row:
     )
     while shared > 1 and chosen[shared - 1]["role"] == "assistant":
         shared -= 1
+    prompt: str | list[Message] = chosen[:shared]
     if column is not None:
         shared = len(messages_of(row[column], "user", column))
-    return {**row, _column(spec): chosen[:shared], ANSWERS: [chosen[shared:], rejected[shared:]]}
+        prompt = row[column] if isinstance(row[column], str) else chosen[:shared]  # data.system_prompt is for strings
+    return {**row, _column(spec): prompt, ANSWERS: [chosen[shared:], rejected[shared:]]}
 
 
 def pair_of(row: Mapping[str, Any], spec: PairColumns, key: str) -> tuple[list[Message], list[Message]]:

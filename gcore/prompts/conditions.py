@@ -18,6 +18,7 @@ from gcore.config.tree import Config, Dataset
 from gcore.content.latents import Latents
 from gcore.content.tokens import Tokens
 from gcore.hub import model_folder
+from gcore.prompts.files import short
 from gcore.prompts.rows import answer_of, prompt_column, prompt_of
 from gcore.prompts.source import Templater
 from gcore.types import Message, Pixels, Prompt, UserError
@@ -68,7 +69,7 @@ class ConditionTemplater:
         given = row.get("demonstration")
         if given is None:
             raise UserError(f"{self.key}: no picture to demonstrate in this row (column `demonstration`)")
-        pixels: Pixels = np.asarray(given, np.uint8)
+        pixels = _pixels(given, self.key)
         if pixels.ndim == 2:
             pixels = pixels[..., None]
         if pixels.ndim != 3:
@@ -92,6 +93,19 @@ class ConditionTemplater:
                 "(key: model.denoiser.classes)"
             )
         return text
+
+
+def _pixels(given: Any, key: str) -> Pixels:
+    """Numbers of another range would become other pictures without an error: 0.5 as an integer is 0."""
+    try:
+        found = np.asarray(given)
+    except ValueError as error:  # rows of different lengths
+        raise UserError(f"{key}: a demonstration is no picture: {error}") from None
+    is_number = found.dtype.kind in "iuf" and found.size > 0
+    if not is_number or (found != found.round()).any() or found.min() < 0 or found.max() > 255:
+        shown = f"numbers from {found.min():g} to {found.max():g}" if is_number else short(given)
+        raise UserError(f"{key}: a demonstration has {shown}; expected whole numbers from 0 to 255")
+    return found.astype(np.uint8)
 
 
 def templater_of(

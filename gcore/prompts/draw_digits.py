@@ -29,6 +29,8 @@ def make_draw_digits(given: Mapping[str, Any], size: int | None, key: str) -> Se
     args = DRAW_DIGITS | dict(given)
     if not isinstance(args["wrong"], int | float) or not 0 <= args["wrong"] <= 1:
         raise UserError(f"{key}.args.wrong: expected a share between 0 and 1, got {args['wrong']!r}")
+    if not isinstance(args["seed"], int):
+        raise UserError(f"{key}.args.seed: expected a whole number, got {args['seed']!r}")
     if args["split"] not in ("train", "eval"):
         raise UserError(f"{key}.args.split: expected train or eval, got {args['split']!r}")
     if args["split"] == "eval":

@@ -42,9 +42,10 @@ class Coefficients:
 
 
 def next_kl_coef(current: float, kl: float, num_samples: float, target: float, horizon: int) -> float:
-    """The proportional controller of 1909.08593. `kl`: the mean of the step; `num_samples`: of the step."""
+    """The proportional controller of 1909.08593. `kl`: the mean of the step; `num_samples`: of the step. A step changes
+    the coefficient by at most 20 %: if it has five times the samples of the horizon, it would become negative."""
     error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
-    return current * (1 + error * num_samples / horizon)
+    return current * (1 + error * min(num_samples / horizon, 1.0))
 
 
 def next_entropy_coef(current: float, entropy: float, target: float, change: float) -> tuple[float, bool]:

@@ -174,9 +174,9 @@ def step_columns(packed: StepBatch, data: StepData, device: torch.device) -> Ste
 
     def column(name: ColumnName) -> Tensor | None:
         values = data.columns.get(name)
-        if not values:
+        if values is None:
             return None
-        if packed.is_padding:
+        if packed.is_padding:  # also of a rank without any samples, whose columns are empty
             return torch.zeros(1, device=device)
         return torch.cat([values[key] for key in packed.keys]).to(device, torch.float32)
 

@@ -127,6 +127,23 @@ def test_asleep_it_has_no_encoders_and_awake_it_makes_the_same_pictures(folders,
     engine.close()
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_asleep_it_returns_its_memory_to_the_gpu(folders, tmp_path, monkeypatch, level):
+    """The trainer is in another process: memory that this one keeps cached is lost for it."""
+    config = config_of(folders["sd3"])
+    denoiser = load_denoiser(config, CPU, torch.float32, encoders=True)
+    engine = DiffusionEngine(denoiser, config.generation.denoising, tmp_path, max_concurrent=8)
+    held: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.append(sum(p.numel() for p in denoiser.parameters())))
+    asyncio.run(engine.sleep(level))
+    assert held == []  # on a CPU there is nothing to return
+    asyncio.run(engine.wake())
+    engine.backend._device = torch.device("cuda")
+    asyncio.run(engine.sleep(level))
+    assert held == [0]
+    engine.close()
+
+
 def test_pictures_are_decoded_in_parts(folders, monkeypatch):
     denoiser = load_denoiser(config_of(folders["sd3"]), CPU, torch.float32, encoders=True)
     latents = torch.randn(5, *denoiser.latent_shape, generator=torch.Generator().manual_seed(0))

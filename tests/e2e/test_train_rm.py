@@ -167,6 +167,11 @@ def test_resuming_gives_the_same_model(recipe, tmp_path, capsys):
     again = weights(folder)
     assert all(torch.equal(expected[name], again[name]) for name in expected)
     assert [row["step"] for row in rows(folder)] == [row["step"] for row in written]
+    (folder / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["train-rm", str(recipe), *short, "run.resume=auto"]) == 0  # it ended while it wrote the model
+    assert f"no step was left; wrote {folder}" in capsys.readouterr().out
+    assert all(torch.equal(expected[name], value) for name, value in weights(folder).items())
     shutil.rmtree(folder / "step_6")
     assert main(["train-rm", str(recipe), *short, "run.resume=auto", "training.lr=1e-3"]) == 2
     assert "was made by a recipe that differs: lr: 0.001; lr: 0.01" in capsys.readouterr().err

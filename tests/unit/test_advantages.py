@@ -48,11 +48,18 @@ def test_grpo_of_one_success_in_four():
     assert advantages("grpo", of(0, 0, 1, 0)) == pytest.approx(of(-0.5, -0.5, 1.5, -0.5), abs=4e-6)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gpg", "reinforce_pp_baseline"])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3.7])
-def test_grpo_of_equal_rewards_is_exactly_zero(value):
-    assert (
-        advantages("grpo", np.full(7, value)).tolist() == [0.0] * 7
-    )  # 0.1 * 7 / 7 != 0.1: a mean alone would leave noise
+def test_equal_rewards_give_exactly_zero(value, name):
+    for number in (3, 7):  # 0.1 * 7 / 7 != 0.1: a mean alone would leave noise
+        assert advantages(name, np.full(number, value)).tolist() == [0.0] * number
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ESTIMATORS.items() if kind.siblings])
+def test_a_single_sample_has_no_advantage(name):
+    """With a teacher alone, which scores steps, a prompt may have one sample."""
+    group = GroupScores(of(0), of(3), {}, {"teacher": 1.0})
+    assert estimate(GROUP_ESTIMATORS[name], group, name)[0].tolist() == [0.0]
 
 
 def test_dr_grpo_keeps_the_scale():
@@ -189,6 +196,11 @@ def test_adaptive_kl_same_as_verl():
     for kl, samples, expected in VERL["adaptive_kl"]:
         current = next_kl_coef(current, kl, samples, 0.05, 1000)
         assert current == pytest.approx(expected, abs=1e-9)
+
+
+def test_adaptive_kl_of_a_large_step_keeps_its_sign():
+    assert next_kl_coef(0.1, 0.0, 1024, 0.05, 200) == pytest.approx(0.08)
+    assert next_kl_coef(0.1, 1.0, 1024, 0.05, 200) == pytest.approx(0.12)
 
 
 def test_entropy_control():

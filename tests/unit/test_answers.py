@@ -1,14 +1,20 @@
 """Answers of a dataset: formats of rows, tokens of multi-turn conversations and which of them count in the loss."""
 
+import asyncio
+import json
+
 import numpy as np
 import pytest
 
 from gcore.config.preference import OBJECTIVES
-from gcore.config.tree import Dataset
+from gcore.config.tree import Data, Dataset
 from gcore.content.answers import answer_steps
+from gcore.content.tokens import Tokens
+from gcore.controller.workflow import stored_answers
 from gcore.prompts.answers import demonstration_row, load_answered, pair_row
+from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import build_char_tokenizer
-from gcore.types import UserError
+from gcore.types import Prompt, UserError
 
 SPEC = Dataset(path="x.jsonl")
 # as ChatML: a header and an end for every turn; `;` takes the place of the newline after <|im_end|>
@@ -63,6 +69,12 @@ def test_a_template_without_an_end_of_turn_gets_eos(tokenizer):
     assert said(tokenizer, steps.tokens_S, mask) == "[2;<eos>]"
 
 
+def test_an_empty_turn_of_a_template_without_marks_is_eos(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    steps, mask = answer_steps(tokenizer, (2,), turns("1+1=?"), turns("", "")[1:])
+    assert said(tokenizer, steps.tokens_S, mask) == "[<eos>]"
+
+
 def test_a_template_that_changes_earlier_turns_is_refused(tokenizer):
     tokenizer.chat_template = CHAT.replace("m['content']", "m['content'] if loop.last or m['role'] == 'user' else '?'")
     with pytest.raises(UserError, match="changes earlier turns"):
@@ -100,12 +112,26 @@ def test_pairs():
         ({"prompt": turns("1+1="), "chosen": good[1:], "rejected": bad[1:]}, turns("1+1="), [good[1:], bad[1:]]),
         ({"chosen": good, "rejected": bad}, turns("1+1="), [good[1:], bad[1:]]),
         ({"chosen": longer[0], "rejected": longer[1]}, longer[0][:3], [longer[0][3:], longer[1][3:]]),
-        ({"prompt": "1+1=", "chosen": good, "rejected": bad}, turns("1+1="), [good[1:], bad[1:]]),
+        ({"prompt": "1+1=", "chosen": good, "rejected": bad}, "1+1=", [good[1:], bad[1:]]),
     ):
         found = pair_row(row, SPEC, "data.train")
         assert (found["prompt"], found["answers"]) == (prompt, answers), row
     with pytest.raises(ValueError, match="no prompt for the answer in column 'chosen'"):
         pair_row({"chosen": "2", "rejected": "3"}, SPEC, "data.train")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_system_prompt_is_before_every_prompt_that_is_a_string(tokenizer, whole):
+    """Also if the answers are messages, as in UltraFeedback."""
+    good, bad = ([*turns("1+1=")[: int(whole)], {"role": "assistant", "content": answer}] for answer in ("2", "3"))
+    row = pair_row({"prompt": "1+1=", "chosen": good, "rejected": bad}, SPEC, "data.train")
+    templater = Templater(tokenizer, Data(train=SPEC, system_prompt="0"))
+    assert [message["role"] for message in templater.messages(row)] == ["system", "user"]
+    assert templater.prompt(row, 0, 0).text == "<bos>s:0;u:1+1=;a:"
+    assert [said(tokenizer, steps.tokens_S, mask) for steps, mask in templater.answers(row, (2,))] == [
+        "[2<eos>]",
+        "[3<eos>]",
+    ]
 
 
 def test_a_bad_row_is_named(tmp_path):
@@ -115,6 +141,34 @@ def test_a_bad_row_is_named(tmp_path):
     assert rows[0]["answers"] == ["2", "3"]
     with pytest.raises(UserError, match=r"data\.train: row 1: column 'rejected' holds None; expected a string"):
         rows[1]
+
+
+def test_a_column_label_is_a_label_only_for_kto(tmp_path):
+    """Preference datasets often have a column of this name, with another meaning."""
+
+    class Given:
+        async def given(self, prompt, answers):
+            return list(answers)
+
+    def rewards(objective, row):
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        columns = load_answered(Dataset(path=str(file)), OBJECTIVES[objective], "data.train")[0]
+        prompt = Prompt(0, 0, (), "", Tokens(np.ones(1, np.int32)), columns)
+        return [scored.reward for scored in asyncio.run(stored_answers(Given(), prompt))]
+
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "label": "helpful"}
+    assert rewards("dpo", pair) == [1.0, 0.0]
+    assert rewards("kto", {"prompt": "1+1=", "completion": "3", "label": False}) == [0.0, -1.0]
+
+
+def test_a_label_is_not_the_answer(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "response": "2", "label": true}\n')
+    with pytest.raises(UserError, match="no answer to demonstrate"):
+        load_answered(Dataset(path=str(file)), OBJECTIVES["kto"], "data.train")
+    file.write_text('{"prompt": "1+1=", "label": "2"}\n')  # a reference answer
+    assert load_answered(Dataset(path=str(file)), OBJECTIVES["sft"], "data.train")[0]["answers"] == ["2"]
 
 
 def test_masks_are_booleans(tokenizer):

@@ -20,7 +20,7 @@ from gcore.training.critic import HEAD, new_critic
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.micro import StepData
 from gcore.training.rank import TrainerRank
-from gcore.types import UserError
+from gcore.types import MicroBatch, MiniBatch, TrainBatch, UserError
 from tests.unit.test_training import (
     CPU,
     batch_of,
@@ -183,6 +183,18 @@ def test_epochs_and_early_stop():
     given = [s for s in samples if s.key in first.keys]
     loose = dataclasses.replace(first, advantages={s.key: s.reward for s in given})
     assert update(once, given, loose).updates == 1  # of two further epochs over the same mini-batch, none
+
+
+def test_a_rank_without_samples_joins_the_updates():
+    """A step may have fewer samples than there are ranks."""
+    trainer = trainer_of(ppo_config(mini_batches=2))
+    before = critic_weights(trainer)
+    mini = MiniBatch((MicroBatch((), 8),), num_actions=3, num_samples=1)
+    batch = TrainBatch(1, (mini, mini))
+    asyncio.run(trainer.prepare(batch))
+    stats = asyncio.run(trainer.update(batch))
+    assert stats.updates == 2 and stats.skipped == 0 and stats.metrics["critic/loss"].total == 0.0
+    assert same(before, critic_weights(trainer))  # the gradients of the others are missing here
 
 
 def test_bad_updates_of_policy_and_critic_are_counted_apart(monkeypatch):

@@ -13,11 +13,12 @@ from gcore.content.latents import Latents
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
 from gcore.preparation.workload import CostModel
+from gcore.prompts.conditions import ConditionTemplater
 from gcore.training import objective
 from gcore.training.context import Ranks
 from gcore.training.denoise_model import DenoiseModel
 from gcore.training.micro import StepData, step_columns
-from gcore.types import MicroBatch, MiniBatch, Sample
+from gcore.types import MicroBatch, MiniBatch, Sample, UserError
 from tests.unit.denoisers import config_of, engine_of, generate, network_of, request_of, samples_of
 
 ALONE = Ranks(None, (0,), 0)
@@ -195,3 +196,20 @@ def test_the_layout_counts_passes(tmp_path):
     sizes = [sum(map(len, micro.rows)) for micro in batch.mini_batches[0].micro_batches]
     assert sizes == [2, 2, 2, 2]  # 600 of 700 tokens
     assert cost.of_sample(metas[0]) == 3 * (100 + 2 * 100 * 100 / 768)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([[0.0, 0.5], [1.0, 0.25]], "numbers from 0 to 1; expected whole numbers from 0 to 255"),
+        ([[0, 300]], "numbers from 0 to 300; expected"),
+        ([[0, 1], [2]], "no picture"),
+        ("x.png", "'x.png'; expected whole numbers"),
+    ],
+)
+def test_a_demonstration_that_is_no_picture_is_refused(given, words):
+    """As whole numbers, pixels from 0 to 1 would be black pictures."""
+    templater = ConditionTemplater(config_of())
+    assert templater.demonstration({"demonstration": [[0, 255.0]]}).demonstration.tolist() == [[[0], [255]]]
+    with pytest.raises(UserError, match=words):
+        templater.demonstration({"demonstration": given})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gcore.prompts.digits import LOOK_ALIKES, make_digits
+from gcore.prompts.tasks import make_task
+from gcore.types import UserError
 
 
 @pytest.mark.parametrize(("answer", "expected"), [("read", "39"), ("sum", "12"), ("steps", "3+9=12")])
@@ -33,3 +35,9 @@ def test_held_out_pictures_are_in_no_training_problem():
 
     train, held_out = pictures("train"), pictures("eval")
     assert len(train) > 1200 and len(held_out) > 300 and not train & held_out
+
+
+@pytest.mark.parametrize("task", ["digits", "draw_digits"])
+def test_a_seed_is_a_whole_number(task: str):
+    with pytest.raises(UserError, match=r"data\.train\.args\.seed: expected a whole number, got 'x'"):
+        make_task(task, {"seed": "x"}, 4, key="data.train")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -104,6 +105,32 @@ def run(backend: Counter, calls: Callable[[SteppedEngine], Coroutine[Any, Any, N
     asyncio.run(asyncio.wait_for(calls(engine), 20))
     engine.close()
     assert backend.log[-1] == "close"
+
+
+def test_all_callers_learn_that_scoring_failed():
+    """Their requests are computed together, by the command of the first one."""
+
+    class Full(Counter):
+        def check(self, request: Request) -> None:
+            """Requests for logprobs are accepted."""
+
+        def score(self, requests: Sequence[Request]) -> list[Any]:
+            self.log.append(("score", len(requests)))
+            raise MemoryError("the GPU is full")
+
+    backend = Full()
+
+    async def calls(engine: SteppedEngine) -> None:
+        callers = (engine.generate([ask(0)]) for _ in range(3))
+        with backend.held:
+            answers = asyncio.gather(*callers, return_exceptions=True)
+            await asyncio.sleep(0.1)
+        assert [str(answer) for answer in await answers] == ["the GPU is full"] * 3
+        assert ("score", 3) in backend.log
+
+    backend.held = threading.Lock()
+    backend.compute_lock = backend.held
+    run(backend, calls)
 
 
 def test_requests_queue_by_priority_while_the_engine_sleeps_and_aborts_find_them():

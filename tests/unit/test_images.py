@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +117,18 @@ def test_only_pixels_are_images(bad: Any):
     check_request(ask(image(0), image(1)), max_length=64, vocabulary=16, accepts_images=True)
     with pytest.raises(UserError, match=r"expected uint8, height x width x 3"):
         check_request(ask(image(0), bad), max_length=64, vocabulary=16, accepts_images=True)
+
+
+def test_logprobs_of_given_tokens_are_refused_with_images():
+    """An engine that scores would read the places of the images as text."""
+    request = ask(image(0))
+    request = replace(
+        request, params=SamplingParams(0), content=replace(request.content, tokens_S=np.ones(3, np.int32))
+    )
+    text = replace(request, content=replace(request.content, media=()))
+    check_request(text, max_length=64, vocabulary=16, accepts_images=True, scores=True)
+    with pytest.raises(UserError, match=r"has 1 images, expected none: teachers read only text"):
+        check_request(request, max_length=64, vocabulary=16, accepts_images=True, scores=True)
 
 
 # --- what vLLM is told

@@ -107,6 +107,10 @@ def test_the_table_names_every_estimator_and_loss():
             {"algorithm": {"adv_estimator": "reinforce_pp_baseline"}, "sampling": {"samples_per_prompt": 1}},
             "adv_estimator=reinforce_pp_baseline compares siblings",
         ),
+        (
+            {"algorithm": {"adv_estimator": "gdpo"}, "rewards": {"by_workflow": ["rubric"]}},
+            r"adv_estimator=gdpo .* needs its weight, which rewards.by_workflow=\['rubric'\] has not",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(sections, expected):
@@ -138,7 +142,25 @@ CONTRADICTIONS = {
     "DAPO uses only one of the two": {"algorithm": {"mask_truncated": True, "overlong_buffer": 2}},
     "critic.lr: no effect with algorithm.adv_estimator=grpo": {"critic": {"lr": 1e-3}},
     "generation.top_p=0.9, top_k=0": {"generation": {"top_p": 0.9}},
+    "algorithm.gamma: no effect with algorithm.adv_estimator=grpo": {"algorithm": {"gamma": 0.9}},
+    "algorithm.gae_lambda: no effect with algorithm.adv_estimator=remax": {
+        "algorithm": {"adv_estimator": "remax", "gae_lambda": 1.0, "gamma": 0.9}
+    },
+    "algorithm.early_stop_kl: no effect with one update per step": {"algorithm": {"early_stop_kl": 0.1}},
+    "preference.beta: no effect with objective=policy": {"preference": {"beta": 0.5}},
 }
+
+
+def test_the_saved_configuration_of_a_run_has_no_contradictions(tmp_path):
+    """It contains every key, also those of sections that the run does not use."""
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config_of()))
+    assert warnings(load_config(file)) == []
+
+
+def test_what_an_objective_does_not_read_is_told():
+    tree = copy.deepcopy(RECIPE) | {"objective": "dpo", "algorithm": {"epochs": 2, "kl_coef": 0.1, "mini_batches": 2}}
+    assert warnings(validate(tree, "test", Config)) == ["algorithm.epochs and kl_coef: no effect with objective=dpo"]
 
 
 @pytest.mark.parametrize("expected", list(CONTRADICTIONS))
