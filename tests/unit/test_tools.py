@@ -175,6 +175,21 @@ def test_an_environment_answers_between_turns():
     assert scored.reward == 0.0 and scored.parts["turns"] == 3  # max_turns
 
 
+def test_a_turn_that_found_no_room_is_not_scored():
+    """`proceed` then returns the sample as it was: its last turn must not be counted a second time."""
+    seen: list[Any] = []
+
+    class Full(Env):
+        max_turns = -1
+        rubric = SimpleNamespace(funcs=[lambda completion, state: seen.append((completion, state["turn"])) or 0.0])
+
+    world = World("1" * 60)
+    world.ctx._shared.n = 1
+    (scored,) = asyncio.run(environment_workflow(Full())(world.ctx, prompt_of(world, Full())))
+    assert scored.rollout.finish == "length" and scored.rollout.num_steps == 61
+    assert seen == [([{"role": "assistant", "content": "1" * 60}], 1)]
+
+
 def test_an_environment_with_its_own_rollout_gets_a_client():
     class Own:
         dataset = ({"prompt": [{"role": "user", "content": "1"}], "answer": "4"},)
