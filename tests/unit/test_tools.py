@@ -70,6 +70,23 @@ def test_calls_run_at_once_and_results_keep_their_order():
     assert "within 0.05 s" in asyncio.run(run_tools([ToolCall("endless")], tools, timeout_s=0.05))[0]
 
 
+def test_tools_that_hang_block_nothing_else():
+    """Their threads are lost, but checkpoints and tokenizers of the controller use other ones."""
+    released = threading.Event()
+    tools = {"hang": released.wait, "name": lambda: "tool"}
+
+    async def main() -> None:
+        try:
+            errors = await run_tools([ToolCall("hang")] * 40, tools, timeout_s=0.2)
+            assert all("did not answer" in error for error in errors)
+            assert await asyncio.wait_for(asyncio.to_thread(str, 1), 20) == "1"
+            assert await run_tools([ToolCall("name")], tools) == ["tool"]
+        finally:
+            released.set()
+
+    asyncio.run(main())
+
+
 def test_schemas_come_from_signatures():
     def find(city: str, days: int = 3) -> str:
         """The weather
