@@ -201,13 +201,13 @@ class Endpoint:
     @contextlib.asynccontextmanager
     async def open(self, sessions: Sequence[Session]) -> AsyncIterator[None]:
         names = [f"p{s.prompt.id}-s{s.sibling}-{secrets.token_hex(4)}" for s in sessions]
-        async with self._lock:
-            self._sessions |= dict(zip(names, sessions, strict=True))
-            if self._runner is None:
-                await self._start()
-        for name, session in zip(names, sessions, strict=True):
-            session.base_url, session.api_key = f"http://{HOST}:{self._port}/{name}/v1", self._token
         try:
+            async with self._lock:
+                self._sessions |= dict(zip(names, sessions, strict=True))
+                if self._runner is None:
+                    await self._start()
+            for name, session in zip(names, sessions, strict=True):
+                session.base_url, session.api_key = f"http://{HOST}:{self._port}/{name}/v1", self._token
             yield
         except Exception as error:
             for session in sessions:
@@ -216,7 +216,7 @@ class Endpoint:
             raise
         finally:
             for name in names:
-                del self._sessions[name]
+                self._sessions.pop(name, None)
             async with self._lock:
                 if not self._sessions and self._runner is not None:
                     runner, self._runner = self._runner, None
@@ -231,11 +231,14 @@ class Endpoint:
         app.router.add_post("/{session}/v1/chat/completions", self._serve(Session.chat))
         app.router.add_post("/{session}/v1/completions", self._serve(Session.complete))
         app.router.add_get("/{session}/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, HOST, 0).start()
+        except BaseException:  # also if the workflow is cancelled meanwhile: the next one starts it again
+            await runner.cleanup()
+            raise
+        self._runner, self._port = runner, runner.addresses[0][1]
 
     def _session(self, request: web.Request) -> Session | web.Response:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()

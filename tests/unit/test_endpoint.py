@@ -250,6 +250,28 @@ def test_a_dead_engine_is_not_an_error_of_the_agent():
         World("!").run(agent)
 
 
+@pytest.mark.parametrize("turns", range(7))
+def test_a_workflow_that_is_cancelled_while_the_server_starts(turns):
+    """After any number of turns of the event loop. The next workflow gets a server that listens."""
+    world = World("12")
+
+    async def cancelled() -> None:
+        async with world.ctx.serve(world.prompt, 1):
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        first = asyncio.create_task(cancelled())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        assert not world.ctx._shared.endpoint._sessions
+        async with world.ctx.serve(world.prompt, 1) as (session,), aiohttp.ClientSession() as http:
+            assert (await post(http, session, messages=[user("5")]))[0] == 200
+
+    asyncio.run(main())
+
+
 def test_evaluations_are_greedy_whatever_the_agent_asks_for():
     world = World("12", greedy=True)
 
