@@ -25,6 +25,7 @@ from gcore.observe.events import EventLog
 from gcore.observe.progress import Progress
 from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.runtime.protocol import Runtime
+from gcore.types import UserError
 
 HOUR_S = 3600.0
 NODES_S = 10.0  # between two looks at the nodes of the cluster
@@ -228,10 +229,14 @@ async def watch_for_new_nodes(plan: Plan, config: Config, see: Callable[[Config]
         await asyncio.Event().wait()
     while True:
         await asyncio.sleep(NODES_S)
-        cluster = await asyncio.to_thread(see, config)
         known = {node.node_id for node in plan.nodes}
-        new = [node for node in cluster.nodes if node.node_id not in known]
-        if new and make_plan(config, cluster).num_processes > plan.num_processes:
+        try:
+            cluster = await asyncio.to_thread(see, config)
+            new = [node for node in cluster.nodes if node.node_id not in known]
+            grows = bool(new) and make_plan(config, cluster).num_processes > plan.num_processes
+        except (UserError, OSError):  # a new node left while it was checked, or fits in no plan: no reason to end a run
+            continue
+        if grows:
             before = store.complete(config.run.folder)
             while store.complete(config.run.folder)[-1:] == before[-1:]:
                 await asyncio.sleep(NODES_S)
