@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from gcore.config.tree import BuildModel, Model
 from gcore.models import load_scorer
 from gcore.observe.metrics import read_rows
 from gcore.prompts.tokenizer import build_char_tokenizer
-from gcore.protocols import RoleDied
+from gcore.protocols import Rendezvous, RoleDied
 from gcore.runtime.ray_process import Process
 from tests.e2e.helpers import RECIPE, rows, steps, train
 from tests.faults.test_kill import LIMIT_S, Running, alive
@@ -107,6 +108,32 @@ def test_who_calls_before_the_role_is_built_again_finds_it_dead():
     """Ray restarts the process and sends it the calls that were made in between: the pool must use another replica."""
     with pytest.raises(RoleDied, match="engine-0"):
         asyncio.run(Process("engine-0").call("generate", []))
+
+
+def test_a_role_is_built_once_if_a_rollback_interrupts_its_restart(monkeypatch):
+    """The rollback starts the replica again while the process still builds it: two engines would not fit on a GPU, and
+    calls would go to the one that is ready last."""
+    monkeypatch.setattr("gcore.runtime.ray_process.node_address", lambda: "127.0.0.1")
+    started, go, made = threading.Event(), threading.Event(), list[object]()
+
+    def factory(rendezvous: Rendezvous) -> object:
+        started.set()
+        assert go.wait(LIMIT_S)
+        made.append(object())
+        return made[-1]
+
+    async def main() -> None:
+        process, arguments = Process("engine-0"), (factory, (), Rendezvous(0, 1, None))
+        first = asyncio.ensure_future(process.build(*arguments))
+        await asyncio.to_thread(started.wait, LIMIT_S)
+        second = asyncio.ensure_future(process.build(*arguments))
+        await asyncio.sleep(0.1)
+        go.set()
+        await asyncio.gather(first, second)
+        await process.build(*arguments)
+        assert made == [process.role]
+
+    asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
