@@ -46,6 +46,7 @@ from gcore.controller.heal import (
     RoleWatch,
     is_healable,
     lost_nodes,
+    wait_for_cause,
     watch_for_new_nodes,
     with_notes,
 )
@@ -337,8 +338,7 @@ async def _supervise(
         while not all(task.done() for task in runs):
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if any(task.exception() for task in done):
-                if waiting:
-                    await asyncio.wait(waiting, timeout=GRACE_S)
+                await wait_for_cause((*runs, *others), GRACE_S)
                 raise _first_cause([t.exception() for t in (*runs, *others) if t.done() and t.exception()])
         await _show(controllers, progress, preview)
         return runs[0].result()

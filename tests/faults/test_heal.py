@@ -3,6 +3,7 @@ are those of a run without the fault."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from gcore.config import load_config
 from gcore.config.tree import Run
+from gcore.controller import supervise
 from gcore.controller.heal import RestartBudget, RoleWatch, is_healable
 from gcore.observe.events import EventLog, read_events
 from gcore.protocols import ControllerStatus, RoleDied, RoleError
@@ -166,6 +168,29 @@ def test_what_a_rollback_can_heal():
     assert not is_healable(RoleDied("ray", "gone"))
     assert not is_healable(RoleError("trainer-0", "ValueError: x", "", kind="ValueError"))
     assert not is_healable(RoleError("trainer-0", "x", "", user_error=True, kind="TimeoutError"))
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_death_explains_the_collective_that_it_broke(monkeypatch, dies):
+    """Also if it is noticed later than the broken connection: Ray needs seconds for that on a busy machine."""
+    monkeypatch.setattr(supervise, "GRACE_S", 0.01)
+    monkeypatch.setattr("gcore.controller.heal.DEATH_S", 60.0 if dies else 0.3)
+
+    async def broken() -> None:
+        raise RoleError("controller-0", "TimeoutError: the connection to controller-1 broke", "", kind="TimeoutError")
+
+    async def died() -> None:
+        await asyncio.sleep(0.5)
+        raise RoleDied("controller-1", "gone", observed=True)
+
+    async def works() -> Any:
+        await asyncio.Event().wait()
+
+    controllers: Any = [SimpleNamespace(run=broken, status=works), SimpleNamespace(run=works, status=works)]
+    others = [died()] if dies else []
+    parts: Any = SimpleNamespace(mode="plain"), "train", None, others, lambda statuses: None, None
+    with pytest.raises(RoleDied if dies else RoleError, match=r"controller-1 died" if dies else "controller-0"):
+        asyncio.run(supervise._supervise(controllers, *parts))
 
 
 class FakeRuntime:
