@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
+from gcore.content.media import ArrayRef, Media
 from gcore.content.tokens import Tokens
 from gcore.types import Prompt, Rollout, Scored
 
@@ -96,3 +97,15 @@ def test_rewards_come_back_exactly(tmp_path: Path, reward: float):
     write_pending_groups(tmp_path, 0, [[Scored(sample.rollout, reward, {})]])
     (((found,),)) = load_pending_groups(tmp_path, prompt_at)
     assert (found.reward, np.signbit(found.reward), found.parts) == (reward, np.signbit(reward), {})
+
+
+def test_pictures_that_a_tool_gave_a_conversation_of_its_own(tmp_path: Path):
+    """A workflow made the messages (`own_context`), and a later turn has an image: both come back."""
+    media = Media("image", "9f3c", ArrayRef("media/9f3c.npy", (480, 640, 3), "uint8"), places=np.array([6], np.int32))
+    content = Tokens(np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32), None, (media,), own_context=True)
+    columns = np.zeros(3, np.float32), np.ones(3, np.bool_), "", np.zeros(3, np.int32)
+    write_pending_groups(tmp_path, 0, [[Scored(Rollout(prompt_at(9), 0, content, *columns, "stop"), 1.0)]])
+    ((scored,),) = load_pending_groups(tmp_path, prompt_at)
+    found: Any = scored.rollout.content
+    assert found.own_context and found.tokens_T.tolist() == content.tokens_T.tolist()
+    assert [(one.key, one.pixels, one.places.tolist()) for one in found.media] == [("9f3c", media.pixels, [6])]
