@@ -19,30 +19,20 @@ from gcore.observe.metrics import read_rows
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous, RoleDied
 from gcore.runtime.ray_process import Process
-from tests.e2e.helpers import RECIPE, rows, steps, train
+from tests.e2e.helpers import RECIPE, held, rows, steps, train
 from tests.faults.test_kill import LIMIT_S, Running, alive
 
 STEPS, PROMPTS = 8, RECIPE["sampling"]["prompts_per_step"]
 BUILD = {**RECIPE["model"]["build"], "max_length": 32, "alphabet": "0123456789+=?"}
-HELD = """import asyncio
-from pathlib import Path
-
-async def workflow(ctx, prompt):
-    group = await ctx.generate(prompt)
-    while prompt.id >= {first} and not Path({go!r}).exists():
-        await asyncio.sleep(0.02)
-    return await ctx.reward(group)
-"""
 
 
 class Held(Running):
     """A run that does not get beyond the samples of step `step` before it is let go: it is not over too soon."""
 
     def __init__(self, folder: Path, step: int, *overrides: str) -> None:
-        self.go, self.run, flow = folder / "go", folder / "runs" / "tiny", folder / "held.py"
-        flow.write_text(HELD.format(first=(step - 1) * PROMPTS, go=str(self.go)))
-        fixed = ("controllers=2", f"run.steps={STEPS}", f"workflow={flow}:workflow")
-        super().__init__(folder, *fixed, *overrides)
+        self.run = folder / "runs" / "tiny"
+        hold, self.go = held(folder, first=(step - 1) * PROMPTS)
+        super().__init__(folder, "controllers=2", f"run.steps={STEPS}", hold, *overrides)
 
     def wait_for(self, words: str) -> None:
         deadline = time.monotonic() + LIMIT_S
