@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,14 @@ def test_what_is_read_is_what_was_written(tmp_path: Path):
     assert [s.rollout.version for s in found[0]] == [s.rollout.version for s in groups[0]]
     found[0][0].rollout.content.tokens_S[0] += 1  # arrays of one's own, to be changed
     assert all(s.rollout.prompt is group[0].rollout.prompt for group in found for s in group)
+
+
+def test_rewards_of_a_workflow_may_be_numbers_of_numpy(tmp_path: Path):
+    (scored,) = group_of(12, 1)
+    found = dataclasses.replace(scored, reward=np.float32(0.5), parts={"exact": np.float32(0.25), "n": np.int64(3)})
+    write_pending_groups(tmp_path, 0, [[found]])
+    ((read,),) = load_pending_groups(tmp_path, prompt_at)
+    assert (read.reward, dict(read.parts)) == (0.5, {"exact": 0.25, "n": 3.0})
 
 
 def test_everyone_writes_and_everyone_reads_all(tmp_path: Path):
