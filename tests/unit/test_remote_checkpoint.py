@@ -79,6 +79,18 @@ def test_copies_are_deleted_with_their_checkpoints(tmp_path, url):
     assert remote.names() == ["step_2", "step_3"]
 
 
+def test_incomplete_copies_are_deleted_with_their_checkpoints(tmp_path, url):
+    """The process was killed while it copied step 1."""
+    remote = Remote(url, "demo")
+    for step in (1, 2, 3):
+        newest = checkpoint(tmp_path / "a", step)
+        store.retain(newest, store.Retention(last=1))
+        remote.copy_out(newest)
+        if step == 1:
+            remote._files.rm_file(f"{remote._root}/step_1/{store.MANIFEST}")
+    assert [Path(path).name for path in remote._files.ls(remote._root, detail=False)] == ["step_3"]
+
+
 def test_a_damaged_copy_is_noticed_after_the_fetch(tmp_path, url):
     remote = Remote(url, "demo")
     remote.copy_out(checkpoint(tmp_path / "a", 1))
