@@ -66,7 +66,11 @@ class Node:
     said: tuple[str, ...] | str
     tools: str
     rollout: Rollout
-    continued: int = 0
+    taken: set[int] = dataclasses.field(default_factory=set)  # numbers of its continuations, also of those under way
+
+    @property
+    def continued(self) -> int:
+        return len(self.taken)
 
 
 class Session:
@@ -157,11 +161,11 @@ class Session:
     async def _continue(
         self, node: Node, feedback: str | Sequence[Message], params: dict[str, Any]
     ) -> tuple[Turn, Rollout]:
-        start, number = node.rollout, node.continued
+        start, number = node.rollout, next(i for i in itertools.count() if i not in node.taken)
         sibling = start.sibling
         if number:  # another continuation of the same turn: a sample of its own
             sibling = noise_key("fork", start.sibling, start.num_steps, number) >> 16
-        node.continued += 1
+        node.taken.add(number)
         try:
             rollout = await self._turns.next_turn(start, sibling, feedback, params)
             if rollout.num_steps == start.num_steps:
@@ -172,7 +176,7 @@ class Session:
                     TOO_LONG,
                 )
         except BaseException:
-            node.continued -= 1  # it is still the end of its conversation
+            node.taken.discard(number)  # without others, it is still the end of its conversation
             raise
         return self._turn(rollout), rollout
 

@@ -133,6 +133,26 @@ def test_changed_messages_and_retries_are_samples_of_their_own():
         _ = session.rollout
 
 
+def test_a_continuation_after_one_that_was_cancelled_is_a_sample_of_its_own():
+    """Two continue the same turn. The first is cancelled while the second is under way, and asks again."""
+    world = World("1")
+
+    async def main() -> list[int]:
+        async with world.ctx.serve(world.prompt, 1) as (session,):
+            said = (await session.chat({"messages": [user("5")]}))["choices"][0]["message"]
+            body = {"messages": [user("5"), said, user("6")]}
+            first, second = (asyncio.ensure_future(session.chat(body)) for _ in range(2))
+            await asyncio.sleep(0)  # both have asked the engine
+            first.cancel()
+            await asyncio.wait([first])
+            await session.chat(body)
+            await second
+            return [rollout.sibling for rollout in session.rollouts]
+
+    siblings = asyncio.run(main())
+    assert len(set(siblings)) == len(siblings) == 2 and 0 in siblings
+
+
 def test_several_samples_of_a_prompt_have_their_own_addresses():
     world = World("1")
 
