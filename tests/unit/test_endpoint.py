@@ -232,6 +232,7 @@ def test_refusals_say_what_is_wrong():
         "the last one is the assistant's": {"messages": [*asked, {"role": "assistant", "content": "x"}]},
         "expected at most data.max_prompt_length=40": {"messages": [user("5" * 50)]},
         "no token for the characters": {"messages": [user("Ü")]},
+        "tool_calls: expected a list": {"messages": [{"role": "assistant", "tool_calls": [{"id": "call_0"}]}, *asked]},
     }
 
     async def agent(http: Any, session: Any) -> Any:
