@@ -8,6 +8,7 @@ format is that of a checkpoint on disk. It is deleted when the run ends, and whe
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -67,6 +68,7 @@ def _delete_abandoned() -> None:
     """Folders of runs that were deleted or renamed. If `run.dir` is not here either, the run may be that of a container
     that shares this memory."""
     for owner in SHARED_MEMORY.glob(f"{PREFIX}*/{OWNER}"):
-        link = Path(owner.read_text())
-        if link.parents[1].is_dir() and link.resolve() != owner.parent.resolve():
-            shutil.rmtree(owner.parent, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run deletes it at this moment
+            link = owner.read_text()  # empty: it is being written, or the memory was full
+            if link and Path(link).parents[1].is_dir() and Path(link).resolve() != owner.parent.resolve():
+                shutil.rmtree(owner.parent, ignore_errors=True)

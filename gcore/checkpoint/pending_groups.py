@@ -50,7 +50,8 @@ def write_pending_groups(folder: Path, rank: int, groups: Sequence[Sequence[Scor
         }
         for s, part in zip(samples, arrays, strict=True)
     ]
-    contents = {f"pending-{rank}.safetensors": save(joined), f"pending-{rank}.json": json.dumps(about).encode()}
+    text = json.dumps(about, default=float)  # a workflow's rewards may be numbers of NumPy
+    contents = {f"pending-{rank}.safetensors": save(joined), f"pending-{rank}.json": text.encode()}
     return {name: write_file(folder / name, [content]) for name, content in contents.items()}
 
 

@@ -50,18 +50,20 @@ class Remote:
             self._files.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
             self._files.put_file(str(checkpoint / name), f"{target}/{name}")
         kept = {path.name for path in store.complete(checkpoint.parent)}
-        for name in self.names():
+        for name in self._all_names():  # also of copies that a kill has left incomplete
             if name not in kept:
                 self._delete(f"{self._root}/{name}")
 
     def names(self) -> list[str]:
         """Of the complete copies, oldest first."""
+        found = [name for name in self._all_names() if self._files.exists(f"{self._root}/{name}/{store.MANIFEST}")]
+        return sorted(found, key=lambda name: store.position(Path(name)))
+
+    def _all_names(self) -> list[str]:
         if not self._files.exists(self._root):
             return []
         found = [Path(str(path)).name for path in self._files.ls(self._root, detail=False)]
-        named = [Path(name) for name in found if name[:5] in ("step_", "warm_") and name[5:].isdigit()]
-        complete = [path for path in named if self._files.exists(f"{self._root}/{path}/{store.MANIFEST}")]
-        return [path.name for path in sorted(complete, key=store.position)]
+        return [name for name in found if name[:5] in ("step_", "warm_") and name[5:].isdigit()]
 
     def fetch(self, folder: Path) -> Path | None:
         """Bring the newest copy into the run folder, if it is newer than the checkpoints there. None: nothing to do."""

@@ -127,7 +127,7 @@ class Retention:
         """Those of the checkpoints, oldest first and with their scores, that are not kept. `newest` was just saved: it
         is kept, even if checkpoints of later steps are left from an earlier run."""
         others = [path for path in scores if path != newest]
-        kept = {newest, *others[len(others) - self.last + 1 :]}
+        kept = {newest, *others[max(0, len(others) - self.last + 1) :]}
         steps = [(path, position(path)[1]) for path in others if position(path)[0] == KINDS.index("step")]
         kept |= {path for path, step in steps if self.every and step % self.every == 0}
         scored = sorted(

@@ -172,13 +172,12 @@ class Tokens:
         experts = None
         if "experts" in arrays:
             experts = compact_experts(arrays["experts"].reshape(-1, *arrays["experts_shape"].tolist()))
-        if "context" in arrays:
-            return Tokens(arrays["context"], arrays["tokens"], mask, own_context=True, experts=experts)
+        start = Tokens(arrays["context"], own_context=True) if "context" in arrays else self
         later = json.loads(arrays["media"].tobytes()) if "media" in arrays else []
-        media = tuple(Media.from_json(data).moved(len(self.tokens_P)) for data in later)
-        context = self.media[: len(self.media) - len(self.step_media)]
+        media = tuple(Media.from_json(data).moved(len(start.tokens_P)) for data in later)
+        context = start.media[: len(start.media) - len(start.step_media)]
         media = (*context, *media)
-        return replace(self, tokens_S=arrays["tokens"], sampling_mask=mask, media=media, experts=experts)
+        return replace(start, tokens_S=arrays["tokens"], sampling_mask=mask, media=media, experts=experts)
 
     def reward_columns(self) -> dict[str, Any]:
         return {"completion_ids": self.tokens_S}

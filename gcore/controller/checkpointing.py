@@ -263,11 +263,6 @@ class Checkpointer:
         """The checkpoint to resume from, or None; the same on all controllers. Each verifies a share of the files. With
         run.resume=auto, damaged checkpoints are renamed and an older one is used."""
         resume, group = self._config.run.resume, self._group
-        if group.rank == 0 and resume == "auto" and (url := self._config.checkpoint.copy_to) is not None:
-            self._status.show(f"looking for checkpoints at {url}")
-            fetched = await asyncio.to_thread(Remote(url, self._config.run.name).fetch, self._folder)
-            if fetched is not None:
-                self._status.note(f"fetched {fetched.name} from {url}")
         own = list[Path]()
         if group.rank == 0:
             auto = resume == "auto"

@@ -66,7 +66,11 @@ class Node:
     said: tuple[str, ...] | str
     tools: str
     rollout: Rollout
-    continued: int = 0
+    taken: set[int] = dataclasses.field(default_factory=set)  # numbers of its continuations, also of those under way
+
+    @property
+    def continued(self) -> int:
+        return len(self.taken)
 
 
 class Session:
@@ -157,11 +161,11 @@ class Session:
     async def _continue(
         self, node: Node, feedback: str | Sequence[Message], params: dict[str, Any]
     ) -> tuple[Turn, Rollout]:
-        start, number = node.rollout, node.continued
+        start, number = node.rollout, next(i for i in itertools.count() if i not in node.taken)
         sibling = start.sibling
         if number:  # another continuation of the same turn: a sample of its own
             sibling = noise_key("fork", start.sibling, start.num_steps, number) >> 16
-        node.continued += 1
+        node.taken.add(number)
         try:
             rollout = await self._turns.next_turn(start, sibling, feedback, params)
             if rollout.num_steps == start.num_steps:
@@ -172,7 +176,7 @@ class Session:
                     TOO_LONG,
                 )
         except BaseException:
-            node.continued -= 1  # it is still the end of its conversation
+            node.taken.discard(number)  # without others, it is still the end of its conversation
             raise
         return self._turn(rollout), rollout
 
@@ -201,13 +205,13 @@ class Endpoint:
     @contextlib.asynccontextmanager
     async def open(self, sessions: Sequence[Session]) -> AsyncIterator[None]:
         names = [f"p{s.prompt.id}-s{s.sibling}-{secrets.token_hex(4)}" for s in sessions]
-        async with self._lock:
-            self._sessions |= dict(zip(names, sessions, strict=True))
-            if self._runner is None:
-                await self._start()
-        for name, session in zip(names, sessions, strict=True):
-            session.base_url, session.api_key = f"http://{HOST}:{self._port}/{name}/v1", self._token
         try:
+            async with self._lock:
+                self._sessions |= dict(zip(names, sessions, strict=True))
+                if self._runner is None:
+                    await self._start()
+            for name, session in zip(names, sessions, strict=True):
+                session.base_url, session.api_key = f"http://{HOST}:{self._port}/{name}/v1", self._token
             yield
         except Exception as error:
             for session in sessions:
@@ -216,7 +220,7 @@ class Endpoint:
             raise
         finally:
             for name in names:
-                del self._sessions[name]
+                self._sessions.pop(name, None)
             async with self._lock:
                 if not self._sessions and self._runner is not None:
                     runner, self._runner = self._runner, None
@@ -231,11 +235,14 @@ class Endpoint:
         app.router.add_post("/{session}/v1/chat/completions", self._serve(Session.chat))
         app.router.add_post("/{session}/v1/completions", self._serve(Session.complete))
         app.router.add_get("/{session}/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, HOST, 0).start()
+        except BaseException:  # also if the workflow is cancelled meanwhile: the next one starts it again
+            await runner.cleanup()
+            raise
+        self._runner, self._port = runner, runner.addresses[0][1]
 
     def _session(self, request: web.Request) -> Session | web.Response:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from gcore.checkpoint import store
@@ -25,11 +25,13 @@ from gcore.observe.events import EventLog
 from gcore.observe.progress import Progress
 from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.runtime.protocol import Runtime
+from gcore.types import UserError
 
 HOUR_S = 3600.0
 NODES_S = 10.0  # between two looks at the nodes of the cluster
 BUILD_S = 300.0  # least time without an answer of a process that builds its role: imports can block it
 PING_S = 5.0  # between two checks of a process that answers
+DEATH_S = 10.0  # for the runtime to notice the death of a process whose connections broke
 UNREACHABLE_S = 5.0  # for the runtime to notice the death of a replica that a controller cannot call
 STACKS_S = 1.0  # for the processes to write their stacks
 REVIVABLE = ("engine-", "judge-", "scorer-")  # roles without state except weights
@@ -64,6 +66,19 @@ def is_broken_connection(error: BaseException) -> bool:
     if not isinstance(error, RoleError) or error.user_error:
         return False
     return error.kind in ("TimeoutError", "DistBackendError", "DistNetworkError") or "gloo/transport" in error.message
+
+
+async def wait_for_cause(tasks: Collection[asyncio.Future[Any]], grace_s: float) -> None:
+    """After the first failure of a task: wait for failures that explain it better. The connections of a process that
+    dies break at once; that it is dead is known later, on a busy machine after seconds."""
+    deadline = time.monotonic() + DEATH_S
+    if waiting := [task for task in tasks if not task.done()]:
+        await asyncio.wait(waiting, timeout=grace_s)
+    while waiting := [task for task in tasks if not task.done()]:
+        errors = [error for task in tasks if task.done() and (error := task.exception())]
+        if not all(map(is_broken_connection, errors)) or time.monotonic() > deadline:
+            return
+        await asyncio.wait(waiting, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
 
 
 class RoleWatch:
@@ -228,10 +243,14 @@ async def watch_for_new_nodes(plan: Plan, config: Config, see: Callable[[Config]
         await asyncio.Event().wait()
     while True:
         await asyncio.sleep(NODES_S)
-        cluster = await asyncio.to_thread(see, config)
         known = {node.node_id for node in plan.nodes}
-        new = [node for node in cluster.nodes if node.node_id not in known]
-        if new and make_plan(config, cluster).num_processes > plan.num_processes:
+        try:
+            cluster = await asyncio.to_thread(see, config)
+            new = [node for node in cluster.nodes if node.node_id not in known]
+            grows = bool(new) and make_plan(config, cluster).num_processes > plan.num_processes
+        except (UserError, OSError):  # a new node left while it was checked, or fits in no plan: no reason to end a run
+            continue
+        if grows:
             before = store.complete(config.run.folder)
             while store.complete(config.run.folder)[-1:] == before[-1:]:
                 await asyncio.sleep(NODES_S)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 _cancel_of: dict[int, Callable[[], Any]] = {}  # thread -> how to cancel the run in it
+_interrupted: set[int] = set()  # threads whose run must end, also if it has no event loop yet
 
 
 def outside_of_loops(function: Callable[[], Any]) -> Any:
@@ -32,15 +33,18 @@ def outside_of_loops(function: Callable[[], Any]) -> Any:
             done.set_exception(error)
         finally:
             _cancel_of.pop(threading.get_ident(), None)
+            _interrupted.discard(threading.get_ident())
 
     thread = threading.Thread(target=work, name="gcore-run", daemon=True)
-    thread.start()
     try:
+        thread.start()
         return done.result()
     except KeyboardInterrupt:
-        if not done.done() and (cancel := _cancel_of.get(thread.ident or 0)):
-            cancel()
-            wait([done])  # until all processes are stopped
+        if not done.done():
+            _interrupted.add(thread.ident or 0)  # first: `end_at_signals` looks at it last
+            if cancel := _cancel_of.get(thread.ident or 0):
+                cancel()
+                wait([done])  # until all processes are stopped
         raise
 
 
@@ -53,3 +57,5 @@ def end_at_signals() -> None:
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
     else:
         _cancel_of[threading.get_ident()] = partial(loop.call_soon_threadsafe, task.cancel)
+        if threading.get_ident() in _interrupted:  # during the checks before the run
+            task.cancel()

@@ -106,9 +106,14 @@ def _checked(message: Message) -> Message:
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
             raise BadRequest("messages: a part of a content is not text; only text is supported")
         content = "".join(str(part.get("text", "")) for part in content)
+    given = found.get("tool_calls", [])
+    if not isinstance(given, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in given
+    ):
+        raise BadRequest('messages: tool_calls: expected a list of {"function": {"name": ..., "arguments": ...}}')
     calls = [
         {**call, "function": {**call["function"], "arguments": _arguments(call["function"].get("arguments"))}}
-        for call in found.get("tool_calls", ())
+        for call in given
     ]
     return {**found, "content": str(content), **({"tool_calls": calls} if calls else {})}
 

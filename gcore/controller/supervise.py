@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from gcore.checkpoint import memory
+from gcore.checkpoint.remote import Remote
 from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config import Config, dump_config
 from gcore.controller.auto_placement import choose_mode
@@ -45,6 +46,7 @@ from gcore.controller.heal import (
     RoleWatch,
     is_healable,
     lost_nodes,
+    wait_for_cause,
     watch_for_new_nodes,
     with_notes,
 )
@@ -129,7 +131,8 @@ def _decide(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, Plan,
 
 
 def open_folder(config: Config) -> Path:
-    """Create the run's folder. An older run of the same name is renamed, never overwritten."""
+    """Create the run's folder. An older run of the same name is renamed, never overwritten. A newer copy at a URL is
+    fetched: here and not after a rollback, when copies of later steps are those of an older run."""
     folder = config.run.folder
     is_new = config.run.resume == "never" or (config.run.resume == "auto" and not memory.complete(folder))
     if is_new and folder.exists():
@@ -142,6 +145,10 @@ def open_folder(config: Config) -> Path:
     (folder / "config.yaml").write_text(dump_config(config))
     if config.checkpoint.memory_every:
         memory.open_memory(folder)
+    if config.run.resume == "auto" and (url := config.checkpoint.copy_to) is not None:
+        print(f"looking for checkpoints at {url}", flush=True)
+        if (fetched := Remote(url, config.run.name).fetch(folder)) is not None:
+            print(f"fetched {fetched.name} from {url}", flush=True)
     return folder
 
 
@@ -331,8 +338,7 @@ async def _supervise(
         while not all(task.done() for task in runs):
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if any(task.exception() for task in done):
-                if waiting:
-                    await asyncio.wait(waiting, timeout=GRACE_S)
+                await wait_for_cause((*runs, *others), GRACE_S)
                 raise _first_cause([t.exception() for t in (*runs, *others) if t.done() and t.exception()])
         await _show(controllers, progress, preview)
         return runs[0].result()

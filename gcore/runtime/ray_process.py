@@ -28,6 +28,7 @@ class Process:
         self.name = name
         self.role: Any = None
         self._listener: socket.socket | None = None
+        self._building = asyncio.Lock()
         if folder is not None:
             with contextlib.suppress(OSError):  # a node without this folder needs absolute paths
                 os.chdir(folder)
@@ -59,7 +60,16 @@ class Process:
         rendezvous: Rendezvous,
         visible_gpus: str | None = None,
     ) -> int:
-        """`visible_gpus`: the GPUs to use; None: those that Ray has chosen."""
+        """`visible_gpus`: the GPUs to use; None: those that Ray has chosen. If a restart was interrupted by a rollback,
+        the role may be built already, or is being built: it is never built twice in one process."""
+        async with self._building:
+            if self.role is None:
+                await self._build(factory, args, rendezvous, visible_gpus)
+        return os.getpid()
+
+    async def _build(
+        self, factory: Callable[..., Any], args: tuple[Any, ...], rendezvous: Rendezvous, visible_gpus: str | None
+    ) -> None:
         if visible_gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not spin on a core
@@ -72,7 +82,6 @@ class Process:
         finally:
             if self._listener is not None:
                 self._listener.close()  # does nothing if the role's group uses it
-        return os.getpid()
 
     async def call(self, method: str, *args: Any) -> Any:
         if self.role is None:  # sent to the process before this one: Ray delivers the call after the restart

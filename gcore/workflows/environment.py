@@ -80,8 +80,10 @@ async def _converse(env: Any, ctx: Context, prompt: Prompt, rollout: Rollout, pa
         new, state = answer if isinstance(answer, tuple) else (answer, state)
         if not new:
             break
+        before, rollout = rollout, await ctx.proceed(rollout, [dict(message) for message in new], **params)
+        if rollout.num_steps == before.num_steps:  # no room for another turn: the sample ends before this answer
+            break
         completion += [dict(message) for message in new]
-        rollout = await ctx.proceed(rollout, [dict(message) for message in new], **params)
     return await _scored(env, rollout, {**state, "completion": completion})
 
 

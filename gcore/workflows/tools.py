@@ -10,17 +10,21 @@ policy a text that says so; the sample continues.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gcore.protocols import Context
 from gcore.types import Message, Prompt, Rollout
 
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+THREADS = ThreadPoolExecutor(256, "tool")  # a tool that hangs keeps its thread: not asyncio's own ones
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -76,13 +80,17 @@ async def _run(call: ToolCall, tools: Tools, timeout_s: float) -> str:
             function = tools[call.name]
             inspect.signature(function).bind(**call.arguments)
             is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-            made = function(**call.arguments) if is_async else await asyncio.to_thread(function, **call.arguments)
+            made = function(**call.arguments) if is_async else await _in_thread(partial(function, **call.arguments))
             result = await made if inspect.isawaitable(made) else made
     except TimeoutError:
         return f"error: {call.name} did not answer within {timeout_s:g} s"
     except Exception as error:  # what a tool says about its arguments is for the policy to read
         return f"error: {type(error).__name__}: {error}"
     return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(THREADS, contextvars.copy_context().run, function)
 
 
 def as_messages(results: Sequence[str]) -> list[Message]:

@@ -46,6 +46,15 @@ RECIPE: dict[str, Any] = {
     "placement": {"trainer": {"ranks": 1, "threads": 1}},
     "observe": {"progress": "plain"},
 }
+HELD = """import asyncio
+from pathlib import Path
+
+async def workflow(ctx, prompt):
+    group = await ctx.generate(prompt)
+    while prompt.id >= {first} and not ({until}):
+        await asyncio.sleep(0.02)
+    return await ctx.reward(group)
+"""
 UNTIMED = ("timing_s/", "perf/", "controller/", "checkpoint/", "link/")
 
 
@@ -53,6 +62,14 @@ def write_recipe(folder: Path, **top: Any) -> Path:
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump({**RECIPE, **top, "run": {**RECIPE["run"], "dir": str(folder / "runs")}}))
     return path
+
+
+def held(folder: Path, first: int, until: str = "") -> tuple[str, Path]:
+    """An override, with which prompts from number `first` on wait for a file, and the path of this file: the run is not
+    over too soon, on no machine. `until`: another condition to wait for, a Python expression."""
+    flow, go = folder / "held.py", folder / "go"
+    flow.write_text(HELD.format(first=first, until=until or f"Path({str(go)!r}).exists()"))
+    return f"workflow={flow}:workflow", go
 
 
 def gcore(*args: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from tests.e2e.helpers import environment, gcore, rows, steps, train, untimed, write_recipe
+from tests.e2e.helpers import environment, gcore, held, rows, steps, train, untimed, write_recipe
 from tests.e2e.test_invariance import assert_same_run
 
 DYNAMIC = ("sampling.filter=spread", "training.warm_start.steps=40")
@@ -79,7 +79,8 @@ def test_free_order_loses_nothing_also_across_a_restart(tmp_path, mode, oldest):
 
 def test_kill_and_resume_with_strict_order(tmp_path, one):
     command = ["train", str(write_recipe(tmp_path)), "run.name=part", "runtime=local", "controllers=2", *DYNAMIC]
-    command += ["checkpoint.every=1", "observe.trace=false"]
+    hold, go = held(tmp_path, first=sum(row["sampling/drawn"] for row in one[:3]))  # step 4: step_2 is not deleted yet
+    command += ["checkpoint.every=1", "observe.trace=false", hold]
     process = subprocess.Popen(
         [sys.executable, "-m", "gcore.cli", *command],
         stdout=subprocess.DEVNULL,
@@ -87,12 +88,13 @@ def test_kill_and_resume_with_strict_order(tmp_path, one):
         env=environment(),
     )
     run = tmp_path / "runs" / "part"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (run / "step_2").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    go.touch()
     resumed = gcore(*command, "run.resume=auto", "controllers=3")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert [untimed(row) for row in steps(rows(run))] == [untimed(row) for row in one]

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.e2e.helpers import environment, gcore, gcore_process, rows, train, untimed, write_recipe
+from tests.e2e.helpers import RECIPE, environment, gcore, gcore_process, held, rows, train, untimed, write_recipe
 
 EVERY_STEP = ("checkpoint.every=1", "observe.eval_every=3", "algorithm.kl_coef=0.05", "algorithm.mini_batches=2")
 RAY = ("runtime=ray", "controllers=2")
@@ -27,7 +27,8 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize("how", HOW, ids=["local", "ray"])
 def test_kill_and_resume(tmp_path, uninterrupted, how):
     recipe = write_recipe(tmp_path)
-    command = ["train", str(recipe), "run.name=part", "run.steps=8", *EVERY_STEP, *how]
+    hold, go = held(tmp_path, first=4 * RECIPE["sampling"]["prompts_per_step"])  # step 5: step_3 is not deleted yet
+    command = ["train", str(recipe), "run.name=part", "run.steps=8", hold, *EVERY_STEP, *how]
     process = subprocess.Popen(
         [sys.executable, "-m", "gcore.cli", *command],
         stdout=subprocess.DEVNULL,
@@ -35,13 +36,14 @@ def test_kill_and_resume(tmp_path, uninterrupted, how):
         env=environment(),
     )
     run = tmp_path / "runs" / "part"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (run / "step_3").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert len([row for row in rows(run) if "samples_digest" in row]) < 8  # it did not get to the end
+    go.touch()
     resumed = (gcore if how != RAY else gcore_process)(*command, "run.resume=auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed from" in resumed.stdout
@@ -77,7 +79,8 @@ def test_a_warm_start_goes_on_from_its_checkpoint(tmp_path, warmed, last, how):
 
 
 def test_a_kill_in_the_warm_start_is_resumed(tmp_path):
-    command = ["train", str(write_recipe(tmp_path)), "run.name=part", "runtime=local", "run.steps=1"]
+    hold, go = held(tmp_path, first=0)
+    command = ["train", str(write_recipe(tmp_path)), "run.name=part", "runtime=local", "run.steps=1", hold]
     command += ["checkpoint.every=20", "training.warm_start.steps=200"]
     process = subprocess.Popen(
         [sys.executable, "-m", "gcore.cli", *command],
@@ -86,12 +89,13 @@ def test_a_kill_in_the_warm_start_is_resumed(tmp_path):
         env=environment(),
     )
     run = tmp_path / "runs" / "part"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not list(run.glob("warm_*[0-9]")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    go.touch()
     resumed = gcore(*command, "run.resume=auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "of the warm start" in resumed.stdout

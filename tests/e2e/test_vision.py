@@ -22,7 +22,7 @@ from gcore.prompts.processor import load_processor
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.rewarding.rules import text_of
 from gcore.runtime.local import LocalGroup
-from tests.e2e.helpers import RECIPE, environment, gcore, rows, steps, untimed, write_recipe
+from tests.e2e.helpers import RECIPE, environment, gcore, held, rows, steps, untimed, write_recipe
 from tests.vision_families import picture
 
 DIGITS = {"task": "digits", "size": 40, "args": {"count": 2, "answer": "sum"}}
@@ -143,7 +143,8 @@ def test_a_controller_decodes_its_share_and_collectives_carry_no_pixels(tmp_path
 @pytest.mark.release
 def test_kill_and_resume(tmp_path, one):
     recipe = write_recipe(tmp_path, **SMALL)
-    command = ["train", str(recipe), "runtime=local", "run.steps=3", "controllers=1", "checkpoint.every=1"]
+    hold, go = held(tmp_path, first=RECIPE["sampling"]["prompts_per_step"])  # step_1 is not deleted yet
+    command = ["train", str(recipe), "runtime=local", "run.steps=3", "controllers=1", "checkpoint.every=1", hold]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([sys.executable, "-m", "gcore.cli", *command], env=environment(), **quiet)
     run, deadline = tmp_path / "runs" / "tiny", time.monotonic() + 300
@@ -152,6 +153,7 @@ def test_kill_and_resume(tmp_path, one):
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    go.touch()
     resumed = gcore(*command, "run.resume=auto")
     assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr
     assert [untimed(row) for row in rows(run)] == [untimed(row) for row in one]

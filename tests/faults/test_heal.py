@@ -3,6 +3,7 @@ are those of a run without the fault."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 
 from gcore.config import load_config
 from gcore.config.tree import Run
+from gcore.controller import supervise
 from gcore.controller.heal import RestartBudget, RoleWatch, is_healable
 from gcore.observe.events import EventLog, read_events
 from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.types import UserError
-from tests.e2e.helpers import gcore_process, rows, steps, train, untimed, write_recipe
+from tests.e2e.helpers import RECIPE, gcore_process, held, rows, steps, train, untimed, write_recipe
 from tests.faults.test_kill import EMULATED
 
 SHAPE = ("controllers=2", "placement.policy.replicas=2", "placement.trainer.ranks=2", "checkpoint.every=2")
@@ -29,6 +31,7 @@ CASES = {
     "during a weight update": {"kind": "kill", "role": "trainer-0", "at": "weight_bucket", "nth": 4},
 }
 FAST = ("kill a controller",)
+HANG = "run.hang_s=30"  # not shorter: on a busy machine processes that are well do not answer for seconds
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def expected(tmp_path_factory):
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.release) for c in CASES])
 def test_a_healed_run_equals_one_without_the_fault(tmp_path, expected, case):
     fault = CASES[case]
-    hang = "run.hang_s=10" if fault["kind"] == "stop" else "run.hang_s=300"
+    hang = HANG if fault["kind"] == "stop" else "run.hang_s=300"
     found = train(tmp_path, "healed", *SHAPE, *EMULATED, f"faults.plan={json.dumps([fault])}", hang)
     events = read_events(tmp_path / "runs" / "healed")
     assert [event["kind"] for event in events if event["event"] == "fault"] == [fault["kind"]]
@@ -78,10 +81,11 @@ def test_a_healed_run_trains_the_same_weights(tmp_path):
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_an_engine_heals_alone(tmp_path, expected, kind):
     fault = {"kind": kind, "role": "engine-1", "at": "generate", "nth": 8}
-    faults = f"faults.plan={json.dumps([fault])}"
-    slow = "training.emulated={seconds_per_token: 5.0e-3}"  # the run lasts longer than the restart of an engine
-    found = train(tmp_path, "healed", *SHAPE, *EMULATED, slow, faults, "run.hang_s=10", "checkpoint.every=0")
-    events = [event["event"] for event in read_events(tmp_path / "runs" / "healed")]
+    faults, run = f"faults.plan={json.dumps([fault])}", tmp_path / "runs" / "healed"
+    restarted = f"'restarted' in Path({str(run / 'events.jsonl')!r}).read_text()"
+    hold, _ = held(tmp_path, first=4 * RECIPE["sampling"]["prompts_per_step"], until=restarted)  # before the last step
+    found = train(tmp_path, "healed", *SHAPE, *EMULATED, hold, faults, HANG, "checkpoint.every=0")
+    events = [event["event"] for event in read_events(run)]
     assert events[0] == "fault" and "restarted" in events and "rollback" not in events
     assert ("hung" in events) == (kind == "stop")
     assert [untimed(row) for row in steps(found)] == expected
@@ -95,7 +99,7 @@ def test_an_engine_that_fails_during_a_rollback(tmp_path, expected, kind):
         {"kind": "kill", "role": "controller-1", "at": "rollout", "nth": 4},
         {"kind": kind, "role": "engine-1", "at": "reset"},
     ]
-    found = train(tmp_path, "healed", *SHAPE, *EMULATED, f"faults.plan={json.dumps(plan)}", "run.hang_s=10")
+    found = train(tmp_path, "healed", *SHAPE, *EMULATED, f"faults.plan={json.dumps(plan)}", HANG)
     events = read_events(tmp_path / "runs" / "healed")
     assert [event["role"] for event in events if event["event"] == "fault"] == ["controller-1", "engine-1"]
     assert [event["role"] for event in events if event["event"] == "hung"] == ["engine-1"] * (kind == "stop")
@@ -121,8 +125,8 @@ def test_a_checkpoint_that_cannot_be_used(tmp_path, expected, kind):
         {"kind": "kill", "role": "controller-1", "at": "weights", "nth": 5},
     ]
     command = ("train", str(write_recipe(tmp_path)), "run.name=healed", *SHAPE, *EMULATED)
-    slow = "training.emulated={seconds_per_token: 5.0e-3}"  # the save ends before the controller dies
-    run = gcore_process(*command, slow, f"faults.plan={json.dumps(faults)}")
+    wait = "checkpoint.asynchronous=false"  # the save ends before the controller dies
+    run = gcore_process(*command, wait, f"faults.plan={json.dumps(faults)}")
     assert run.returncode == 0, run.stdout + run.stderr
     assert message in run.stdout and "resumed from" in run.stdout and "step_2 at step 2" in run.stdout
     folder = tmp_path / "runs" / "healed"
@@ -166,6 +170,29 @@ def test_what_a_rollback_can_heal():
     assert not is_healable(RoleDied("ray", "gone"))
     assert not is_healable(RoleError("trainer-0", "ValueError: x", "", kind="ValueError"))
     assert not is_healable(RoleError("trainer-0", "x", "", user_error=True, kind="TimeoutError"))
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_death_explains_the_collective_that_it_broke(monkeypatch, dies):
+    """Also if it is noticed later than the broken connection: Ray needs seconds for that on a busy machine."""
+    monkeypatch.setattr(supervise, "GRACE_S", 0.01)
+    monkeypatch.setattr("gcore.controller.heal.DEATH_S", 60.0 if dies else 0.3)
+
+    async def broken() -> None:
+        raise RoleError("controller-0", "TimeoutError: the connection to controller-1 broke", "", kind="TimeoutError")
+
+    async def died() -> None:
+        await asyncio.sleep(0.5)
+        raise RoleDied("controller-1", "gone", observed=True)
+
+    async def works() -> Any:
+        await asyncio.Event().wait()
+
+    controllers: Any = [SimpleNamespace(run=broken, status=works), SimpleNamespace(run=works, status=works)]
+    others = [died()] if dies else []
+    parts: Any = SimpleNamespace(mode="plain"), "train", None, others, lambda statuses: None, None
+    with pytest.raises(RoleDied if dies else RoleError, match=r"controller-1 died" if dies else "controller-0"):
+        asyncio.run(supervise._supervise(controllers, *parts))
 
 
 class FakeRuntime:

@@ -55,14 +55,13 @@ def calm(tmp_path_factory) -> list[dict[str, Any]]:
     return steps(train(tmp_path_factory.mktemp("calm"), "calm", "runtime=local", *overrides("shared", 0.0)))
 
 
-@pytest.mark.parametrize(
-    "mode", [*(pytest.param(m, marks=pytest.mark.release) for m in ("static", "colocated")), "dynamic"]
-)
+@pytest.mark.parametrize("mode", [pytest.param("static", marks=pytest.mark.release), "colocated", "dynamic"])
 def test_placement_changes_no_sample(tmp_path, calm, mode):
     found = steps(train(tmp_path, mode, "runtime=local", "controllers=1", *overrides(mode, 0.05)))
     same(found, calm)
     moves = [row["placement/moves"] for row in found]
-    assert (sum(moves) == 0) is (mode == "static") and (mode != "colocated" or min(moves) >= 4)
+    # `colocated` moves all blocks in every step; whether `dynamic` moves any depends on times that it measures.
+    assert {"static": max(moves) == 0, "colocated": min(moves) >= 4, "dynamic": True}[mode], moves
     for row in found:
         assert row["placement/split/policy"] + row["placement/split/critic"] <= 4 + 1e-6
 

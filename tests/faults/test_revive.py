@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,32 +17,22 @@ from gcore.config.tree import BuildModel, Model
 from gcore.models import load_scorer
 from gcore.observe.metrics import read_rows
 from gcore.prompts.tokenizer import build_char_tokenizer
-from gcore.protocols import RoleDied
+from gcore.protocols import Rendezvous, RoleDied
 from gcore.runtime.ray_process import Process
-from tests.e2e.helpers import RECIPE, rows, steps, train
+from tests.e2e.helpers import RECIPE, held, rows, steps, train
 from tests.faults.test_kill import LIMIT_S, Running, alive
 
 STEPS, PROMPTS = 8, RECIPE["sampling"]["prompts_per_step"]
 BUILD = {**RECIPE["model"]["build"], "max_length": 32, "alphabet": "0123456789+=?"}
-HELD = """import asyncio
-from pathlib import Path
-
-async def workflow(ctx, prompt):
-    group = await ctx.generate(prompt)
-    while prompt.id >= {first} and not Path({go!r}).exists():
-        await asyncio.sleep(0.02)
-    return await ctx.reward(group)
-"""
 
 
 class Held(Running):
     """A run that does not get beyond the samples of step `step` before it is let go: it is not over too soon."""
 
     def __init__(self, folder: Path, step: int, *overrides: str) -> None:
-        self.go, self.run, flow = folder / "go", folder / "runs" / "tiny", folder / "held.py"
-        flow.write_text(HELD.format(first=(step - 1) * PROMPTS, go=str(self.go)))
-        fixed = ("controllers=2", f"run.steps={STEPS}", f"workflow={flow}:workflow")
-        super().__init__(folder, *fixed, *overrides)
+        self.run = folder / "runs" / "tiny"
+        hold, self.go = held(folder, first=(step - 1) * PROMPTS)
+        super().__init__(folder, "controllers=2", f"run.steps={STEPS}", hold, *overrides)
 
     def wait_for(self, words: str) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -107,6 +98,32 @@ def test_who_calls_before_the_role_is_built_again_finds_it_dead():
     """Ray restarts the process and sends it the calls that were made in between: the pool must use another replica."""
     with pytest.raises(RoleDied, match="engine-0"):
         asyncio.run(Process("engine-0").call("generate", []))
+
+
+def test_a_role_is_built_once_if_a_rollback_interrupts_its_restart(monkeypatch):
+    """The rollback starts the replica again while the process still builds it: two engines would not fit on a GPU, and
+    calls would go to the one that is ready last."""
+    monkeypatch.setattr("gcore.runtime.ray_process.node_address", lambda: "127.0.0.1")
+    started, go, made = threading.Event(), threading.Event(), list[object]()
+
+    def factory(rendezvous: Rendezvous) -> object:
+        started.set()
+        assert go.wait(LIMIT_S)
+        made.append(object())
+        return made[-1]
+
+    async def main() -> None:
+        process, arguments = Process("engine-0"), (factory, (), Rendezvous(0, 1, None))
+        first = asyncio.ensure_future(process.build(*arguments))
+        await asyncio.to_thread(started.wait, LIMIT_S)
+        second = asyncio.ensure_future(process.build(*arguments))
+        await asyncio.sleep(0.1)
+        go.set()
+        await asyncio.gather(first, second)
+        await process.build(*arguments)
+        assert made == [process.role]
+
+    asyncio.run(main())
 
 
 @pytest.fixture(scope="module")

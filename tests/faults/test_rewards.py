@@ -89,7 +89,7 @@ async def run(rewarders: list[WeightedRewarder], per_step: int = 8) -> list[list
         return [await collector.step(step) for step in range(1, STEPS + 1)]
 
     try:
-        return list(await asyncio.wait_for(asyncio.gather(*map(controller, range(CONTROLLERS))), 60))
+        return list(await asyncio.wait_for(asyncio.gather(*map(controller, range(CONTROLLERS))), 300))
     finally:
         for rewarder in rewarders:
             rewarder.close()
@@ -124,7 +124,8 @@ def test_a_function_that_fails_some_prompts(tmp_path, fault):
     """The unlucky prompts among those drawn, and no others, are dropped, each after two tries."""
     head = "def f(completions, answer, **_):\n"
     body = f"{head}    if unlucky(answer): {ALWAYS[fault]}\n    return good(completions)\n"
-    rewarders = with_workers(write(tmp_path, body, 1 if fault in ("hangs", "spins") else 30))
+    # A worker that is well answers within this time, also on a busy machine.
+    rewarders = with_workers(write(tmp_path, body, 4 if fault in ("hangs", "spins") else 30))
     found = asyncio.run(run(rewarders))
     dropped = assert_nothing_is_lost(found)
     drawn = sum(part.drawn for controller in found for part in controller)
@@ -164,19 +165,19 @@ def test_a_server_that_fails(fault):
                 case "garbage":
                     return web.Response(text="<html>")
                 case "slow":
-                    await asyncio.sleep(5)
+                    await asyncio.sleep(1000)
         return web.json_response({"rewards": [1.0 + (i % 2) for i in range(len(body["completions"]))]})
 
     async def main() -> tuple[list[list[Collected]], list[WeightedRewarder]]:
         app = web.Application()
         app.router.add_post("/", answer)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = runner.addresses[0][1]
         spec = HttpReward(
-            name="server", url=f"http://127.0.0.1:{port}/", timeout_s=0.5 if fault == "slow" else 30, attempts=3
+            name="server", url=f"http://127.0.0.1:{port}/", timeout_s=3 if fault == "slow" else 30, attempts=3
         )
         rewarders = [WeightedRewarder([HttpSource(spec, delays=RetryDelays(first_s=0.01))]) for _ in range(CONTROLLERS)]
         try:

@@ -125,6 +125,45 @@ def test_a_run_inside_of_an_event_loop_has_a_thread():
         asyncio.run(failing())
 
 
+def interrupted(function):
+    """Call it in a thread, as in a notebook, and expect the interrupt that it causes."""
+
+    async def notebook():
+        return outside_of_loops(function)
+
+    loop = asyncio.new_event_loop()  # without asyncio.run, which has its own handler of SIGINT, as in a kernel
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(notebook())
+    finally:
+        signal.signal(signal.SIGINT, before)
+        loop.close()
+
+
+def test_an_interrupt_before_the_run_has_an_event_loop_ends_it_too():
+    """The checks before a run may download a model. The cell is interrupted; its run must not start afterwards."""
+    seen, over = threading.Event(), threading.Event()
+    started: list[str] = []
+
+    async def run():
+        end_at_signals()
+        await asyncio.sleep(0)
+        started.append("processes")
+
+    def checks_and_run():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert seen.wait(60)
+        try:
+            asyncio.run(run())
+        finally:
+            over.set()
+
+    interrupted(checks_and_run)
+    seen.set()
+    assert over.wait(60) and not started
+
+
 def test_an_interrupt_ends_the_run_of_a_thread():
     ended = threading.Event()
 
@@ -140,15 +179,5 @@ def test_an_interrupt_ends_the_run_of_a_thread():
         time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)  # as a terminal or a kernel does
 
-    async def notebook():
-        return outside_of_loops(lambda: asyncio.run(run()))
-
-    loop = asyncio.new_event_loop()  # without asyncio.run, which has its own handler of SIGINT, as in a kernel
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore SIGINT
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            loop.run_until_complete(notebook())
-    finally:
-        signal.signal(signal.SIGINT, before)
-        loop.close()
+    interrupted(lambda: asyncio.run(run()))
     assert ended.is_set()

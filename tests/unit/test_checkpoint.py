@@ -186,6 +186,8 @@ def test_another_format_is_refused(tmp_path, found):
     [
         (store.Retention(1), [12]),
         (store.Retention(2), [10, 12]),
+        (store.Retention(4), [8, 9, 10, 12]),
+        (store.Retention(5), [4, 8, 9, 10, 12]),
         (store.Retention(9), [4, 8, 9, 10, 12]),
         (store.Retention(1, every=4), [4, 8, 12]),
         (store.Retention(1, best=1), [9, 12]),

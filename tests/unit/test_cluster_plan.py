@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from gcore.config import load_config
+from gcore.controller import heal
 from gcore.controller.auto_placement import choose_mode
 from gcore.controller.build import see_cluster, sleep_level
 from gcore.controller.gpu_assignment import TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
@@ -52,6 +54,24 @@ def nodes_of_gpus(plan: Plan, kind: str) -> list[list[int]]:
     """The nodes of the GPUs of every replica."""
     found = plan.gpu_assignment
     return [[found.nodes[bundle] for bundle in bundles] for bundles in found.replicas[kind]]
+
+
+def test_a_node_that_leaves_while_it_is_checked_does_not_end_the_run(config, monkeypatch):
+    run, plan = config("checkpoint.every=2"), make_plan(config(), cpu_nodes(8))
+    answers: list[Cluster | Exception] = [UserError("the nodes changed while they were checked"), cpu_nodes(8, 8)]
+
+    def see(config: Any) -> Cluster:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    saved = iter([[], ["step_2"]])
+    monkeypatch.setattr(heal, "NODES_S", 0.01)
+    monkeypatch.setattr(heal.store, "complete", lambda folder: next(saved))
+    with pytest.raises(heal.NodesChanged, match=r"new: 10\.0\.0\.1"):
+        asyncio.run(asyncio.wait_for(heal.watch_for_new_nodes(plan, run, see), 20))
+    assert not answers
 
 
 # ---- the nodes that Ray lists ---------------------------------------------------------------------------------------

@@ -133,6 +133,26 @@ def test_changed_messages_and_retries_are_samples_of_their_own():
         _ = session.rollout
 
 
+def test_a_continuation_after_one_that_was_cancelled_is_a_sample_of_its_own():
+    """Two continue the same turn. The first is cancelled while the second is under way, and asks again."""
+    world = World("1")
+
+    async def main() -> list[int]:
+        async with world.ctx.serve(world.prompt, 1) as (session,):
+            said = (await session.chat({"messages": [user("5")]}))["choices"][0]["message"]
+            body = {"messages": [user("5"), said, user("6")]}
+            first, second = (asyncio.ensure_future(session.chat(body)) for _ in range(2))
+            await asyncio.sleep(0)  # both have asked the engine
+            first.cancel()
+            await asyncio.wait([first])
+            await session.chat(body)
+            await second
+            return [rollout.sibling for rollout in session.rollouts]
+
+    siblings = asyncio.run(main())
+    assert len(set(siblings)) == len(siblings) == 2 and 0 in siblings
+
+
 def test_several_samples_of_a_prompt_have_their_own_addresses():
     world = World("1")
 
@@ -212,6 +232,7 @@ def test_refusals_say_what_is_wrong():
         "the last one is the assistant's": {"messages": [*asked, {"role": "assistant", "content": "x"}]},
         "expected at most data.max_prompt_length=40": {"messages": [user("5" * 50)]},
         "no token for the characters": {"messages": [user("Ü")]},
+        "tool_calls: expected a list": {"messages": [{"role": "assistant", "tool_calls": [{"id": "call_0"}]}, *asked]},
     }
 
     async def agent(http: Any, session: Any) -> Any:
@@ -248,6 +269,28 @@ def test_a_dead_engine_is_not_an_error_of_the_agent():
 
     with pytest.raises(RoleDied, match="engine-0 died"):
         World("!").run(agent)
+
+
+@pytest.mark.parametrize("turns", range(7))
+def test_a_workflow_that_is_cancelled_while_the_server_starts(turns):
+    """After any number of turns of the event loop. The next workflow gets a server that listens."""
+    world = World("12")
+
+    async def cancelled() -> None:
+        async with world.ctx.serve(world.prompt, 1):
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        first = asyncio.create_task(cancelled())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        assert not world.ctx._shared.endpoint._sessions
+        async with world.ctx.serve(world.prompt, 1) as (session,), aiohttp.ClientSession() as http:
+            assert (await post(http, session, messages=[user("5")]))[0] == 200
+
+    asyncio.run(main())
 
 
 def test_evaluations_are_greedy_whatever_the_agent_asks_for():

@@ -68,6 +68,15 @@ def test_the_memory_of_a_run_that_cannot_be_seen_is_kept(run):
     assert (held / "step_3").is_dir()
 
 
+def test_a_folder_whose_owner_could_not_be_written_breaks_no_later_run(run):
+    """As a full /dev/shm leaves it."""
+    folder = memory.SHARED_MEMORY / f"{memory.PREFIX}full"
+    folder.mkdir()
+    (folder / memory.OWNER).touch()
+    memory.open_memory(run)
+    assert save(run / memory.LINK, 1).is_dir()
+
+
 def test_nodes_share_no_memory(run, monkeypatch):
     memory.check_memory(1)
     with pytest.raises(UserError, match=r"checkpoint.memory_every: got a run on 2 nodes"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
+from gcore.content.media import ArrayRef, Media
 from gcore.content.tokens import Tokens
 from gcore.types import Prompt, Rollout, Scored
 
@@ -68,6 +70,14 @@ def test_what_is_read_is_what_was_written(tmp_path: Path):
     assert all(s.rollout.prompt is group[0].rollout.prompt for group in found for s in group)
 
 
+def test_rewards_of_a_workflow_may_be_numbers_of_numpy(tmp_path: Path):
+    (scored,) = group_of(12, 1)
+    found = dataclasses.replace(scored, reward=np.float32(0.5), parts={"exact": np.float32(0.25), "n": np.int64(3)})
+    write_pending_groups(tmp_path, 0, [[found]])
+    ((read,),) = load_pending_groups(tmp_path, prompt_at)
+    assert (read.reward, dict(read.parts)) == (0.5, {"exact": 0.25, "n": 3.0})
+
+
 def test_everyone_writes_and_everyone_reads_all(tmp_path: Path):
     written = {rank: [group_of(100 * rank + i, 2, rank) for i in range(rank % 3)] for rank in range(12)}
     for rank, groups in written.items():
@@ -96,3 +106,15 @@ def test_rewards_come_back_exactly(tmp_path: Path, reward: float):
     write_pending_groups(tmp_path, 0, [[Scored(sample.rollout, reward, {})]])
     (((found,),)) = load_pending_groups(tmp_path, prompt_at)
     assert (found.reward, np.signbit(found.reward), found.parts) == (reward, np.signbit(reward), {})
+
+
+def test_pictures_that_a_tool_gave_a_conversation_of_its_own(tmp_path: Path):
+    """A workflow made the messages (`own_context`), and a later turn has an image: both come back."""
+    media = Media("image", "9f3c", ArrayRef("media/9f3c.npy", (480, 640, 3), "uint8"), places=np.array([6], np.int32))
+    content = Tokens(np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32), None, (media,), own_context=True)
+    columns = np.zeros(3, np.float32), np.ones(3, np.bool_), "", np.zeros(3, np.int32)
+    write_pending_groups(tmp_path, 0, [[Scored(Rollout(prompt_at(9), 0, content, *columns, "stop"), 1.0)]])
+    ((scored,),) = load_pending_groups(tmp_path, prompt_at)
+    found: Any = scored.rollout.content
+    assert found.own_context and found.tokens_T.tolist() == content.tokens_T.tolist()
+    assert [(one.key, one.pixels, one.places.tolist()) for one in found.media] == [("9f3c", media.pixels, [6])]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import fsspec
 import pytest
 
 from gcore.checkpoint import store
 from gcore.checkpoint.remote import Remote
+from gcore.config import load_config
+from gcore.controller import supervise
+from gcore.controller.checkpointing import Checkpointer
+from gcore.controller.score_ranks import Alone
 from gcore.types import UserError
+from tests.e2e.helpers import write_recipe
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -71,6 +79,18 @@ def test_copies_are_deleted_with_their_checkpoints(tmp_path, url):
     assert remote.names() == ["step_2", "step_3"]
 
 
+def test_incomplete_copies_are_deleted_with_their_checkpoints(tmp_path, url):
+    """The process was killed while it copied step 1."""
+    remote = Remote(url, "demo")
+    for step in (1, 2, 3):
+        newest = checkpoint(tmp_path / "a", step)
+        store.retain(newest, store.Retention(last=1))
+        remote.copy_out(newest)
+        if step == 1:
+            remote._files.rm_file(f"{remote._root}/step_1/{store.MANIFEST}")
+    assert [Path(path).name for path in remote._files.ls(remote._root, detail=False)] == ["step_3"]
+
+
 def test_a_damaged_copy_is_noticed_after_the_fetch(tmp_path, url):
     remote = Remote(url, "demo")
     remote.copy_out(checkpoint(tmp_path / "a", 1))
@@ -78,6 +98,24 @@ def test_a_damaged_copy_is_noticed_after_the_fetch(tmp_path, url):
     fetched = remote.fetch(tmp_path / "b")
     assert fetched is not None and store.damage(fetched) == "weights/0-0.safetensors"
     assert json.loads((fetched / store.MANIFEST).read_text())["format"] == store.FORMAT
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_rollback_does_not_fetch_the_copies_of_an_older_run(tmp_path, resume):
+    """A new run has made step 2 when one of its processes dies. Copies of a run before it are still at the URL."""
+    url = f"checkpoint.copy_to=file://{tmp_path}/copies"
+    config = load_config(write_recipe(tmp_path), [url, "run.name=demo", f"run.resume={resume}"])
+    Remote(f"file://{tmp_path}/copies", "demo").copy_out(checkpoint(tmp_path / "older", 9))
+    folder = supervise.open_folder(config)
+    found = [folder / "step_9"] if resume == "auto" else []
+    assert store.complete(folder) == found, "fetched at the start, if at all"
+    if resume == "never":
+        found = [checkpoint(folder, 2)]
+    restarted = supervise._from_last_checkpoint(config)
+    assert restarted.run.resume == "auto"
+    status = SimpleNamespace(show=print, note=print)
+    one: Any = SimpleNamespace(_config=restarted, _group=Alone(), _folder=folder, _status=status)
+    assert asyncio.run(Checkpointer.find(one)) == found[0]
 
 
 @pytest.mark.parametrize("bad", ["nosuch://bucket", "s3://bucket"])

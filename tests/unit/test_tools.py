@@ -70,6 +70,23 @@ def test_calls_run_at_once_and_results_keep_their_order():
     assert "within 0.05 s" in asyncio.run(run_tools([ToolCall("endless")], tools, timeout_s=0.05))[0]
 
 
+def test_tools_that_hang_block_nothing_else():
+    """Their threads are lost, but checkpoints and tokenizers of the controller use other ones."""
+    released = threading.Event()
+    tools = {"hang": released.wait, "name": lambda: "tool"}
+
+    async def main() -> None:
+        try:
+            errors = await run_tools([ToolCall("hang")] * 40, tools, timeout_s=0.2)
+            assert all("did not answer" in error for error in errors)
+            assert await asyncio.wait_for(asyncio.to_thread(str, 1), 20) == "1"
+            assert await run_tools([ToolCall("name")], tools) == ["tool"]
+        finally:
+            released.set()
+
+    asyncio.run(main())
+
+
 def test_schemas_come_from_signatures():
     def find(city: str, days: int = 3) -> str:
         """The weather
@@ -173,6 +190,21 @@ def test_an_environment_answers_between_turns():
     world.ctx._shared.n = 1
     (scored,) = asyncio.run(environment_workflow(env)(world.ctx, prompt_of(world, env)))
     assert scored.reward == 0.0 and scored.parts["turns"] == 3  # max_turns
+
+
+def test_a_turn_that_found_no_room_is_not_scored():
+    """`proceed` then returns the sample as it was: its last turn must not be counted a second time."""
+    seen: list[Any] = []
+
+    class Full(Env):
+        max_turns = -1
+        rubric = SimpleNamespace(funcs=[lambda completion, state: seen.append((completion, state["turn"])) or 0.0])
+
+    world = World("1" * 60)
+    world.ctx._shared.n = 1
+    (scored,) = asyncio.run(environment_workflow(Full())(world.ctx, prompt_of(world, Full())))
+    assert scored.rollout.finish == "length" and scored.rollout.num_steps == 61
+    assert seen == [([{"role": "assistant", "content": "1" * 60}], 1)]
 
 
 def test_an_environment_with_its_own_rollout_gets_a_client():
