@@ -365,8 +365,7 @@ def test_logits_and_gradients_are_those_of_peft():
     for sample in samples:
         expected = alone(theirs, sample)[0]
         assert torch.allclose(trainer._data.columns["old_logprobs"][sample.key], expected, atol=1e-5, rtol=0)
-    trainer._data.samples.clear()
-    trainer._data.columns["old_logprobs"].clear()
+    trainer._data.clear()
     gradients: dict[str, torch.Tensor] = {}
 
     def look(lr: float) -> float:
