@@ -39,7 +39,7 @@ def begin(folder: Path, step: int, need_bytes: int, kind: Kind = "step") -> Path
         what = f"step {step}" if kind == "step" else f"warm start step {step}"
         raise UserError(
             f"{folder}: checkpoint of {what} needs {need_bytes / 2**20:.0f} MB, {free / 2**20:.0f} MB are free; "
-            "the last complete checkpoint is kept (keys: run.dir, checkpoint.keep_last)"
+            "the last complete checkpoint is kept (keys: run.dir, checkpoint.keep_last, checkpoint.memory_every)"
         )
     partial = folder / f"{kind}_{step}.partial"
     partial.mkdir()

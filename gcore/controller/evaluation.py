@@ -129,8 +129,8 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> Fraction:
 
 
 def sums_of(groups: Sequence[Sequence[Scored]], accuracy: str, evaluation: Evaluation) -> Sums:
-    """Sums over the groups of one controller. pass@k and mean@k count prompts; a prompt with fewer than k responses
-    (the others failed) does not count."""
+    """Sums over the groups of one controller. pass@k and mean@k count prompts. A response that failed does not count:
+    mean@k is over those that are left, and pass@k omits prompts with fewer than k of them."""
     scored = [s for group in groups for s in group]
     values = [[s.parts[accuracy] for s in group if accuracy in s.parts] for group in groups]
     found: Sums = {

@@ -95,6 +95,9 @@ def test_the_table_names_every_estimator_and_loss():
     assert {entry.keys["policy_loss"] for entry in ALGORITHMS.values()} == set(LOSSES) == POLICY_LOSSES.keys()
 
 
+DENOISER = {"model": {"path": None, "build": None, "denoiser": {}}, "generation": {"denoising": {"steps": 8}}}
+
+
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
@@ -110,6 +113,10 @@ def test_the_table_names_every_estimator_and_loss():
         (
             {"algorithm": {"adv_estimator": "gdpo"}, "rewards": {"by_workflow": ["rubric"]}},
             r"adv_estimator=gdpo .* needs its weight, which rewards.by_workflow=\['rubric'\] has not",
+        ),
+        (
+            {**DENOISER, "algorithm": {"entropy_target": 0.1}},
+            "algorithm.entropy_target: the entropy of a denoising step is constant",
         ),
     ],
 )
