@@ -125,8 +125,8 @@ def test_a_checkpoint_that_cannot_be_used(tmp_path, expected, kind):
         {"kind": "kill", "role": "controller-1", "at": "weights", "nth": 5},
     ]
     command = ("train", str(write_recipe(tmp_path)), "run.name=healed", *SHAPE, *EMULATED)
-    wait = "checkpoint.asynchronous=false"  # the save ends before the controller dies
-    run = gcore_process(*command, wait, f"faults.plan={json.dumps(faults)}")
+    slow = "training.emulated={seconds_per_token: 5.0e-3}"  # the save ends, and is reported, before the controller dies
+    run = gcore_process(*command, slow, f"faults.plan={json.dumps(faults)}")
     assert run.returncode == 0, run.stdout + run.stderr
     assert message in run.stdout and "resumed from" in run.stdout and "step_2 at step 2" in run.stdout
     folder = tmp_path / "runs" / "healed"
