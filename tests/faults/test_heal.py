@@ -99,7 +99,7 @@ def test_an_engine_that_fails_during_a_rollback(tmp_path, expected, kind):
         {"kind": "kill", "role": "controller-1", "at": "rollout", "nth": 4},
         {"kind": kind, "role": "engine-1", "at": "reset"},
     ]
-    found = train(tmp_path, "healed", *SHAPE, *EMULATED, f"faults.plan={json.dumps(plan)}", HANG)
+    found = train(tmp_path, "healed", *SHAPE, *EMULATED, f"faults.plan={json.dumps(plan)}", "run.hang_s=10")
     events = read_events(tmp_path / "runs" / "healed")
     assert [event["role"] for event in events if event["event"] == "fault"] == ["controller-1", "engine-1"]
     assert [event["role"] for event in events if event["event"] == "hung"] == ["engine-1"] * (kind == "stop")
