@@ -69,9 +69,8 @@ CUTS = {  # to -> what heals it
 }
 
 
-@pytest.mark.parametrize(
-    "to", [c if c == "engine-0:generate" else pytest.param(c, marks=pytest.mark.release) for c in CUTS]
-)
+@pytest.mark.release
+@pytest.mark.parametrize("to", CUTS)
 def test_a_connection_that_is_cut(tmp_path, expected, to):
     """Both processes are alive. There is one engine: without it the run cannot go on, so it must be used again. One
     that missed weights must not serve before it has them."""
