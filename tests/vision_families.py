@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
 from gcore.content.vision import make_processor
 from gcore.prompts.tokenizer import build_char_tokenizer
-from gcore.types import Pixels
+from gcore.types import Key, MicroBatch, Pixels, Sample
 
 ALPHABET = "0123456789+=? \n.<>cdenos"  # with the characters of timestamps
 SPECIAL = ("<image>", "<start>", "<end>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
@@ -184,3 +186,34 @@ def save(family: str, folder: Path, scale: float = 1.2) -> Path:
 
 def picture(seed: int, height: int = 16, width: int = 16) -> Pixels:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+ALONE: Any = SimpleNamespace(size=1)  # ranks that share a sample: one
+
+
+def computed(model: Any, samples: Mapping[Key, Sample], rows: list[list[Key]]) -> dict[Key, np.ndarray]:
+    """The first output of a StepModel, for samples that are packed into these rows."""
+    width = max(sum(samples[key].content.size for key in row) for row in rows)
+    packed = model.pack(MicroBatch(tuple(map(tuple, rows)), width), samples, ALONE)
+    with torch.no_grad():
+        found = model(*packed.inputs)[0]
+    return {key: found[packed.sample_S == i].numpy() for i, key in enumerate(packed.keys)}
+
+
+def made_once(make: Callable[[str, Path], Any], folders: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """For a fixture: what `make` makes of a family and a folder. Engines are closed at the end."""
+    made: dict[str, Any] = {}
+
+    def world(family: str) -> Any:
+        if family not in made:
+            made[family] = make(family, folders.mktemp(family))
+        return made[family]
+
+    yield world
+    for one in made.values():
+        one.engine.close()
+
+
+def off(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference."""
+    return float(np.abs(a - b).max())

@@ -15,7 +15,7 @@ class MediaData(Section):
     max_images: PositiveInt = 64
     """Maximum number of images and videos of a prompt."""
     max_frames: PositiveInt = 64
-    """Maximum number of frames of a video. Of a longer one, so many are taken at equal distances."""
+    """Maximum number of frames of a video. A longer one is sampled at equal distances, to this number."""
     fps: Annotated[float, Field(gt=0)] = 2.0
     """Frames per second of videos whose data do not tell: a message part may have its own `fps`, and animated images
     have durations. The model sees it, as timestamps or positions."""

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,13 +32,12 @@ from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.critic import fill_from_folder, value_model
 from gcore.training.vision_model import VisionLogprobModel
-from gcore.types import Completion, MicroBatch, Pixels, Request, Sample, SamplingParams, UserError
+from gcore.types import Completion, Pixels, Request, Sample, SamplingParams, UserError
 from gcore.vision_models import positions_of
-from tests.vision_families import HALF, VIDEOS, picture, save
+from tests.vision_families import HALF, VIDEOS, computed, made_once, off, picture, save
 
 CPU = torch.device("cpu")
 CLOSE = 1e-5
-ALONE: Any = SimpleNamespace(size=1)
 FAMILIES = list(VIDEOS)
 
 
@@ -122,30 +120,10 @@ class World:
         logprobs = forbid(logits, forbidden_tokens(self.network.config)).log_softmax(-1)
         return logprobs.gather(-1, steps[:, None])[:, 0].numpy()
 
-    def computed(self, model: Any, rows: list[list[tuple[int, int]]]) -> dict[tuple[int, int], np.ndarray]:
-        width = max(sum(self.samples[key].content.size for key in row) for row in rows)
-        packed = model.pack(MicroBatch(tuple(map(tuple, rows)), width), self.samples, ALONE)
-        with torch.no_grad():
-            found = model(*packed.inputs)[0]
-        return {key: found[packed.sample_S == i].numpy() for i, key in enumerate(packed.keys)}
-
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, World] = {}
-
-    def world(family: str) -> World:
-        if family not in made:
-            made[family] = World(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    yield world
-    for one in made.values():
-        one.engine.close()
-
-
-def off(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.abs(a - b).max())
+    yield from made_once(World, tmp_path_factory)
 
 
 # --- pixels
@@ -287,7 +265,7 @@ def test_engine_and_trainer_are_the_joint_forward_pass(family: str, worlds: Call
     for rows in ([keys[:3], keys[3:6], keys[6:]], [[key] for key in keys], [keys]):
         model = VisionLogprobModel(world.network)
         for model_, wanted in ((model, expected), (critic, values)):
-            found = world.computed(model_, rows)
+            found = computed(model_, world.samples, rows)
             assert max(off(found[key], wanted[key]) for key in keys) < CLOSE
         assert model.encoded == 6
 

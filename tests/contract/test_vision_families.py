@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,11 @@ from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.critic import ValueModel, fill_from_folder, value_model
 from gcore.training.vision_model import VisionLogprobModel
-from gcore.types import Completion, MicroBatch, Prompt, Request, Sample, SamplingParams
-from tests.vision_families import CONFIGS, picture, processor, save
+from gcore.types import Completion, Prompt, Request, Sample, SamplingParams
+from tests.vision_families import CONFIGS, computed, made_once, off, picture, processor, save
 
 CPU = torch.device("cpu")
 CLOSE = 1e-5
-ALONE: Any = SimpleNamespace(size=1)
 # images of each prompt, as (height, width)
 RAGGED = [[(16, 16)], [(16, 32), (24, 16)], [], [(32, 32)], [(16, 16), (16, 16), (40, 16)]]
 
@@ -110,31 +108,10 @@ class World:
             critic.network.score.weight.normal_(generator=torch.Generator().manual_seed(1))
         return critic
 
-    def computed(self, model: Any, rows: list[list[tuple[int, int]]]) -> dict[tuple[int, int], np.ndarray]:
-        """The first output of a StepModel, for samples that are packed into these rows."""
-        width = max(sum(self.samples[key].content.size for key in row) for row in rows)
-        packed = model.pack(MicroBatch(tuple(map(tuple, rows)), width), self.samples, ALONE)
-        with torch.no_grad():
-            found = model(*packed.inputs)[0]
-        return {key: found[packed.sample_S == i].numpy() for i, key in enumerate(packed.keys)}
-
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, World] = {}
-
-    def world(family: str) -> World:
-        if family not in made:
-            made[family] = World(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    yield world
-    for one in made.values():
-        one.engine.close()
-
-
-def off(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.abs(a - b).max())
+    yield from made_once(World, tmp_path_factory)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -170,7 +147,7 @@ def test_trainer_packed_and_alone(family: str, worlds: Callable[[str], World]):
     keys = list(world.samples)
     for rows in ([keys[:4], keys[4:7], keys[7:]], [[key] for key in keys], [keys]):
         model = VisionLogprobModel(world.network)
-        found = world.computed(model, rows)
+        found = computed(model, world.samples, rows)
         for key in keys:
             assert off(found[key], world.samples[key].rollout_logprobs_S) < CLOSE
         assert model.encoded == sum(map(len, RAGGED))  # siblings share the features of their images
@@ -184,6 +161,6 @@ def test_values_packed_and_alone(family: str, worlds: Callable[[str], World]):
     expected = [world.values(number, critic.network.score.weight[0]) for number in range(len(keys))]
     assert max(np.abs(values).max() for values in expected) > 1
     for rows in ([keys[:4], keys[4:7], keys[7:]], [[key] for key in keys], [keys]):
-        found = world.computed(critic, rows)
+        found = computed(critic, world.samples, rows)
         for key, values in zip(keys, expected, strict=True):
             assert off(found[key], values) < CLOSE
