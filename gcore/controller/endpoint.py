@@ -239,7 +239,7 @@ class Endpoint:
         try:
             await runner.setup()
             await web.TCPSite(runner, HOST, 0).start()
-        except BaseException:  # also if the workflow is cancelled meanwhile: the next one starts it again
+        except BaseException:  # also if the workflow is cancelled: the next one starts it again
             await runner.cleanup()
             raise
         self._runner, self._port = runner, runner.addresses[0][1]
