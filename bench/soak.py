@@ -1,7 +1,7 @@
 """A run whose processes are killed and stopped at random, compared with the same run left alone.
 
     python bench/soak.py --faults 100 --every-steps 1 --steps 150 --checkpoint-every 1 --jitter-s 0.5
-    python bench/soak.py --faults 10 --every-steps 10 --steps 110 --checkpoint-every 1 --emulate-step-s 8 --jitter-s 8
+    python bench/soak.py --faults 6 --every-steps 10 --steps 66 --checkpoint-every 1 --emulate-step-s 8 --jitter-s 8
 
 The run is small and deterministic: 2 controllers, 2 engines, 2 trainer ranks, dynamic sampling. Every few seconds, or
 every `--every-steps` steps, one process is chosen by the seed: an engine, a trainer rank, a controller, or a reward
