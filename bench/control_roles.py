@@ -251,7 +251,7 @@ class LabEngine:
 
 
 def picture(key: int, number: int, size: int) -> np.ndarray:
-    """An image that nobody else has."""
+    """An image that differs from those of all other keys and numbers."""
     image = np.zeros(size, np.uint8)
     image[:16] = np.frombuffer(np.array([key % 2**63, number], np.int64).tobytes(), np.uint8)
     return image

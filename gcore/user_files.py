@@ -115,7 +115,7 @@ def unpack(data: bytes) -> None:
     root.mkdir(mode=0o700, exist_ok=True)
     about = root.lstat()
     if root.is_symlink() or about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise UserError(f"{root}: expected a folder of this user that nobody else can write to; remove it")
+        raise UserError(f"{root}: expected a folder that only this user can write to; remove it")
     folder = root / f"files-{hashlib.sha256(data).hexdigest()[:16]}"
     if not folder.exists():
         temporary = tempfile.mkdtemp(dir=root)
