@@ -158,6 +158,10 @@ class ControllerClient(Client):
     async def mark_dead(self, name: str) -> None:
         await self.handle.call("mark_dead", name)
 
+    async def begin_restart(self, name: str) -> None:
+        """Only on controller 0."""
+        await self.handle.call("begin_restart", name)
+
     async def restore(self, name: str) -> bool:
         """Only on controller 0. False: the replica died again."""
         restored: bool = await self.handle.call("restore", name)

@@ -121,6 +121,7 @@ class RoleWatch:
         self._events.add("died", role=name)
         self._progress.note(with_notes(error, "; its requests go to other replicas until it is restarted"))
         await asyncio.gather(*(c.mark_dead(name) for c in controllers))
+        await controllers[0].begin_restart(name)
         await self._runtime.revive(name)
         if not await controllers[0].restore(name):
             return  # it died again; the runtime reports this death too

@@ -2,7 +2,7 @@
 
     for each step:
         rollout         generate and score groups of samples, until all controllers together have enough
-        prepare         send each sample to the trainer rank that trains on it; compute advantages
+        prepare         engines free their memory; each sample goes to the trainer rank that trains on it; advantages
         train           one optimizer step per mini-batch, on all trainer ranks
         update_weights  choose the engines of the next rollout and send them the new weights: version + 1
         record          one row of metrics; then evaluation and checkpoint, when due
@@ -34,7 +34,7 @@ class Controller:
         self._setup = setup
         # Called when a replica dies, and after its restart: see replicas.py.
         self.mark_dead, self.mark_alive = setup.replicas.mark_dead, setup.replicas.mark_alive
-        self.restore = setup.replicas.restore
+        self.begin_restart, self.restore = setup.replicas.begin_restart, setup.replicas.restore
 
     async def status(self) -> ControllerStatus:
         return dataclasses.replace(await self._setup.status.take(), unreachable=self._setup.replicas.unreachable())
@@ -47,7 +47,7 @@ class Controller:
                 step += 1
                 with services.status.timed("step", step):
                     collected = await rollout(services, step)
-                    # A restarted engine loads weights before or after this block, not during it.
+                    # A restarted engine starts and loads weights before or after this block, not during it.
                     async with services.weight_resender.trainers_in_use:
                         metas, batches = await prepare(services, step, collected)
                         stats = await train(services, step, batches)
@@ -65,22 +65,22 @@ class Controller:
 
 
 async def rollout(services: Services, step: int) -> Collected:
-    """Make this controller's groups of the step. Then the engines free their memory for the trainer."""
+    """Make this controller's groups of the step."""
     collector, placement = services.collector, services.placement
     with services.status.timed("rollout", step):
         async with placement.during(collector.progress, step):
-            collected = await collector.step(step)
-        await placement.sleep_engines(step)
-        return collected
+            return await collector.step(step)
 
 
 async def prepare(services: Services, step: int, collected: Collected) -> tuple[list[SampleMeta], list[TrainBatch]]:
-    """Send each sample to its trainer rank, where logprobs are computed if needed; then compute advantages.
+    """The engines free their memory for the trainer. Send each sample to its trainer rank, where logprobs are computed
+    if needed; then compute advantages.
 
     Returns the metadata of all samples of the step, and the batch of each rank. `step - 1`: the current policy version.
     """
     config, groups, algorithm = services.config, collected.groups, services.config.algorithm
     with services.status.timed("preparation", step):
+        await services.placement.sleep_engines(step)
         samples = make_samples(groups, algorithm, step - 1, config.sampling.staleness, config.needs.pairs)
         metas, batches = await services.dispatcher.dispatch_samples(step, samples, config.objective)
         await check_failures(services, step, metas, collected)

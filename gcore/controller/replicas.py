@@ -1,6 +1,7 @@
 """Handles replicas that die during a run, and checks the health of all replicas of engines, judges and scorers.
 
-died ──mark_dead (all controllers)──> restarted ──restore (controller 0: current weights)──> mark_alive (all) ──> serves
+died ──mark_dead (all controllers)──> begin_restart (controller 0) ──> a new process is started
+     ──restore (controller 0: current weights)──> mark_alive (all) ──> serves
 
 The driver (controller/supervise.py) detects the death, restarts the process and makes these calls.
 """
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Protocol
 
 from gcore.clients import EngineClient, TrainerClient
@@ -25,11 +27,14 @@ ANSWER_S = 20.0  # timeout of a health check; a replica that exceeds it gets no 
 class WeightResender:
     """Sends the weights of the current version to engines that missed an update. Used by controller 0.
 
-    Every use of the trainers holds the lock `trainers_in_use`. An evaluation has no trainers and sends nothing."""
+    Everything that changes the trainers' weights or needs the engines' memory holds the lock `trainers_in_use`: the
+    start of a run, and each step from its preparation on. An evaluation has no trainers; it sends the weights of
+    `load_saved` again, if any."""
 
     def __init__(self, trainers: Sequence[TrainerClient], version: Callable[[], int]) -> None:
         self._trainers, self._version = trainers, version
         self._transfer = WeightTransfer(trainers)
+        self._saved: Path | None = None  # weights of a checkpoint that is evaluated
         self.trainers_in_use = asyncio.Lock()
 
     async def load(self, engines: Mapping[int, EngineClient]) -> None:
@@ -41,10 +46,38 @@ class WeightResender:
 
     async def load_restarted(self, engines: Mapping[int, EngineClient]) -> bool:
         """Send to restarted engines. The caller holds the lock. False: one of them died again."""
-        if not engines or not self._trainers:
+        if not engines:
+            return True
+        if not self._trainers:
+            try:
+                await self._send_saved(engines)
+            except RoleDied:
+                return False
             return True
         served = await self._transfer.send(engines, self._version(), restarted=True)
         return all(engine.name in served for engine in engines.values())
+
+    async def load_saved(self, folder: Path, engines: Mapping[int, EngineClient]) -> None:
+        """For an evaluation: send the weights of a checkpoint."""
+        async with self.trainers_in_use:
+            self._saved = folder
+            await self._send_saved(engines)
+
+    async def _send_saved(self, engines: Mapping[int, EngineClient]) -> None:
+        """One bucket in memory at a time."""
+        if (folder := self._saved) is None:
+            return
+        import torch
+
+        from gcore.checkpoint.tensors import read, shapes
+        from gcore.weights.bucket import bucket_names
+
+        sizes = {name: torch.empty(shape, device="meta") for name, shape in shapes(folder).items()}
+        buckets = bucket_names(sizes, torch.float32)
+        for index, names in enumerate(buckets):
+            weights = {name: t.numpy() for name, t in (await asyncio.to_thread(read, folder, names)).items()}
+            loads = (engine.load_weights(0, weights, (index, len(buckets))) for engine in engines.values())
+            await asyncio.gather(*loads)
 
 
 class Slots(Protocol):
@@ -65,7 +98,8 @@ class Slots(Protocol):
 
 
 class Replicas:
-    """`slots`: None if every replica has its own devices."""
+    """`slots`: None if every replica has its own devices, or shares them with the trainer alone. `shares_devices`: the
+    policy's engines share theirs with the trainer, and sleep while it works."""
 
     def __init__(
         self,
@@ -74,8 +108,10 @@ class Replicas:
         weights: WeightResender,
         note: Callable[[str], None],
         slots: Slots | None = None,
+        shares_devices: bool = False,
     ) -> None:
-        self._policy, self._weights = policy, weights
+        self._policy, self._weights, self._shares_devices = policy, weights, shares_devices
+        self._starting: set[str] = set()  # engines that start now and for which the lock is held
         self._pools: list[ReplicaPool] = [policy, *others]
         self._note, self._slots = note, slots
 
@@ -85,6 +121,16 @@ class Replicas:
         if self._slots is not None:
             self._slots.mark_dead(name)
 
+    async def begin_restart(self, name: str) -> None:
+        """On controller 0, before a new process of the replica is started. A policy engine that shares its devices
+        with the trainer allocates its memory as it starts: the trainer waits until `restore`, or this waits for it."""
+        if self._shares_devices and self._slots is None and self._takes_weights(name):
+            await self._weights.trainers_in_use.acquire()
+            self._starting.add(name)
+
+    def _takes_weights(self, name: str) -> bool:
+        return any(engine.name == name for engine in self._policy.replicas)
+
     async def restore(self, name: str) -> bool:
         """On controller 0: prepare a restarted replica. False: it died again.
 
@@ -93,9 +139,14 @@ class Replicas:
         same lock, because the next weight update goes only to engines that are alive on controller 0, and the driver
         may call `mark_alive` on all controllers later."""
         trainers_in_use = self._weights.trainers_in_use
+        if name in self._starting:
+            self._starting.discard(name)
+            try:
+                return await self._load_and_mark_alive(name)
+            finally:
+                trainers_in_use.release()
         if self._slots is None:
-            takes_weights = any(engine.name == name for engine in self._policy.replicas)
-            async with trainers_in_use if takes_weights else contextlib.nullcontext():  # judges take no weights
+            async with trainers_in_use if self._takes_weights(name) else contextlib.nullcontext():
                 return await self._load_and_mark_alive(name)
         while True:
             await self._slots.wait_for_move(name)

@@ -136,7 +136,7 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
         dispatcher=dispatcher,
         weight_resender=weights,
         placement=slot_placement or AllEngines(dispatcher),
-        replicas=Replicas(pool, rewarder.pools, weights, status.note, slot_placement),
+        replicas=Replicas(pool, rewarder.pools, weights, status.note, slot_placement, level > 0),
         status=status,
         tracer=tracer,
         eval_modality=eval_modality,

@@ -5,7 +5,6 @@ load prompts ──> restore a checkpoint, or warm start and first evaluation �
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Literal
 
@@ -43,28 +42,30 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
         lambda: dispatcher.version,
         curriculum,
     )
-    await dispatcher.open()
-    checkpointer = Checkpointer(setup, source, collector)
-    position = await _resume(setup, checkpointer, collector)  # sends the first weights too, if training was resumed
-    recorder = _open_recorder(setup)
-    services = Services(
-        config=config,
-        controllers=setup.controllers,
-        collector=collector,
-        rewarder=setup.rewarder,
-        dispatcher=dispatcher,
-        weight_resender=setup.weight_resender,
-        scoring=setup.scoring,
-        placement=setup.placement,
-        recorder=recorder,
-        evaluator=Evaluator(setup, recorder, held_out),
-        checkpointer=checkpointer,
-        status=setup.status,
-    )
+    async with setup.weight_resender.trainers_in_use:  # an engine that is restarted meanwhile gets weights after it
+        await dispatcher.open()
+        checkpointer = Checkpointer(setup, source, collector)
+        position = await _resume(setup, checkpointer, collector)  # sends the first weights too, if training was resumed
+        recorder = _open_recorder(setup)
+        services = Services(
+            config=config,
+            controllers=setup.controllers,
+            collector=collector,
+            rewarder=setup.rewarder,
+            dispatcher=dispatcher,
+            weight_resender=setup.weight_resender,
+            scoring=setup.scoring,
+            placement=setup.placement,
+            recorder=recorder,
+            evaluator=Evaluator(setup, recorder, held_out),
+            checkpointer=checkpointer,
+            status=setup.status,
+        )
+        if position.before_training:
+            await warm_start(services, source, position.warmed or 0)
+            await dispatcher.begin()
+            await _send_first_weights(setup, collector, version=0)
     if position.before_training:
-        await warm_start(services, source, position.warmed or 0)
-        await dispatcher.begin()
-        await _send_first_weights(setup, collector, version=0)
         await services.evaluator.evaluate(position.step)
     if config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
         await checkpointer.save(RunPosition(position.step, warmed=None))
@@ -81,24 +82,9 @@ async def open_evaluation(setup: Setup) -> Evaluator:
     _, held_out = await _load_prompts(setup)
     resume = setup.config.run.resume
     if setup.controllers.rank == 0 and resume not in ("never", "auto"):
-        await _send_saved_weights(setup, Path(resume) / "weights")
+        await setup.weight_resender.load_saved(Path(resume) / "weights", dict(enumerate(setup.pool.replicas)))
     await setup.controllers.barrier("weights to evaluate")
     return Evaluator(setup, Recorder(setup), held_out)
-
-
-async def _send_saved_weights(setup: Setup, folder: Path) -> None:
-    """From a checkpoint to the engines, one bucket in memory at a time."""
-    import torch
-
-    from gcore.checkpoint.tensors import read, shapes
-    from gcore.weights.bucket import bucket_names
-
-    sizes = {name: torch.empty(shape, device="meta") for name, shape in shapes(folder).items()}
-    buckets = bucket_names(sizes, torch.float32)
-    for index, names in enumerate(buckets):
-        weights = {name: t.numpy() for name, t in (await asyncio.to_thread(read, folder, names)).items()}
-        sent = (engine.load_weights(0, weights, (index, len(buckets))) for engine in setup.pool.replicas)
-        await asyncio.gather(*sent)
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------

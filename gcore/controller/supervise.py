@@ -278,14 +278,22 @@ async def _start_again(
     async def reset_engines() -> None:
         await watch.revive_dead()
         engines = (*roles.engines, *itertools.chain.from_iterable(roles.judges.values()))
-        for failed in await asyncio.gather(*(engine.reset() for engine in engines), return_exceptions=True):
-            if failed is not None and not isinstance(failed, RoleDied):  # a dead one is restarted later
+        answers = await asyncio.gather(*(engine.reset() for engine in engines), return_exceptions=True)
+        for engine, failed in zip(engines, answers, strict=True):
+            if isinstance(failed, RoleDied):  # it has its old requests, or is dead: `watch` restarts it
+                runtime.kill(engine.name)
+            elif failed is not None:
                 raise failed
 
     await asyncio.gather(runtime.stop_group("controller"), runtime.stop_group("trainer"))
     runtime.prepare("controller", plan.controllers, import_controller)
-    trainers, _ = await asyncio.gather(_trainers(runtime, config, plan, plan.trainers), reset_engines())
-    roles = dataclasses.replace(roles, trainers=trainers)
+    try:
+        async with asyncio.TaskGroup() as tasks:  # if one of them fails, the other must not run into the next restart
+            tasks.create_task(reset_engines())
+            starting = tasks.create_task(_trainers(runtime, config, plan, plan.trainers))
+    except* Exception as errors:
+        raise errors.exceptions[0] from None
+    roles = dataclasses.replace(roles, trainers=starting.result())
     return roles, await _controllers(runtime, config, plan, roles)
 
 

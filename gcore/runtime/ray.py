@@ -107,11 +107,12 @@ class RayRuntime:
             )
         else:
             join()
-        self._files = ray.put(files)
+        self._files: Any = ray.put(files) if files else b""
         self._actors: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
         self._ready: set[str] = set()
         self._down: set[str] = set()  # roles whose death was reported and that are not revived yet
+        self._killed: set[str] = set()  # by `kill`, and not reported yet
         self._build_args: dict[str, tuple[Any, ...]] = {}  # arguments of Process.build, by role
         self._memory: dict[str, float] = {}
         self._daemons = {p.pid: p for p in _descendants() if p.name().startswith(("gcs_server", "raylet"))}
@@ -188,6 +189,9 @@ class RayRuntime:
         return set(self._ready)
 
     async def watch(self) -> None:
+        if self._killed:  # Ray reports it when the next process is started, seconds later
+            self._down.add(name := self._killed.pop())
+            raise self._died(name)
         up = [(name, actor) for name, actor in self._actors.items() if name not in self._down]
         gone = [asyncio.ensure_future(self._until_gone(name, actor)) for name, actor in up]
         daemons = asyncio.ensure_future(self._watch_daemons())
@@ -197,6 +201,7 @@ class RayRuntime:
                 task.result()
         except RoleDied as error:  # the next `watch` reports other roles that died at the same moment
             self._down.add(error.role)
+            self._killed.discard(error.role)
             raise
         finally:
             for task in [*gone, daemons]:
@@ -226,6 +231,8 @@ class RayRuntime:
     def kill(self, name: str) -> None:
         import ray
 
+        if name not in self._down:
+            self._killed.add(name)
         if self._owns_cluster:  # by signal: a stopped process does not execute Ray's command
             if (process := self._tracked.get(self._pids[name])) is not None:
                 _kill(process)  # never another process with the same id
@@ -253,6 +260,7 @@ class RayRuntime:
             ray.kill(actor)
             self._ready.discard(name)
             self._down.discard(name)
+            self._killed.discard(name)
             self._build_args.pop(name, None)
             self._memory.pop(name, None)
 
@@ -261,17 +269,21 @@ class RayRuntime:
             await translate(name, actor.until_gone.remote())
         except RoleDied:
             self._check_daemons()  # if Ray is dead, every role seems dead
-            known = ""
-            if name in self._memory:
-                free = psutil.virtual_memory().available / 2**20
-                known = f"; it held {self._memory[name]:.0f} MB when last seen, {free:.0f} MB are free on this machine"
-            pid, log = self._pids.get(name, "?"), self._log(name)
-            printed = "" if log is None else f"; its output is in {log}"
-            text = f"process {pid} is gone (killed, crashed, or out of memory{known}){printed}"
-            error = RoleDied(name, text, observed=True)
-            if log is not None and (lines := last_lines(log)):
-                error.add_note("\n  ".join([f"last lines of {log}:", *lines]))
-            raise error from None
+            raise self._died(name) from None
+
+    def _died(self, name: str) -> RoleDied:
+        """What is known about the death of a role."""
+        known = ""
+        if name in self._memory:
+            free = psutil.virtual_memory().available / 2**20
+            known = f"; it held {self._memory[name]:.0f} MB when last seen, {free:.0f} MB are free on this machine"
+        pid, log = self._pids.get(name, "?"), self._log(name)
+        printed = "" if log is None else f"; its output is in {log}"
+        text = f"process {pid} is gone (killed, crashed, or out of memory{known}){printed}"
+        error = RoleDied(name, text, observed=True)
+        if log is not None and (lines := last_lines(log)):
+            error.add_note("\n  ".join([f"last lines of {log}:", *lines]))
+        return error
 
     def _log(self, name: str) -> Path | None:
         return None if self._logs is None else self._logs / f"{name}.log"

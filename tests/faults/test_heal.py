@@ -18,7 +18,7 @@ from gcore.observe.events import EventLog, read_events
 from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE, gcore_process, held, rows, steps, train, untimed, write_recipe
-from tests.faults.test_kill import EMULATED
+from tests.faults.test_kill import EMULATED, Running
 
 SHAPE = ("controllers=2", "placement.policy.replicas=2", "placement.trainer.ranks=2", "checkpoint.every=2")
 CASES = {
@@ -105,6 +105,38 @@ def test_an_engine_that_fails_during_a_rollback(tmp_path, expected, kind):
     assert [event["role"] for event in events if event["event"] == "hung"] == ["engine-1"] * (kind == "stop")
     assert "engine-1" in [event["role"] for event in events if event["event"] == "died"]
     assert [untimed(row) for row in steps(found)] == expected
+
+
+WAITS = """import asyncio
+from pathlib import Path
+
+async def workflow(ctx, prompt):
+    while '"restarted"' not in Path({events!r}).read_text():
+        await asyncio.sleep(0.02)
+    return await ctx.reward(await ctx.generate(prompt))
+"""
+
+
+@pytest.mark.release
+def test_an_engine_restarted_before_the_checkpoint_is_loaded(tmp_path):
+    """It must get the weights of the checkpoint, not those that the trainer started with: while the trainer loads it,
+    the engine dies and is restarted. All prompts wait for the restart, so that the engine serves them."""
+    plain = steps(train(tmp_path, "plain", *SHAPE, *EMULATED, "checkpoint.keep_last=9"))
+    plan = [
+        {"kind": "slow", "role": "trainer-0", "at": "load", "seconds": 15.0},
+        {"kind": "slow", "role": "controller-0", "at": "to:engine-1:load_weights", "seconds": 5.0},
+    ]
+    folder, flow = tmp_path / "runs" / "healed", tmp_path / "waits.py"
+    flow.write_text(WAITS.format(events=str(folder / "events.jsonl")))
+    resume = ("run.name=healed", f"run.resume={tmp_path / 'runs' / 'plain' / 'step_2'}", "run.resume_anyway=true")
+    keys = (f"workflow={flow}:workflow", f"run.steps={len(plain)}", f"faults.plan={json.dumps(plan)}")
+    run = Running(tmp_path, *SHAPE, *EMULATED, *resume, *keys)
+    run.wait_for("process ids:")
+    run.find("engine-1").kill()
+    output = run.end()
+    assert run.process.returncode == 0, output
+    assert [event["event"] for event in read_events(folder)].count("restarted") == 1
+    assert [untimed(row) for row in steps(rows(folder))] == [untimed(row) for row in plain[2:]]
 
 
 DISK = {  # kind -> the moment, and what the user reads

@@ -68,8 +68,12 @@ class Running:
         return "".join(self.lines)
 
     def wait_for_steps(self) -> None:
+        self.wait_for(r"step .*reward(?!.*eval)")
+
+    def wait_for(self, pattern: str) -> None:
+        """A line that begins so."""
         deadline = time.monotonic() + LIMIT_S
-        while not any(line.startswith("step ") and "reward" in line and "eval" not in line for line in self.lines):
+        while not any(re.match(pattern, line) for line in self.lines):
             assert self.process.poll() is None and time.monotonic() < deadline, "".join(self.lines)
             time.sleep(0.1)
         self.family = {p.pid: p for p in psutil.Process(self.process.pid).children(recursive=True)}
