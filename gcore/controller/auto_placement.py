@@ -18,7 +18,7 @@ from gcore.controller.machines import Cluster, Machine, as_cluster
 from gcore.controller.plan import auto_slots
 from gcore.simulate.costs import GPUS, Gpu
 from gcore.simulate.estimate import Mode
-from gcore.simulate.plan_inputs import Constraints, Workload
+from gcore.simulate.plan_inputs import WIDTHS, Constraints, Workload
 from gcore.simulate.planner import PlanResult, plan
 from gcore.simulate.shapes import model_shape
 from gcore.types import UserError
@@ -76,6 +76,7 @@ def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
     """Assumes that responses and verdicts have half of their maximum length: nothing was generated yet."""
     sampling, generation, judges = config.sampling, config.generation, config.rewards.engine_judges
     widest = max(judges, key=lambda judge: judge.tensor_parallel)
+    trainer_tp = config.placement.trainer.tensor_parallel
     workload = Workload(
         prompts=sampling.prompts_per_step,
         samples=sampling.samples_per_prompt,
@@ -90,6 +91,8 @@ def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
         policy_tp=generation.tensor_parallel,
         judge_tp=widest.tensor_parallel,
         modes=SLOT_MODES,
+        trainer_tp=trainer_tp if trainer_tp in WIDTHS else 1,
+        trainer_context=config.training.context_parallel,
         max_tokens_per_gpu=config.training.max_tokens_per_gpu,
         checkpointing=config.training.activation_checkpointing,
         offload=config.training.offload,

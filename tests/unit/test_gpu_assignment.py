@@ -11,6 +11,7 @@ from gcore.controller.auto_placement import choose_mode
 from gcore.controller.build import sleep_level
 from gcore.controller.gpu_assignment import GpuAssignment, separate_gpus, shared_gpus
 from gcore.controller.plan import Machine, make_plan
+from gcore.simulate import planner
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -113,6 +114,16 @@ def test_auto_takes_what_the_planner_ranks_first(config):
     again = yaml.safe_load(dump_config(found))
     assert again["placement"]["mode"] == found.placement.mode  # what the run's folder says
     assert found.model_copy(update={"placement": asked.placement}) == asked  # and nothing else has changed
+
+
+def test_auto_plans_the_degrees_of_the_trainer(config, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "gcore.controller.auto_placement.plan", lambda *args: (seen.append(args[-1]), planner.plan(*args))[1]
+    )
+    ranks = "placement.trainer.ranks=8", "placement.trainer.tensor_parallel=2"
+    auto(config("placement.mode=auto", *ranks, "training.context_parallel=2"))
+    assert (seen[0].trainer_tp, seen[0].trainer_context) == (2, 2)
 
 
 def test_auto_with_a_static_split_names_it(config, monkeypatch):
