@@ -116,7 +116,7 @@ class RayRuntime:
         self._build_args: dict[str, tuple[Any, ...]] = {}  # arguments of Process.build, by role
         self._memory: dict[str, float] = {}
         self._daemons = {p.pid: p for p in _descendants() if p.name().startswith(("gcs_server", "raylet"))}
-        self._tracked: dict[int, psutil.Process] = {}
+        self._tracked: dict[int, psutil.Process] = {}  # signals go through these: never to a later process with this id
         self._guard = Guard() if self._owns_cluster else None
         self._track_processes()
         self._reserved = Reservation(bundles, bundle_nodes) if bundles else None
@@ -234,25 +234,27 @@ class RayRuntime:
         if name not in self._down:
             self._killed.add(name)
         if self._owns_cluster:  # by signal: a stopped process does not execute Ray's command
+            self._track_processes()
             if (process := self._tracked.get(self._pids[name])) is not None:
-                _kill(process)  # never another process with the same id
+                _kill(process)
         else:
             ray.kill(self._actors[name], no_restart=False)
 
     def dump_stacks(self) -> None:
         if self._owns_cluster:
-            for pid in self._pids.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
+            self._track_processes()
+            for process in filter(None, map(self._tracked.get, self._pids.values())):
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGUSR1)
 
     async def stop_group(self, kind: str) -> None:
         import ray
 
+        self._track_processes()
         for name in [name for name in self._actors if name.rpartition("-")[0] == kind]:
             actor, pid = self._actors.pop(name), self._pids.pop(name, None)
-            if self._owns_cluster and pid is not None:
+            if self._owns_cluster and (process := self._tracked.get(pid or 0)) is not None:
                 with contextlib.suppress(psutil.Error):
-                    process = psutil.Process(pid)
                     family = [*process.children(recursive=True), process]  # also the reward workers of a controller
                     for member in family:
                         _kill(member)
