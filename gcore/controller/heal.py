@@ -124,7 +124,8 @@ class RoleWatch:
         await controllers[0].begin_restart(name)
         await self._runtime.revive(name)
         if not await controllers[0].restore(name):
-            return  # it died again; the runtime reports this death too
+            self._runtime.kill(name)  # it may be alive, if a call did not arrive; `watch` of the runtime reports it
+            return
         await asyncio.gather(*(c.mark_alive(name) for c in controllers))
         self._restarting.discard(name)
         self._events.add("restarted", role=name)
