@@ -27,9 +27,9 @@ ANSWER_S = 20.0  # timeout of a health check; a replica that exceeds it gets no 
 class WeightResender:
     """Sends the weights of the current version to engines that missed an update. Used by controller 0.
 
-    Everything that changes the trainers' weights or needs the engines' memory holds the lock `trainers_in_use`: the
-    start of a run, and each step from its preparation on. An evaluation has no trainers; it sends the weights of
-    `load_saved` again, if any."""
+    Everything that changes the trainers' weights, copies them for a checkpoint or needs the engines' memory holds the
+    lock `trainers_in_use`: the start of a run, each step from its preparation on, and each save. An evaluation has no
+    trainers; it sends the weights of `load_saved` again, if any."""
 
     def __init__(self, trainers: Sequence[TrainerClient], version: Callable[[], int]) -> None:
         self._trainers, self._version = trainers, version

@@ -68,7 +68,8 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
     if position.before_training:
         await services.evaluator.evaluate(position.step)
     if config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
-        await checkpointer.save(RunPosition(position.step, warmed=None))
+        async with setup.weight_resender.trainers_in_use:
+            await checkpointer.save(RunPosition(position.step, warmed=None))
     return services, position.step
 
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
 
+from gcore.checkpoint import store
 from gcore.clients import EngineClient
+from gcore.config import load_config
+from gcore.controller import loop
+from gcore.controller.checkpointing import Checkpointer, RunPosition
 from gcore.controller.replicas import Replicas, WeightResender
+from gcore.controller.status import LiveStatus
 from gcore.generation.pool import EnginePool
-from gcore.protocols import RoleDied
+from gcore.observe.trace import Tracer
+from gcore.protocols import Rendezvous, RoleDied
+from gcore.runtime.local import Hub, LocalGroup
+from tests.e2e.helpers import write_recipe
 
 
 class Handle:
@@ -65,6 +76,80 @@ def test_an_engine_with_its_own_devices_starts_at_any_time():
             await asyncio.sleep(0.01)
             assert not restoring.done()  # weights are sent between two uses of the trainers
         assert await restoring
+
+    asyncio.run(main())
+
+
+def test_an_engine_gets_no_weights_while_the_trainer_saves(monkeypatch):
+    """Two collectives of the trainer ranks at the same time: each rank could start with another one."""
+
+    async def main() -> None:
+        replicas, resender, _ = make_replicas(Handle("engine-0"))
+        seen = list[bool]()
+
+        async def save_if_due(step: int, score: float | None) -> None:
+            restoring = asyncio.ensure_future(replicas.restore("engine-0"))
+            await asyncio.sleep(0.01)
+            seen.append(restoring.done())
+
+        async def nothing(*args: Any) -> Any:
+            return (), ()
+
+        async def open_run(setup: Any) -> tuple[Any, int]:
+            return services, 0
+
+        services = SimpleNamespace(
+            config=SimpleNamespace(run=SimpleNamespace(steps=1)),
+            status=SimpleNamespace(timed=lambda name, step: contextlib.nullcontext()),
+            weight_resender=resender,
+            recorder=SimpleNamespace(record_step=nothing),
+            evaluator=SimpleNamespace(evaluate_if_due=nothing),
+            checkpointer=SimpleNamespace(save_if_due=save_if_due),
+            close=nothing,
+        )
+        monkeypatch.setattr(loop, "open_run", open_run)
+        for stage in ("rollout", "prepare", "train", "update_weights"):
+            monkeypatch.setattr(loop, stage, nothing)
+        await loop.Controller(SimpleNamespace(replicas=replicas)).run()  # type: ignore[arg-type]
+        assert seen == [False]
+
+    asyncio.run(main())
+
+
+def test_no_controller_saves_before_controller_0_may(tmp_path):
+    """It may still send weights to a restarted engine, on all trainer ranks."""
+    config, started = load_config(write_recipe(tmp_path), [f"run.dir={tmp_path}", "run.name=saved"]), list[int]()
+
+    class Trainers:
+        def __init__(self, rank: int) -> None:
+            self.rank, self.topology = rank, {"controllers": 2}
+
+        async def snapshot(self) -> int:
+            started.append(self.rank)
+            return 0
+
+        async def write(self, folder: Path) -> list[Any]:
+            return []
+
+    def checkpointer(rank: int, hub: Hub) -> Checkpointer:
+        status = LiveStatus(rank, Tracer(None, ""))
+        place = {"base": 0, "rate": 1.0}
+        collector: Any = SimpleNamespace(place=lambda: place, ready={}, saved=dict)
+        source: Any = MagicMock(digest="")
+        group = LocalGroup(Rendezvous(rank, 2, None, hub))
+        parts = {"dispatcher": Trainers(rank), "placement": SimpleNamespace(saved=dict)}
+        setup: Any = SimpleNamespace(config=config, controllers=group, status=status, **parts)
+        return Checkpointer(setup, source, collector)
+
+    async def main() -> None:
+        hub = Hub(2)
+        first, second = (checkpointer(rank, hub) for rank in range(2))
+        saving = asyncio.ensure_future(second.save(RunPosition(1, warmed=None)))
+        await asyncio.sleep(0.01)
+        assert not started
+        await asyncio.gather(saving, first.save(RunPosition(1, warmed=None)))
+        await asyncio.gather(first.close(), second.close())
+        assert sorted(started) == [0, 1] and [path.name for path in store.complete(config.run.folder)] == ["step_1"]
 
     asyncio.run(main())
 
