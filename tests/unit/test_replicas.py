@@ -10,12 +10,13 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
+import pytest
 import torch
 
 from gcore.checkpoint import store
 from gcore.clients import EngineClient
 from gcore.config import load_config
-from gcore.controller import loop
+from gcore.controller import loop, start_run
 from gcore.controller.checkpointing import Checkpointer, RunPosition
 from gcore.controller.replicas import Replicas, WeightResender
 from gcore.controller.status import LiveStatus
@@ -154,10 +155,10 @@ def test_no_controller_saves_before_controller_0_may(tmp_path):
     asyncio.run(main())
 
 
-def test_an_engine_that_dies_again_gives_the_devices_back():
+def test_an_engine_that_dies_again_gives_the_devices_back(saved, tmp_path):
     async def main() -> None:
         replicas, resender, _ = make_replicas(Handle("engine-0", dies=True), shares_devices=True)
-        resender._send_saved = lambda engines: engines[0].load_weights(0, {}, (0, 1))  # type: ignore[method-assign]
+        await resender.load_saved(tmp_path, {})
         await replicas.begin_restart("engine-0")
         assert not await replicas.restore("engine-0")
         assert not resender.trainers_in_use.locked()
@@ -165,15 +166,20 @@ def test_an_engine_that_dies_again_gives_the_devices_back():
     asyncio.run(main())
 
 
-def test_an_engine_restarted_in_an_evaluation_gets_the_evaluated_weights(monkeypatch, tmp_path):
-    saved = {"layer.weight": torch.arange(6.0).view(2, 3), "norm.weight": torch.ones(3)}
+@pytest.fixture
+def saved(monkeypatch) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint."""
+    found = {"layer.weight": torch.arange(6.0).view(2, 3), "norm.weight": torch.ones(3)}
     files = SimpleNamespace(
-        shapes=lambda folder: {name: tuple(t.shape) for name, t in saved.items()},
-        read=lambda folder, names: {name: saved[name] for name in names},
+        shapes=lambda folder: {name: tuple(t.shape) for name, t in found.items()},
+        read=lambda folder, names: {name: found[name] for name in names},
     )
     monkeypatch.setattr("gcore.checkpoint.tensors.shapes", files.shapes)
     monkeypatch.setattr("gcore.checkpoint.tensors.read", files.read)
+    return found
 
+
+def test_an_engine_restarted_in_an_evaluation_gets_the_evaluated_weights(saved, tmp_path):
     async def main() -> None:
         handles = [Handle("engine-0"), Handle("engine-1")]
         replicas, resender, pool = make_replicas(*handles)
@@ -183,5 +189,31 @@ def test_an_engine_restarted_in_an_evaluation_gets_the_evaluated_weights(monkeyp
         for handle in handles:
             assert handle.weights.keys() == saved.keys()
             assert all(np.array_equal(handle.weights[name], saved[name].numpy()) for name in saved)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_dead_when_an_evaluation_starts(saved, monkeypatch, tmp_path):
+    """The evaluation starts without it. It gets the weights and serves when it is restarted."""
+
+    async def no_prompts(setup: Any) -> tuple[None, dict[str, Any]]:
+        return None, {}
+
+    monkeypatch.setattr(start_run, "_load_prompts", no_prompts)
+    monkeypatch.setattr(start_run, "Evaluator", MagicMock())
+    monkeypatch.setattr(start_run, "Recorder", MagicMock())
+
+    async def main() -> None:
+        handles = [Handle("engine-0"), Handle("engine-1", dies=True)]
+        replicas, resender, pool = make_replicas(*handles)
+        config = MagicMock(run=SimpleNamespace(resume=str(tmp_path)))
+        config.trains_on_answers.return_value = False
+        group = LocalGroup(Rendezvous(0, 1, None, Hub(1)))
+        parts = {"pool": pool, "weight_resender": resender, "controllers": group}
+        await start_run.open_evaluation(SimpleNamespace(config=config, **parts))  # type: ignore[arg-type]
+        assert [*pool.alive()] == [0] and handles[0].weights.keys() == saved.keys()
+        handles[1].dies = False
+        assert await replicas.restore("engine-1") and handles[1].weights.keys() == saved.keys()
+        assert [*pool.alive()] == [0, 1]
 
     asyncio.run(main())
