@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from gcore.clients import EngineClient, ScorerClient
-from gcore.generation.replica_pool import Pool, QueueEntry
+from gcore.generation.replica_pool import RECALL_S, Pool, QueueEntry
 from gcore.generation.routing import limits_of, own_replicas, shared_limit
 from gcore.observe.links import Links
 from gcore.protocols import RoleDied, RoleReport
@@ -162,7 +162,7 @@ class EnginePool(Pool[EngineClient]):
                 raise
             self._aborts.add(answer)
             answer.add_done_callback(self._count_aborted)
-            self._abort(i, ticket)
+            self._abort(i, ticket, answer)
             raise
         finally:
             self._tickets[i].discard(ticket)
@@ -185,12 +185,15 @@ class EnginePool(Pool[EngineClient]):
             self._recalled.add(ticket)
             self._abort(i, ticket)
 
-    def _abort(self, i: int, ticket: str) -> None:
-        """Send the abort without waiting, so that a replica that does not respond blocks no caller."""
+    def _abort(self, i: int, ticket: str, answer: asyncio.Future[Any] | None = None) -> None:
+        """Send the abort without waiting, so that a replica that does not respond blocks no caller. `answer`: repeat it
+        until the requests are back."""
 
         async def abort() -> None:
             with contextlib.suppress(RoleDied):  # a dead replica has no slots to free
                 await self.replicas[i].abort(ticket)
+                while answer is not None and not (await asyncio.wait({answer}, timeout=RECALL_S))[0]:
+                    await self.replicas[i].abort(ticket)
 
         task = asyncio.ensure_future(abort())
         self._aborts.add(task)  # the event loop holds only weak references to tasks

@@ -463,6 +463,26 @@ def test_an_abort_that_came_too_early_is_said_again():
     run(main)
 
 
+def test_the_abort_of_a_cancelled_caller_that_came_too_early_is_said_again():
+    """Otherwise the replica would decode to the end for nobody, and the sleep of all engines would wait for it."""
+
+    async def main() -> None:
+        a = Replica("a")
+        pool = EnginePool(engines(a))
+        call = begin(pool.generate(ask(0)))
+        await settle()
+        call.cancel()
+        await asyncio.sleep(0.5)
+        assert a.aborted == [a.ticket(0)]
+        await asyncio.sleep(1.0)
+        assert a.aborted == [a.ticket(0)] * 2
+        a.answer(0, piece([3]))
+        await asyncio.sleep(5.0)
+        assert a.aborted == [a.ticket(0)] * 2 and not pool._aborts
+
+    run(main)
+
+
 def test_a_drain_waits_for_every_call():
     async def main() -> None:
         a = Replica("a")
