@@ -34,9 +34,9 @@ PING_S = 5.0  # between two checks of a process that answers
 DEATH_S = 10.0  # for the runtime to notice the death of a process whose connections broke
 UNREACHABLE_S = 5.0  # for the runtime to notice the death of a replica that a controller cannot call
 STACKS_S = 1.0  # for the processes to write their stacks
-BROKEN_CONNECTIONS = (  # exceptions of collectives, and of Ray for a reference to weights
-    *("TimeoutError", "DistBackendError", "DistNetworkError"),
-    *("ActorDiedError", "ActorUnavailableError"),
+BROKEN_CONNECTIONS = (  # exceptions of collectives, of weight transfers, and of Ray for a reference to weights
+    *("TimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError"),
+    *("BroadcastError", "ActorDiedError", "ActorUnavailableError"),
 )
 REVIVABLE = ("engine-", "judge-", "scorer-")  # roles without state except weights
 MIN_REVIVALS = 3  # of one replica per hour, also if run.max_restarts is lower

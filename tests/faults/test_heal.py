@@ -200,6 +200,8 @@ def test_what_a_rollback_can_heal():
     assert is_healable(RoleDied("trainer-0", "gone"))
     assert is_healable(RoleError("controller-1", "collective", "", kind="TimeoutError"))
     assert is_healable(RoleError("controller-0", "of a trainer rank", "", kind="ActorUnavailableError"))
+    assert is_healable(RoleError("engine-0", "a broadcast failed three times", "", kind="BroadcastError"))
+    assert is_healable(RoleError("trainer-1", "trainer-0 died as they met", "", kind="DistStoreError"))
     assert not is_healable(RoleDied("ray", "gone"))
     assert not is_healable(RoleError("trainer-0", "ValueError: x", "", kind="ValueError"))
     assert not is_healable(RoleError("trainer-0", "x", "", user_error=True, kind="TimeoutError"))
