@@ -109,6 +109,7 @@ class Checkpointer:
         with self._status.timed("checkpoint", position.step):
             started = time.perf_counter()
             await self.drain()
+            await self._group.barrier(f"save at {position}")  # controller 0 may still send weights to an engine
             # No await between these lines: they must be of the same moment.
             place, groups = self._collector.place(), [list(group) for group in self._collector.ready.values()]
             collector_state = self._collector.saved()

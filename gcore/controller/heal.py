@@ -34,6 +34,10 @@ PING_S = 5.0  # between two checks of a process that answers
 DEATH_S = 10.0  # for the runtime to notice the death of a process whose connections broke
 UNREACHABLE_S = 5.0  # for the runtime to notice the death of a replica that a controller cannot call
 STACKS_S = 1.0  # for the processes to write their stacks
+BROKEN_CONNECTIONS = (  # exceptions of collectives, of weight transfers, and of Ray for a reference to weights
+    *("TimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError"),
+    *("BroadcastError", "ActorDiedError", "ActorUnavailableError"),
+)
 REVIVABLE = ("engine-", "judge-", "scorer-")  # roles without state except weights
 MIN_REVIVALS = 3  # of one replica per hour, also if run.max_restarts is lower
 C = TypeVar("C")
@@ -62,10 +66,10 @@ def is_healable(error: BaseException) -> bool:
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """A collective failed although both sides are alive."""
+    """A collective or a transfer of weights failed, maybe although both sides are alive."""
     if not isinstance(error, RoleError) or error.user_error:
         return False
-    return error.kind in ("TimeoutError", "DistBackendError", "DistNetworkError") or "gloo/transport" in error.message
+    return error.kind in BROKEN_CONNECTIONS or "gloo/transport" in error.message
 
 
 async def wait_for_cause(tasks: Collection[asyncio.Future[Any]], grace_s: float) -> None:
@@ -124,7 +128,8 @@ class RoleWatch:
         await controllers[0].begin_restart(name)
         await self._runtime.revive(name)
         if not await controllers[0].restore(name):
-            return  # it died again; the runtime reports this death too
+            self._runtime.kill(name)  # it may be alive, if a call did not arrive; `watch` of the runtime reports it
+            return
         await asyncio.gather(*(c.mark_alive(name) for c in controllers))
         self._restarting.discard(name)
         self._events.add("restarted", role=name)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from gcore.clients import EngineClient, TrainerClient
 from gcore.generation.pool import EnginePool
-from gcore.protocols import ReplicaPool, RoleDied
+from gcore.protocols import ReplicaPool, RoleDied, Weights
 from gcore.weights.transfer import WeightTransfer
 
 CHECK_S = 30.0  # between two health checks
@@ -27,9 +27,9 @@ ANSWER_S = 20.0  # timeout of a health check; a replica that exceeds it gets no 
 class WeightResender:
     """Sends the weights of the current version to engines that missed an update. Used by controller 0.
 
-    Everything that changes the trainers' weights or needs the engines' memory holds the lock `trainers_in_use`: the
-    start of a run, and each step from its preparation on. An evaluation has no trainers; it sends the weights of
-    `load_saved` again, if any."""
+    Everything that changes the trainers' weights, copies them for a checkpoint or needs the engines' memory holds the
+    lock `trainers_in_use`: the start of a run, each step from its preparation on, and each save. An evaluation has no
+    trainers; it sends the weights of `load_saved` again, if any."""
 
     def __init__(self, trainers: Sequence[TrainerClient], version: Callable[[], int]) -> None:
         self._trainers, self._version = trainers, version
@@ -48,36 +48,42 @@ class WeightResender:
         """Send to restarted engines. The caller holds the lock. False: one of them died again."""
         if not engines:
             return True
-        if not self._trainers:
-            try:
-                await self._send_saved(engines)
-            except RoleDied:
-                return False
-            return True
-        served = await self._transfer.send(engines, self._version(), restarted=True)
+        if self._trainers:
+            served = await self._transfer.send(engines, self._version(), restarted=True)
+        else:
+            served = await self._send_saved(engines)
         return all(engine.name in served for engine in engines.values())
 
-    async def load_saved(self, folder: Path, engines: Mapping[int, EngineClient]) -> None:
-        """For an evaluation: send the weights of a checkpoint."""
-        async with self.trainers_in_use:
-            self._saved = folder
-            await self._send_saved(engines)
+    async def load_saved(self, folder: Path, engines: Mapping[int, EngineClient]) -> list[str]:
+        """For an evaluation: send the weights of a checkpoint. The caller holds the lock. Returns the names of the
+        engines that have them: all but those that died."""
+        self._saved = folder
+        return await self._send_saved(engines)
 
-    async def _send_saved(self, engines: Mapping[int, EngineClient]) -> None:
+    async def _send_saved(self, engines: Mapping[int, EngineClient]) -> list[str]:
         """One bucket in memory at a time."""
+        alive = list(engines.values())
         if (folder := self._saved) is None:
-            return
+            return [engine.name for engine in alive]
         import torch
 
         from gcore.checkpoint.tensors import read, shapes
         from gcore.weights.bucket import bucket_names
 
+        async def load(engine: EngineClient, weights: Weights, bucket: tuple[int, int]) -> bool:
+            try:
+                await engine.load_weights(0, weights, bucket)
+            except RoleDied:
+                return False
+            return True
+
         sizes = {name: torch.empty(shape, device="meta") for name, shape in shapes(folder).items()}
         buckets = bucket_names(sizes, torch.float32)
         for index, names in enumerate(buckets):
             weights = {name: t.numpy() for name, t in (await asyncio.to_thread(read, folder, names)).items()}
-            loads = (engine.load_weights(0, weights, (index, len(buckets))) for engine in engines.values())
-            await asyncio.gather(*loads)
+            loaded = await asyncio.gather(*(load(engine, weights, (index, len(buckets))) for engine in alive))
+            alive = [engine for engine, has in zip(alive, loaded, strict=True) if has]
+        return [engine.name for engine in alive]
 
 
 class Slots(Protocol):

@@ -68,7 +68,8 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
     if position.before_training:
         await services.evaluator.evaluate(position.step)
     if config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
-        await checkpointer.save(RunPosition(position.step, warmed=None))
+        async with setup.weight_resender.trainers_in_use:
+            await checkpointer.save(RunPosition(position.step, warmed=None))
     return services, position.step
 
 
@@ -80,10 +81,13 @@ async def open_evaluation(setup: Setup) -> Evaluator:
             f"{setup.config.objective} are logged in training (key: rewards)"
         )
     _, held_out = await _load_prompts(setup)
-    resume = setup.config.run.resume
-    if setup.controllers.rank == 0 and resume not in ("never", "auto"):
-        await setup.weight_resender.load_saved(Path(resume) / "weights", dict(enumerate(setup.pool.replicas)))
-    await setup.controllers.barrier("weights to evaluate")
+    resume, pool, missed = setup.config.run.resume, setup.pool, list[str]()
+    async with setup.weight_resender.trainers_in_use:
+        if setup.controllers.rank == 0 and resume not in ("never", "auto"):
+            served = await setup.weight_resender.load_saved(Path(resume) / "weights", dict(enumerate(pool.replicas)))
+            missed = [engine.name for engine in pool.replicas if engine.name not in served]
+        for name in (await setup.controllers.all_gather("weights to evaluate", missed))[0]:
+            pool.mark_dead(name)  # until it is restarted
     return Evaluator(setup, Recorder(setup), held_out)
 
 

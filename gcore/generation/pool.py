@@ -19,10 +19,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gcore.clients import EngineClient, ScorerClient
-from gcore.generation.replica_pool import Pool, QueueEntry
+from gcore.generation.replica_pool import RECALL_S, Pool, QueueEntry, Reason
 from gcore.generation.routing import limits_of, own_replicas, shared_limit
 from gcore.observe.links import Links
 from gcore.protocols import RoleDied, RoleReport
@@ -55,6 +56,7 @@ class EnginePool(Pool[EngineClient]):
         self._tickets: list[set[str]] = [set() for _ in engines]  # in progress, by replica
         self._recalled: set[str] = set()  # aborted by `drain`; they continue on another replica
         self._aborts: set[asyncio.Future[Any]] = set()
+        self._returning: list[set[asyncio.Future[Any]]] = [set() for _ in engines]  # of cancelled callers, by replica
         self._aborted_requests = self._aborted_tokens = 0  # of cancelled callers, since the last report
         self._num_calls = 0
         self._ended: deque[int] = deque(maxlen=MAX_LENGTHS)  # length of each response, since the last report
@@ -160,9 +162,9 @@ class EnginePool(Pool[EngineClient]):
             if not sent:
                 answer.cancel()
                 raise
-            self._aborts.add(answer)
-            answer.add_done_callback(self._count_aborted)
-            self._abort(i, ticket)
+            self._returning[i].add(answer)
+            answer.add_done_callback(partial(self._count_aborted, i))
+            self._abort(i, ticket, answer)
             raise
         finally:
             self._tickets[i].discard(ticket)
@@ -174,23 +176,32 @@ class EnginePool(Pool[EngineClient]):
         self._aborted_tokens = self._aborted_requests = 0
         return aborted
 
-    def _count_aborted(self, answer: asyncio.Future[list[Completion]]) -> None:
-        self._aborts.discard(answer)
+    def _count_aborted(self, i: int, answer: asyncio.Future[list[Completion]]) -> None:
+        self._returning[i].discard(answer)
         if not answer.cancelled() and answer.exception() is None:
             self._aborted_requests += len(answer.result())
             self._aborted_tokens += sum(completion.content.num_steps for completion in answer.result())
+
+    async def _until_empty(self, i: int, why: Reason) -> None:
+        """Also of requests of cancelled callers, which may still be on their way to a replica that will sleep."""
+        await super()._until_empty(i, why)
+        while self._returning[i] and why in self._closed[i]:
+            await asyncio.wait(self._returning[i], timeout=RECALL_S)
 
     def _recall(self, i: int) -> None:
         for ticket in self._tickets[i]:
             self._recalled.add(ticket)
             self._abort(i, ticket)
 
-    def _abort(self, i: int, ticket: str) -> None:
-        """Send the abort without waiting, so that a replica that does not respond blocks no caller."""
+    def _abort(self, i: int, ticket: str, answer: asyncio.Future[Any] | None = None) -> None:
+        """Send the abort without waiting, so that a replica that does not respond blocks no caller. `answer`: repeat it
+        until the requests are back."""
 
         async def abort() -> None:
             with contextlib.suppress(RoleDied):  # a dead replica has no slots to free
                 await self.replicas[i].abort(ticket)
+                while answer is not None and not (await asyncio.wait({answer}, timeout=RECALL_S))[0]:
+                    await self.replicas[i].abort(ticket)
 
         task = asyncio.ensure_future(abort())
         self._aborts.add(task)  # the event loop holds only weak references to tasks

@@ -51,8 +51,8 @@ class ReplicaSwitch:
     judges, which keep their weights.
 
     A command runs on all given replicas in parallel. The first error is raised after all have ended. With `skip_dead`,
-    the death of a replica is no error: the driver restarts it. `on_death`: gets the name of such a replica, which may
-    be alive, but did not get the command.
+    the death of a replica is no error: the driver restarts it. `on_death`: gets the name of a replica that died. It may
+    be alive, if only the command or the answer was lost: then nobody knows whether it sleeps.
     """
 
     def __init__(
@@ -123,11 +123,12 @@ class ReplicaSwitch:
         results = await asyncio.gather(*map(command, replicas), return_exceptions=True)
         changes = []
         for replica, result in zip(replicas, results, strict=True):
+            if isinstance(result, RoleDied):
+                self._on_death(replica.client.name)
+        for result in results:
             if not isinstance(result, BaseException):
                 changes.append(result)
-            elif skip_dead and isinstance(result, RoleDied):
-                self._on_death(replica.client.name)
-            else:
+            elif not (skip_dead and isinstance(result, RoleDied)):
                 raise result
         return changes
 

@@ -27,7 +27,7 @@ import pickle
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -164,13 +164,15 @@ class TreeGroup:
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self._timeout_s, self._fan_out = timeout_s, fan_out
         self._limit_s = timeout_s * (1 - SHORTER * depth_of(self.rank, fan_out))
-        self._meeting = Meeting(rendezvous, fan_out)
+        with _broken_means_late():
+            self._meeting = Meeting(rendezvous, fan_out)
         self._num_subgroups = 0
         self._open("0")
 
     def _open(self, name: str) -> None:
         self._name = name
-        self._up, self._down = self._meeting.connect(name)
+        with _broken_means_late():
+            self._up, self._down = self._meeting.connect(name)
         self._last = dict.fromkeys(self._down, "the start")  # by child: its last collective
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"collective-{name}")
 
@@ -236,6 +238,17 @@ class TreeGroup:
         except (OSError, EOFError):
             problem = problem or f"the connection to controller-{parent} broke"
         return problem, value
+
+
+@contextlib.contextmanager
+def _broken_means_late() -> Iterator[None]:
+    """A member that dies while the others connect to it is missing, as in a collective."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except (OSError, EOFError) as error:
+        raise TimeoutError(f"the controllers did not meet: {type(error).__name__}: {error}") from error
 
 
 def _send(link: Link, message: Any) -> None:

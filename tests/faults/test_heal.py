@@ -199,6 +199,9 @@ def test_restarts_per_hour():
 def test_what_a_rollback_can_heal():
     assert is_healable(RoleDied("trainer-0", "gone"))
     assert is_healable(RoleError("controller-1", "collective", "", kind="TimeoutError"))
+    assert is_healable(RoleError("controller-0", "of a trainer rank", "", kind="ActorUnavailableError"))
+    assert is_healable(RoleError("engine-0", "a broadcast failed three times", "", kind="BroadcastError"))
+    assert is_healable(RoleError("trainer-1", "trainer-0 died as they met", "", kind="DistStoreError"))
     assert not is_healable(RoleDied("ray", "gone"))
     assert not is_healable(RoleError("trainer-0", "ValueError: x", "", kind="ValueError"))
     assert not is_healable(RoleError("trainer-0", "x", "", user_error=True, kind="TimeoutError"))
@@ -262,3 +265,48 @@ def test_a_replica_that_a_controller_cannot_call(tmp_path, monkeypatch):
     report(67, engine_1="suspect")
     assert runtime.killed == ["engine-0", "engine-1"]
     assert [event["event"] for event in read_events(tmp_path)] == ["unreachable"] * 2
+
+
+def test_a_replica_that_cannot_be_called_after_its_restart(tmp_path):
+    """It is alive, so the runtime would not report it: it is killed and restarted once more."""
+    deaths: asyncio.Queue[RoleDied] = asyncio.Queue()
+    restored, alive, done = [False, True], list[str](), asyncio.Event()
+
+    class Restarted(FakeRuntime):
+        async def watch(self) -> None:
+            raise await deaths.get()
+
+        async def revive(self, name: str) -> None: ...
+
+        async def answers(self, name: str) -> None: ...
+
+        def ready(self) -> set[str]:
+            return set()
+
+        dead = ready
+
+        def kill(self, name: str) -> None:
+            super().kill(name)
+            deaths.put_nowait(RoleDied(name, "killed", observed=True))
+
+    async def called(name: str) -> None: ...
+
+    async def restore(name: str) -> bool:
+        return restored.pop(0)
+
+    async def mark_alive(name: str) -> None:
+        alive.append(name)
+
+    async def main() -> None:
+        progress = SimpleNamespace(note=lambda text: done.set() if "is restarted, with" in text else None)
+        runtime = Restarted()
+        watch: Any = RoleWatch(runtime, progress, EventLog(tmp_path), Run(hang_s=60))  # type: ignore[arg-type]
+        client = SimpleNamespace(mark_dead=called, begin_restart=called, restore=restore, mark_alive=mark_alive)
+        deaths.put_nowait(RoleDied("engine-0", "killed", observed=True))
+        watching = asyncio.ensure_future(watch.watch([client]))
+        await asyncio.wait_for(done.wait(), 10)
+        watching.cancel()
+        assert runtime.killed == alive == ["engine-0"]
+
+    asyncio.run(main())
+    assert [event["event"] for event in read_events(tmp_path)] == ["died", "died", "restarted"]

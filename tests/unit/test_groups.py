@@ -8,13 +8,14 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any
 
 import pytest
 
 from gcore.protocols import Group, Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
-from gcore.runtime.tree import TreeGroup, parent_of
+from gcore.runtime.tree import TreeGroup, _link, parent_of
 
 Program = Callable[[Group], Coroutine[Any, Any, Any]]
 
@@ -191,6 +192,21 @@ def test_a_member_that_is_gone_is_named():
 
     broke = "the connection to controller-1 broke (last seen at 'step 1')"
     assert [broke in str(answer) for answer in tree(3, program)] == [True, False, True]
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+def test_a_member_that_dies_as_the_others_meet_is_missing(greeted):
+    """The same kind of error as that of a collective: the driver starts the controllers again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        joining = threads.submit(TreeGroup, Rendezvous(1, 2, address, secret=b"s"))
+        link = _link(listener.accept()[0])
+        if greeted:
+            deliver_challenge(link, b"s")
+            answer_challenge(link, b"s")
+        link.close()
+        with pytest.raises(TimeoutError, match="did not meet"):
+            joining.result(20)
 
 
 def test_a_stranger_is_not_let_in():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -125,6 +126,21 @@ def test_all_commands_end_before_an_error_is_raised_and_a_dead_replica_returns_a
         assert 0 in switch.maybe_awake() and 0 in switch.maybe_asleep()  # unknown
         switch.mark_dead(0)
         assert switch.maybe_asleep() == {1}
+
+    run(main)
+
+
+@pytest.mark.parametrize("skip_dead", [True, False])
+def test_a_replica_that_a_command_did_not_reach_is_reported(skip_dead):
+    """It may be alive: if nobody reported it, it could sleep and get requests for the rest of the step."""
+
+    async def main() -> None:
+        a, b, c, lost = Replica("a"), Replica("b"), Replica("c"), list[str]()
+        switch = ReplicaSwitch([EngineClient(replica) for replica in (a, b, c)], 2, on_death=lost.append)
+        a.fails["sleep"], c.fails["sleep"] = (RoleDied(name, "the connection was cut") for name in "ac")
+        with contextlib.nullcontext() if skip_dead else pytest.raises(RoleDied, match="a died"):
+            await switch.sleep([0, 1, 2], skip_dead=skip_dead)
+        assert lost == ["a", "c"]
 
     run(main)
 
