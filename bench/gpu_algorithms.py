@@ -124,14 +124,19 @@ def main() -> None:
     for task in args.tasks:
         for algorithm in args.algorithms:
             for seed in args.seeds:
-                each = run(args, task, algorithm, seed)
+                try:
+                    each = run(args, task, algorithm, seed)
+                except subprocess.CalledProcessError as error:  # the other runs are worth having
+                    print(f"| {task} | {algorithm} | {seed} | exit code {error.returncode} | | | |", flush=True)
+                    continue
                 found.setdefault(task, {}).setdefault(algorithm, {})[seed] = each
                 steps, accuracies, seconds = zip(*each["curve"], strict=True)
                 values = (accuracies[0], accuracies[-1], max(accuracies))
                 shown = " | ".join(f"{value:.3f}" for value in values)
                 print(f"| {task} | {algorithm} | {seed} | {shown} | {seconds[-1] / steps[-1]:.2f} |", flush=True)
     (Path(args.folder) / "curves.json").write_text(json.dumps(found))
-    draw(found, Path(args.folder) / "curves.png")
+    if found:
+        draw(found, Path(args.folder) / "curves.png")
 
 
 if __name__ == "__main__":

@@ -290,7 +290,8 @@ def main() -> None:
             record["parts"][part] = run_worker(__file__, part, arguments, work, args.limit, variables)
         if args.json:
             args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
-    show(record, args)
+        show(record, args)  # of the parts so far: a caller may have a time limit
+        sys.stdout.flush()
 
 
 @contextmanager

@@ -425,7 +425,9 @@ def main() -> None:
             args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
         if "error" in record["model"]:
             sys.exit("the model could not be written")
-    show(record, args)
+        if name in args.only:  # of the parts so far: a caller may have a time limit
+            show(record, args)
+            sys.stdout.flush()
 
 
 def parse() -> argparse.Namespace:

@@ -284,7 +284,8 @@ def main() -> None:
         record["parts"][part] = run_worker(__file__, part, arguments, work, args.limit)
         if args.json:
             args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
-    show(record)
+        show(record)  # of the parts so far: a caller may have a time limit
+        sys.stdout.flush()
 
 
 def show(record: dict[str, Any]) -> None:

@@ -356,7 +356,8 @@ def main() -> None:
         warm = True
         if args.json:
             args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
-    show(record, args)
+        show(record, args)  # of the systems so far: a caller may have a time limit
+        sys.stdout.flush()
 
 
 def worker_arguments(args: argparse.Namespace) -> list[str]:

@@ -298,7 +298,8 @@ def main() -> None:
         record["systems"][system] = run_worker(__file__, system, arguments, work, args.limit)
         if args.json:
             args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
-    show(record, args)
+        show(record, args)  # of the systems so far: a caller may have a time limit
+        sys.stdout.flush()
 
 
 def show(record: dict[str, Any], args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ had not saved, and the GPU is free again for the next one.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ GRACE_S = 20  # between SIGTERM and SIGKILL
 STARTED = "BENCH_STARTED"  # environment: when the worker was started, in seconds of time.time()
 TARGET = "BENCH_TARGET"  # environment: where `save` writes
 LOG_LINES = 25  # of a failed worker, printed
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def run_worker(
@@ -46,8 +48,16 @@ def run_worker(
     command = [sys.executable, script, "--worker", name, *arguments]
     print(f"{name}: started, at most {limit_s:.0f} s, output in {log}", file=sys.stderr, flush=True)
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # a time limit of the caller: end the worker too
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=variables,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
         try:
             code: int | str = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -61,6 +71,12 @@ def run_worker(
         print(f"{name}: {found['error']}\n  " + "\n  ".join(lines), file=sys.stderr, flush=True)
     print(f"{name}: ended after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return found
+
+
+def _end_with_parent() -> None:
+    """Linux: if this script is killed, the worker gets SIGTERM. It would keep its memory on the GPU."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

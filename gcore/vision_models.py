@@ -112,8 +112,10 @@ def encode(network: Any, media: Sequence[Media]) -> list[Features]:
 def _encode_grids(model: Any, inputs: Sequence[dict[str, Tensor]]) -> list[Features]:
     pixels = torch.cat([own["pixel_values"] for own in inputs])
     found = model.get_image_features(pixels, torch.cat([own["image_grid_thw"] for own in inputs]))
-    layers = getattr(found, "deepstack_features", None) or ()
-    return list(zip(found.pooler_output, *layers, strict=True))
+    sizes = [len(part) for part in found.pooler_output]
+    layers = getattr(found, "deepstack_features", None) or ()  # transformers 5.17 does not divide them among the media
+    parts = [layer.split(sizes) if isinstance(layer, Tensor) else layer for layer in layers]
+    return list(zip(found.pooler_output, *parts, strict=True))
 
 
 def _encode_alone(network: Any, own: dict[str, Tensor]) -> Tensor:

@@ -9,14 +9,18 @@ from gcore.diffusion.denoiser import BuiltDenoiser, Denoiser
 
 
 def load_denoiser(config: Config, device: torch.device, dtype: torch.dtype, *, encoders: bool) -> Denoiser:
-    """`encoders`: with text encoders and VAE, for engines. The same seed builds the same weights in every process."""
+    """`encoders`: with text encoders and VAE, for engines. The same seed builds the same weights in every process.
+    Buffers keep their precision, as in models.py: positions and frequencies of the trainer are not rounded either."""
     if config.model.denoiser is not None:
         denoiser: Denoiser = BuiltDenoiser(config.model.denoiser, config.run.seed)
     else:
         from gcore.diffusion.pipelines import load_pipeline
 
         denoiser = load_pipeline(config, encoders)
-    return denoiser.to(device=device, dtype=dtype).eval()
+    frozen = (tensor for tensor in denoiser.frozen() if isinstance(tensor, torch.nn.Parameter))
+    for parameter in (*denoiser.parameters(), *frozen):
+        parameter.data = parameter.data.to(device=device, dtype=dtype)
+    return denoiser.to(device).eval()
 
 
 def check_denoiser(config: Config) -> None:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "qwen3_vl_text")
+GRID = ("qwen2_5_vl_text", "qwen3_vl_text")  # positions with three axes
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *GRID)
 
 
 class LayerCache(Protocol):
@@ -50,7 +51,7 @@ class FusedDecoder:
         self.head: nn.Linear = model.get_output_embeddings()
         self.layers = [self._fuse(layer) for layer in body.layers]
         positions = torch.arange(max_length, device=self.embedding.device)[None]
-        if config.model_type == "qwen2_5_vl_text":  # one row per axis; all axes of a generated token are equal
+        if config.model_type in GRID:  # one row per axis; all axes of a generated token are equal
             positions = positions.expand(3, 1, -1)
         cos, sin = body.rotary_emb(self.embedding[:1, None], positions)
         sign = torch.ones(self.head_dim, device=sin.device, dtype=sin.dtype)

@@ -138,6 +138,8 @@ class EmbeddedBackend:
     def free(self, level: int) -> float:
         freed = self._cache.nbytes
         self._cache = RowCache(self._num_layers)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # for other processes
         return freed / GIB
 
     def allocate(self, tags: Sequence[str]) -> float:

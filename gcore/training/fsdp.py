@@ -10,7 +10,6 @@ number: the gradient is that of one process that holds the whole batch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +39,13 @@ from gcore.vision_models import takes_images, tower_parameters
 
 RECOMPILE_LIMIT = 64  # of the code of a layer
 LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: fewer hooks on the host
+
+
+def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Parameters are cast, inputs are not: temperatures and rotary angles stay exact, as in an engine."""
+    if dtype == torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 class FsdpBackend:
@@ -99,9 +105,7 @@ class FsdpBackend:
             model.checkpoint_activations()
         if self._tensor_size > 1:  # parameters whose gradients are summed over the tensor group
             self._summed[model] = tensor_parallel.split(network, self._mesh["tensor"])
-        mixed = MixedPrecisionPolicy()
-        if self._dtype != torch.float32:
-            mixed = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        mixed = mixed_precision(self._dtype)
         mesh = self._mesh["copies", "shards"] if self._mesh.size(0) > 1 else self._mesh["shards"]
         layers = model.layers
         if self._compute.compiled:
@@ -117,8 +121,7 @@ class FsdpBackend:
             for first in range(0, len(layers), size):
                 group = list(layers[first : first + size])
                 fully_shard(group, mesh=mesh, mp_policy=mixed, reshard_after_forward=self._shard_size > 1)
-        outer = dataclasses.replace(mixed, cast_forward_inputs=False)  # temperatures stay exact
-        fully_shard(model, mesh=mesh, mp_policy=outer)
+        fully_shard(model, mesh=mesh, mp_policy=mixed)
         return model
 
     def _new_reference(self) -> Any:

@@ -21,9 +21,12 @@ from gcore.diffusion.pipelines import FAMILIES, PipelineDenoiser
 from gcore.generation.diffusion import DiffusionEngine
 from gcore.models import LORA_A, LORA_B, adapters_of
 from gcore.prompts.conditions import ConditionTemplater
+from gcore.protocols import Rendezvous
+from gcore.runtime.gloo import join
 from gcore.training import lora
 from gcore.training.context import Ranks
 from gcore.training.denoise_model import DenoiseModel
+from gcore.training.fsdp import mixed_precision
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 from tests.unit.tiny_pipelines import save_flux, save_sd3
 
@@ -100,6 +103,27 @@ def _counting(family, original, encoded):
         return original(pipe, text)
 
     return dataclasses.replace(family, encode=encode)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # Flux returns views of its layers, and writes into none
+@pytest.mark.parametrize(("name", "scale"), CASES)
+def test_engine_and_trainer_agree_in_half_precision(folders, tmp_path, name, scale):
+    """Neither rounds positions and rotary angles, also where layers are sharded one by one, as on GPUs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    join(Rendezvous(0, 1, None), "gloo")
+    config = config_of(folders[name], guidance_scale=scale, shift=3.0)
+    served = load_denoiser(config, CPU, torch.bfloat16, encoders=True)
+    assert {p.dtype for module in (served, served.pipe.vae) for p in module.parameters()} == {torch.bfloat16}
+    samples = samples_of(config, tmp_path, served)
+    model = DenoiseModel(load_denoiser(config, CPU, torch.float32, encoders=False), spec=served.spec).train()
+    how = {"mesh": init_device_mesh("cpu", (1,)), "mp_policy": mixed_precision(torch.bfloat16)}
+    for module in (*model.layers, model):
+        fully_shard(module, **how)
+    found, rollout, logprobs = logprobs_of(model, samples)
+    assert np.array_equal(found, rollout)
+    logprobs.sum().backward()
 
 
 def test_asleep_it_has_no_encoders_and_awake_it_makes_the_same_pictures(folders, tmp_path):

@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
 from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, TrainBatch, UserError
-from gcore.vision_models import tower_parameters
+from gcore.vision_models import _encode_grids, tower_parameters
 from tests.e2e.test_vision import SMALL
 from tests.unit.test_training import batch_of, config_of
 from tests.unit.test_training import update as train
@@ -112,6 +113,23 @@ def test_a_rank_without_images_has_gradients_of_the_tower(tmp_path):
     logprobs.sum().backward()
     gradients = [p.grad for p in tower_parameters(model.network).values()]
     assert all(g is not None and not g.to_local().any() for g in gradients) and model.encoded == 0
+
+
+@pytest.mark.parametrize("divided", [True, False], ids=["by image", "undivided"])
+def test_features_for_layers_are_those_of_each_image(divided):
+    """Of Qwen3-VL: transformers 5.17 divides only the features for the embedding."""
+    sizes, whole = [4, 1], [torch.arange(5.0)[:, None] + 10 * layer for layer in range(3)]
+
+    def get_image_features(pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+        layers = [layer.split(sizes) if divided else layer for layer in whole[1:]]
+        return SimpleNamespace(pooler_output=whole[0].split(sizes), deepstack_features=layers)
+
+    given = [{"pixel_values": torch.zeros(4 * n, 2), "image_grid_thw": torch.tensor([[1, 2, 2 * n]])} for n in sizes]
+    found = _encode_grids(SimpleNamespace(get_image_features=get_image_features), given)
+    assert [[part[:, 0].tolist() for part in features] for features in found] == [
+        [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]],
+        [[4], [14], [24]],
+    ]
 
 
 def test_a_critic_learns_what_only_the_images_tell(tmp_path):
