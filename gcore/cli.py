@@ -159,13 +159,13 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", default=(), metavar="key=value", help="keys of the scenario, slots=128 steps=50"
     )
     simulate.add_argument(
-        "--policy",
+        "--rule",
         action="append",
         metavar="NAME",
-        help="dynamic, colocated, colocated-early, static:N (blocks of the policy), best-static, proportional, "
-        "paper or oracle; can be repeated; default: dynamic, colocated, best-static",
+        help="placement rule: dynamic, unguarded, colocated, colocated-early, early-swap, static:N (blocks of the "
+        "policy), best-static, proportional, paper or oracle; repeatable; default: dynamic, colocated, best-static",
     )
-    simulate.add_argument("--oracle", action="store_true", help="also the best candidate of many, step by step; slow")
+    simulate.add_argument("--oracle", action="store_true", help="also the best of many rules, step by step; slow")
     simulate.add_argument("--json", metavar="FILE", help="write the first run to this file, for `gcore report FILE`")
     doctor = add("doctor", _doctor, "Report what is installed, which backends can be used, how to install the others.")
     doctor.add_argument(
@@ -255,7 +255,8 @@ def _eval(args: argparse.Namespace) -> int:
     row = run(config, "eval")
     wide = max(18, *map(len, row))
     for name, value in row.items():
-        print(f"{name:{wide}} " + ("none could be scored" if value is None else f"{value:.4f}"))
+        shown = f"{value:,}" if isinstance(value, int) else "none could be scored" if value is None else f"{value:.4f}"
+        print(f"{name:{wide}} {shown}")
     return 0
 
 
@@ -346,7 +347,7 @@ def _simulate(args: argparse.Namespace) -> int:
     from gcore.simulate.table import USUAL, compare, show
 
     scenario = _load("simulate", args.scenario, args.overrides)
-    names = [*(args.policy or USUAL), *(["oracle"] if args.oracle else [])]
+    names = [*(args.rule or USUAL), *(["oracle"] if args.oracle else [])]
     progress = (lambda line: print(f"\r{line}\033[K", end="", file=sys.stderr)) if sys.stderr.isatty() else None
     runs = compare(scenario, list(dict.fromkeys(names)), *([progress] if progress else []))
     if progress:

@@ -72,8 +72,9 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
     return services, position.step
 
 
-async def open_evaluation(setup: Setup) -> Evaluator:
-    """`gcore eval`: no trainer, no output files. Controller 0 reads the weights and sends them to the engines."""
+async def open_evaluation(setup: Setup) -> tuple[Evaluator, int]:
+    """`gcore eval`: no trainer, no output files. Controller 0 reads the weights and sends them to the engines. Also
+    returns the step of the checkpoint, or 0."""
     if setup.config.trains_on_answers("eval"):
         raise UserError(
             f"gcore eval generates answers and scores them, and this recipe has no rewards: the metrics of objective="
@@ -84,7 +85,8 @@ async def open_evaluation(setup: Setup) -> Evaluator:
     if setup.controllers.rank == 0 and resume not in ("never", "auto"):
         await setup.weight_resender.load_saved(Path(resume) / "weights", dict(enumerate(setup.pool.replicas)))
     await setup.controllers.barrier("weights to evaluate")
-    return Evaluator(setup, Recorder(setup), held_out)
+    kind, _, number = Path(resume).name.partition("_")
+    return Evaluator(setup, Recorder(setup), held_out), int(number) if kind == "step" and number.isdigit() else 0
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
