@@ -1,6 +1,7 @@
 """Configuration: what a user mistypes is named, all of it, with the key they meant."""
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -260,9 +261,12 @@ def test_there_are_recipes():
 
 def test_reference_names_every_key():
     text = reference().replace("[].", ".")
+    repeated = re.findall(r"^\| `(\S+)\*` .* as in `(\S+)\*`\. \|$", text, re.M)
+    assert ("critic.model.", "model.") in repeated and ("data.eval.", "data.train.") in repeated
     for key in all_keys():
         parent = any(other.startswith(key + ".") for other in all_keys())
-        assert parent or f"`{key}`" in text, key
+        named = next((other + key.removeprefix(here) for here, other in repeated if key.startswith(here)), key)
+        assert parent or f"`{named}`" in text, key
 
 
 def test_reference_is_up_to_date():
