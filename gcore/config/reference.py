@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from gcore.config.load import items_of, sections_of
+from gcore.config.load import FOREIGN_NAMES, items_of, sections_of
 from gcore.config.tree import Config
 
 HEAD = """# Configuration
@@ -21,6 +21,9 @@ A run is configured by one YAML file; `key=value` on the command line overrides 
 training.lr=1e-5`). Unknown keys and values of a wrong type are errors. They are reported before the run starts, all at
 once, each with the nearest valid key. Relative paths start from the folder in which `gcore` is started.
 This page is generated from `gcore/config/tree.py` by `make docs`.
+"""
+FOREIGN = """The key that a message suggests for a name of TRL, verl or OpenRLHF. Batch sizes there may count samples or
+devices; `sampling.prompts_per_step` counts prompts over all devices.
 """
 TITLES = ("| key | type | default | meaning |", "|---|---|---|---|")
 MIN_REPEATED = 4  # keys of a section that is not written a second time
@@ -34,6 +37,8 @@ def reference() -> str:
     written: dict[str, set[str]] = {}
     for name, info, section in sections:
         lines += [f"\n## `{name}`\n", _text(info.description), "", *TITLES, *_rows(section, f"{name}.", written)]
+    lines += ["\n## Names in other trainers\n", FOREIGN, "| TRL, verl, OpenRLHF | key |", "|---|---|"]
+    lines += [f"| `{name}` | `{key}` |" for name, key in FOREIGN_NAMES.items()]
     return "\n".join(lines) + "\n"
 
 
