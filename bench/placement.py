@@ -87,7 +87,7 @@ def drift(args: argparse.Namespace) -> list[Row]:
         print(f"\n{args.slots} slots, {args.steps} steps, policy 7B, judge {judge} x tp {JUDGES[judge]}")
         if args.seeds > 1:
             print(f"mean of {args.seeds} seeds; `dynamic wins` with the deviation over them")
-        print_row(["policy", "rollout s", "dynamic wins", "idle", "moves", "wasted"], widths)
+        print_row(["rule", "rollout s", "dynamic wins", "idle", "moves", "wasted"], widths)
         seeds = [_drifting(args, judge, seed) for seed in range(args.seeds)]
         for name in seeds[0]:
             runs = [runs[name] for runs in seeds]
@@ -102,7 +102,7 @@ def drift(args: argparse.Namespace) -> list[Row]:
                  f"{found['idle']:.1%}", f"{found['moves']:.0f}", f"{found['wasted']:.0%}"],
                 widths,
             )  # fmt: skip
-            rows.append({"slots": args.slots, "judge": judge, "policy": label, "wins": wins, **found})
+            rows.append({"slots": args.slots, "judge": judge, "rule": label, "wins": wins, **found})
     return rows
 
 

@@ -133,6 +133,8 @@ def evaluate(
         recipe, place = target.config, target.folder
     else:
         recipe, place = target, Path(target) if isinstance(target, str | Path) else Path()
+    if not place.exists():
+        raise UserError(f"{place}: no such run or recipe; expected runs/NAME, runs/NAME/step_N or a YAML file")
     if isinstance(target, Result) or (isinstance(target, str | Path) and place.is_dir()):
         folder, checkpoint = locate(place)
         if not isinstance(recipe, Config):

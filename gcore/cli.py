@@ -7,6 +7,7 @@ Each command is one function that imports what it needs, so `gcore --help` is fa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
-        args.overrides += rest
+        args.overrides = [*args.overrides, *rest]
     return args
 
 
@@ -87,19 +88,19 @@ def _parser() -> argparse.ArgumentParser:
 
     train = add("train", _train, "Train a policy with a recipe.")
     train.add_argument("recipe", help="YAML file, see recipes/")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    train.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
     train.add_argument("--dry-run", action="store_true", help="only check: show sizes, a prompt and rewards, and exit")
     sft = add("sft", _sft, "Supervised training: a recipe with `objective: sft`, or only the warm start of a recipe.")
     sft.add_argument("recipe")
-    sft.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    sft.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
     reward_model = add("train-rm", _train_rm, "Train a scalar reward model on pairs of answers, for `rewards.models`.")
     reward_model.add_argument("recipe", help="YAML file, see recipes/reward_model.yaml")
-    reward_model.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    reward_model.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
     evaluate = add("eval", _eval, "Held-out accuracy of a recipe's model, a run or a checkpoint.")
     evaluate.add_argument(
         "target", help="a recipe (its starting model), runs/NAME (its last checkpoint) or runs/NAME/step_N"
     )
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    evaluate.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
     export = add(
         "export", _export, "Write the policy of a run as a Hugging Face folder, and compare it after reloading."
     )
@@ -154,15 +155,18 @@ def _parser() -> argparse.ArgumentParser:
         "simulate", _simulate, "Simulate a training run on a cluster, event by event, with several placement rules."
     )
     simulate.add_argument("scenario", help="YAML file, see scenarios/")
-    simulate.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the scenario, slots=128 steps=50")
     simulate.add_argument(
-        "--policy",
+        "overrides", nargs="*", default=(), metavar="key=value", help="keys of the scenario, slots=128 steps=50"
+    )
+    simulate.add_argument(
+        "--rule",
+        "--policy",  # its name before
         action="append",
         metavar="NAME",
-        help="dynamic, colocated, colocated-early, static:N (blocks of the policy), best-static, proportional, "
-        "paper or oracle; can be repeated; default: dynamic, colocated, best-static",
+        help="placement rule: dynamic, unguarded, colocated, colocated-early, early-swap, static:N (blocks of the "
+        "policy), best-static, proportional, paper or oracle; repeatable; default: dynamic, colocated, best-static",
     )
-    simulate.add_argument("--oracle", action="store_true", help="also the best candidate of many, step by step; slow")
+    simulate.add_argument("--oracle", action="store_true", help="also the best of many rules, step by step; slow")
     simulate.add_argument("--json", metavar="FILE", help="write the first run to this file, for `gcore report FILE`")
     doctor = add("doctor", _doctor, "Report what is installed, which backends can be used, how to install the others.")
     doctor.add_argument(
@@ -172,10 +176,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(args: argparse.Namespace) -> int:
-    from gcore.config import load_config
+def _load(command: str, path: str, overrides: Sequence[str]) -> Any:
+    """The configuration in a file. A valid file of another command is named as such, not by its unknown keys."""
+    from gcore.config import Config, load_config
+    from gcore.config.reward_model import RewardModelConfig
+    from gcore.simulate.scenario import Scenario
 
-    config = load_config(args.recipe, args.overrides)
+    trees: dict[str, type[Any]] = {"train": Config, "train-rm": RewardModelConfig, "simulate": Scenario}
+    try:
+        return load_config(path, overrides, into=trees[command], what="scenario" if command == "simulate" else "recipe")
+    except UserError:
+        for other in trees:
+            with contextlib.suppress(UserError):
+                load_config(path, into=trees[other])
+                break
+        else:
+            raise
+        if other == command:  # the file is valid, an override is not
+            raise
+    raise UserError(f"{path}: got a file for `gcore {other}`; expected one for `gcore {command}`")
+
+
+def _train(args: argparse.Namespace) -> int:
+    config = _load("train", args.recipe, args.overrides)
     if args.dry_run:
         from gcore.controller.dry_run import dry_run
 
@@ -196,11 +219,9 @@ def _sft(args: argparse.Namespace) -> int:
 
 
 def _train_rm(args: argparse.Namespace) -> int:
-    from gcore.config import load_config
-    from gcore.config.reward_model import RewardModelConfig
     from gcore.controller.train_rm import train_rm
 
-    config = load_config(args.recipe, args.overrides, into=RewardModelConfig)
+    config = _load("train-rm", args.recipe, args.overrides)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
     train_rm(config, lambda line: print(line, flush=True))
     return 0
@@ -226,14 +247,17 @@ def _eval(args: argparse.Namespace) -> int:
         folder, checkpoint = locate(target)
         own = (f"run.resume={checkpoint}", "checkpoint.keep_best=0")  # its metric may be of another evaluation
         config = load_config(folder / "config.yaml", [*own, *args.overrides])
+    elif target.exists():
+        config = _load("train", args.target, args.overrides)
     else:
-        config = load_config(target, args.overrides)
+        raise UserError(f"{target}: no such run or recipe; expected runs/NAME, runs/NAME/step_N or a YAML file")
     if config.data.eval is None:
         raise UserError(f"{target}: no prompts to evaluate on (key: data.eval)")
     row = run(config, "eval")
     wide = max(18, *map(len, row))
     for name, value in row.items():
-        print(f"{name:{wide}} " + ("none could be scored" if value is None else f"{value:.4f}"))
+        shown = f"{value:,}" if isinstance(value, int) else "none could be scored" if value is None else f"{value:.4f}"
+        print(f"{name:{wide}} {shown}")
     return 0
 
 
@@ -321,11 +345,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from gcore.simulate.scenario import load_scenario
     from gcore.simulate.table import USUAL, compare, show
 
-    scenario = load_scenario(args.scenario, args.overrides)
-    names = [*(args.policy or USUAL), *(["oracle"] if args.oracle else [])]
+    scenario = _load("simulate", args.scenario, args.overrides)
+    names = [*(args.rule or USUAL), *(["oracle"] if args.oracle else [])]
     progress = (lambda line: print(f"\r{line}\033[K", end="", file=sys.stderr)) if sys.stderr.isatty() else None
     runs = compare(scenario, list(dict.fromkeys(names)), *([progress] if progress else []))
     if progress:

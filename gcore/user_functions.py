@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -53,7 +54,8 @@ def _import_file(name: str, key: str) -> ModuleType:
     resolve."""
     file = user_files.find(name).resolve()
     if not file.is_file():
-        raise UserError(f"{key}: no such file: {name}")
+        where = "" if Path(name).is_absolute() else f" in the current folder, {Path.cwd()}"
+        raise UserError(f"{key}: no such file: {name}{where}")
     unique = f"gcore_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if unique in sys.modules:
         return sys.modules[unique]

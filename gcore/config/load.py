@@ -37,7 +37,10 @@ FOREIGN_NAMES = {  # names in other trainers
     "save_steps": "checkpoint.every",
     "save_freq": "checkpoint.every",
     "output_dir": "run.dir",
+    "tensor_model_parallel_size": "generation.tensor_parallel",
+    "vllm_tensor_parallel_size": "generation.tensor_parallel",
 }
+MOVED = {"training.tensor_parallel": "placement.trainer.tensor_parallel"}  # of several keys of this name
 SECRET_WORDS = ("token", "secret", "password", "api_key", "apikey")
 Tree = TypeVar("Tree", bound=BaseModel)
 
@@ -59,20 +62,25 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 @overload
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
 @overload
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[Tree]) -> Tree: ...
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[BaseModel] = Config) -> BaseModel:
-    """Reads, overrides, validates. Raises UserError with one line per problem. `into`: the tree of another command."""
-    tree = read_tree(path)
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, into: type[Tree], what: str = "recipe") -> Tree: ...
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, into: type[BaseModel] = Config, what: str = "recipe"
+) -> BaseModel:
+    """Reads, overrides, validates. Raises UserError with one line per problem. `into`: the tree of another command;
+    `what`: the name of such files, for messages."""
+    tree = read_tree(path, what)
     for word in overrides:
         override(tree, word)
     return validate(tree, str(path), into)
 
 
-def read_tree(path: str | Path) -> dict[str, Any]:
+def read_tree(path: str | Path, what: str = "recipe") -> dict[str, Any]:
     """The parsed YAML file, not validated."""
     file = Path(path)
+    if file.is_dir():
+        raise UserError(f"{file}: got a folder; expected a {what}, a YAML file (see {what}s/)")
     if not file.is_file():
-        raise UserError(f"{file}: no such recipe; expected a YAML file (see recipes/)")
+        raise UserError(f"{file}: no such {what}; expected a YAML file (see {what}s/)")
     try:
         tree = parse_yaml(file.read_text())
     except yaml.YAMLError as error:
@@ -210,16 +218,20 @@ def _is_union_tag(part: Any) -> bool:
 
 
 def _nearest_key(where: str, keys: list[str]) -> str | None:
-    """The first of: a name of another trainer, a similar name in the same section, the same name in another section,
-    a similar path."""
+    """The first of: a name of another trainer, a similar name in the same section (a very similar one, if another
+    section has this name), the same name in another section, a similar name there, a similar path."""
     section, _, name = where.rpartition(".")
+    if MOVED.get(where) in keys:
+        return MOVED[where]
     if FOREIGN_NAMES.get(name) in keys:
         return FOREIGN_NAMES[name]
     inside = ".".join(part for part in section.split(".") if not part.isdigit())  # functions.0.name: any item
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == inside]
-    if close := difflib.get_close_matches(name, siblings, 1, cutoff=0.6):
+    same = [key for key in keys if key.rpartition(".")[2] == name]
+    close = difflib.get_close_matches(name, siblings, 1, cutoff=0.8 if same else 0.6)
+    if close:
         return f"{section}.{close[0]}" if section else close[0]
-    if same := [key for key in keys if key.rpartition(".")[2] == name]:
+    if same:
         return same[0]
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}
     if close := difflib.get_close_matches(name, leaves, 1, cutoff=0.75):

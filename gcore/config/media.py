@@ -17,7 +17,7 @@ class MediaData(Section):
     max_frames: PositiveInt = 64
     """Maximum number of frames of a video. A longer one is sampled at equal distances, to this number."""
     fps: Annotated[float, Field(gt=0)] = 2.0
-    """Frames per second of videos whose data do not tell: a message part may have its own `fps`, and animated images
+    """Frames per second of videos whose data do not have it: a message part may have its own `fps`, and animated images
     have durations. The model sees it, as timestamps or positions."""
     max_bad_rows: Count = 0
     """Rows that may be dropped because an image is corrupt, too large, missing or outside of `folder`; they are

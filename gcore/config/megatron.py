@@ -90,17 +90,25 @@ def is_uneven(layers: int, topology: Topology) -> bool:
     return topology.pipeline > 1 and layers % parts > 0 and (layers + 2) % parts == 0 and layers + 2 > parts
 
 
+def check_tensor_parallel(degree: int, shape: Any) -> None:
+    """Raises UserError if the degree does not divide the model. `shape`: simulate.shapes.Shape. For both backends."""
+    parts = {
+        "attention heads": shape.heads,
+        "key and value heads": shape.kv_heads,
+        "rows of an MLP": shape.intermediate,
+    }
+    for what, number in parts.items():
+        if number % degree:
+            raise UserError(f"{TRAINER}.tensor_parallel={degree} must divide the {number} {what} of {shape.name}")
+
+
 def check_shape(topology: Topology, shape: Any) -> None:
     """Raises UserError if the degrees do not divide the model. `shape`: simulate.shapes.Shape."""
-    divided: list[tuple[str, int, str, int]] = [
-        ("tensor_parallel", topology.tensor, "attention heads", shape.heads),
-        ("tensor_parallel", topology.tensor, "key and value heads", shape.kv_heads),
-        ("tensor_parallel", topology.tensor, "rows of an MLP", shape.intermediate),
-        ("expert_parallel", topology.expert, "experts", shape.experts),
-    ]
-    for key, degree, what, number in divided:
-        if number % degree:
-            raise UserError(f"{TRAINER}.{key}={degree} must divide the {number} {what} of {shape.name}")
+    check_tensor_parallel(topology.tensor, shape)
+    if shape.experts % topology.expert:
+        raise UserError(
+            f"{TRAINER}.expert_parallel={topology.expert} must divide the {shape.experts} experts of {shape.name}"
+        )
     parts = topology.pipeline * topology.virtual
     if shape.layers % parts and not is_uneven(shape.layers, topology):
         key = "pipeline_parallel" if topology.virtual == 1 else "pipeline_parallel x virtual_pipeline"

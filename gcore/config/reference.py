@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -11,44 +12,61 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from gcore.config.load import items_of, sections_of
+from gcore.config.load import FOREIGN_NAMES, items_of, sections_of
 from gcore.config.tree import Config
 
 HEAD = """# Configuration
 
 A run is configured by one YAML file; `key=value` on the command line overrides a key (`gcore train recipe.yaml
 training.lr=1e-5`). Unknown keys and values of a wrong type are errors. They are reported before the run starts, all at
-once, each with the nearest valid key.
+once, each with the nearest valid key. Relative paths start from the folder in which `gcore` is started.
 This page is generated from `gcore/config/tree.py` by `make docs`.
 """
+FOREIGN = """The key that a message suggests for a name of TRL, verl or OpenRLHF. Batch sizes there may count samples or
+devices; `sampling.prompts_per_step` counts prompts over all devices.
+"""
+TITLES = ("| key | type | default | meaning |", "|---|---|---|---|")
+MIN_REPEATED = 4  # keys of a section that is not written a second time
 
 
 def reference() -> str:
-    lines = [HEAD]
-    top = [(n, f) for n, f in Config.model_fields.items() if not sections_of(f.annotation)]
-    lines += ["## Top level\n", "| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [_row(name, info) for name, info in top]
-    for name, info in Config.model_fields.items():
-        for section in sections_of(info.annotation):
-            lines += [
-                f"\n## `{name}`\n",
-                _text(info.description),
-                "",
-                "| key | type | default | meaning |",
-                "|---|---|---|---|",
-            ]
-            lines += _rows(section, f"{name}.")
+    top = [(name, info) for name, info in Config.model_fields.items() if not sections_of(info.annotation)]
+    sections = [(name, i, s) for name, i in Config.model_fields.items() for s in sections_of(i.annotation)]
+    lines = [HEAD, "Sections: " + " · ".join(f"[`{name}`](#{name})" for name, _, _ in sections), ""]
+    lines += ["## Top level\n", *TITLES, *(_row(name, info) for name, info in top)]
+    written: dict[str, set[str]] = {}
+    for name, info, section in sections:
+        lines += [f"\n## `{name}`\n", _text(info.description), "", *TITLES, *_rows(section, f"{name}.", written)]
+    lines += ["\n## Names in other trainers\n", FOREIGN, "| TRL, verl, OpenRLHF | key |", "|---|---|"]
+    lines += [f"| `{name}` | `{key}` |" for name, key in FOREIGN_NAMES.items()]
     return "\n".join(lines) + "\n"
 
 
-def _rows(section: type[BaseModel], prefix: str) -> Iterator[str]:
+def _rows(section: type[BaseModel], prefix: str, written: dict[str, set[str]]) -> list[str]:
+    """`written`: the rows of each section so far, without its prefix. A section with the rows of another one is a
+    single row, which refers to it."""
+    own = set(_plain_rows(section, ""))
+    for other, rows in written.items():
+        if len(own) >= MIN_REPEATED and own <= rows:
+            names = ", ".join(f"`{name}`" for name in section.model_fields)
+            return [f"| `{prefix}*` | | | The keys {names}, as in `{other}*`. |"]
+    written[prefix] = own
+    lines = []
     for name, info in section.model_fields.items():
         inner = sections_of(info.annotation) or items_of(info.annotation)
         if not inner or info.default is not PydanticUndefined:
-            yield _row(prefix + name, info)
-        mark = "[].".join if items_of(info.annotation) else ".".join
+            lines.append(_row(prefix + name, info))
+        mark = "[]." if items_of(info.annotation) else "."
         for part in inner:
-            yield from _rows(part, mark([prefix + name, ""]))
+            lines += _rows(part, prefix + name + mark, written)
+    return lines
+
+
+def _plain_rows(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, info in section.model_fields.items():
+        yield _row(prefix + name, info)
+        for part in sections_of(info.annotation) or items_of(info.annotation):
+            yield from _plain_rows(part, f"{prefix}{name}.")
 
 
 def _row(key: str, info: Any) -> str:
@@ -78,7 +96,8 @@ def _type(annotation: Any) -> str:
 
 
 def _text(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
+    """In one line, for a cell of a table. Pages of the documentation become links."""
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", " ".join((text or "").split()).replace("|", "\\|"))
 
 
 if __name__ == "__main__":

@@ -302,7 +302,7 @@ class Config(ObjectiveView, Section):
     """`ray`: one process per replica or rank, on one machine or several (RAY_ADDRESS joins a cluster); `local`:
     everything in one process, for debuggers."""
     workflow: FunctionPath = "gcore.controller.workflow:generate_and_reward"
-    """The function that produces a group of samples, `package.module:function`, see docs/extending.md."""
+    """The function that makes a group of samples, `file.py:NAME` or `package.module:NAME`, see docs/extending.md."""
     objective: Objective = "policy"
     """What is trained. `policy`: reinforcement learning with `algorithm`; `sft`: the answers of the dataset; all
     others: pairs of answers, by the loss of this name, see docs/preference.md. `reward_model`: only for `gcore

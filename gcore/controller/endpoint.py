@@ -5,7 +5,7 @@
     workflow <── session.rollout
 
 A session is one sample: its identity is in its address. Requests that continue a conversation continue from the
-recorded tokens: what the policy sampled is never tokenised again. A conversation that an agent changes or starts anew
+recorded tokens: what the policy sampled is never tokenised again. A conversation that an agent changes or starts again
 is another rollout of the session (`session.rollouts`). The server runs in the controller, listens on the loopback
 interface only, while sessions are open, and asks for a token that is made for it.
 """

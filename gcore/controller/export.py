@@ -29,6 +29,8 @@ PART_BYTES = 5 * 10**9  # of a file of the result
 
 def locate(path: Path) -> tuple[Path, Path]:
     """(run folder, checkpoint) for `runs/NAME` or `runs/NAME/step_N`."""
+    if not path.exists():
+        raise UserError(f"{path}: no such folder; expected runs/NAME or runs/NAME/step_N")
     if (path / store.MANIFEST).is_file():
         return path.parent, store.verify(path)
     found = store.complete(path)

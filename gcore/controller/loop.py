@@ -61,8 +61,8 @@ class Controller:
     async def evaluate(self) -> dict[str, Any]:
         """`gcore eval`: the engines answer the held-out prompts. There are no trainers."""
         with self._setup.replicas.watched():
-            evaluator = await open_evaluation(self._setup)
-            return await evaluator.evaluate(step=0)
+            evaluator, step = await open_evaluation(self._setup)
+            return await evaluator.evaluate(step)
 
 
 async def rollout(services: Services, step: int) -> Collected:

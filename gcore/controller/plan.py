@@ -87,16 +87,15 @@ class Plan:
 
     def lines(self, config: Config) -> list[str]:
         """The derived sizes and the processes, as `--dry-run` prints them."""
-        sampling, algorithm = config.sampling, config.algorithm
-        samples = sampling.prompts_per_step * sampling.samples_per_prompt
+        prompts, mini_batches, steps = config.sampling.prompts_per_step, config.algorithm.mini_batches, config.run.steps
+        text, samples, trained = _step_size(config)
         longest = config.data.max_prompt_length + config.generation.max_response_length
         return [
-            f"step         {sampling.prompts_per_step} prompts x {sampling.samples_per_prompt} = {samples} samples,"
-            f" at most {samples * longest:,} tokens",
-            f"update       {algorithm.mini_batches} mini-batch(es) of {samples // algorithm.mini_batches} samples,"
+            f"step         {text}, at most {samples * longest:,} tokens",
+            f"update       {mini_batches} mini-batch(es) of {trained // mini_batches} samples,"
             f" micro-batches of at most {config.training.max_tokens_per_gpu:,} tokens per rank",
-            f"run          {config.run.steps} steps = {config.run.steps * sampling.prompts_per_step:,} prompts,"
-            f" {config.run.steps * samples:,} samples",
+            f"run          {steps} steps = {steps * prompts:,} {'rows' if config.is_offline else 'prompts'},"
+            f" {steps * samples:,} samples",
             f"processes    1 driver, {self.controllers} controller(s), {self.engines} engine(s) x {self.engine_threads}"
             f" thread(s), {self.trainers} trainer rank(s) x {self.trainer_threads} thread(s)"
             + (f" in tensor-parallel groups of {self.tensor_parallel}" if self.tensor_parallel > 1 else "")
@@ -137,6 +136,20 @@ class Plan:
         paths = {"run.dir": config.run.dir, "model.path": config.model.path}
         named = " and ".join(f"{key}={path}" for key, path in paths.items() if path)
         return [*lines, f"storage      all nodes must see the same files under {named}"]
+
+
+def _step_size(config: Config) -> tuple[str, int, int]:
+    """The samples of a training step in words, their number, and how many of them are trained on."""
+    prompts, siblings = config.sampling.prompts_per_step, config.sampling.samples_per_prompt
+    if config.is_offline:
+        rows, answers = ("pairs", 2 * prompts) if config.needs.pairs else ("rows", prompts)
+        rows = "rows, each with the answer to another row for the KL" if config.needs.labels else rows
+        return f"{prompts} {rows} = {answers} samples", answers, answers
+    samples = prompts * siblings
+    text = f"{prompts} prompts x {siblings} = {samples} samples"
+    if config.needs.pairs:
+        return f"{text}, of which {2 * prompts} are trained on (one pair per prompt)", samples, 2 * prompts
+    return text, samples, samples
 
 
 def make_plan(config: Config, machines: Cluster | Machine, model_mb: int = 0) -> Plan:

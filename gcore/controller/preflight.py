@@ -24,7 +24,7 @@ from gcore.checkpoint.memory import check_memory
 from gcore.checkpoint.remote import Remote
 from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
-from gcore.config.megatron import check_family, check_shape
+from gcore.config.megatron import check_family, check_shape, check_tensor_parallel
 from gcore.config.tree import Config, Dataset
 from gcore.controller.build import Roles, load_filter, load_workflow, quiet
 from gcore.controller.build_rewarder import build_rewarder
@@ -123,6 +123,13 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
         check_shape(plan.topology, model_shape(config.model, "model"))
     warnings += _sizes(config, plan, trains)
     media = check_vision(config)
+    if trains and config.training.backend == "fsdp" and plan.tensor_parallel > 1:
+        try:
+            shape = model_shape(config.model, "model")
+        except UserError:  # a kind of model that the planner does not know: trainer ranks check it
+            pass
+        else:
+            check_tensor_parallel(plan.tensor_parallel, shape)
     if trains:
         replays_experts(config)
         warnings += replay_warning(config)

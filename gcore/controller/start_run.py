@@ -73,8 +73,9 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
     return services, position.step
 
 
-async def open_evaluation(setup: Setup) -> Evaluator:
-    """`gcore eval`: no trainer, no output files. Controller 0 reads the weights and sends them to the engines."""
+async def open_evaluation(setup: Setup) -> tuple[Evaluator, int]:
+    """`gcore eval`: no trainer, no output files. Controller 0 reads the weights and sends them to the engines. Also
+    returns the step of the checkpoint, or 0."""
     if setup.config.trains_on_answers("eval"):
         raise UserError(
             f"gcore eval generates answers and scores them, and this recipe has no rewards: the metrics of objective="
@@ -88,7 +89,8 @@ async def open_evaluation(setup: Setup) -> Evaluator:
             missed = [engine.name for engine in pool.replicas if engine.name not in served]
         for name in (await setup.controllers.all_gather("weights to evaluate", missed))[0]:
             pool.mark_dead(name)  # until it is restarted
-    return Evaluator(setup, Recorder(setup), held_out)
+    kind, _, number = Path(resume).name.partition("_")
+    return Evaluator(setup, Recorder(setup), held_out), int(number) if kind == "step" and number.isdigit() else 0
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------

@@ -13,18 +13,15 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from gcore.checkpoint import memory
-from gcore.checkpoint.remote import Remote
 from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
-from gcore.config import Config, dump_config
+from gcore.config import Config
 from gcore.controller.auto_placement import choose_mode
 from gcore.controller.build import (
     Roles,
@@ -56,6 +53,7 @@ from gcore.controller.node_checks import NodeGate, check_nodes, sent_files
 from gcore.controller.pins import check_models, fetch, pin
 from gcore.controller.plan import Plan, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
+from gcore.controller.run_folder import open_folder
 from gcore.controller.start_report import reporting_start
 from gcore.observe.events import EventLog
 from gcore.observe.logs import OutputPreview
@@ -128,28 +126,6 @@ def _decide(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, Plan,
         changes = {"trace": False, "logs": config.observe.logs and config.run.folder.is_dir()}
         config = config.model_copy(update={"observe": config.observe.model_copy(update=changes)})
     return config, plan, [*filter(None, [why]), *sizes.notes, *checked.warnings, *differences]
-
-
-def open_folder(config: Config) -> Path:
-    """Create the run's folder. An older run of the same name is renamed, never overwritten. A newer copy at a URL is
-    fetched: here and not after a rollback, when copies of later steps are those of an older run."""
-    folder = config.run.folder
-    is_new = config.run.resume == "never" or (config.run.resume == "auto" and not memory.complete(folder))
-    if is_new and folder.exists():
-        memory.close_memory(folder)
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-            number += 1
-        shutil.move(folder, aside)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config))
-    if config.checkpoint.memory_every:
-        memory.open_memory(folder)
-    if config.run.resume == "auto" and (url := config.checkpoint.copy_to) is not None:
-        print(f"looking for checkpoints at {url}", flush=True)
-        if (fetched := Remote(url, config.run.name).fetch(folder)) is not None:
-            print(f"fetched {fetched.name} from {url}", flush=True)
-    return folder
 
 
 async def _run(

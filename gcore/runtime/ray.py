@@ -97,14 +97,23 @@ class RayRuntime:
         import ray
 
         if self._owns_cluster:
-            ray.init(
-                "local",
-                object_store_memory=object_store_mb * 2**20,
-                include_dashboard=False,
-                num_cpus=os.cpu_count(),
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            try:
+                ray.init(
+                    "local",
+                    object_store_memory=object_store_mb * 2**20,
+                    include_dashboard=False,
+                    num_cpus=os.cpu_count(),
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+            except Exception as error:  # Ray has no type for it
+                for process in _descendants():
+                    if process.pid not in self._unrelated:
+                        _kill(process)
+                raise UserError(
+                    f"Ray did not start on this machine: {_first_lines(str(error))} Its logs are in "
+                    "/tmp/ray/session_latest/logs. If the machine is busy, try again; runtime=local needs no Ray"
+                ) from error
         else:
             join()
         self._files: Any = ray.put(files) if files else b""

@@ -85,7 +85,7 @@ class Run:
         found: dict[str, Any] = {
             "kind": "simulation",
             "name": self.scenario.name,
-            "policy": self.rule,
+            "rule": self.rule,
             "slots": self.scenario.slots,
             "roles": self.scenario.grid.roles,
             "steps": self.steps,
@@ -121,7 +121,7 @@ def rule_of(name: str, scenario: Scenario) -> SimulatedRule:
     if name.startswith("static:"):
         fixed = static_split(name, scenario)
         return SimulatedRule(name, lambda view, costs, _: fixed, baselines.static)
-    raise UserError(f"--policy {name}: not a placement rule; expected one of {', '.join(NAMES)}")
+    raise UserError(f"--rule {name}: not a placement rule; expected one of {', '.join(NAMES)}")
 
 
 class _Guarded:
@@ -159,7 +159,7 @@ def _blocks(name: str, scenario: Scenario) -> dict[str, int]:
     if len(numbers) == len(given) == len(roles) and min(numbers) >= 1 and sum(numbers) == total:
         return dict(zip(roles, numbers, strict=True))
     raise UserError(
-        f"--policy {name}: expected static:N with N blocks for the policy, from 1 to {most}, or the blocks of each of "
+        f"--rule {name}: expected static:N with N blocks for the policy, from 1 to {most}, or the blocks of each of "
         f"{', '.join(roles)}, separated by dashes, {total} in all"
     )
 

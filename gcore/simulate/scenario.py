@@ -257,7 +257,7 @@ class Scenario(Section):
 
 
 def load_scenario(path: str | Path, overrides: list[str] | None = None) -> Scenario:
-    return load_config(path, overrides or [], into=Scenario)
+    return load_config(path, overrides or [], into=Scenario, what="scenario")
 
 
 @dataclass(slots=True)

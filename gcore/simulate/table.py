@@ -88,7 +88,7 @@ def render(scenario: Scenario, runs: Mapping[str, Run]) -> Table:
     table = Table(
         title=f"{title}\n{steps}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
-    table.add_column("policy", no_wrap=True)
+    table.add_column("rule", no_wrap=True)
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     base = runs.get("dynamic")

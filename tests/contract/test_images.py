@@ -209,7 +209,7 @@ def test_what_was_seen_dies_with_the_weights_that_saw_it(engine, network):
 
 
 def test_who_gives_way_after_new_weights_looks_again(engine, network, monkeypatch):
-    """Two samples have room when the weights come, and no more at the end: one is read anew, with its image."""
+    """Two samples have room when the weights come, and no more at the end: one is read again, with its image."""
     scheduler, gave_way = engine.backend.core.engine_core.engine_core.scheduler, list[str]()
     preempt, new = scheduler._preempt_request, seeing(3)
 

@@ -181,7 +181,7 @@ def test_a_prefix_dies_with_its_weights(networks):
 
 
 def test_those_under_way_go_on_with_the_new_weights_alone(networks):
-    """Their prefixes are computed anew: what follows is what the new policy says to all that came before."""
+    """Their prefixes are computed again: what follows is what the new policy says to all that came before."""
     new, p = network_of(seed=2), prompt(9)
     engine = sglang(networks["qwen3"], max_concurrent=2)
 

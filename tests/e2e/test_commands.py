@@ -46,6 +46,7 @@ def test_eval_of_a_run(finished):
     last = [row for row in rows(finished) if "eval/accuracy" in row][-1]
     assert done.returncode == 0, done.stderr
     assert re.search(rf"eval/accuracy +{last['eval/accuracy']:.4f}\n", done.stdout)
+    assert "step 0/" not in done.stdout and re.search(r"eval/prompts +20\n", done.stdout)
 
 
 def test_export(finished, tmp_path):

@@ -91,7 +91,7 @@ def test_any_number_of_controllers(tmp_path, one, controllers):
 
 
 def test_resume_is_exact(tmp_path, one):
-    """As a kill leaves it: rows that came later than the last checkpoint are there, and are written anew."""
+    """As a kill leaves it: rows that came later than the last checkpoint are there, and are written again."""
     folder = tmp_path / "runs" / "part"
     shutil.copytree(one, folder)
     shutil.rmtree(folder / "step_4")

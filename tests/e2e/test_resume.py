@@ -64,7 +64,7 @@ def warmed(tmp_path_factory):
 @pytest.mark.parametrize("how", HOW, ids=["local", "ray"])
 @pytest.mark.parametrize("last", ["warm_3", "warm_8"])
 def test_a_warm_start_goes_on_from_its_checkpoint(tmp_path, warmed, last, how):
-    """As a kill leaves it: rows that came later than the last checkpoint are there, and are written anew."""
+    """As a kill leaves it: rows that came later than the last checkpoint are there, and are written again."""
     run = tmp_path / "runs" / "part"
     shutil.copytree(warmed, run)
     order = ["warm_3", "warm_6", "warm_8", "step_3", "step_4"]

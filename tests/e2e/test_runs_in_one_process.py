@@ -5,6 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+import ray
+
+from gcore.runtime.ray import RayRuntime
+from gcore.types import UserError
+
 SCRIPT = """
 import asyncio, sys, time
 from gcore.runtime.ray import RayRuntime
@@ -44,3 +50,21 @@ def test_a_second_cluster_starts_in_the_same_process(tmp_path):
     file.write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout.split() == ["first", "second"], done.stderr[-2000:]
+
+
+def test_a_ray_that_does_not_start_is_one_line_and_leaves_no_process(monkeypatch):
+    started = []
+
+    def init(*_, **__):
+        started.append(subprocess.Popen(["sleep", "600"]))
+        raise Exception("The current node timed out during startup.")
+
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(
+        UserError, match=r"Ray did not start .* timed out during startup\. .*runtime=local needs no Ray"
+    ):
+        RayRuntime(128)
+    assert started[0].wait(timeout=60) != 0

@@ -29,7 +29,7 @@ def test_samples_of_a_run(tmp_path):
     assert not (runs / "none" / "samples").exists() and not (runs / "none" / "samples.html").exists()
     assert 'href="samples.html"' in (runs / "one" / "report.html").read_text()
     assert 'href="report.html"' in (runs / "one" / "samples.html").read_text()
-    # a resume forgets what came after its checkpoint, and writes it anew
+    # a resume forgets what came after its checkpoint, and writes it again
     shutil.rmtree(runs / "three" / "step_4")
     recipe = str(write_recipe(tmp_path))
     done = gcore("train", recipe, "run.name=three", *overrides, "controllers=2", "run.resume=auto")

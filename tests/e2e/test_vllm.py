@@ -29,7 +29,7 @@ pytestmark = [
 def test_policy_and_judge_on_vllm(tmp_path):
     done = gcore_process("train", str(RECIPE), f"run.dir={tmp_path}", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 controller(s), 1 engine(s), 1 trainer rank(s), judge critic ready" in done.stdout
+    assert "2 controller(s), 1 engine(s), 1 trainer rank(s), judge grader ready" in done.stdout
     found = steps(rows(tmp_path / "vllm-judge"))
     assert [row["step"] for row in found] == [1, 2, 3]
     for row in found:
@@ -38,5 +38,5 @@ def test_policy_and_judge_on_vllm(tmp_path):
         assert row["sampling/trained"] == 12 and row["batch/samples"] == 48
         assert row["rollout/logprob_diff_mean"] < 1e-5  # 3e-7 was seen: float32 on both sides
         assert row["reward/errors"] == row["staleness/max"] == 0
-        assert row["reward/verdicts"] >= 4 * row["sampling/drawn"] and 0 < row["reward/critic"] <= 0.9
-        assert row["reward/mean"] == pytest.approx(row["reward/exact"] + 0.1 * row["reward/critic"])
+        assert row["reward/verdicts"] >= 4 * row["sampling/drawn"] and 0 < row["reward/grader"] <= 0.9
+        assert row["reward/mean"] == pytest.approx(row["reward/exact"] + 0.1 * row["reward/grader"])

@@ -1,6 +1,6 @@
 """A made-up simulation for tests of the page, and for looking at it:
 
-    python tests/unit/simulated.py FILE.json --slots 64 --steps 40 --policy dynamic
+    python tests/unit/simulated.py FILE.json --slots 64 --steps 40 --rule dynamic
 
 Answers grow longer and fewer are accepted. Under `dynamic`, slots turn from policy into judge when generation runs dry;
 under `static` they never do. The numbers are invented, but the parts agree with each other.
@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 
 
-def simulation(slots: int = 64, steps: int = 40, policy: str = "dynamic", seed: int = 0) -> dict[str, Any]:
+def simulation(slots: int = 64, steps: int = 40, rule: str = "dynamic", seed: int = 0) -> dict[str, Any]:
     random = np.random.default_rng(seed)
     now, rows, timeline, moves = 0.0, [], [], []
     judges = max(1, slots // 4)
     for step in range(1, steps + 1):
         share = (step - 1) / max(steps - 1, 1)
         tail = 30 + 40 * share
-        turn = max(1, slots // 8) if policy == "dynamic" else 0
-        if policy == "dynamic" and step % 5 == 0 and judges < slots // 2:
+        turn = max(1, slots // 8) if rule == "dynamic" else 0
+        if rule == "dynamic" and step % 5 == 0 and judges < slots // 2:
             judges += max(1, slots // 32)
         ends = now + tail * random.beta(6, 2, size=slots - judges)
         turned = set(np.argsort(ends)[:turn].tolist())
-        rollout = float(ends.max() - now) + tail * (0.05 if policy == "dynamic" else 0.2)
+        rollout = float(ends.max() - now) + tail * (0.05 if rule == "dynamic" else 0.2)
         early = [float(ends[slot]) for slot in sorted(turned)]
         for slot in range(slots):
             if slot >= slots - judges:
@@ -64,9 +64,9 @@ def simulation(slots: int = 64, steps: int = 40, policy: str = "dynamic", seed: 
     own = {"rollout_s": total, "idle": idle, "moves": len(moves)}
     others = {"static 3:1": (1.16, 0.11), "colocated": (1.31, 0.04), "oracle": (0.98, -0.01)}
     return {
-        "kind": "simulation", "name": f"drift-{slots}", "policy": policy, "slots": slots, "roles": ["policy", "judge"],
+        "kind": "simulation", "name": f"drift-{slots}", "rule": rule, "slots": slots, "roles": ["policy", "judge"],
         "steps": rows, "timeline": timeline, "moves": moves, "summary": {**own, "tokens_per_s": 51234.5, "seed": seed},
-        "compare": {policy: own, **{n: {"rollout_s": total * k, "idle": idle + d} for n, (k, d) in others.items()}},
+        "compare": {rule: own, **{n: {"rollout_s": total * k, "idle": idle + d} for n, (k, d) in others.items()}},
     }  # fmt: skip
 
 
@@ -80,6 +80,6 @@ if __name__ == "__main__":
     parser.add_argument("file", type=Path)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--policy", default="dynamic")
+    parser.add_argument("--rule", default="dynamic")
     args = parser.parse_args()
-    args.file.write_text(json.dumps(simulation(args.slots, args.steps, args.policy)))
+    args.file.write_text(json.dumps(simulation(args.slots, args.steps, args.rule)))

@@ -201,6 +201,34 @@ def test_trainer_groups_stay_within_a_node(config):
     assert on_cpu.role_nodes["trainer"] == (0, 0, 1, 1) and on_cpu.role_nodes["controller"] == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (
+            [],
+            ["12 prompts x 4 = 48 samples, at most 960 tokens", "1 mini-batch(es) of 48 samples", "= 60 prompts, 240"],
+        ),
+        (["objective=sft"], ["12 rows = 12 samples, at most 240 tokens", "of 12 samples", "= 60 rows, 60 samples"]),
+        (["objective=dpo"], ["12 pairs = 24 samples, at most 480 tokens", "of 24 samples", "= 60 rows, 120 samples"]),
+        (
+            ["objective=kto"],
+            ["12 rows, each with the answer to another row for the KL = 24 samples", "of 24", "60 rows"],
+        ),
+        (
+            ["objective=dpo", "preference.pairs=rollouts"],
+            [
+                "= 48 samples, of which 24 are trained on (one pair per prompt), at most 960 tokens",
+                "of 24",
+                "60 prompts",
+            ],
+        ),
+    ],
+)
+def test_the_size_of_a_step_depends_on_the_objective(config, overrides, lines):
+    found = make_plan(config(*overrides), cpu_nodes(2)).lines(config(*overrides))
+    assert all(words in line for words, line in zip(lines, found, strict=False)), found
+
+
 def test_trainer_groups_that_do_not_divide_the_ranks(config):
     with pytest.raises(UserError, match=r"placement\.trainer: .*tensor_parallel=2 must divide ranks=3"):
         config("placement.trainer.ranks=3", "placement.trainer.tensor_parallel=2")

@@ -1,11 +1,13 @@
 """Configuration: what a user mistypes is named, all of it, with the key they meant."""
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from gcore.cli import main
 from gcore.config import dump_config, load_config
 from gcore.config.load import all_keys, parse_yaml
 from gcore.config.reference import reference
@@ -43,6 +45,8 @@ def refused(path, *overrides) -> str:
         ("training.warm_start.stepss", "training.warm_start.steps"),
         ("rewards.functions.0.wieght", "rewards.functions.0.weight"),
         ("generations.top_k", "generation"),
+        ("training.steps", "run.steps"),  # training.eps is similar, but the name exists elsewhere
+        ("training.tensor_parallel", "placement.trainer.tensor_parallel"),
     ],
 )
 def test_the_nearest_key_is_named(recipe, wrong, meant):
@@ -109,6 +113,37 @@ def test_files_that_are_no_recipe(tmp_path, text, words):
 
 def test_no_such_file(tmp_path):
     assert "no such recipe" in refused(tmp_path / "none.yaml")
+    assert "got a folder; expected a recipe" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "words"),
+    [
+        ("train", "scenarios/drift-64.yaml", "got a file for `gcore simulate`; expected one for `gcore train`"),
+        ("train", "recipes/reward_model.yaml", "got a file for `gcore train-rm`; expected one for `gcore train`"),
+        ("train-rm", "recipes/dpo.yaml", "got a file for `gcore train`; expected one for `gcore train-rm`"),
+        ("simulate", "recipes/dpo.yaml", "got a file for `gcore train`; expected one for `gcore simulate`"),
+        ("simulate", "none.yaml", "no such scenario; expected a YAML file (see scenarios/)"),
+        ("eval", "runs/none", "no such run or recipe; expected runs/NAME, runs/NAME/step_N or a YAML file"),
+        ("eval", "scenarios/drift-64.yaml", "got a file for `gcore simulate`; expected one for `gcore train`"),
+    ],
+)
+def test_a_file_of_another_command(capsys, command, file, words):
+    path = ROOT / file
+    assert main([command, str(path)]) == 2
+    assert capsys.readouterr().err == f"gcore: {path}: {words}\n"
+
+
+def test_a_wrong_override_of_a_right_file(capsys):
+    path = ROOT / "recipes" / "dpo.yaml"
+    assert main(["train", str(path), "run.stepz=3"]) == 2
+    assert capsys.readouterr().err == f"gcore: {path}: run.stepz: unknown key; did you mean run.steps?\n"
+
+
+def test_only_the_file_is_required(capsys):
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: recipe\n")
 
 
 # --- overrides
@@ -226,9 +261,12 @@ def test_there_are_recipes():
 
 def test_reference_names_every_key():
     text = reference().replace("[].", ".")
+    repeated = re.findall(r"^\| `(\S+)\*` .* as in `(\S+)\*`\. \|$", text, re.M)
+    assert ("critic.model.", "model.") in repeated and ("data.eval.", "data.train.") in repeated
     for key in all_keys():
         parent = any(other.startswith(key + ".") for other in all_keys())
-        assert parent or f"`{key}`" in text, key
+        named = next((other + key.removeprefix(here) for here, other in repeated if key.startswith(here)), key)
+        assert parent or f"`{named}`" in text, key
 
 
 def test_reference_is_up_to_date():

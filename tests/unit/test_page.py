@@ -67,7 +67,7 @@ class Page(HTMLParser):
 def small() -> dict[str, Any]:
     """Two steps on two slots; in the second, slot 0 turns from policy into judge."""
     return {
-        "kind": "simulation", "name": "tiny", "policy": "dynamic", "slots": 2, "roles": ["policy", "judge"],
+        "kind": "simulation", "name": "tiny", "rule": "dynamic", "slots": 2, "roles": ["policy", "judge"],
         "steps": [
             {"step": 1, "at_s": 0.0, "rollout_s": 10.0, "update_s": 5.0, "idle": 0.1, "moves": 0, "length": 512.0,
              "busy": {"policy": 0.9, "judge": 0.8}, "split": {"policy": 1, "judge": 1}, "acceptance": 0.9},
@@ -217,7 +217,7 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
 
 def test_text_from_files_stays_text(tmp_path: Path) -> None:
     data = small()
-    data |= {"name": EVIL, "policy": EVIL, "compare": {EVIL: {"rollout_s": 1.0}, "b": {"rollout_s": 2.0}}}
+    data |= {"name": EVIL, "rule": EVIL, "compare": {EVIL: {"rollout_s": 1.0}, "b": {"rollout_s": 2.0}}}
     data["summary"][EVIL] = 3.0
     data["moves"][0] |= {"reason": EVIL, "from": EVIL, "to": EVIL}
     data["timeline"][0]["role"] = EVIL
@@ -244,7 +244,7 @@ def test_no_number_is_no_problem(tmp_path: Path) -> None:
 
 
 def test_several_lie_over_each_other(tmp_path: Path) -> None:
-    static = {**small(), "policy": "static", "moves": [], "summary": {"rollout_s": 50.0, "idle": 0.5}}
+    static = {**small(), "rule": "static", "moves": [], "summary": {"rollout_s": 50.0, "idle": 0.5}}
     model = model_of(tmp_path, small(), static)
     assert (model["title"], model["lead"]) == ("tiny", "2 compared: dynamic, static")
     assert [source["label"] for source in model["sources"]] == ["dynamic", "static"]
@@ -256,7 +256,7 @@ def test_several_lie_over_each_other(tmp_path: Path) -> None:
         ("static", False, "+25.0 %"),
     ]
     Page(render(model))
-    other = {**small(), "name": "drift", "policy": "static"}
+    other = {**small(), "name": "drift", "rule": "static"}
     assert [s["label"] for s in model_of(tmp_path, small(), other)["sources"]] == ["tiny · dynamic", "drift · static"]
     assert [s["label"] for s in model_of(tmp_path, small(), small())["sources"]] == ["dynamic (1)", "dynamic (2)"]
 

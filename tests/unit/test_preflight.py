@@ -85,6 +85,7 @@ def shown(capsys, place: Path, *overrides: str, code: int = 0) -> str:
 
 
 NO_FILE = "data.train.path: no such file or folder: none.jsonl"
+TENSOR_3 = "placement.trainer={tensor_parallel: 3, ranks: 3}"
 
 
 @pytest.mark.parametrize(
@@ -104,12 +105,14 @@ NO_FILE = "data.train.path: no such file or folder: none.jsonl"
         (["train", "RECIPE", "training.device=cuda"], 2, "training.device=cuda: "),
         (["train", "RECIPE", "model={path: PLACE/none}"], 2, "no such folder"),
         (["train", "RECIPE", "workflow=none.py:f"], 2, "workflow: no such file: none.py"),
-        (["train", "RECIPE", "rewards.functions.0.path=none.py:f"], 2, "no such file: none.py"),
+        (["train", "RECIPE", "rewards.functions.0.path=none.py:f"], 2, "none.py in the current folder, /"),
         (["train", "RECIPE", "rewards.functions.0.path=PLACE/rewards.py:fail"], 2, "did you mean fails?"),
         (["train", "RECIPE", "placement.trainer.ranks=100000"], 2, "lower placement.trainer.ranks=100000"),
         (["train", "RECIPE", 'rewards.http=[{name: s, url: "http://127.0.0.1:1/"}]'], 2, "no server answers"),
         (["train-rm", "RM", "data.train.path=none.jsonl"], 2, NO_FILE),
-        (["export", "PLACE/none", "PLACE/out"], 2, "no complete checkpoint there"),
+        (["train", "RECIPE", TENSOR_3], 2, "tensor_parallel=3 must divide the 2 attention heads of model"),
+        (["export", "PLACE/none", "PLACE/out"], 2, "no such folder; expected runs/NAME or runs/NAME/step_N"),
+        (["export", "PLACE", "PLACE/out"], 2, "no complete checkpoint there"),
     ],
 )
 def test_what_needs_no_torch_does_not_import_it(place, arguments, code, said):

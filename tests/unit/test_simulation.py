@@ -475,7 +475,7 @@ def test_spread():
 
 
 def test_names():
-    with pytest.raises(UserError, match=r"--policy fastest: not a placement rule; expected one of dynamic"):
+    with pytest.raises(UserError, match=r"--rule fastest: not a placement rule; expected one of dynamic"):
         simulate(scenario(), "fastest")
     assert simulate(scenario(), "dynamic").rule == "dynamic"
     assert isinstance(runs.rule_of("dynamic", scenario()).decide, runs._Guarded)
@@ -514,7 +514,7 @@ def test_command_prints_a_table_and_writes_what_the_report_reads(tiny, tmp_path,
     ]
     assert names == ["dynamic", "colocated", "best-static"]
     data = json.loads(file.read_text())
-    assert data["policy"] == "dynamic" and set(data["compare"]) == {"dynamic", "colocated", "best-static"}
+    assert data["rule"] == "dynamic" and set(data["compare"]) == {"dynamic", "colocated", "best-static"}
     source = read_source(file)
     assert (source.name, source.rule, len(source.rows), len(source.steps)) == ("tiny", "dynamic", 8, 5)
     assert sorted(source.spans) == [1, 2, 3, 4, 5] and {s.role for s in source.segments} >= {POLICY, JUDGE, "trainer"}
@@ -525,7 +525,7 @@ def test_command_prints_a_table_and_writes_what_the_report_reads(tiny, tmp_path,
 
 
 def test_command_with_named_rules(tiny, capsys):
-    assert main(["simulate", str(tiny), "--policy", "paper", "--policy", "static:2", "steps=2"]) == 0
+    assert main(["simulate", str(tiny), "--rule", "paper", "--rule", "static:2", "steps=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.startswith((" paper", " static"))] == ["paper", "static:2"]
 
@@ -533,8 +533,8 @@ def test_command_with_named_rules(tiny, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "fastest"], "--policy fastest: not a placement rule"),
-        (["--policy", "static:9"], "static:N with N blocks for the policy, from 1 to 3"),
+        (["--rule", "fastest"], "--rule fastest: not a placement rule"),
+        (["--rule", "static:9"], "static:N with N blocks for the policy, from 1 to 3"),
         (["slots=9"], "placement.slots=9 is not a multiple of 2"),
         (["slot=8"], "slots"),
         (["judges.0.model=999T", "judges.0.speed=null"], "999T"),
