@@ -118,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = add(
         "plan", _plan, "Before renting GPUs: does the model fit, how long is a step, which placement is fastest."
     )
+    plan.usage = "gcore plan (--model MODEL | --denoiser NAME) [--judge JUDGE] --gpus N [--gpu GPU] [options]"
     policy = plan.add_mutually_exclusive_group(required=True)
     policy.add_argument("--model", help="the policy: a size (32B, 30B-A3B), a model folder or a hub id")
     policy.add_argument("--denoiser", help="a diffusion model instead, such as sd3.5-medium or flux")

@@ -179,7 +179,7 @@ def _lines(facts: Summary, arrow: str) -> list[tuple[str, str]]:
     change("reward", facts.reward)
     trained = f", {facts.samples:,} samples trained" if facts.samples is not None else ""
     lines.append(("steps", f"{facts.steps}{trained}"))
-    lines.append(("total time", duration(facts.total_s)))
+    lines.append(("total time", f"{duration(facts.total_s)}, without the start of processes"))
     if facts.tokens_per_s is not None:
         lines.append(("tokens/s", count(facts.tokens_per_s)))
     if facts.peak_memory_gb is not None:

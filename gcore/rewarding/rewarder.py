@@ -14,7 +14,7 @@ import numpy as np
 
 from gcore import faults
 from gcore.protocols import ReplicaPool, RoleDied, RoleError
-from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut, short
+from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut, line_of, short
 from gcore.types import Message, RewardError, Rollout, Scored, UserError
 
 
@@ -109,7 +109,7 @@ class WeightedRewarder:
                 cause = error
         failure = str(cause) if isinstance(cause, BadAnswer | TimedOut) else f"raised {short(cause)}"
         where = f"reward {source.name!r}, prompt {group[0].prompt.id}"
-        raise RewardError(f"{where}: {failure} (tried {source.attempts} times)") from cause
+        raise RewardError(f"{where}: {failure}{line_of(cause)} (tried {source.attempts} times)") from cause
 
     def _blend(self, i: int, rollout: Rollout, answers: dict[str, Answer]) -> Scored | None:
         """The weighted sum. As in TRL, None means "does not apply to this sample" and is skipped. Returns None if all

@@ -478,7 +478,7 @@ def test_summary_text_and_panel(tmp_path: Path) -> None:
         "  held-out accuracy  0.125 -> 0.875",
         "  reward             0.250 -> 0.750",
         "  steps              3, 1,536 samples trained",
-        "  total time         58 s",
+        "  total time         58 s, without the start of processes",
         "  tokens/s           1.8k",
         "  peak memory        1.50 GB",
         "  time by stage      generation 36 s, training 13 s, warm start 4.0 s, eval 4.0 s, other 1.0 s",
