@@ -131,7 +131,7 @@ def test_an_engine_restarted_before_the_checkpoint_is_loaded(tmp_path):
     resume = ("run.name=healed", f"run.resume={tmp_path / 'runs' / 'plain' / 'step_2'}", "run.resume_anyway=true")
     keys = (f"workflow={flow}:workflow", f"run.steps={len(plain)}", f"faults.plan={json.dumps(plan)}")
     run = Running(tmp_path, *SHAPE, *EMULATED, *resume, *keys)
-    run.wait_for("process ids:")
+    run.wait_for_line("process ids:")
     run.find("engine-1").kill()
     output = run.end()
     assert run.process.returncode == 0, output
