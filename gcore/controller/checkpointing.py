@@ -84,7 +84,7 @@ class Checkpointer:
         self._background = setup.controllers.subgroup()  # for the collectives of saves in flight
         self._folder = setup.config.run.folder
         self._source, self._collector, self._dispatcher = source, collector, setup.dispatcher
-        self._placement = setup.placement
+        self._placement, self._trainers_in_use = setup.placement, setup.weight_resender.trainers_in_use
         self._tree = parse_yaml(dump_config(setup.config))  # without secrets
         self._in_flight: asyncio.Task[str] | None = None  # result: why it failed, or ""
         self._failure = ""  # of the last save
@@ -94,17 +94,20 @@ class Checkpointer:
 
     async def save_if_due(self, step: int, score: float | None = None) -> None:
         """`score`: of the evaluation of this step, for checkpoint.keep_best."""
-        keys = self._config.checkpoint
+        keys, folder = self._config.checkpoint, None
         if step == self._config.run.steps or (keys.every and step % keys.every == 0):
-            await self.save(RunPosition(step, warmed=None), score)
+            folder = self._folder
         elif keys.memory_every and step % keys.memory_every == 0:
-            await self.save(RunPosition(step, warmed=None), score, self._folder / memory.LINK)
+            folder = self._folder / memory.LINK
+        if folder is not None:
+            async with self._trainers_in_use:  # a snapshot is a collective of the trainer ranks
+                await self.save(RunPosition(step, warmed=None), score, folder)
         elif self._in_flight is not None and self._in_flight.done():
             await self.drain()
 
     async def save(self, position: RunPosition, score: float | None = None, folder: Path | None = None) -> None:
         """Returns when everything that belongs to the checkpoint is copied or protected from changes. `folder`: default
-        is that of the run."""
+        is that of the run. The caller holds the lock `trainers_in_use`."""
         folder = folder or self._folder
         with self._status.timed("checkpoint", position.step):
             started = time.perf_counter()

@@ -33,6 +33,7 @@ BUILD_S = 300.0  # least time without an answer of a process that builds its rol
 PING_S = 5.0  # between two checks of a process that answers
 DEATH_S = 10.0  # for the runtime to notice the death of a process whose connections broke
 UNREACHABLE_S = 5.0  # for the runtime to notice the death of a replica that a controller cannot call
+REVIVE_S = 10.0  # between two restarts of a replica that could not be built
 STACKS_S = 1.0  # for the processes to write their stacks
 BROKEN_CONNECTIONS = (  # exceptions of collectives, of weight transfers, and of Ray for a reference to weights
     *("TimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError"),
@@ -126,7 +127,7 @@ class RoleWatch:
         self._progress.note(with_notes(error, "; its requests go to other replicas until it is restarted"))
         await asyncio.gather(*(c.mark_dead(name) for c in controllers))
         await controllers[0].begin_restart(name)
-        await self._runtime.revive(name)
+        await self._revive(error)
         if not await controllers[0].restore(name):
             self._runtime.kill(name)  # it may be alive, if a call did not arrive; `watch` of the runtime reports it
             return
@@ -134,6 +135,22 @@ class RoleWatch:
         self._restarting.discard(name)
         self._events.add("restarted", role=name)
         self._progress.note(f"{name} is restarted, with current weights: process {self._runtime.processes().get(name)}")
+
+    async def _revive(self, error: RoleDied) -> None:
+        """It was built before, so an exception may be of the moment: the memory of its device is in use, or not free
+        yet. Then try again, in another process; too often: `error`, for a rollback."""
+        name = error.role
+        while True:
+            try:
+                return await self._runtime.revive(name)
+            except RoleError as failed:
+                if failed.user_error:
+                    raise
+                self._progress.note(f"{name} was not restarted: {failed.message}")
+                if not self._budgets[name].take():
+                    raise error from failed
+            self._runtime.kill(name)
+            await asyncio.sleep(REVIVE_S)
 
     def check_reachable(self, statuses: Sequence[ControllerStatus]) -> None:
         """At each poll of the controllers. If a replica is alive, but a controller cannot call it, the connection was

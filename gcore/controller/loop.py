@@ -54,8 +54,7 @@ class Controller:
                         await update_weights(services, step)
                 await services.recorder.record_step(step, collected, metas, stats)
                 score = await services.evaluator.evaluate_if_due(step)
-                async with services.weight_resender.trainers_in_use:  # a snapshot is a collective of the trainer ranks
-                    await services.checkpointer.save_if_due(step, score)
+                await services.checkpointer.save_if_due(step, score)
             await services.close()
 
     async def evaluate(self) -> dict[str, Any]:

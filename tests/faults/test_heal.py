@@ -131,7 +131,7 @@ def test_an_engine_restarted_before_the_checkpoint_is_loaded(tmp_path):
     resume = ("run.name=healed", f"run.resume={tmp_path / 'runs' / 'plain' / 'step_2'}", "run.resume_anyway=true")
     keys = (f"workflow={flow}:workflow", f"run.steps={len(plain)}", f"faults.plan={json.dumps(plan)}")
     run = Running(tmp_path, *SHAPE, *EMULATED, *resume, *keys)
-    run.wait_for("process ids:")
+    run.wait_for_line("process ids:")
     run.find("engine-1").kill()
     output = run.end()
     assert run.process.returncode == 0, output
@@ -265,6 +265,34 @@ def test_a_replica_that_a_controller_cannot_call(tmp_path, monkeypatch):
     report(67, engine_1="suspect")
     assert runtime.killed == ["engine-0", "engine-1"]
     assert [event["event"] for event in read_events(tmp_path)] == ["unreachable"] * 2
+
+
+@pytest.mark.parametrize("failures", [2, 9])
+def test_a_replica_that_cannot_be_built_again_at_once(tmp_path, monkeypatch, failures):
+    """Another role may use the memory that it needs. It is tried again; in the end, a rollback frees the memory."""
+    monkeypatch.setattr("gcore.controller.heal.REVIVE_S", 0.0)
+    notes, tries = list[str](), list[str]()
+
+    class Full(FakeRuntime):
+        async def revive(self, name: str) -> None:
+            tries.append(name)
+            if len(tries) <= failures:
+                raise RoleError(name, "ValueError: no free memory", "", kind="ValueError")
+
+    async def called(name: str) -> bool:
+        return True
+
+    runtime, progress = Full(), SimpleNamespace(note=notes.append)
+    watch: Any = RoleWatch(runtime, progress, EventLog(tmp_path), Run(max_restarts=3))  # type: ignore[arg-type]
+    client = SimpleNamespace(mark_dead=called, begin_restart=called, restore=called, mark_alive=called)
+    restart = watch._restart(RoleDied("engine-0", "killed", observed=True), [client])
+    if failures == 2:
+        asyncio.run(restart)
+        assert tries == ["engine-0"] * 3 and runtime.killed == ["engine-0"] * 2 and "is restarted" in notes[-1]
+    else:
+        with pytest.raises(RoleDied, match="engine-0"):
+            asyncio.run(restart)
+        assert tries == ["engine-0"] * 3 and "no free memory" in notes[-1]
 
 
 def test_a_replica_that_cannot_be_called_after_its_restart(tmp_path):

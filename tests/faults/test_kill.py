@@ -68,9 +68,9 @@ class Running:
         return "".join(self.lines)
 
     def wait_for_steps(self) -> None:
-        self.wait_for(r"step .*reward(?!.*eval)")
+        self.wait_for_line(r"step (?!.*eval).*reward")
 
-    def wait_for(self, pattern: str) -> None:
+    def wait_for_line(self, pattern: str) -> None:
         """A line that begins so."""
         deadline = time.monotonic() + LIMIT_S
         while not any(re.match(pattern, line) for line in self.lines):

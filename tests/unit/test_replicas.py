@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,9 @@ import torch
 
 from gcore.checkpoint import store
 from gcore.clients import EngineClient
-from gcore.config import load_config
-from gcore.controller import loop, start_run
-from gcore.controller.checkpointing import Checkpointer, RunPosition
+from gcore.config import Config, load_config
+from gcore.controller import start_run
+from gcore.controller.checkpointing import Checkpointer
 from gcore.controller.replicas import Replicas, WeightResender
 from gcore.controller.status import LiveStatus
 from gcore.generation.pool import EnginePool
@@ -81,76 +80,66 @@ def test_an_engine_with_its_own_devices_starts_at_any_time():
     asyncio.run(main())
 
 
-def test_an_engine_gets_no_weights_while_the_trainer_saves(monkeypatch):
+class Trainers:
+    """A dispatcher whose ranks have nothing to save."""
+
+    def __init__(self, rank: int, started: list[int]) -> None:
+        self.rank, self.started, self.topology = rank, started, {"controllers": 2}
+
+    async def snapshot(self) -> int:
+        self.started.append(self.rank)
+        await asyncio.sleep(0.01)
+        return 0
+
+    async def write(self, folder: Path) -> list[Any]:
+        return []
+
+
+def make_checkpointer(config: Config, trainers: Trainers, hub: Hub, resender: WeightResender) -> Checkpointer:
+    group = LocalGroup(Rendezvous(trainers.rank, hub.size, None, hub))
+    collector: Any = SimpleNamespace(place=lambda: {"base": 0, "rate": 1.0}, ready={}, saved=dict)
+    parts = {"dispatcher": trainers, "placement": SimpleNamespace(saved=dict), "weight_resender": resender}
+    status = LiveStatus(trainers.rank, Tracer(None, ""))
+    setup: Any = SimpleNamespace(config=config, controllers=group, status=status, **parts)
+    return Checkpointer(setup, MagicMock(digest=""), collector)
+
+
+def test_an_engine_gets_no_weights_while_the_trainer_saves(tmp_path):
     """Two collectives of the trainer ranks at the same time: each rank could start with another one."""
 
     async def main() -> None:
         replicas, resender, _ = make_replicas(Handle("engine-0"))
-        seen = list[bool]()
-
-        async def save_if_due(step: int, score: float | None) -> None:
-            restoring = asyncio.ensure_future(replicas.restore("engine-0"))
-            await asyncio.sleep(0.01)
-            seen.append(restoring.done())
-
-        async def nothing(*args: Any) -> Any:
-            return (), ()
-
-        async def open_run(setup: Any) -> tuple[Any, int]:
-            return services, 0
-
-        services = SimpleNamespace(
-            config=SimpleNamespace(run=SimpleNamespace(steps=1)),
-            status=SimpleNamespace(timed=lambda name, step: contextlib.nullcontext()),
-            weight_resender=resender,
-            recorder=SimpleNamespace(record_step=nothing),
-            evaluator=SimpleNamespace(evaluate_if_due=nothing),
-            checkpointer=SimpleNamespace(save_if_due=save_if_due),
-            close=nothing,
-        )
-        monkeypatch.setattr(loop, "open_run", open_run)
-        for stage in ("rollout", "prepare", "train", "update_weights"):
-            monkeypatch.setattr(loop, stage, nothing)
-        await loop.Controller(SimpleNamespace(replicas=replicas)).run()  # type: ignore[arg-type]
-        assert seen == [False]
+        started, config = list[int](), load_config(write_recipe(tmp_path), ["checkpoint.every=2"])
+        checkpointer = make_checkpointer(config, Trainers(0, started), Hub(1), resender)
+        saving = asyncio.ensure_future(checkpointer.save_if_due(2))
+        while not started:
+            await asyncio.sleep(0)
+        restoring, order = asyncio.ensure_future(replicas.restore("engine-0")), list[str]()
+        saving.add_done_callback(lambda _: order.append("saved"))
+        restoring.add_done_callback(lambda _: order.append("restored"))
+        await asyncio.gather(saving, restoring)
+        assert order == ["saved", "restored"]
+        async with resender.trainers_in_use:
+            await checkpointer.save_if_due(3)  # none is due: the next rollout does not wait for a restart
+        await checkpointer.close()
 
     asyncio.run(main())
 
 
 def test_no_controller_saves_before_controller_0_may(tmp_path):
     """It may still send weights to a restarted engine, on all trainer ranks."""
-    config, started = load_config(write_recipe(tmp_path), [f"run.dir={tmp_path}", "run.name=saved"]), list[int]()
-
-    class Trainers:
-        def __init__(self, rank: int) -> None:
-            self.rank, self.topology = rank, {"controllers": 2}
-
-        async def snapshot(self) -> int:
-            started.append(self.rank)
-            return 0
-
-        async def write(self, folder: Path) -> list[Any]:
-            return []
-
-    def checkpointer(rank: int, hub: Hub) -> Checkpointer:
-        status = LiveStatus(rank, Tracer(None, ""))
-        place = {"base": 0, "rate": 1.0}
-        collector: Any = SimpleNamespace(place=lambda: place, ready={}, saved=dict)
-        source: Any = MagicMock(digest="")
-        group = LocalGroup(Rendezvous(rank, 2, None, hub))
-        parts = {"dispatcher": Trainers(rank), "placement": SimpleNamespace(saved=dict)}
-        setup: Any = SimpleNamespace(config=config, controllers=group, status=status, **parts)
-        return Checkpointer(setup, source, collector)
+    config, started = load_config(write_recipe(tmp_path), []), list[int]()
 
     async def main() -> None:
-        hub = Hub(2)
-        first, second = (checkpointer(rank, hub) for rank in range(2))
-        saving = asyncio.ensure_future(second.save(RunPosition(1, warmed=None)))
-        await asyncio.sleep(0.01)
-        assert not started
-        await asyncio.gather(saving, first.save(RunPosition(1, warmed=None)))
+        hub, resenders = Hub(2), [WeightResender([], lambda: 0) for _ in range(2)]
+        first, second = (make_checkpointer(config, Trainers(r, started), hub, resenders[r]) for r in range(2))
+        async with resenders[0].trainers_in_use:
+            saving = [asyncio.ensure_future(each.save_if_due(config.run.steps)) for each in (first, second)]
+            await asyncio.sleep(0.01)
+            assert not started
+        await asyncio.gather(*saving)
         await asyncio.gather(first.close(), second.close())
-        assert sorted(started) == [0, 1] and [path.name for path in store.complete(config.run.folder)] == ["step_1"]
+        assert sorted(started) == [0, 1] and [path.name for path in store.complete(config.run.folder)] == ["step_5"]
 
     asyncio.run(main())
 
