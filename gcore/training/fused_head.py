@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gcore.decoders import forbid
+from gcore.decoders import MASKED_LOGIT
 
 ChunkFunction = Callable[..., Any]
 
@@ -103,7 +103,11 @@ def _logits(
     if cap is not None:
         bounded = torch.tanh(logits / cap)
         logits, slope = bounded * cap, slope * (1 - bounded * bounded)
-    return forbid(logits / temperature_S[:, None], forbidden), slope / temperature_S[:, None]
+    logits = logits / temperature_S[:, None]
+    at_V = torch.arange(raw.shape[-1], device=raw.device)
+    for token in forbidden:  # as decoders.forbid; an index would make the compiler write all logits in float32
+        logits = torch.where(at_V == token, MASKED_LOGIT, logits)
+    return logits, slope / temperature_S[:, None]
 
 
 def _score(

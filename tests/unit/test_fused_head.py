@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gcore.decoders import forbid
 from gcore.training.fused_head import Scaling, token_logprobs
 
 
@@ -12,7 +13,7 @@ def plain(hidden, weight, targets, temperature, scaling):
     logits = hidden @ weight.t() * scaling.scale
     if scaling.cap is not None:
         logits = torch.tanh(logits / scaling.cap) * scaling.cap
-    logprobs = torch.log_softmax(logits / temperature[:, None], -1)
+    logprobs = torch.log_softmax(forbid(logits / temperature[:, None], scaling.forbidden), -1)
     return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
@@ -20,7 +21,7 @@ def inputs(steps=37, width=12, vocabulary=53, dtype=torch.float64):
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(steps, width, generator=generator, dtype=dtype)
     weight = torch.randn(vocabulary, width, generator=generator, dtype=dtype)
-    targets = torch.randint(vocabulary, (steps,), generator=generator)
+    targets = torch.randint(vocabulary - 2, (steps,), generator=generator)  # the last two may be forbidden
     temperature = 0.5 + torch.rand(steps, generator=generator, dtype=torch.float32).to(dtype)
     return hidden, weight, targets, temperature
 
@@ -38,8 +39,16 @@ LOSSES = {
 }
 
 
+SCALINGS = {
+    "plain": Scaling(),
+    "scaled": Scaling(0.25),
+    "capped": Scaling(2.0, 3.0),
+    "forbidden": Scaling(forbidden=(51, 52)),
+}
+
+
 @pytest.mark.parametrize("chunk", [1, 8, 37, 100])
-@pytest.mark.parametrize("scaling", [Scaling(), Scaling(0.25), Scaling(2.0, 3.0)], ids=["plain", "scaled", "capped"])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_values_and_gradients_are_those_of_the_plain_layer(chunk, scaling, loss):
     hidden, weight, targets, temperature = inputs(dtype=torch.float32)
