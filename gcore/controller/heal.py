@@ -86,6 +86,21 @@ async def wait_for_cause(tasks: Collection[asyncio.Future[Any]], grace_s: float)
         await asyncio.wait(waiting, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
 
 
+def first_cause(errors: Sequence[BaseException | None]) -> BaseException:
+    """A dead process explains exceptions of other roles; an exception of a role explains a broken collective."""
+
+    def rank(error: BaseException | None) -> int:
+        if isinstance(error, RoleDied):
+            return 0 if error.observed else 1
+        if isinstance(error, RoleError):
+            return 3 if "TimeoutError" in error.message else 2
+        return 4
+
+    cause = min(errors, key=rank)
+    assert cause is not None
+    return cause
+
+
 class RoleWatch:
     """Restarts replicas that die, and kills those that hang. Raises RoleDied if a controller or a trainer rank dies or
     hangs, or if one replica dies too often."""

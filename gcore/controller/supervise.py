@@ -41,6 +41,7 @@ from gcore.controller.heal import (
     ProgressWatch,
     RestartBudget,
     RoleWatch,
+    first_cause,
     is_healable,
     lost_nodes,
     wait_for_cause,
@@ -323,28 +324,13 @@ async def _supervise(
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if any(task.exception() for task in done):
                 await wait_for_cause((*runs, *others), GRACE_S)
-                raise _first_cause([t.exception() for t in (*runs, *others) if t.done() and t.exception()])
+                raise first_cause([t.exception() for t in (*runs, *others) if t.done() and t.exception()])
         await _show(controllers, progress, preview)
         return runs[0].result()
     finally:
         for task in (*runs, *others):
             task.cancel()
         await asyncio.gather(*runs, *others, return_exceptions=True)
-
-
-def _first_cause(errors: Sequence[BaseException | None]) -> BaseException:
-    """A dead process explains exceptions of other roles; an exception of a role explains a broken collective."""
-
-    def rank(error: BaseException | None) -> int:
-        if isinstance(error, RoleDied):
-            return 0 if error.observed else 1
-        if isinstance(error, RoleError):
-            return 3 if "TimeoutError" in error.message else 2
-        return 4
-
-    cause = min(errors, key=rank)
-    assert cause is not None
-    return cause
 
 
 async def _poll(
