@@ -31,7 +31,8 @@ def test_a_client_has_the_methods_of_its_role(client, role):
 
 def test_the_controller_has_what_its_client_calls():
     assert {"run", "evaluate"} <= methods(Controller).keys()
-    assert methods(ControllerClient).keys() == {"run", "evaluate", "status", "mark_dead", "restore", "mark_alive"}
+    of_replicas = {"mark_dead", "begin_restart", "restore", "mark_alive"}
+    assert methods(ControllerClient).keys() == {"run", "evaluate", "status", *of_replicas}
 
 
 def test_clients_travel_to_other_processes():
