@@ -29,9 +29,10 @@ import torch
 
 from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
+from gcore.decoders import VISION
 from gcore.generation.sleep import GIB
 from gcore.generation.vllm_run import PLANNED_STEPS
-from gcore.models import Adapters
+from gcore.models import Adapters, auto_class
 from gcore.types import Request, UserError
 
 OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch's: CUDA libraries, NCCL
@@ -212,6 +213,18 @@ def is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def vision_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of the network in a folder, tied ones once, if it takes images; else empty. Trainers
+    send weights by these names. Those of the files often differ: transformers renames them."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    if config.model_type not in VISION:
+        return {}
+    with torch.device("meta"):
+        return {n: tuple(p.shape) for n, p in auto_class(config).from_config(config).named_parameters()}
 
 
 def with_images(

@@ -20,6 +20,7 @@ from gcore.config.tree import Data, Dataset, Model
 from gcore.decoders import forbid, forbidden_tokens
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
+from gcore.generation.vllm_core import vision_shapes
 from gcore.models import load_model, make_empty
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
@@ -121,6 +122,14 @@ def test_engine_and_processing_are_those_of_transformers(family: str, worlds: Ca
         tokens, logprobs = world.reference(number)
         assert tokens == world.requests[number].content.tokens_P.tolist()
         assert off(completion.logprobs_S, logprobs) < CLOSE
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_engine_that_reads_the_folder_expects_the_names_that_trainers_send(family, worlds):
+    """The files of most families have other names."""
+    network = worlds(family).network
+    expected = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
+    assert vision_shapes(Path(str(worlds(family).model.path))) == expected
 
 
 @pytest.mark.parametrize("family", CONFIGS)
