@@ -197,7 +197,11 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
         return MANIFEST
     for name, entry in list(manifest["files"].items())[part::parts]:
         file = checkpoint / name
-        if not file.is_file() or file.stat().st_size != entry["bytes"] or entry_of(file) != entry:
+        try:
+            same = file.stat().st_size == entry["bytes"] and entry_of(file) == entry
+        except OSError:  # missing, or the disk cannot read it
+            same = False
+        if not same:
             return str(name)
     return None
 

@@ -252,14 +252,15 @@ class Checkpointer:
         partial = target / ".partial"
         shutil.rmtree(partial, ignore_errors=True)
         command = [sys.executable, "-m", "gcore.cli", "export", str(checkpoint), str(partial / checkpoint.name)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise OSError("".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]))
             for folder in partial.iterdir():  # with model.lora also that of the adapters
                 shutil.rmtree(target / folder.name, ignore_errors=True)
                 folder.rename(target / folder.name)
-        else:
-            reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-            self._status.note(f"{checkpoint.name} is saved, but not exported: {''.join(reason)}")
+        except OSError as error:  # the checkpoint itself is complete
+            self._status.note(f"{checkpoint.name} is saved, but not exported: {error}")
 
     # ---- restoring ------------------------------------------------------------------------------------------------
 

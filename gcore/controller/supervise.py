@@ -17,9 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from gcore.checkpoint import memory
+from gcore.checkpoint import memory, store
 from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config import Config
 from gcore.controller.auto_placement import choose_mode
@@ -203,9 +204,15 @@ async def _run_to_the_end(
 
 
 def _from_last_checkpoint(config: Config) -> Config:
-    """The configuration of a restart. Without a checkpoint of its own, the run starts as it did."""
-    if not memory.complete(config.run.folder):
+    """The configuration of a restart. Without a checkpoint of its own, the run starts as it did: the folder may have
+    older ones than that of another run from which this one started."""
+    resume, saved = config.run.resume, memory.complete(config.run.folder)
+    if not saved:
         return config
+    if resume not in ("auto", "never"):
+        start = store.read_manifest(Path(resume))
+        if start and store.position(saved[-1]) <= (store.KINDS.index(start["kind"]), start["step"]):
+            return config
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
 
 

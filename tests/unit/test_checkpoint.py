@@ -5,6 +5,7 @@ import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -161,6 +162,12 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, what):
     assert store.damage(last) == name
     with pytest.raises(UserError, match=rf"step_2/{name}: damaged or missing; use an older checkpoint.*run\.resume"):
         store.verify(last)
+
+
+def test_a_file_that_the_disk_cannot_read_is_damaged(tmp_path, monkeypatch):
+    last = save(tmp_path, 2)
+    monkeypatch.setattr(store, "entry_of", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    assert store.damage(last) is not None
 
 
 def test_the_files_are_shared_out_for_verification(tmp_path):

@@ -34,7 +34,7 @@ def checkpoint(folder: Path, step: int, kind: store.Kind = "step") -> Path:
     partial = store.begin(folder, step, 0, kind)
     (partial / "weights").mkdir()
     entry = store.write_file(partial / "weights/0-0.safetensors", [bytes([step]) * 100])
-    return store.commit(partial, {"weights/0-0.safetensors": entry}, {"step": step})
+    return store.commit(partial, {"weights/0-0.safetensors": entry}, {"step": step}, {"kind": kind, "step": step})
 
 
 def test_the_newest_copy_is_fetched_whole(tmp_path, url):
@@ -116,6 +116,16 @@ def test_a_rollback_does_not_fetch_the_copies_of_an_older_run(tmp_path, resume):
     status = SimpleNamespace(show=print, note=print)
     one: Any = SimpleNamespace(_config=restarted, _group=Alone(), _folder=folder, _status=status)
     assert asyncio.run(Checkpointer.find(one)) == found[0]
+
+
+def test_a_rollback_does_not_load_older_checkpoints_than_the_run_started_from(tmp_path):
+    """Its folder has one of an older run. Until it has saved, a restart loads the one of another run again."""
+    start = checkpoint(tmp_path / "other", 4)
+    config = load_config(write_recipe(tmp_path), ["run.name=demo", f"run.resume={start}"])
+    checkpoint(config.run.folder, 2)
+    assert supervise._from_last_checkpoint(config) == config
+    checkpoint(config.run.folder, 6)
+    assert supervise._from_last_checkpoint(config).run.resume == "auto"
 
 
 @pytest.mark.parametrize("bad", ["nosuch://bucket", "s3://bucket"])
