@@ -42,7 +42,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
         lambda: dispatcher.version,
         curriculum,
     )
-    async with setup.weight_resender.trainers_in_use:  # an engine that is restarted meanwhile gets weights after it
+    async with setup.weight_resender.trainers_in_use:  # engines restarted in this block get their weights after it
         await dispatcher.open()
         checkpointer = Checkpointer(setup, source, collector)
         position = await _resume(setup, checkpointer, collector)  # sends the first weights too, if training was resumed

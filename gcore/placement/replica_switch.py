@@ -52,7 +52,7 @@ class ReplicaSwitch:
 
     A command runs on all given replicas in parallel. The first error is raised after all have ended. With `skip_dead`,
     the death of a replica is no error: the driver restarts it. `on_death`: gets the name of a replica that died. It may
-    be alive, if only the command or the answer was lost: then nobody knows whether it sleeps.
+    be alive, if only the command or the answer was lost: then its sleep state is unknown.
     """
 
     def __init__(
