@@ -96,7 +96,7 @@ def measure_trainer(part: str, args: argparse.Namespace) -> None:
     host = HostMemory()
     import torch
 
-    from gcore.controller.build import build_trainer
+    from gcore.controller.build_ranks import build_trainer
     from gcore.controller.plan import detect_machine, make_plan
     from gcore.protocols import Receivers, Rendezvous
     from gcore.weights import publisher

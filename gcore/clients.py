@@ -2,9 +2,9 @@
 
     runtime.start_group ──> Handle ──> EngineClient, TrainerClient, ... ──> pools, dispatcher, driver
 
-The methods are those of protocols.Engine, Trainer and Scorer and of controller/loop.py, so the type checker sees every
-call between processes. Only this file names methods by strings. A client can be sent to another process if its Handle
-can.
+The methods are those of protocols.Engine, Trainer, Critic and Scorer and of controller/loop.py, so the type checker
+sees every call between processes. Only this file names methods by strings. A client can be sent to another process if
+its Handle can.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gcore.protocols import (
     WeightPlan,
     Weights,
 )
-from gcore.types import Completion, Ints, Key, Request, Sample, TrainBatch, Written
+from gcore.types import Completion, Floats, Ints, Key, Request, Sample, TrainBatch, Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class ScorerClient(Client):
         return stats
 
 
-class TrainerClient(Client):
-    """protocols.Trainer behind RPC: one rank."""
+class RankClient(Client):
+    """protocols.Rank behind RPC."""
 
     __slots__ = ()
 
@@ -104,25 +104,9 @@ class TrainerClient(Client):
     async def push(self, source: int, samples: Sequence[Sample]) -> None:
         await self.handle.call("push", source, samples)
 
-    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
-        kl: Mapping[Key, float] = await self.handle.call("prepare", batch)
-        return kl
-
     async def update(self, batch: TrainBatch) -> UpdateStats:
         stats: UpdateStats = await self.handle.call("update", batch)
         return stats
-
-    async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]:
-        metrics: Mapping[str, Metric] = await self.handle.call("evaluate", batch)
-        return metrics
-
-    async def weight_plan(self) -> WeightPlan:
-        plan: WeightPlan = await self.handle.call("weight_plan")
-        return plan
-
-    def weight_bucket(self, index: int, receivers: Receivers) -> Ref[Weights]:
-        """Starts the call; the bucket stays in the rank's process until an engine reads it."""
-        return self.handle.submit("weight_bucket", index, receivers)
 
     async def snapshot(self) -> int:
         num_bytes: int = await self.handle.call("snapshot")
@@ -137,6 +121,54 @@ class TrainerClient(Client):
 
     async def load(self, folder: str, begun: bool = True) -> None:
         await self.handle.call("load", folder, begun)
+
+
+class TrainerClient(RankClient):
+    """protocols.Trainer behind RPC: one rank."""
+
+    __slots__ = ()
+
+    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
+        kl: Mapping[Key, float] = await self.handle.call("prepare", batch)
+        return kl
+
+    async def penalties(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
+        penalties: Mapping[Key, Floats] = await self.handle.call("penalties", keys)
+        return penalties
+
+    async def take_values(self, values: Mapping[Key, Floats]) -> None:
+        await self.handle.call("take_values", values)
+
+    async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]:
+        metrics: Mapping[str, Metric] = await self.handle.call("evaluate", batch)
+        return metrics
+
+    async def weight_plan(self) -> WeightPlan:
+        plan: WeightPlan = await self.handle.call("weight_plan")
+        return plan
+
+    def weight_bucket(self, index: int, receivers: Receivers) -> Ref[Weights]:
+        """Starts the call; the bucket stays in the rank's process until an engine reads it."""
+        return self.handle.submit("weight_bucket", index, receivers)
+
+
+class CriticClient(RankClient):
+    """protocols.Critic behind RPC: one rank."""
+
+    __slots__ = ()
+
+    async def load_policy(self, weights: Weights | Ref[Weights]) -> None:
+        await self.handle.call("load_policy", weights)
+
+    async def prepare(self, batch: TrainBatch) -> None:
+        await self.handle.call("prepare", batch)
+
+    async def values(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
+        values: Mapping[Key, Floats] = await self.handle.call("values", keys)
+        return values
+
+    async def take_penalties(self, penalties: Mapping[Key, Floats]) -> None:
+        await self.handle.call("take_penalties", penalties)
 
 
 class ControllerClient(Client):

@@ -1,10 +1,10 @@
 """The interfaces between processes, and the small values that they exchange.
 
-driver ──start──> Runtime ──> controllers ──call──> Engine, Scorer, Trainer    (Handle: a role behind RPC)
-                                  └──all_gather──> controllers                 (Group: metadata only)
+driver ──start──> Runtime ──> controllers ──call──> Engine, Scorer, Trainer, Critic  (Handle: a role behind RPC)
+                                  └──all_gather──> controllers                       (Group: metadata only)
 
-A *role* is a kind of process: engine, judge, scorer, trainer, controller. A *replica* is one process of a role. Every
-call between processes is async, and every role has its own event loop. clients.py has a typed client per role.
+A *role* is a kind of process: engine, judge, scorer, trainer, critic, controller. A *replica* is one process of a role.
+Every call between processes is async, and every role has its own event loop. clients.py has a typed client per role.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
+from gcore.role_errors import RoleDied as RoleDied
+from gcore.role_errors import RoleError as RoleError
 from gcore.types import (
     Completion,
+    Floats,
     Ints,
     Key,
     Message,
@@ -24,7 +27,6 @@ from gcore.types import (
     Sample,
     Scored,
     TrainBatch,
-    UserError,
     Written,
 )
 
@@ -39,6 +41,7 @@ class WeightPlan:
 
     num_buckets: int  # more than one, so that no process holds a second copy of all weights
     every_rank: bool  # each rank publishes, to the engines on its GPU; else only rank 0
+    exact_buckets: int = 1  # number of buckets with Receivers.exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Receivers:
 
     names: tuple[str, ...]
     restarted: bool = False  # some of them are new processes since the last update
+    exact: bool = False  # critic ranks instead of engines: in float32, through host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +268,9 @@ class Rewarder(Protocol):
     def close(self) -> None: ...
 
 
-class Trainer(Protocol):
-    """One rank. Except for `push`, `write` and `abandon`, all ranks are called, because they meet in collectives."""
+class Rank(Protocol):
+    """A rank of the trainer or of the critic. Except for `push`, `write` and `abandon`, all ranks are called, because
+    they meet in collectives."""
 
     async def info(self) -> TrainerInfo: ...
 
@@ -277,23 +282,8 @@ class Trainer(Protocol):
         """Store the samples that controller `source` has for this rank."""
         ...
 
-    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
-        """Compute logprobs of the policy before the update and of the reference model, if the algorithm needs them.
-        Returns the KL of each sample of this rank, if siblings are compared by reward - KL; else an empty mapping."""
-        ...
-
     async def update(self, batch: TrainBatch) -> UpdateStats:
         """One optimizer step per mini-batch. The batch has the advantages of its samples."""
-        ...
-
-    async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]: ...  # of answers to train on, no update
-
-    async def weight_plan(self) -> WeightPlan:
-        """The number of buckets, and which ranks publish. It does not change during the run."""
-        ...
-
-    async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
-        """Bucket `index` of the full weights, packed, if this rank publishes; else empty."""
         ...
 
     async def snapshot(self) -> int:
@@ -307,6 +297,46 @@ class Trainer(Protocol):
     async def load(self, folder: str, begun: bool = True) -> None:
         """Bring the rank to what `write` wrote. `begun`: False for the warm start, which ends with `begin`."""
         ...
+
+
+class Trainer(Rank, Protocol):
+    """Trains the policy, and the critic if that has no ranks of its own. Implementations: training/rank.py,
+    simulate/trainer.py."""
+
+    async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
+        """Compute logprobs of the policy before the update and of the reference model, if the algorithm needs them.
+        Returns the KL of each sample of this rank, if siblings are compared by reward - KL; else an empty mapping."""
+        ...
+
+    async def penalties(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
+        """After `prepare`, for critic ranks: kl_coef x KL of each step."""
+        ...
+
+    async def take_values(self, values: Mapping[Key, Floats]) -> None: ...  # of critic ranks, before `update`
+
+    async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]: ...  # of answers to train on, no update
+
+    async def weight_plan(self) -> WeightPlan:
+        """The number of buckets, and which ranks publish. It does not change during the run."""
+        ...
+
+    async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
+        """Bucket `index` of the full weights, packed, if this rank publishes; else empty."""
+        ...
+
+
+class Critic(Rank, Protocol):
+    """Trains a critic that has ranks of its own (placement.critic). Implementation: training/critic_rank.py."""
+
+    async def load_policy(self, weights: Weights) -> None:
+        """A bucket of the policy's weights. Before `begin`, if the critic starts as a copy of the policy."""
+        ...
+
+    async def prepare(self, batch: TrainBatch) -> None: ...  # computes the values before the update
+
+    async def values(self, keys: Sequence[Key]) -> Mapping[Key, Floats]: ...  # after `prepare`: one per step
+
+    async def take_penalties(self, penalties: Mapping[Key, Floats]) -> None: ...  # of trainer ranks, before `update`
 
 
 class Group(Protocol):
@@ -386,33 +416,3 @@ class Context(Protocol):
     async def score(self, name: str, group: Sequence[Rollout]) -> list[float | None]: ...  # by one reward, unweighted
 
     async def ask(self, judge: str, messages: Sequence[Message], **params: Any) -> str: ...  # a judge of the recipe
-
-
-class RoleError(RuntimeError):
-    """A role raised an exception. `traceback`: the first one. `user_error`: the user can fix it. `kind`: name of the
-    exception's class, for callers that handle it."""
-
-    def __init__(self, role: str, message: str, traceback: str, user_error: bool = False, kind: str = ""):
-        super().__init__(role, message, traceback, user_error, kind)
-        self.role, self.message, self.traceback, self.user_error = role, message, traceback, user_error
-        self.kind = kind
-
-    @classmethod
-    def of(cls, role: str, error: Exception, traceback: str) -> RoleError:
-        kind, is_users = type(error).__name__, isinstance(error, UserError)
-        return cls(role, str(error) if is_users else f"{kind}: {error}", traceback, is_users, kind)
-
-    def __str__(self) -> str:
-        return f"{self.role}: {self.message}"
-
-
-class RoleDied(RuntimeError):
-    """A process died: killed, crashed or out of memory. `observed`: by the runtime itself; other reports of deaths may
-    be consequences of it."""
-
-    def __init__(self, role: str, detail: str, observed: bool = False):
-        super().__init__(role, detail, observed)
-        self.role, self.detail, self.observed = role, detail, observed
-
-    def __str__(self) -> str:
-        return f"{self.role} died: {self.detail}"

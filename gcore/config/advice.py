@@ -103,6 +103,9 @@ def _critic(config: Config) -> Iterator[str]:
     if (given := _changed(config.critic)) and not config.algorithm.estimator.critic:
         name = config.algorithm.adv_estimator
         yield f"critic.{' and '.join(given)}: no effect with algorithm.adv_estimator={name}; gae has a critic"
+    if config.placement.critic.ranks and not config.algorithm.estimator.critic:
+        name = config.algorithm.adv_estimator
+        yield f"placement.critic.ranks: no effect with algorithm.adv_estimator={name}; gae has a critic"
 
 
 def _unused(config: Config) -> Iterator[str]:

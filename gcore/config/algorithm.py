@@ -1,4 +1,4 @@
-"""Sections `algorithm` (advantages, loss, importance weights, KL) and `critic` (the value network of PPO).
+"""Section `algorithm`: advantages, loss, importance weights, KL.
 
 `algorithm.preset` sets the keys of a paper that the recipe does not set: presets.py. It is applied before validation,
 so `config.yaml` of a run shows the resulting values. `advice.py` warns where a recipe differs from its preset.
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from gcore.config.base import Count, Fraction, Model, NonNegative, PositiveInt, Section
+from gcore.config.base import Count, Fraction, NonNegative, PositiveInt, Section
 from gcore.config.presets import Preset
 
 KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "velocity"]
@@ -178,29 +178,6 @@ class Algorithm(Section):
             )
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_target adapts kl_coef, which is 0; expected kl_coef above 0, its start")
-        return self
-
-
-class Critic(Section):
-    model: Model | None = None
-    """Where the value network of `adv_estimator: gae` starts: a reward model (`gcore train-rm`) or a language model,
-    with the tokenizer of the policy. A language model gets a value head of zeros. If the policy takes images, of the
-    same family. Default: the policy at the start of reinforcement learning; with `model.lora`, the weights in its
-    folder."""
-    lr: NonNegative = 1e-5
-    """Peak learning rate; the schedule is that of `training`."""
-    warmup_steps: Count = 0
-    """Training steps at the start in which only the critic trains."""
-    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """Clip the change of a value in a training step: the loss is the larger one of the plain and the clipped value.
-    `null`: off."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are clipped to this global norm."""
-
-    @model_validator(mode="after")
-    def _stored(self) -> Critic:
-        if self.model is not None and self.model.build is not None:
-            raise ValueError("critic.model.build: expected critic.model.path, or no critic.model: a copy of the policy")
         return self
 
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from gcore.config.algorithm import Algorithm as Algorithm
-from gcore.config.algorithm import Critic as Critic
 from gcore.config.base import (
     Auto,
     Count,
@@ -33,6 +32,8 @@ from gcore.config.base import Lora as Lora
 from gcore.config.base import Model as Model
 from gcore.config.base import PolicyModel as PolicyModel
 from gcore.config.checkpoint import Checkpoint as Checkpoint
+from gcore.config.critic import Critic as Critic
+from gcore.config.critic import CriticPlacement, CriticView, check_critic
 from gcore.config.denoising import Denoising, check_denoising, with_length
 from gcore.config.evaluation import Evaluation as Evaluation
 from gcore.config.evaluation import SetName
@@ -249,7 +250,7 @@ class TrainerPlacement(MegatronDegrees):
     """Data-parallel ranks that share one copy of weights and optimizer state; each group of this size has its own copy
     (HSDP). Must divide `ranks` / `tensor_parallel`. `auto`: all of them on GPUs, 1 on CPU."""
     threads: PositiveInt | Auto = "auto"
-    """CPU threads per process; `auto`: cores of a node divided by its ranks."""
+    """CPU threads per process; `auto`: cores of a node divided by its trainer and critic ranks."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> TrainerPlacement:
@@ -284,11 +285,13 @@ class Placement(Section):
     """The policy's engines."""
     trainer: TrainerPlacement = TrainerPlacement()
     """The trainer."""
+    critic: CriticPlacement = CriticPlacement()
+    """The critic, if it has ranks of its own."""
     object_store_mb: PositiveInt | Auto = "auto"
     """Shared memory for data sent between processes, in MB; `auto`: 256 plus twice the model."""
 
 
-class Config(ObjectiveView, Section):
+class Config(ObjectiveView, CriticView, Section):
     run: Run = Run()
     """Name, folder, seed and length of the run."""
     model: PolicyModel
@@ -375,6 +378,7 @@ class Config(ObjectiveView, Section):
                 "runtime=local has one process and so one trainer rank; got "
                 f"placement.trainer.ranks={trainer.ranks}, tensor_parallel={trainer.tensor_parallel} (use runtime=ray)"
             )
+        check_critic(self)
         if self.placement.mode in ("static", "dynamic", "colocated"):
             self._can_place()
         training = self.training

@@ -1,7 +1,8 @@
 """Builds the objects of every role from the configuration: chooses runtimes, engines, trainers and reward sources.
 
     config ──> see_cluster (driver)
-    config, plan ──> build_runtime (driver), build_engine, build_judge, build_scorer, build_trainer, build_controller
+    config, plan ──> build_runtime (driver), build_engine, build_judge, build_scorer, build_controller
+                     build_trainer, build_critic: see build_ranks.py
 
 The runtime calls each `build_*` of a role in the process of that role, with the group's rendezvous as last argument.
 Backends are imported inside the functions, so only those in use must be installed.
@@ -15,20 +16,19 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gcore import faults
-from gcore.clients import EngineClient, ScorerClient, TrainerClient
+from gcore.clients import CriticClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config.tree import Config, Generation, Judge, Model
 from gcore.controller.environment import cache_folder as cache_folder
 from gcore.controller.environment import quiet as quiet
 from gcore.controller.machines import Cluster, Machine, check_shared_folder, cluster_of, detect_machine
 from gcore.controller.plan import Plan
-from gcore.protocols import Group, Rendezvous, Trainer
+from gcore.protocols import Group, Rendezvous
 from gcore.runtime.protocol import NodeFacts, Runtime
 from gcore.types import Scored, UserError
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from gcore.observe.trace import Tracer
     from gcore.protocols import Engine
     from gcore.rewarding.scalar import ScalarModel
-    from gcore.weights.publisher import WeightPublisher
 
 
 def see_cluster(config: Config) -> Cluster:
@@ -94,7 +93,7 @@ def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
     if generation.denoising is not None:
         from gcore.controller.build_diffusion import diffusion_engine
 
-        _arm_faults(config, name, rendezvous)
+        arm_faults(config, name, rendezvous)
         quiet()
         return diffusion_engine(config, plan, name, rendezvous.rank)
     return _engine(config, plan, name, rendezvous, config.model, generation, longest)
@@ -121,7 +120,7 @@ def _engine(
     serving: Generation | Judge,
     max_length: int,
 ) -> Engine:
-    _arm_faults(config, name, rendezvous)
+    arm_faults(config, name, rendezvous)
     if serving.emulated is not None:
         from gcore.simulate.engine import engine_of
 
@@ -216,7 +215,7 @@ def sleep_level(config: Config, plan: Plan) -> int:
 def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous) -> ScalarModel:
     """A replica of the scalar reward model rewards.models[index]."""
     quiet()
-    _arm_faults(config, f"scorer-{config.rewards.models[index].name}-{rendezvous.rank}", rendezvous)
+    arm_faults(config, f"scorer-{config.rewards.models[index].name}-{rendezvous.rank}", rendezvous)
     from gcore.models import load_scorer, pick_device, pick_dtype
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer, with_padding
@@ -235,63 +234,6 @@ def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous)
     )
 
 
-def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer:
-    _arm_faults(config, f"trainer-{rendezvous.rank}", rendezvous)
-    if config.training.emulated is not None:
-        from gcore.simulate.trainer import trainer_of
-
-        return trainer_of(config, config.training.emulated, rendezvous.rank)
-    quiet()
-    check_shared_folder(config.run.folder, plan.nodes)
-    import torch
-
-    from gcore.controller.build_backend import build_backend
-    from gcore.controller.gpu_memory import decide
-    from gcore.controller.own_algorithm import load_policy_loss
-    from gcore.models import pick_device, pick_dtype
-    from gcore.observe.trace import Tracer
-    from gcore.prompts.tokenizer import load_tokenizer
-    from gcore.runtime.gloo import join
-    from gcore.training.rank import TrainerRank
-
-    device = pick_device(config.training.device, rendezvous.rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if "auto" in (config.training.activation_checkpointing, config.training.offload):  # the driver saw no GPU
-            config = decide(config, plan, float(torch.cuda.get_device_properties(device).total_memory)).config
-    join(rendezvous, "nccl" if device.type == "cuda" else "gloo", device=device)
-    dtype, name = pick_dtype(config.training.dtype, device), f"trainer-{rendezvous.rank}"
-    tokenizer = None if config.generation.denoising else load_tokenizer(config.model)
-    return TrainerRank(
-        config,
-        partial(build_backend, config, plan, device, dtype, tokenizer),
-        rendezvous.rank,
-        plan.trainer_threads,
-        Tracer(trace_folder(config), name),
-        _publisher(config, plan, device, rendezvous),
-        load_policy_loss(config.algorithm.policy_loss),
-    )
-
-
-def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Rendezvous) -> WeightPublisher:
-    """`device`: of the trainer rank that publishes its weights."""
-    from gcore.models import pick_device, pick_dtype
-    from gcore.weights.broadcast import BroadcastSender
-    from gcore.weights.method import choose_method
-    from gcore.weights.publisher import WeightPublisher
-
-    engine_device = pick_device(role_device(config, config.generation.device))
-    on_gpu = device.type == engine_device.type == "cuda"
-    same_gpu, one_process = plan.gpu_assignment.engines_share_gpus, rendezvous.address is None
-    method = choose_method(config.placement, one_process=one_process, on_gpu=on_gpu, same_gpu=same_gpu)
-    sender = None
-    if method == "broadcast" and rendezvous.rank == 0:
-        assert rendezvous.address is not None
-        common = device if engine_device.type == device.type else pick_device("cpu")
-        sender = BroadcastSender(common, rendezvous.address.rpartition(":")[0])
-    return WeightPublisher(rendezvous.rank, method, pick_dtype(config.generation.dtype, engine_device), sender)
-
-
 def role_device(config: Config, device: str) -> str:
     return device if device != "auto" else config.training.device
 
@@ -304,6 +246,7 @@ class Roles:
     trainers: Sequence[TrainerClient] = ()
     judges: Mapping[str, Sequence[EngineClient]] = field(default_factory=dict)
     scorers: Mapping[str, Sequence[ScorerClient]] = field(default_factory=dict)
+    critics: Sequence[CriticClient] = ()  # ranks of a critic that has its own
 
 
 def import_controller() -> None:
@@ -320,13 +263,13 @@ def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rende
     from gcore.controller.loop import Controller
     from gcore.controller.setup import make_setup
 
-    _arm_faults(config, f"controller-{rendezvous.rank}", rendezvous)
+    arm_faults(config, f"controller-{rendezvous.rank}", rendezvous)
     if roles.trainers:
         check_shared_folder(config.run.folder, plan.nodes)
     return Controller(make_setup(config, plan, roles, build_group(rendezvous)))
 
 
-def _arm_faults(config: Config, role: str, rendezvous: Rendezvous) -> None:
+def arm_faults(config: Config, role: str, rendezvous: Rendezvous) -> None:
     if rendezvous.address is not None:  # each role has its own process
         faults.arm(config.faults.plan, role, config.run.folder)
 

@@ -1,4 +1,5 @@
-"""Builds the backend of a trainer rank: FSDP2 or Megatron-Core. Called in the compute thread of the rank."""
+"""Builds the backend of a trainer rank (FSDP2 or Megatron-Core) or of a critic rank (FSDP2). Called in the compute
+thread of the rank."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def build_backend(config: Config, plan: Plan, device: torch.device, dtype: torch
         scorer = partial(load_scorer, model, seed, torch.float32, device, tokenizer=padded, new_head=True)
         return FsdpBackend(config, scorer, device, dtype, plan.shard, wrap=ScoreModel)
     longest = config.data.max_prompt_length + config.generation.max_response_length
-    make, critic = partial(make_empty, model, tokenizer, longest), new_critic(config, tokenizer, device, longest)
+    make = partial(make_empty, model, tokenizer, longest)
+    critic = None if config.critic_ranks else new_critic(config, tokenizer, device, longest)
     if config.training.backend == "megatron":
         from gcore.training.megatron.backend import MegatronBackend
 
@@ -44,3 +46,38 @@ def build_backend(config: Config, plan: Plan, device: torch.device, dtype: torch
     shards = (plan.shard, plan.tensor_parallel)
     wrap = VisionLogprobModel if vision_family(model) else LogprobModel
     return FsdpBackend(config, make, device, dtype, *shards, fill, context, wrap, critic)
+
+
+def build_critic_backend(
+    config: Config, plan: Plan, device: torch.device, dtype: torch.dtype, tokenizer: Any
+) -> Backend:
+    """Of a critic with ranks of its own: the critic is the network that is called policy there."""
+    from gcore.training.critic import fill_from_folder, new_critic, value_model
+    from gcore.training.fsdp import FsdpBackend
+    from gcore.training.state import CRITIC_FOLDERS
+
+    longest = config.data.max_prompt_length + config.generation.max_response_length
+    critic = new_critic(config, tokenizer, device, longest)
+    assert critic is not None
+    fill = partial(
+        fill_from_folder,
+        model=config.critic.model or config.model,
+        seed=config.run.seed,
+        device=device,
+        tokenizer=tokenizer,
+    )
+    keys = {"lr": config.critic.lr, "max_grad_norm": config.critic.max_grad_norm}
+    own = {
+        "training": config.training.model_copy(update=keys),
+        "model": config.model.model_copy(update={"lora": None}),
+    }
+    return FsdpBackend(
+        config.model_copy(update=own),
+        critic.make,
+        device,
+        dtype,
+        plan.critic_shard,
+        fill=fill,
+        wrap=value_model,
+        folders=CRITIC_FOLDERS,
+    )

@@ -1,42 +1,40 @@
 """Sends samples to the trainer ranks, calls the ranks, and starts the weight update of the engines.
 
-    samples ──all_gather of metadata──> layout, made by one controller ──> push to the ranks
+    samples ──all_gather of metadata──> layout ──> push to the ranks (rank_group.py)
     calls of all ranks (prepare, update, load, ...), each by one controller; all_gather of the answers
     new weights ──started by controller 0──> engines; they sleep while the trainer works and wake for the update
 
-One controller, another one in every step, computes the layout from the gathered metadata and sends it to the others:
-it takes as long as the other control work of hundreds of samples. With more than 256 ranks, several controllers make
-parts of it. Each sample goes directly from its controller to the rank that trains on it. Controller d mod N calls the
-ranks of data-parallel rank d.
+Each sample goes directly from its controller to the rank that trains on it. A critic with ranks of its own
+(placement.critic) has its own layout: each sample also goes to a critic rank, both train at the same time, and what
+one of them needs of the other (values, penalties of the KL) goes through the controller of the sample.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from gcore.clients import EngineClient, TrainerClient
+from gcore.clients import CriticClient, EngineClient, TrainerClient
 from gcore.config.tree import Config
+from gcore.controller.rank_group import C, RankGroup
 from gcore.generation.pool import EnginePool
 from gcore.observe.links import Links
 from gcore.placement.replica_switch import ReplicaSwitch
-from gcore.preparation.balance import join_parts, make_layout, num_parts
 from gcore.preparation.samples import meta_of
 from gcore.preparation.step_times import StepTimes
 from gcore.preparation.workload import CostModel
 from gcore.protocols import Group, Metric, TrainerInfo, UpdateStats, add_metrics
 from gcore.simulate.shapes import model_shape
-from gcore.types import Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch, UserError, Written
-from gcore.weights.transfer import WeightTransfer
-
-T = TypeVar("T")
+from gcore.types import Floats, Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch, UserError, Written
+from gcore.weights.transfer import WeightTransfer, copy_policy
 
 
 class Dispatcher:
     """`sleep_level`: of the engines while the trainer works, in placement modes without slots; 0: they stay awake.
-    `topology`: which ranks compute the same samples together: a data-parallel rank. Default: each alone."""
+    `topology`: of the trainer ranks; default: each is a data-parallel rank. `critics`: ranks of the critic, if it has
+    its own. `links`: to the trainer ranks."""
 
     def __init__(
         self,
@@ -47,30 +45,39 @@ class Dispatcher:
         sleep_level: int = 0,
         topology: Topology | None = None,
         links: Links | None = None,
+        critics: Sequence[CriticClient] = (),
     ) -> None:
-        self.links = links or Links()
-        self._config, self._group, self._engines, self._trainers = config, group, engines, trainers
+        self._config, self._group, self._engines = config, group, engines
+        context = config.training.context_parallel
+        self._trainers = RankGroup("trainer", trainers, group, config, topology, links, context)
+        self._critics: RankGroup[CriticClient] | None = None
+        if critics:  # in a group of its own: it is called at the same time as the trainer
+            self._critics = RankGroup("critic", critics, group.subgroup(), config)
+        self.links = self._trainers.links
         self._transfer = WeightTransfer(trainers)
         self._sleeps, self._switch = (
             sleep_level > 0,
             ReplicaSwitch(engines.replicas, sleep_level, on_death=engines.mark_dead),
         )
-        self._topology = topology = topology or Topology(len(trainers))
-        self._mine = [r for r in range(len(trainers)) if topology.data_rank(r) % group.size == group.rank]
         self._open(TrainerInfo(num_parameters=1, hidden_size=128), CostModel(crossover=768.0))  # until `open`
+        # Of the current step: metadata of all samples, keys of this controller's, batches of the critic ranks.
         self._metas: Sequence[SampleMeta] = ()
+        self._own: Collection[Key] = ()
+        self._critic_batches: list[TrainBatch] = []
         self.balance_metrics: dict[str, float] = {}  # controller 0, of the last update: idle shares, seconds per token
         self.version = 0  # of the weights that the engines serve
 
     async def open(self) -> TrainerInfo:
         """Call once before the first dispatch, on every controller: it makes the cost model of the layout."""
-        info = await self._trainers[0].info()
+        info = await self._trainers.open()
+        if self._critics is not None:
+            await self._critics.open()
         found = await self._group.all_gather("cost model", cost_model(self._config, info))
         self._open(info, found[0])  # every controller must compute the same layout
         return info
 
     def _open(self, info: TrainerInfo, cost: CostModel) -> None:
-        self._info, self._cost, self._times = info, cost, StepTimes(cost, info)
+        self._cost, self._times = cost, StepTimes(cost, info)
         self._engines.cost_of = cost.of  # requests are routed by the same costs
 
     @property
@@ -81,116 +88,125 @@ class Dispatcher:
     async def dispatch_samples(
         self, step: int, samples: Sequence[Sample], objective: ObjectiveName = "policy"
     ) -> tuple[list[SampleMeta], list[TrainBatch]]:
-        """Compute the layout and push each sample to the rank that trains on it. Only metadata is gathered."""
+        """Compute the layout and push each sample to the rank that trains on it. Only metadata is gathered. Returns the
+        batches of the trainer's data-parallel ranks."""
         gathered = await self._group.all_gather(f"samples of step {step}", [meta_of(s) for s in samples])
         metas = [meta for part in gathered for meta in part]
         if not metas:
             return metas, []
-        batches = await self._lay_out(step, metas, objective)
-        self._metas = metas
         by_key = {sample.key: sample for sample in samples}
-        await asyncio.gather(*(self._push(rank, batch, by_key) for rank, batch in enumerate(batches)))
+        batches = await self._trainers.lay_out(step, metas, objective, self._cost)
+        pushes = [self._trainers.push(batches, by_key)]
+        if self._critics is not None and objective == "policy":
+            self._critic_batches = await self._critics.lay_out(step, metas, objective, self._cost)
+            pushes.append(self._critics.push(self._critic_batches, by_key))
+        self._metas, self._own = metas, by_key.keys()
+        await asyncio.gather(*pushes)
         await self._group.barrier(f"samples of step {step} at their ranks")
         return metas, batches
 
-    async def _lay_out(self, step: int, metas: Sequence[SampleMeta], objective: ObjectiveName) -> list[TrainBatch]:
-        """The same layout on every controller. Part i is made by controller step + i."""
-        size, num_ranks = self._group.size, self._topology.data_parallel
-        max_context, batches = self._config.training.context_parallel, list[TrainBatch]()
-        count = num_parts(num_ranks, max_context)
-        parts_of = [[part for part in range(count) if (step + part) % size == rank] for rank in range(size)]
-        if parts_of[self._group.rank]:
-            batches = make_layout(
-                metas,
-                step=step,
-                num_ranks=num_ranks,
-                cost=self._cost,
-                objective=objective,
-                together=objective != "imitation" and self._config.needs.pairs,
-                mini_batches=self._config.algorithm.mini_batches if objective != "imitation" else 1,
-                max_tokens=self._config.training.max_tokens_per_gpu,
-                padded=self._info.padded,
-                sharded=self._info.sharded,
-                max_context=max_context,
-                parts=parts_of[self._group.rank],
-            )
-        if size == 1:
-            return batches
-        gathered: list[list[TrainBatch]] = await self._group.all_gather(f"layout of step {step}", batches)
-        made, width = dict[int, list[TrainBatch]](), num_ranks // count
-        for parts, found in zip(parts_of, gathered, strict=True):
-            made |= {part: found[i * width : (i + 1) * width] for i, part in enumerate(parts)}
-        return join_parts([made[part] for part in range(count)])
-
-    async def _push(self, rank: int, batch: TrainBatch, by_key: dict[tuple[int, int], Sample]) -> None:
-        """`rank`: a data-parallel rank. All of its trainer ranks get the samples."""
-        own_samples = [by_key[key] for key in batch.keys if key in by_key]
-        if own_samples:
-            ranks, step_bytes = self._topology.ranks_of(rank), 5  # logprob 4, mask 1
-            num_bytes = sum(s.content.nbytes + step_bytes * s.num_steps for s in own_samples)
-            for each in ranks:
-                self.links.add("samples", each, num_bytes)
-            await asyncio.gather(*(self._trainers[each].push(self._group.rank, own_samples) for each in ranks))
-
     async def begin(self) -> None:
-        await self._on_ranks("begin", lambda trainer, rank: trainer.begin())
+        await self._trainers.on_all("begin", lambda trainer, _: trainer.begin())
+        if self._critics is not None:
+            if self._config.critic_copies_policy and self._group.rank == 0:
+                await copy_policy(self._trainers.clients, self._critics.clients)
+            await self._group.barrier("policy at the critic ranks")
+            await self._critics.on_all("begin", lambda critic, _: critic.begin())
 
     async def compute_logprobs(self, batches: Sequence[TrainBatch]) -> list[Mapping[Key, float]]:
-        """Arguments of this method and of `update` are lists by data-parallel rank, results are lists by rank."""
-        return await self._on_ranks(
-            "prepare", lambda trainer, rank: trainer.prepare(batches[self._topology.data_rank(rank)])
-        )
+        """And values. Arguments of this method and of `update` are lists by data-parallel rank, results are lists by
+        rank."""
+        prepare = self._trainers.on_all("prepare", lambda trainer, d: trainer.prepare(batches[d]))
+        if self._critics is None or batches[0].objective != "policy":
+            return await prepare
+        own_batches = self._critic_batches
+        kl, _ = await asyncio.gather(prepare, self._critics.on_all("prepare", lambda c, d: c.prepare(own_batches[d])))
+        await self._exchange(self._trainers, batches, self._critics, own_batches)
+        return kl
+
+    async def _exchange(
+        self,
+        trainers: RankGroup[TrainerClient],
+        batches: Sequence[TrainBatch],
+        critics: RankGroup[CriticClient],
+        critic_batches: Sequence[TrainBatch],
+    ) -> None:
+        """Of this controller's samples: values to the trainer ranks, penalties of the KL to the critic ranks."""
+
+        async def values() -> None:
+            found = await _read(critics, critic_batches, self._own, lambda critic, keys: critic.values(keys))
+            await _give(trainers, batches, found, lambda trainer, part: trainer.take_values(part))
+
+        async def penalties() -> None:
+            if self._config.algorithm.kl_per_step:
+                found = await _read(trainers, batches, self._own, lambda trainer, keys: trainer.penalties(keys))
+                await _give(critics, critic_batches, found, lambda critic, part: critic.take_penalties(part))
+
+        await asyncio.gather(values(), penalties())
 
     async def update(self, batches: Sequence[TrainBatch]) -> list[UpdateStats]:
-        stats = await self._on_ranks(
-            "update", lambda trainer, rank: trainer.update(batches[self._topology.data_rank(rank)])
-        )
-        if self._group.rank == 0:  # which records them
-            self.balance_metrics = self._times.row(
-                batches, self._metas, [stats[self._topology.ranks_of(r)[0]] for r in range(len(batches))]
+        """Policy and critic. The critic's metrics are those of the first rank."""
+        update = self._trainers.on_all("update", lambda trainer, d: trainer.update(batches[d]))
+        if self._critics is None or batches[0].objective != "policy":
+            stats = await update
+        else:
+            advantages = {key: value for batch in batches for key, value in batch.advantages.items()}
+            filled = [
+                dataclasses.replace(batch, advantages={key: advantages[key] for key in batch.keys})
+                for batch in self._critic_batches
+            ]
+            stats, found = await asyncio.gather(
+                update, self._critics.on_all("update", lambda critic, d: critic.update(filled[d]))
             )
+            metrics = add_metrics(stats[0].metrics, *(each.metrics for each in found))
+            stats[0] = dataclasses.replace(stats[0], metrics=metrics)
+        if self._group.rank == 0:  # which records them
+            first_ranks = [self._trainers.topology.ranks_of(d)[0] for d in range(len(batches))]
+            self.balance_metrics = self._times.row(batches, self._metas, [stats[rank] for rank in first_ranks])
         return stats
 
     async def evaluate(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
         """The metrics of dispatched samples, without an update; those of all ranks together."""
-        found = await self._on_ranks(
-            "evaluate", lambda trainer, rank: trainer.evaluate(batches[self._topology.data_rank(rank)])
-        )
+        found = await self._trainers.on_all("evaluate", lambda trainer, d: trainer.evaluate(batches[d]))
         return add_metrics(*found)  # ranks with the same samples have the same metrics
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def _all_ranks(self) -> Sequence[RankGroup[TrainerClient] | RankGroup[CriticClient]]:
+        return [self._trainers] if self._critics is None else [self._trainers, self._critics]
 
     async def snapshot(self) -> int:
         """All ranks start to copy their state; returns the bytes of all."""
-        return sum(await self._on_ranks("snapshot", lambda trainer, rank: trainer.snapshot()))
+        return sum([await ranks.snapshot() for ranks in self._all_ranks])
 
     async def write(self, folder: Path) -> list[Written]:
         """The ranks of this controller write their snapshots. Not a collective: it runs beside other calls."""
-        return await asyncio.gather(*(self._trainers[r].write(str(folder)) for r in self._mine))
+        found = await asyncio.gather(*(ranks.write(folder) for ranks in self._all_ranks))
+        return [written for part in found for written in part]
 
     async def abandon(self) -> None:
         """The ranks of this controller drop their snapshots. Not a collective."""
-        await asyncio.gather(*(self._trainers[r].abandon() for r in self._mine))
+        await asyncio.gather(*(ranks.abandon() for ranks in self._all_ranks))
+
+    async def load(self, folder: Path, begun: bool) -> None:
+        for ranks in self._all_ranks:
+            await ranks.load(folder, begun)
 
     @property
     def topology(self) -> dict[str, int]:
         """Numbers of processes, for the manifest of a checkpoint."""
+        topology = self._trainers.topology
         return {
             "controllers": self._group.size,
-            "trainers": len(self._trainers),
-            "tensor_parallel": self._topology.tensor,
-            **({"pipeline_parallel": self._topology.pipeline} if self._topology.pipeline > 1 else {}),
+            "trainers": len(self._trainers.clients),
+            "tensor_parallel": topology.tensor,
+            **({"pipeline_parallel": topology.pipeline} if topology.pipeline > 1 else {}),
+            **({"critics": len(self._critics.clients)} if self._critics else {}),
             "engines": len(self._engines.replicas),
         }
 
-    async def load(self, folder: Path, begun: bool) -> None:
-        await self._on_ranks("load", lambda trainer, rank: trainer.load(str(folder), begun))
-
-    async def _on_ranks(self, name: str, call: Callable[[TrainerClient, int], Awaitable[T]]) -> list[T]:
-        """Each controller calls its own ranks. Returns the answers of all ranks, by rank, on every controller.
-        `name`: of the collective."""
-        answers = await asyncio.gather(*(call(self._trainers[r], r) for r in self._mine))
-        gathered: list[dict[int, T]] = await self._group.all_gather(name, dict(zip(self._mine, answers, strict=True)))
-        by_rank = {rank: answer for part in gathered for rank, answer in part.items()}
-        return [by_rank[r] for r in range(len(self._trainers))]
+    # ---- engines --------------------------------------------------------------------------------------------------
 
     async def sleep_engines(self) -> None:
         """After the rollout, engines free their memory for the trainer until `update_weights`. Requests of unfinished
@@ -221,6 +237,35 @@ class Dispatcher:
             self._engines.mark_dead(name)  # until it is restarted
         self.version = version
         self._engines.resume()
+
+
+async def _read(
+    ranks: RankGroup[C],
+    batches: Sequence[TrainBatch],
+    own: Collection[Key],
+    read: Callable[[C, list[Key]], Awaitable[Mapping[Key, Floats]]],
+) -> dict[Key, Floats]:
+    """A column of the samples `own`, each from one of the ranks that have it."""
+    rank_of = {key: ranks.topology.ranks_of(d)[0] for d, batch in enumerate(batches) for key in batch.keys}
+    wanted: dict[int, list[Key]] = {}
+    for key in own:
+        wanted.setdefault(rank_of[key], []).append(key)
+    found = await asyncio.gather(*(read(ranks.clients[rank], keys) for rank, keys in wanted.items()))
+    return {key: values for part in found for key, values in part.items()}
+
+
+async def _give(
+    ranks: RankGroup[C],
+    batches: Sequence[TrainBatch],
+    column: Mapping[Key, Floats],
+    give: Callable[[C, dict[Key, Floats]], Awaitable[None]],
+) -> None:
+    """A column to all ranks that have the samples."""
+    calls = []
+    for data_rank, batch in enumerate(batches):
+        if part := {key: column[key] for key in batch.keys if key in column}:
+            calls += [give(ranks.clients[rank], part) for rank in ranks.topology.ranks_of(data_rank)]
+    await asyncio.gather(*calls)
 
 
 def cost_model(config: Config, info: TrainerInfo) -> CostModel:

@@ -76,6 +76,10 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[Part]:
         found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", TRAINER_MB, held_mb))
         if copied_mb >= 1:
             found.append(Part("copy for checkpoints", plan.trainers, copied_mb, COPY_KEY, idle=True))
+        if plan.critics:
+            held_mb, copied_mb = _critic_mb(config, plan)
+            found.append(part("critic rank", plan.critics, "placement.critic.ranks", TRAINER_MB, held_mb))
+            found.append(Part("copy for checkpoints", plan.critics, copied_mb, COPY_KEY, idle=True))
     found.append(part("controller", plan.controllers, "controllers", CONTROLLER_MB))
     workers = plan.controllers * plan.reward_workers
     found.append(Part("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))
@@ -150,7 +154,7 @@ def _trained_mb(config: Config, plan: Plan) -> tuple[float, float]:
     own = num_parameters(config.model) / plan.shard / trainer.tensor_parallel
     state = state_bytes(own, 0 if adapters else own, 2 if on_gpu else 4, config.has_reference, adapters)
     state |= {"critic": 0.0, "critic moments": 0.0, "critic gradients": 0.0}
-    if config.algorithm.estimator.critic:
+    if config.algorithm.estimator.critic and not config.critic_ranks:
         critic = num_parameters(config.critic.model or config.model) / plan.shard / trainer.tensor_parallel
         state |= {"critic": 4 * critic, "critic moments": 8 * critic, "critic gradients": 4 * critic}
     held = tuple(state) if not on_gpu else () if offload == "auto" else off_gpu(offload)
@@ -160,6 +164,14 @@ def _trained_mb(config: Config, plan: Plan) -> tuple[float, float]:
     ranks = len(plan.role_nodes.get("trainer", ())) or plan.trainers  # of all nodes
     copies = max(1.0, ranks / plan.shard / trainer.tensor_parallel)  # of the weights: each writes a part
     return sum(state[name] for name in held) / 2**20, snapshot / copies / 2**20
+
+
+def _critic_mb(config: Config, plan: Plan) -> tuple[float, float]:
+    """The same for a rank of a critic that has its own ranks: weights, gradients and moments on a CPU."""
+    own = num_parameters(config.critic.model or config.model) / plan.critic_shard / 2**20
+    copies = max(1.0, config.critic_ranks / plan.critic_shard)
+    held = 0.0 if plan.gpus and config.training.device != "cpu" else 16 * own
+    return held, 12 * own / copies * config.checkpoint.asynchronous
 
 
 def _listed(found: Sequence[Part]) -> str:

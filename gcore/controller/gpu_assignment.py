@@ -1,7 +1,7 @@
 """Assigns the GPUs of the nodes to the replicas of each role. Pure functions.
 
 shared          engine, judge and trainer rank i share GPU i
-disaggregated   policy │ judges │ scorers │ trainer: every replica has its own GPUs
+disaggregated   policy │ judges │ scorers │ trainer │ critic: every replica has its own GPUs
 
 GPUs are numbered node by node. A *bundle* is a set of GPUs of one node that Ray reserves. The GPUs of a tensor-parallel
 replica are on one node, and so are those of a tensor-parallel group of trainer ranks; where the GPUs of a node are not
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from gcore.types import UserError
 
-TRAINER = "trainer"
+TRAINER, CRITIC = "trainer", "critic"
 Bundles = tuple[int, ...]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gcore.config.base import Serving
@@ -160,9 +160,33 @@ def rank_of(config: Config, plan: Plan, shape: Shape) -> TrainingRank:
     )
 
 
+def decide_critic(config: Config, plan: Plan, gpu_bytes: float) -> Config:
+    """The configuration of a critic rank that has its GPU for itself, without `auto`. UserError if it does not fit.
+    `gpu_bytes`: 0 on a CPU."""
+    training = config.training
+    checkpointing, offload = training.activation_checkpointing, training.offload
+    try:
+        shape = model_shape(config.critic.model or config.model, "critic.model.path")
+    except UserError:  # a kind of model that the planner does not know
+        gpu_bytes = 0.0
+    if not gpu_bytes:
+        return _with(config, checkpointing is True, "none" if offload == "auto" else offload)
+    policy = rank_of(config, plan, shape)
+    rank = replace(
+        policy, shape=replace(shape, tied=True), shard=plan.critic_shard, tensor_parallel=1, kl=False, adapters=0
+    )
+    choice = choose(rank, Engines(), gpu_bytes, checkpointing, offload)
+    if not choice.fits:
+        raise UserError(
+            f"the critic does not fit on its GPUs: {_needed(choice)}; raise placement.critic.ranks, or lower "
+            "training.max_tokens_per_gpu"
+        )
+    return _with(config, choice.rank.checkpointing, choice.rank.offload)
+
+
 def critic_shape(config: Config, policy: Shape) -> Shape | None:
-    """`policy`: the shape of the policy, from which the critic starts by default."""
-    if not config.algorithm.estimator.critic:
+    """Of a critic on the trainer ranks. `policy`: the shape of the policy, from which it starts by default."""
+    if not config.algorithm.estimator.critic or config.critic_ranks:
         return None
     return model_shape(config.critic.model, "critic.model.path") if config.critic.model else policy
 

@@ -1,7 +1,7 @@
 """Restarts of roles that die or hang. Runs in the driver.
 
     engine, judge, scorer    restarted alone; other replicas get its requests
-    controller, trainer      all controllers and trainer ranks are started again and load the last checkpoint;
+    controller, trainer      all controllers, trainer and critic ranks are started again and load the last checkpoint;
                              engines, judges and scorers keep their processes
 
 Controllers and trainer ranks are restarted together: their collectives break when one of them dies, and all of their

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from gcore.config.megatron import topology_of
 from gcore.config.tree import Config
-from gcore.controller.gpu_assignment import TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
+from gcore.controller.gpu_assignment import CRITIC, TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
 from gcore.controller.machines import Cluster as Cluster
 from gcore.controller.machines import Machine as Machine
 from gcore.controller.machines import as_cluster
@@ -44,6 +44,9 @@ class Plan:
     reward_workers: int  # per controller
     judges: dict[str, int] = field(default_factory=dict)  # name -> engine replicas; judges behind a URL are not listed
     scorers: dict[str, int] = field(default_factory=dict)  # name -> replicas of the scalar model
+    critics: int = 0  # ranks of a critic that has its own
+    critic_shard: int = 1  # of them, those that share one copy of the weights
+    critic_threads: int = 1
     grid: DeviceGrid | None = None  # slots that roles share; None: every role keeps its devices
     gpu_assignment: GpuAssignment = field(default_factory=GpuAssignment)  # GPUs of each replica
     nodes: tuple[Machine, ...] = ()
@@ -81,6 +84,7 @@ class Plan:
             controllers=counts["controller"],
             engines=counts["engine"],
             trainers=counts[TRAINER],
+            critics=counts.get(CRITIC, 0),
             judges={name: counts[f"judge-{name}"] for name in self.judges},
             scorers={name: counts[f"scorer-{name}"] for name in self.scorers},
         )
@@ -101,6 +105,7 @@ class Plan:
             + (f" in tensor-parallel groups of {self.tensor_parallel}" if self.tensor_parallel > 1 else "")
             + (f", pipeline of {self.topology.pipeline} stages" if self.topology.pipeline > 1 else "")
             + (f", experts divided by {self.topology.expert}" if self.topology.expert > 1 else "")
+            + (f", {self.critics} critic rank(s) x {self.critic_threads} thread(s)" if self.critics else "")
             + "".join(f", {count} x judge {name}" for name, count in self.judges.items())
             + "".join(f", {count} x scorer {name}" for name, count in self.scorers.items())
             + (f", {self.reward_workers} reward worker(s) per controller" if self.reward_workers else "")
@@ -186,16 +191,28 @@ def make_plan(config: Config, machines: Cluster | Machine, model_mb: int = 0) ->
         judges = dict(zip(judges, judge_counts, strict=True))
     counts = {"engine": engines, **{f"judge-{name}": count for name, count in judges.items()}}
     counts |= {**{f"scorer-{name}": count for name, count in scorers.items()}, TRAINER: ranks}
+    critic_shard, critic_threads = config.placement.critic.shard, config.placement.critic.threads
+    if critics := config.critic_ranks:
+        counts[CRITIC] = critics
+        if gpus and not is_separate and config.runtime != "local":
+            raise UserError(
+                f"placement.critic.ranks={critics}: on GPUs the critic has ranks of its own only with "
+                f"placement.mode=disaggregated, got {config.placement.mode}; expected 0, or that mode"
+            )
     assigned = _assign_gpus(config, cluster, counts, is_separate, grid) if gpus else GpuAssignment()
     role_nodes = _role_nodes(cluster, assigned, counts, controllers, trainer.tensor_parallel)
+    train_threads = _cores_per(cluster, (*role_nodes[TRAINER], *role_nodes.get(CRITIC, ())))  # both work at once
     return Plan(
         controllers=controllers,
         engines=engines,
         engine_threads=policy.threads if policy.threads != "auto" else 1,
         trainers=ranks,
-        trainer_threads=trainer.threads if trainer.threads != "auto" else _cores_per(cluster, role_nodes[TRAINER]),
+        trainer_threads=trainer.threads if trainer.threads != "auto" else train_threads,
         topology=topology,
         shard=shard,
+        critics=critics,
+        critic_shard=critic_shard if critic_shard != "auto" else (max(1, critics) if gpus else 1),
+        critic_threads=critic_threads if critic_threads != "auto" else train_threads,
         object_store_mb=config.placement.object_store_mb
         if config.placement.object_store_mb != "auto"
         else 256 + 2 * model_mb,
@@ -238,6 +255,7 @@ def _shares_of_gpus(config: Config, cluster: Cluster) -> tuple[int, int]:
     group, node_gpus = given.trainer.tensor_parallel, _node_gpus(cluster)
     others = {f"judge-{judge.name}": judge.replicas for judge in rewards.engine_judges}
     others |= {f"scorer-{model.name}": model.replicas for model in rewards.models}
+    others |= {CRITIC: config.critic_ranks} if config.critic_ranks else {}
     left = cluster.gpus - sum(count * widths.get(kind, 1) for kind, count in others.items())
     most = given.trainer.ranks if given.trainer.ranks != "auto" else max(group, left // 2 // group * group)
     least = most if given.trainer.ranks != "auto" else group

@@ -21,7 +21,8 @@ from gcore.config import dump_config
 from gcore.config.reward_model import RewardModelConfig
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
-from gcore.controller.build import build_runtime, build_trainer, see_cluster
+from gcore.controller.build import build_runtime, see_cluster
+from gcore.controller.build_ranks import build_trainer
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.plan import make_plan
 from gcore.generation.pool import EnginePool

@@ -111,7 +111,7 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
         per_call=config.sampling.samples_per_prompt,
     )
     links = Links.of(group.rank, plan.nodes_of_pool(TRAINER))
-    dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.topology, links)
+    dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.topology, links, roles.critics)
     weights = WeightResender(roles.trainers, lambda: dispatcher.version)
     modality, eval_modality = _modalities(config, tokenizer, vision)
     slot_placement: SlotPlacement | None = None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from gcore.checkpoint import memory, store
-from gcore.clients import ControllerClient, EngineClient, ScorerClient, TrainerClient
+from gcore.clients import ControllerClient, CriticClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config import Config
 from gcore.controller.auto_placement import choose_mode
 from gcore.controller.build import (
@@ -31,11 +31,11 @@ from gcore.controller.build import (
     build_judge,
     build_runtime,
     build_scorer,
-    build_trainer,
     import_controller,
     log_folder,
     see_cluster,
 )
+from gcore.controller.build_ranks import build_critic, build_trainer
 from gcore.controller.gpu_memory import Decided, decide
 from gcore.controller.heal import (
     NodesChanged,
@@ -220,6 +220,7 @@ def _ready_line(plan: Plan, mode: Mode, seconds: float) -> str:
     return (
         f"{plan.controllers} controller(s), {plan.engines} engine(s), "
         f"{plan.trainers if mode == 'train' else 0} trainer rank(s)"
+        + (f", {plan.critics} critic rank(s)" if plan.critics and mode == "train" else "")
         + "".join(f", judge {name}" for name in plan.judges)
         + "".join(f", scorer {name}" for name in plan.scorers)
         + (f" on {len(plan.nodes)} nodes" if len(plan.nodes) > 1 else "")
@@ -249,6 +250,7 @@ async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> tu
         _trainers(runtime, config, plan, plan.trainers if mode == "train" else 0),
         judges(),
         scorers(),
+        _critics(runtime, config, plan, plan.critics if mode == "train" else 0),
     )
     roles = Roles(*served)
     return roles, await _controllers(runtime, config, plan, roles)
@@ -257,7 +259,7 @@ async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> tu
 async def _start_again(
     runtime: Runtime, config: Config, plan: Plan, roles: Roles, watch: RoleWatch
 ) -> tuple[Roles, list[ControllerClient]]:
-    """Start controllers and trainer ranks again. The other roles keep their processes and drop their requests."""
+    """Start controllers, trainer and critic ranks again. Other roles keep their processes and drop their requests."""
 
     async def reset_engines() -> None:
         await watch.revive_dead()
@@ -269,20 +271,25 @@ async def _start_again(
             elif failed is not None:
                 raise failed
 
-    await asyncio.gather(runtime.stop_group("controller"), runtime.stop_group("trainer"))
+    await asyncio.gather(*(runtime.stop_group(kind) for kind in ("controller", "trainer", "critic")))
     runtime.prepare("controller", plan.controllers, import_controller)
     try:
         async with asyncio.TaskGroup() as tasks:  # if one of them fails, the other must not run into the next restart
             tasks.create_task(reset_engines())
-            starting = tasks.create_task(_trainers(runtime, config, plan, plan.trainers))
+            trainers = tasks.create_task(_trainers(runtime, config, plan, plan.trainers))
+            critics = tasks.create_task(_critics(runtime, config, plan, plan.critics))
     except* Exception as errors:
         raise errors.exceptions[0] from None
-    roles = dataclasses.replace(roles, trainers=starting.result())
+    roles = dataclasses.replace(roles, trainers=trainers.result(), critics=critics.result())
     return roles, await _controllers(runtime, config, plan, roles)
 
 
 async def _trainers(runtime: Runtime, config: Config, plan: Plan, count: int) -> list[TrainerClient]:
     return await _group(runtime, "trainer", TrainerClient, build_trainer, (config, plan), count)
+
+
+async def _critics(runtime: Runtime, config: Config, plan: Plan, count: int) -> list[CriticClient]:
+    return await _group(runtime, "critic", CriticClient, build_critic, (config, plan), count)
 
 
 async def _controllers(runtime: Runtime, config: Config, plan: Plan, roles: Roles) -> list[ControllerClient]:
@@ -303,7 +310,8 @@ async def _group(
 
 def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
     """Number of processes per kind, by the names that the runtime uses, in the order in which they start."""
-    served = {"engine": plan.engines, "trainer": plan.trainers if mode == "train" else 0}
+    trains = mode == "train"
+    served = {"engine": plan.engines, "trainer": plan.trainers * trains, "critic": plan.critics * trains}
     judges = {f"judge-{name}": count for name, count in plan.judges.items()}
     scorers = {f"scorer-{name}": count for name, count in plan.scorers.items()}
     return {**served, **judges, **scorers, "controller": plan.controllers}

@@ -24,7 +24,9 @@ from gcore.observe.trace import merge_traces
 from gcore.observe.values import Row, clean, kind, number, stage_times, step_of
 from gcore.types import UserError
 
-PROCESSES = {"controller": "controller", "engine": "policy", "judge": "judge", "scorer": "scorer", "trainer": "trainer"}
+TRAINER = "trainer"  # also the ranks of PPO's critic
+PROCESSES = {"controller": "controller", "engine": "policy", "judge": "judge", "scorer": "scorer"}
+PROCESSES |= {"trainer": TRAINER, "critic": TRAINER}
 FIXED_ROLES = ("policy", "trainer", "switch", "controller")
 SWITCHES = ("sleep", "wake", "load weights")  # spans in which an engine serves no requests
 OF_METRICS = {

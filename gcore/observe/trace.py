@@ -23,7 +23,7 @@ from gcore.observe.values import clean
 FLUSH_EVENTS = 1000
 FLUSH_SECONDS = 5.0  # a killed role loses at most this time
 MAIN = "main"
-ORDER = ("driver", "controller", "engine", "trainer")
+ORDER = ("driver", "controller", "engine", "trainer", "critic")
 Event = dict[str, Any]
 
 

@@ -183,7 +183,7 @@ class RayRuntime:
         """Options of an actor. Ray restarts a dead process on the same node, `revive` builds its role again."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        restarts = 0 if kind in ("controller", "trainer") else -1
+        restarts = 0 if kind in ("controller", "trainer", "critic") else -1
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "max_restarts": restarts}
         if self._reserved is not None and place.bundles:
             options |= {"num_gpus": place.gpus, "scheduling_strategy": self._reserved.strategy(place.bundles[0])}

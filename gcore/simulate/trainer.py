@@ -19,7 +19,7 @@ from gcore.config.base import EmulatedTraining
 from gcore.config.tree import Config
 from gcore.hub import model_folder
 from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
-from gcore.types import Key, Sample, TrainBatch, UserError, Written
+from gcore.types import Floats, Key, Sample, TrainBatch, UserError, Written
 
 FILE = "emulated_trainer.json"
 ZERO_METRICS = (  # those of training/objective.py that readers of metrics.jsonl expect
@@ -56,6 +56,12 @@ class EmulatedTrainer:
         """A forward pass: a third of the time of an update. The KL is 0: the policy always equals the reference."""
         await self._work(self._of(batch.keys), 1 / 3)
         return dict.fromkeys(batch.keys, 0.0)
+
+    async def penalties(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
+        return {sample.key: np.zeros(sample.num_steps, np.float32) for sample in self._of(keys)}
+
+    async def take_values(self, values: Mapping[Key, Floats]) -> None:
+        pass
 
     async def update(self, batch: TrainBatch) -> UpdateStats:
         samples = self._of(batch.keys)

@@ -73,7 +73,7 @@ def new_critic(config: Config, tokenizer: Any, device: torch.device, max_length:
         if copies_policy:
             fill_from_policy(critic, policy, device)
         else:
-            fill_from_folder(critic, model, seed, device, tokenizer)
+            fill_from_folder(critic.network, model, seed, device, tokenizer)
 
     def make() -> Any:
         try:
@@ -109,10 +109,9 @@ def fill_from_policy(critic: Any, policy: Any, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill_from_folder(critic: Any, model: Model, seed: int, device: torch.device, tokenizer: Any) -> None:
+def fill_from_folder(network: Any, model: Model, seed: int, device: torch.device, tokenizer: Any) -> None:
     """The weights of a reward model, or of a language model with a head of zeros; each rank reads its shards."""
-    network = critic.network
-    materialise(critic, device)
+    materialise(network, device)
     read, names = _open(network, model, seed, tokenizer)
     for name, tensor in stored_tensors(network).items():
         local = local_of(tensor)

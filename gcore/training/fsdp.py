@@ -53,7 +53,8 @@ class FsdpBackend:
     matrix. Both divide the number of ranks: world = copies x shard x tensor. `fill`: gives the sharded network its
     weights if `make_network` makes it without (loading.py). `context`: the largest number of data-parallel ranks that
     will share a micro-batch, a power of two, to check at the start that they can. `wrap`: makes a network a StepModel,
-    which knows what it computes (step_model.py). `critic`: how to make the critic, if there will be one."""
+    which knows what it computes (step_model.py). `critic`: how to make the critic, if there will be one. `folders`: of
+    the policy in checkpoints."""
 
     def __init__(
         self,
@@ -67,7 +68,9 @@ class FsdpBackend:
         context: int = 1,
         wrap: Wrap = LogprobModel,
         critic: NewCritic | None = None,
+        folders: state.Folders = state.POLICY_FOLDERS,
     ) -> None:
+        self._folders = folders
         self._config, self._make_network, self.device, self._dtype = config, make_network, device, dtype
         self._wrap = wrap
         world = dist.get_world_size()
@@ -256,19 +259,19 @@ class FsdpBackend:
         if self._reference is not None:
             reference = lora.trainable_parameters(self._reference.network)
         tensors = {
-            state.WEIGHTS: lora.trainable_parameters(network),
-            state.OPTIMIZER: state.optimizer_state(network, self.optimizer),
+            self._folders.weights: lora.trainable_parameters(network),
+            self._folders.optimizer: state.optimizer_state(network, self.optimizer),
             state.REFERENCE: reference,
         }
         if self.critic is not None:
             tensors[state.CRITIC] = lora.trainable_parameters(self.critic.network)
             tensors[state.CRITIC_OPTIMIZER] = state.optimizer_state(self.critic.network, self.critic_optimizer)
-        about = {state.ABOUT: state.describe(counters, self._adapters)} if dist.get_rank() == 0 else {}
+        about = {self._folders.about: state.describe(counters, self._adapters)} if dist.get_rank() == 0 else {}
         return Snapshot(self._save_plan.own(tensors), {state.REFERENCE: self._reference_version}, about)
 
     def load(self, folder: Path, reference: bool, critic: bool = False) -> Mapping[str, float]:
         reshard(self.policy)  # else a pass could use gathered weights of before
-        counters = state.load(folder, self.policy.network, self.optimizer, self._adapters)
+        counters = state.load(folder, self.policy.network, self.optimizer, self._adapters, self._folders)
         self._reference_version += 1
         if not reference:
             self._reference = self._reference_adapters = None

@@ -3,44 +3,38 @@
     push (samples by key, from every controller) ──> prepare: passes fill columns (old, reference logprobs, values)
         └──KL of each sample──> controllers ──advantage of each sample──> update: critic, then policy ──> weight_bucket
 
-All computation runs in one separate thread, so that the rank can answer calls while it computes. The rank does not
-know how networks are sharded or computed: see backend.py.
+The rank does not know how networks are sharded or computed: see backend.py. The critic may have ranks of its own
+(critic_rank.py): then its values come from there, and the penalties of the KL go there.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
-from gcore.checkpoint.writer import BackgroundWriter
 from gcore.config.tree import Algorithm, Config
 from gcore.observe.trace import Tracer
-from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights, add_metrics
-from gcore.training import bad_batches, losses, objective, preference
-from gcore.training.backend import Backend, NetworkName
+from gcore.protocols import Metric, Receivers, UpdateStats, WeightPlan, Weights
+from gcore.training import bad_batches, losses, objective, preference, state
+from gcore.training.backend import Backend, NetworkName, Snapshot
 from gcore.training.coefficients import Coefficients, next_entropy_coef, next_kl_coef
-from gcore.training.micro import ColumnName, StepData
+from gcore.training.compute_rank import ComputeRank, count_bad, learning_rate_of, micros_of, updates_of
+from gcore.training.critic_update import CriticUpdate, ranks_of, to_column, to_numpy
+from gcore.training.micro import ColumnName
 from gcore.training.objective import ENTROPY, KL, UPDATE_KL
 from gcore.training.schedule import learning_rate
-from gcore.training.step_advantages import Ranks, explained_variance, step_targets
-from gcore.types import Floats, Key, MicroBatch, MiniBatch, Sample, TrainBatch, Written
+from gcore.training.step_advantages import explained_variance, step_targets
+from gcore.types import Floats, Key, MiniBatch, TrainBatch
 from gcore.weights.publisher import WeightPublisher
 
-T = TypeVar("T")
 
-
-class TrainerRank:
-    """Implements protocols.Trainer. `make_backend` is called in the compute thread. The caller has set up the process
-    group (see controller/build.py)."""
+class TrainerRank(ComputeRank):
+    """Implements protocols.Trainer."""
 
     def __init__(
         self,
@@ -53,38 +47,17 @@ class TrainerRank:
         own_loss: losses.OwnLoss | None = None,
     ) -> None:
         """`own_loss`: algorithm.policy_loss, if it is a function of the user."""
-        self._config, self._rank, self._tracer = config, rank, tracer
-        self._publisher = publisher or WeightPublisher(rank)
-        self._data, self._own_loss = StepData(), own_loss
+        super().__init__(config, make_backend, rank, threads, tracer)
+        self._publisher, self._own_loss = publisher or WeightPublisher(rank), own_loss
+        self._exact_publisher = self._publisher.exact()
         self.coefficients = Coefficients.of(config.algorithm)
-        self._has_critic = config.algorithm.estimator.critic
-        self.critic_updates = self._critic_bad_in_a_row = 0
+        self.critic: CriticUpdate | None = None  # also None if the critic has ranks of its own
+        if config.algorithm.estimator.critic and not config.critic_ranks:
+            self.critic = CriticUpdate(config, self.backend, self._data, "critic")
         self.updates = 0  # optimizer steps since `begin`, without skipped ones; determines the warm-up
         self._bad_in_a_row = 0
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._pool.submit(torch.set_num_threads, threads).result()
-        self.backend = self._pool.submit(make_backend).result()
-        self._writer = BackgroundWriter(rank, self.backend.device, config.checkpoint.asynchronous)
-        self._about = dict[str, bytes]()
-
-    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """In the compute thread, after the copy of a snapshot: every function may change or move what is copied. Even
-        a pass of the reference does, which writes its adapters into the policy for a while."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._fenced, function, *args)
-
-    def _fenced(self, function: Callable[..., T], *args: Any) -> T:
-        self._writer.fence()
-        return function(*args)
 
     # ---- protocol -------------------------------------------------------------------------------------------------
-
-    async def info(self) -> TrainerInfo:
-        return self.backend.info()
-
-    async def push(self, source: int, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            assert sample.key not in self._data.samples, f"{sample.key} pushed twice (now by controller {source})"
-            self._data.samples[sample.key] = sample
 
     async def begin(self) -> None:
         """Reinforcement learning starts: the current policy is the KL reference, and the optimizer is reset."""
@@ -99,25 +72,17 @@ class TrainerRank:
     async def evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]:
         return await self._in_thread(self._evaluate, batch)
 
+    async def penalties(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
+        return await self._in_thread(self._penalties, keys)
+
+    async def take_values(self, values: Mapping[Key, Floats]) -> None:
+        self._data.columns.setdefault("values", {}).update(to_column(values, self.backend.device))
+
     async def weight_plan(self) -> WeightPlan:
-        return await self._in_thread(lambda: self._publisher.plan(self.backend.weights()))
+        return await self._in_thread(self._weight_plan)
 
     async def weight_bucket(self, index: int, receivers: Receivers) -> Weights:
         return await self._in_thread(self._weight_bucket, index, receivers)
-
-    async def snapshot(self) -> int:
-        return await self._in_thread(self._snapshot)
-
-    async def write(self, folder: str) -> Written:
-        with self._tracer.span("write", lane="checkpoint"):
-            return await asyncio.wrap_future(self._writer.write(Path(folder), self._about))
-
-    async def abandon(self) -> None:
-        await asyncio.to_thread(self._writer.abandon)
-
-    async def load(self, folder: str, begun: bool = True) -> None:
-        await self.abandon()
-        await self._in_thread(self._load, Path(folder), begun)
 
     # ---- the compute thread ---------------------------------------------------------------------------------------
 
@@ -127,8 +92,10 @@ class TrainerRank:
         return self.coefficients.applied(self._config.algorithm)
 
     def _begin(self) -> None:
-        self.backend.begin(self._config.has_reference, self._has_critic)
-        self.updates = self.critic_updates = self._bad_in_a_row = self._critic_bad_in_a_row = 0
+        self.backend.begin(self._config.has_reference, self.critic is not None)
+        self.updates = self._bad_in_a_row = 0
+        if self.critic is not None:
+            self.critic.reset()
         self.coefficients = Coefficients.of(self._config.algorithm)
 
     def _prepare(self, batch: TrainBatch) -> dict[Key, float]:
@@ -136,13 +103,13 @@ class TrainerRank:
         with self._tracer.span("passes", step=batch.step):
             for column, network in self._passes(batch).items():
                 output = 2 if column == "ref_location" else 0
-                self._data.columns[column] = self.backend.logprobs(network, _micros(batch), self._data, output)
-            if self._has_critic and batch.objective == "policy":
-                self._data.columns["values"] = self.backend.values(_micros(batch), self._data)
+                self._data.columns[column] = self.backend.logprobs(network, micros_of(batch), self._data, output)
+            if self.critic is not None and batch.objective == "policy":
+                self._data.columns["values"] = self.backend.values(micros_of(batch), self._data)
         if batch.objective != "policy" or not algorithm.kl_in_reward or algorithm.kl_per_step:
             return {}
         masks = {key: self._data.samples[key].mask_S for key in batch.keys}
-        return {key: algorithm.kl_coef * float(kl_S[masks[key]].sum()) for key, kl_S in self._kl(batch).items()}
+        return {key: float(penalty_S[masks[key]].sum()) for key, penalty_S in self._penalties(batch.keys).items()}
 
     def _passes(self, batch: TrainBatch) -> dict[ColumnName, NetworkName]:
         """Forward passes before the update, by the column that each one fills. Old logprobs are needed if a step has
@@ -160,11 +127,12 @@ class TrainerRank:
             passes["ref_location" if algorithm.kl_of_gaussians else "ref_logprobs"] = "reference"
         return passes
 
-    def _kl(self, batch: TrainBatch) -> dict[Key, Floats]:
-        """KL of each step between the policy before the update and the reference."""
+    def _penalties(self, keys: Sequence[Key]) -> dict[Key, Floats]:
+        """Of each step: kl_coef x KL between the policy before the update and the reference."""
         old, ref = (self._data.columns[name] for name in ("old_logprobs", "ref_logprobs"))
-        estimator = self._config.algorithm.kl_estimator
-        return {key: losses.kl_penalty(old[key], ref[key], estimator).double().cpu().numpy() for key in batch.keys}
+        algorithm = self._algorithm
+        kl = {key: losses.kl_penalty(old[key], ref[key], algorithm.kl_estimator) for key in keys}
+        return {key: algorithm.kl_coef * kl_S for key, kl_S in to_numpy(kl, keys).items()}
 
     def _update(self, batch: TrainBatch) -> UpdateStats:
         self._publisher.release()
@@ -172,9 +140,10 @@ class TrainerRank:
         if batch.objective == "policy":
             totals += UpdateStats(metrics=self._fill_targets(batch))
         with self._tracer.span("update", step=batch.step):
-            if self._has_critic and batch.objective == "policy":
-                totals += self._train_critic(batch)
-            only_critic = self._has_critic and batch.step <= self._config.critic.warmup_steps
+            if self.critic is not None and batch.objective == "policy":
+                totals += self.critic.train(batch)
+                self.backend.set_critic_aside()
+            only_critic = self._algorithm.estimator.critic and batch.step <= self._config.critic.warmup_steps
             if batch.objective != "policy" or not only_critic:
                 totals += self._train_policy(batch)
         if batch.objective == "policy" and not only_critic:
@@ -185,7 +154,7 @@ class TrainerRank:
         return totals
 
     def _evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]:
-        micros = _micros(batch)
+        micros = micros_of(batch)
         for column, network in self._passes(batch).items():
             self._data.columns[column] = self.backend.logprobs(network, micros, self._data)
         outputs = self.backend.logprobs("policy", micros, self._data)
@@ -200,51 +169,23 @@ class TrainerRank:
         self.backend.free_memory(weights=False)
         return objective.to_metrics(found)
 
-    def _ranks(self, batch: TrainBatch) -> Ranks:
-        holders = {key: micro.context for micro in _micros(batch) for row in micro.rows for key in row}
-        return Ranks(self.backend.sum_over_ranks, holders)
-
     def _fill_targets(self, batch: TrainBatch) -> dict[str, Metric]:
         """Fill the columns of advantages and returns. Returns metrics, which are equal on all ranks."""
-        algorithm, ranks, samples = self._algorithm, self._ranks(batch), self._data.samples
-        kl = self._kl(batch) if algorithm.kl_per_step else None
-        values = None
-        if self._has_critic:
-            column = self._data.columns["values"]
-            values = {key: column[key].double().cpu().numpy() for key in batch.keys}
+        algorithm, ranks, samples = self._algorithm, ranks_of(self.backend, batch), self._data.samples
+        penalties = self._penalties(batch.keys) if algorithm.kl_per_step else None
+        values = to_numpy(self._data.columns["values"], batch.keys) if algorithm.estimator.critic else None
         advantages = {key: batch.advantages[key] for key in batch.keys}
-        found = step_targets(samples, advantages, algorithm, ranks, kl, values)
-        self._data.columns["advantages"] = self._to_column(found.advantages)
-        if values is None:
+        found = step_targets(samples, advantages, algorithm, ranks, penalties, values)
+        self._data.columns["advantages"] = to_column(found.advantages, self.backend.device)
+        if values is None or self.critic is None:
             return {}
-        self._data.columns["returns"] = self._to_column(found.returns)
+        self._data.columns["returns"] = to_column(found.returns, self.backend.device)
         masks = {key: samples[key].mask_S for key in batch.keys}
         return {"critic/explained_variance": Metric(explained_variance(found.returns, values, masks, ranks))}
 
-    def _to_column(self, values: Mapping[Key, Floats]) -> dict[Key, torch.Tensor]:
-        return {key: torch.from_numpy(each).to(self.backend.device) for key, each in values.items()}
-
-    def _train_critic(self, batch: TrainBatch) -> UpdateStats:
-        """Independent of the policy's updates, because advantages are fixed: so the critic can leave the device."""
-        wall, busy = time.perf_counter(), time.thread_time()
-        metrics, clip = dict[str, Metric](), self._config.critic.value_clip
-        for number, mini in self._updates(batch):
-            lr = self._learning_rate(batch, number, self._config.critic.lr, self.critic_updates)
-            goal = objective.value(mini, clip)
-            found = self.backend.forward_backward(mini.micro_batches, self._data, goal, "critic")
-            grad_norm = self.backend.step(lr, "critic")
-            finite = math.isfinite(grad_norm)
-            self.critic_updates += finite
-            self._critic_bad_in_a_row = self._count_bad(batch, finite, self._critic_bad_in_a_row)
-            more = {"grad_norm": grad_norm if finite else 0.0, "lr": lr, "skipped_updates": float(not finite)}
-            metrics = add_metrics(metrics, found, {f"critic/{name}": Metric(each) for name, each in more.items()})
-        self.backend.set_critic_aside()
-        busy = time.thread_time() - busy if self.backend.device.type == "cpu" else 0.0
-        return UpdateStats(metrics=metrics, wall_s=time.perf_counter() - wall, busy_s=busy)
-
     def _train_policy(self, batch: TrainBatch) -> UpdateStats:
         totals, stopped = UpdateStats(), False
-        for number, mini in self._updates(batch):
+        for number, mini in updates_of(self._config, batch):
             found = self._mini_batch(batch, number, mini)
             stopped = found is None
             if found is None:
@@ -253,11 +194,6 @@ class TrainerRank:
         if self._config.algorithm.early_stop_kl is None:
             return totals
         return totals + UpdateStats(metrics={"actor/stopped_early": Metric(float(stopped))})
-
-    def _updates(self, batch: TrainBatch) -> Iterator[tuple[int, MiniBatch]]:
-        """The optimizer steps of a training step, numbered."""
-        epochs = self._config.algorithm.epochs if batch.objective == "policy" else 1
-        yield from enumerate(mini for _ in range(epochs) for mini in batch.mini_batches)
 
     def _stops(self, metrics: Mapping[str, Metric]) -> bool:
         """Whether the policy has moved too far in this training step. The same answer on all ranks."""
@@ -303,20 +239,9 @@ class TrainerRank:
         self.updates += finite
         if not finite:
             self._dump(batch, number, mini)
-        self._bad_in_a_row = self._count_bad(batch, finite, self._bad_in_a_row)
+        self._bad_in_a_row = count_bad(self._config, batch, finite, self._bad_in_a_row)
         busy = busy if self.backend.device.type == "cpu" else 0.0
         return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, metrics, wall, busy)
-
-    def _count_bad(self, batch: TrainBatch, finite: bool, before: int) -> int:
-        """Updates in a row with bad gradients, of policy or critic. `before`: without this one."""
-        in_a_row = 0 if finite else before + 1
-        if in_a_row >= self._config.training.max_bad_updates:
-            raise FloatingPointError(
-                f"{in_a_row} updates in a row had NaN or infinite gradients (step {batch.step}; the samples "
-                f"are in {self._config.run.folder / bad_batches.FOLDER}); lower training.lr, or raise "
-                "training.max_bad_updates to skip more"
-            )
-        return in_a_row
 
     def _objective(self, batch: TrainBatch, mini: MiniBatch) -> objective.Objective:
         if batch.objective == "imitation":
@@ -325,7 +250,8 @@ class TrainerRank:
             return preference.demonstrations(mini)
         if batch.objective == "kto":
             found = preference.mismatched_kl((k for m in mini.micro_batches for r in m.rows for k in r), self._data)
-            total, count = self._ranks(batch).total({key: np.array([kl, 1.0]) for key, kl in found.items()}, 2)
+            ranks = ranks_of(self.backend, batch)
+            total, count = ranks.total({key: np.array([kl, 1.0]) for key, kl in found.items()}, 2)
             return preference.kto(self._config.preference, mini, max(0.0, float(total) / max(float(count), 1.0)))
         if batch.objective in preference.PAIR_LOSSES:
             return preference.preference(batch.objective, self._config.preference, mini)
@@ -344,7 +270,7 @@ class TrainerRank:
     def _policy_lr(self, batch: TrainBatch, number: int) -> float:
         training = self._config.training
         if batch.objective != "imitation":
-            return self._learning_rate(batch, number, training.lr, self.updates)
+            return learning_rate_of(self._config, batch, number, training.lr, self.updates)
         assert training.warm_start is not None
         steps = training.warm_start.steps
         return learning_rate(
@@ -356,46 +282,32 @@ class TrainerRank:
             position=batch.step - 1,
         )
 
-    def _learning_rate(self, batch: TrainBatch, number: int, peak: float, updates: int) -> float:
-        """For update `number` of a step. Progress counts steps: a step may have fewer mini-batches, or none."""
-        training, algorithm = self._config.training, self._config.algorithm
-        planned, actual = algorithm.mini_batches * algorithm.epochs, len(batch.mini_batches) * algorithm.epochs
-        return learning_rate(
-            updates,
-            peak=peak,
-            total=self._config.run.steps * planned,
-            warmup=training.warmup_steps,
-            schedule=training.schedule,
-            min_ratio=training.min_lr_ratio,
-            position=(batch.step - 1) * planned + number * planned / actual,
-        )
+    def _weight_plan(self) -> WeightPlan:
+        parameters = self.backend.weights()
+        exact = self._exact_publisher.plan(parameters).num_buckets
+        return dataclasses.replace(self._publisher.plan(parameters), exact_buckets=exact)
 
     def _weight_bucket(self, index: int, receivers: Receivers) -> Weights:
         parameters = self.backend.weights()
-        bucket = self._publisher.bucket(parameters, index, receivers)
-        if index == self._publisher.plan(parameters).num_buckets - 1:
+        publisher = self._exact_publisher if receivers.exact else self._publisher
+        bucket = publisher.bucket(parameters, index, receivers)
+        if index == publisher.plan(parameters).num_buckets - 1:
             self.backend.free_memory(weights=True)
         return bucket
 
-    def _snapshot(self) -> int:
-        counters = {"updates": self.updates, "bad_in_a_row": self._bad_in_a_row}
-        if self._has_critic:
-            counters |= {"critic_updates": self.critic_updates, "critic_bad_in_a_row": self._critic_bad_in_a_row}
-        found = self.backend.snapshot({**counters, **self.coefficients.counters()})
-        self._about = dict(found.about)
-        return self._writer.stage(found.shards, found.versions)
+    def _snapshot(self) -> Snapshot:
+        counters: dict[str, float] = {"updates": self.updates, "bad_in_a_row": self._bad_in_a_row}
+        if self.critic is not None:
+            counters |= self.critic.counters()
+        return self.backend.snapshot({**counters, **self.coefficients.counters()})
 
     def _load(self, folder: Path, begun: bool) -> None:
         self._publisher.release()
         self._data.clear()
         # a warm start has neither reference nor critic until `begin`
-        reference, critic = begun and self._config.has_reference, begun and self._has_critic
+        reference, critic = begun and self._config.has_reference, begun and self.critic is not None
         counters = dict(self.backend.load(folder, reference, critic))
         self.updates, self._bad_in_a_row = int(counters["updates"]), int(counters["bad_in_a_row"])
-        self.critic_updates = int(counters.get("critic_updates", 0))
-        self._critic_bad_in_a_row = int(counters.get("critic_bad_in_a_row", 0))
+        if self.critic is not None and begun:
+            self.critic.restore(state.critic_counters(folder))
         self.coefficients = Coefficients.restored(counters, self._config.algorithm)
-
-
-def _micros(batch: TrainBatch) -> list[MicroBatch]:
-    return [micro for mini in batch.mini_batches for micro in mini.micro_batches]

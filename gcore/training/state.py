@@ -3,6 +3,7 @@ number of ranks reads them again; no rank holds a whole model.
 
     trainer.json (counters, adapters)    weights/    optimizer/ (moments, step counters)    reference/ (with a KL)
                                          critic/     critic_optimizer/ (with a critic)
+    critic.json (only if the critic has ranks of its own; otherwise trainer.json has its counters)
 
 If the network has adapters, only the adapters are written and read. The format of the folders is in
 checkpoint/tensors.py.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,21 @@ from gcore.types import UserError
 
 ABOUT, WEIGHTS, OPTIMIZER, REFERENCE = "trainer.json", "weights", "optimizer", "reference"
 CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
+CRITIC_ABOUT = "critic.json"
 Shards = dict[str, list[Shard]]  # by folder
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where a backend keeps the network that it calls policy."""
+
+    about: str = ABOUT
+    weights: str = WEIGHTS
+    optimizer: str = OPTIMIZER
+
+
+POLICY_FOLDERS = Folders()
+CRITIC_FOLDERS = Folders(CRITIC_ABOUT, CRITIC, CRITIC_OPTIMIZER)  # of critic ranks
 
 
 class SavePlan:
@@ -84,10 +100,16 @@ def describe(counters: Mapping[str, float], adapters: Adapters | None) -> bytes:
     return json.dumps({"counters": dict(counters), "adapters": kind}).encode()
 
 
-def load(folder: Path, network: Any, optimizer: Optimizer, adapters: Adapters | None = None) -> dict[str, float]:
+def load(
+    folder: Path,
+    network: Any,
+    optimizer: Optimizer,
+    adapters: Adapters | None = None,
+    folders: Folders = POLICY_FOLDERS,
+) -> dict[str, float]:
     """Fill network and optimizer; returns the counters. Gradients are dropped."""
-    counters = counters_of(folder, adapters)
-    _load(folder / WEIGHTS, folder / OPTIMIZER, network, optimizer)
+    counters = critic_counters(folder) if folders is CRITIC_FOLDERS else counters_of(folder, adapters)
+    _load(folder / folders.weights, folder / folders.optimizer, network, optimizer)
     return counters
 
 
@@ -96,6 +118,13 @@ def counters_of(folder: Path, adapters: Adapters | None = None) -> dict[str, flo
     about = json.loads((folder / ABOUT).read_text())
     _check(folder, about["adapters"], adapters)
     counters: dict[str, float] = about["counters"]
+    return counters
+
+
+def critic_counters(folder: Path) -> dict[str, float]:
+    """Of a checkpoint with a critic, wherever the critic was."""
+    own = folder / CRITIC_ABOUT
+    counters: dict[str, float] = json.loads((own if own.exists() else folder / ABOUT).read_text())["counters"]
     return counters
 
 

@@ -74,18 +74,18 @@ def step_targets(
     advantages: Mapping[Key, float],
     algorithm: Algorithm,
     ranks: Ranks,
-    kl: Mapping[Key, Floats] | None = None,
+    penalties: Mapping[Key, Floats] | None = None,
     values: Mapping[Key, Floats] | None = None,
 ) -> Targets:
-    """`advantages`: one per sample. `kl`: per step, to the reference model; only if the KL is part of the reward and
-    the estimator charges it to each step. `values`: of the critic, per step."""
+    """`advantages`: one per sample. `penalties`: of each step, kl_coef x KL to the reference model; only if the KL is
+    part of the reward and the estimator charges it to each step. `values`: of the critic, per step."""
     estimator, returns = algorithm.estimator, dict[Key, Array]()
     if not estimator.per_step:
         found = {key: advantage + _of_teachers(samples[key]) for key, advantage in advantages.items()}
     else:
         masks = {key: samples[key].mask_S for key in advantages}
         rewards = {
-            key: step_rewards(score, masks[key], algorithm.kl_coef * kl[key].astype(np.float64) if kl else None)
+            key: step_rewards(score, masks[key], penalties[key].astype(np.float64) if penalties else None)
             + _of_teachers(samples[key])
             for key, score in advantages.items()
         }

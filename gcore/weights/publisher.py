@@ -49,6 +49,10 @@ class WeightPublisher:
         self._rank, self._method, self._dtype, self._sender = rank, method, dtype, sender
         self._exported: dict[int, Tensor] = {}  # cuda_ipc: blocks that engines may still read, by bucket
 
+    def exact(self) -> WeightPublisher:
+        """One that does not round: for critic ranks."""
+        return WeightPublisher(self._rank, "in_process" if self._method == "in_process" else "host_memory")
+
     def plan(self, parameters: Mapping[str, Parameter]) -> WeightPlan:
         num_buckets = len(bucket_names(parameters, self._dtype_of(parameters)))
         return WeightPlan(num_buckets, every_rank=self._method == "cuda_ipc")

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from gcore.clients import EngineClient, TrainerClient
+from gcore.clients import CriticClient, EngineClient, TrainerClient
 from gcore.protocols import Receivers, Ref, RoleDied, RoleError, WeightPlan, Weights
 from gcore.weights.broadcast import BroadcastError
 
@@ -77,6 +77,15 @@ class WeightTransfer:
     def _gather(self, index: int, receivers: Receivers) -> list[Ref[Weights]]:
         """Start gathering a bucket: a collective of all ranks."""
         return [trainer.weight_bucket(index, receivers) for trainer in self._trainers]
+
+
+async def copy_policy(trainers: Sequence[TrainerClient], critics: Sequence[CriticClient]) -> None:
+    """A critic with ranks of its own becomes a copy of the policy, bucket by bucket. Called by controller 0."""
+    plan = await trainers[0].weight_plan()
+    for index in range(plan.exact_buckets):
+        receivers = Receivers(tuple(critic.name for critic in critics), exact=True)
+        refs = [trainer.weight_bucket(index, receivers) for trainer in trainers]
+        await asyncio.gather(*(critic.load_policy(refs[0]) for critic in critics), *map(_result, refs[1:]))
 
 
 async def _result(ref: Ref[Weights]) -> None:

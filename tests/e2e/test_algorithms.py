@@ -69,3 +69,55 @@ def test_an_estimator_and_a_loss_of_the_user(tmp_path: Path):
     file.write_text("def advantages(a, b):\n    return a\n")
     done = gcore("train", str(write_recipe(tmp_path)), "run.name=bad", *LOCAL, own[0].replace("mine", "other"))
     assert done.returncode == 2 and "algorithm.adv_estimator: no such file" in done.stderr
+
+
+# ---- a critic with ranks of its own ---------------------------------------------------------------------------------
+
+PPO = ("algorithm.preset=ppo", "critic.lr=1e-3", "algorithm.epochs=2", "algorithm.kl_target=0.001")
+OWN = "placement.critic.ranks=1"
+
+
+def test_a_critic_on_its_own_rank_computes_the_same(tmp_path: Path):
+    """To the last bit, with a KL in the reward whose coefficient changes."""
+    on_trainer = steps(train(tmp_path, "on_trainer", *LOCAL, *PPO, "algorithm.kl_horizon=100"))
+    apart = steps(train(tmp_path, "apart", *LOCAL, *PPO, "algorithm.kl_horizon=100", OWN))
+    assert [untimed(row) for row in apart] == [untimed(row) for row in on_trainer]
+    assert on_trainer[-1]["critic/loss"] > 0 and on_trainer[0]["actor/kl_coef"] != on_trainer[1]["actor/kl_coef"]
+
+
+def test_checkpoints_do_not_depend_on_where_the_critic_is(tmp_path: Path):
+    """A run continues with the critic on the trainer ranks, and one that had it there with the critic apart."""
+    whole = steps(train(tmp_path, "whole", *LOCAL, *PPO, "run.steps=3"))
+    for name, first, then in (("out", (), (OWN,)), ("back", (OWN,), ())):
+        train(tmp_path, name, *LOCAL, *PPO, *first)
+        found = steps(train(tmp_path, name, *LOCAL, *PPO, "run.steps=3", "run.resume=auto", *then))
+        assert [untimed(row) for row in found] == [untimed(row) for row in whole]
+        step_2 = tmp_path / "runs" / name / "step_2"
+        about = step_2 / ("critic.json" if first else "trainer.json")
+        assert json.loads(about.read_text())["counters"]["critic_updates"] == 4
+        assert (step_2 / "critic").is_dir() and (step_2 / "critic_optimizer").is_dir()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("start", [(), ("model.lora.rank=4",)], ids=["copy of the policy", "from its folder"])
+@pytest.mark.parametrize("critics", [1, 2])
+def test_critic_ranks_under_ray(tmp_path: Path, critics: int, start: tuple[str, ...]):
+    """Two controllers, two trainer ranks in a tensor-parallel group, and critic ranks that share one copy."""
+    ppo = (*PPO, "data.eval=null", "run.steps=2", "training.warm_start.steps=2", "model.build.kv_heads=2", *start)
+    one = steps(train(tmp_path, "one", "runtime=local", "controllers=1", *ppo))
+    ranks = ("placement.policy.replicas=1", "placement.trainer.ranks=2", "placement.trainer.tensor_parallel=2")
+    own = (f"placement.critic.ranks={critics}", f"placement.critic.shard={critics}")
+    ranks = ranks if not start else ("placement.policy.replicas=1", "placement.trainer.ranks=2")
+    found = steps(train(tmp_path, "ray", "controllers=2", *ranks, *own, *ppo))
+    for a, b in zip(found, one, strict=True):
+        assert a["samples_digest"] == b["samples_digest"]
+        for name in ("actor/loss", "critic/loss", "critic/value_mean", "critic/explained_variance", "actor/kl"):
+            assert a[name] == pytest.approx(b[name], abs=1e-5), name
+    # the checkpoint of one layout continues in another one
+    more = (*ppo, "run.steps=3", "run.resume=auto")
+    one = steps(train(tmp_path, "one", "runtime=local", "controllers=1", *more))
+    found = steps(
+        train(tmp_path, "ray", "controllers=1", "placement.trainer.ranks=1", "placement.critic.ranks=3", *more)
+    )
+    for name in ("actor/loss", "critic/loss", "critic/value_mean", "actor/kl"):
+        assert found[-1][name] == pytest.approx(one[-1][name], abs=1e-5), name

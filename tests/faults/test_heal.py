@@ -78,6 +78,21 @@ def test_a_healed_run_trains_the_same_weights(tmp_path):
 
 
 @pytest.mark.release
+def test_a_critic_rank_that_dies(tmp_path):
+    """It is started again with the controllers and the trainer ranks, from the same checkpoint."""
+    ppo = ("controllers=2", "algorithm.preset=ppo", "critic.lr=1e-3", "placement.critic.ranks=2", "data.eval=null")
+    fault = {"kind": "kill", "role": "critic-1", "at": "update", "nth": 4}
+    plain, healed = (
+        train(tmp_path, name, *ppo, "checkpoint.every=2", *faults)
+        for name, faults in (("plain", ()), ("healed", (f"faults.plan={json.dumps([fault])}",)))
+    )
+    events = read_events(tmp_path / "runs" / "healed")
+    assert [event["event"] for event in events] == ["fault", "rollback"]
+    assert events[1]["cause"].startswith("critic-1 died")
+    assert [untimed(row) for row in steps(healed)] == [untimed(row) for row in steps(plain)]
+
+
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_an_engine_heals_alone(tmp_path, expected, kind):
     fault = {"kind": kind, "role": "engine-1", "at": "generate", "nth": 8}

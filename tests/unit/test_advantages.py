@@ -218,8 +218,8 @@ def test_advantages_of_steps_by_hand():
     """Charged: 2 - 0.5 x (0.4, 0.3) and -1 - 0.5 x 0.2; whitened over these three actions."""
     algorithm = Algorithm(adv_estimator="reinforce_pp", kl_coef=0.5, kl_in="reward")
     samples = {(0, 0): sample(0, [1, 0, 1]), (1, 0): sample(1, [1])}
-    kl = {(0, 0): of(0.1, 7.0, 0.3), (1, 0): of(0.2)}
-    found = step_targets(samples, {(0, 0): 2.0, (1, 0): -1.0}, algorithm, Ranks(), kl).advantages
+    penalties = {(0, 0): 0.5 * of(0.1, 7.0, 0.3), (1, 0): 0.5 * of(0.2)}
+    found = step_targets(samples, {(0, 0): 2.0, (1, 0): -1.0}, algorithm, Ranks(), penalties).advantages
     actions = of(2 - 0.5 * 0.4, 2 - 0.5 * 0.3, -1 - 0.5 * 0.2)
     expected = (actions - actions.mean()) / actions.std(ddof=1)
     assert [*found[0, 0][[0, 2]], *found[1, 0]] == pytest.approx(expected, abs=1e-6)
@@ -319,10 +319,10 @@ def test_gae_same_as_verl(case, kind):
         gae_lambda=float(lam),
         **({"kl_coef": VERL["kl_coef"], "kl_in": "reward", "kl_estimator": "k1"} if penalty == "kl" else {}),
     )
-    kl = {(i, 0): row for i, row in enumerate(difference)} if penalty == "kl" else None
+    penalties = {(i, 0): VERL["kl_coef"] * row for i, row in enumerate(difference)} if penalty == "kl" else None
     scores = {(i, 0): reward for i, reward in enumerate(batch["rewards"])}
     given = {(i, 0): row for i, row in enumerate(values)}
-    found = step_targets(samples_of(batch), scores, algorithm, Ranks(), kl, given)
+    found = step_targets(samples_of(batch), scores, algorithm, Ranks(), penalties, given)
     for name, columns in (("advantages", found.advantages), ("returns", found.returns)):
         ours = np.array([columns[i, 0] for i in range(len(mask))]) * mask
         assert ours == pytest.approx(np.array(expected[name]) * mask, abs=1e-6)

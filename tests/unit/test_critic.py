@@ -161,7 +161,7 @@ def test_critic_warmup_leaves_the_policy_as_it_is():
     trainer, samples = trainer_of(ppo_config(critic={"warmup_steps": 1})), samples_of()
     policy, critic, batch = weights_of(trainer), critic_weights(trainer), batch_of(samples)
     stats = update(trainer, samples, batch)
-    assert stats.updates == trainer.updates == 0 and trainer.critic_updates == 1
+    assert stats.updates == trainer.updates == 0 and trainer.critic.updates == 1
     assert same(weights_of(trainer), policy) and not same(critic_weights(trainer), critic)
     assert update(trainer, samples, dataclasses.replace(batch, step=2)).updates == 1
     assert not same(weights_of(trainer), policy)
@@ -170,12 +170,12 @@ def test_critic_warmup_leaves_the_policy_as_it_is():
 def test_epochs_and_early_stop():
     samples, batch = samples_of(), batch_of(samples_of(), mini_batches=2)
     full = trainer_of(ppo_config(epochs=3, mini_batches=2))
-    assert update(full, samples, batch).updates == full.updates == full.critic_updates == 6
+    assert update(full, samples, batch).updates == full.updates == full.critic.updates == 6
     config = ppo_config(epochs=3, mini_batches=2, early_stop_kl=1e-4)
     stopped = trainer_of(config)
     stats = update(stopped, samples, batch)
     # the first mini-batch has the policy of before; the next one sees that it has changed
-    assert (stats.updates, stopped.updates, stopped.critic_updates) == (1, 1, 6)
+    assert (stats.updates, stopped.updates, stopped.critic.updates) == (1, 1, 6)
     assert stats.metrics["actor/stopped_early"].value == 1.0
     assert all(p.grad is None for p in stopped.backend.policy.network.parameters())
     once = trainer_of(config)
@@ -216,7 +216,7 @@ def test_bad_updates_of_policy_and_critic_are_counted_apart(monkeypatch):
     real, bad = trainer.backend.step, {"critic"}
     monkeypatch.setattr(trainer.backend, "step", step)
     stats = [update(trainer, samples, batch_of(samples)) for _ in range(2)]
-    assert [s.metrics["critic/skipped_updates"].value for s in stats] == [1.0, 1.0] and trainer.critic_updates == 0
+    assert [s.metrics["critic/skipped_updates"].value for s in stats] == [1.0, 1.0] and trainer.critic.updates == 0
     with pytest.raises(FloatingPointError, match="3 updates in a row"):
         update(trainer, samples, batch_of(samples))
 
@@ -231,7 +231,7 @@ def test_a_checkpoint_continues_to_the_last_bit(tmp_path, algorithm):
     assert (tmp_path / "critic").is_dir() and (tmp_path / "critic_optimizer").is_dir()
     other = trainer_of(config.model_copy(update={"run": config.run.model_copy(update={"seed": 99})}), begin=False)
     asyncio.run(other.load(str(tmp_path)))
-    assert other.coefficients == trainer.coefficients and other.critic_updates == trainer.critic_updates == 4
+    assert other.coefficients == trainer.coefficients and other.critic.updates == trainer.critic.updates == 4
     assert bool(algorithm) == (trainer.coefficients.kl != 0.1)
     samples = samples_of(5)
     assert update(other, samples, batch_of(samples)) == update(trainer, samples, batch_of(samples))

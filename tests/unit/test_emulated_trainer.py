@@ -181,7 +181,8 @@ def test_emulated_roles_are_built_without_torch():
     code = f"""
 import sys
 from gcore.config.tree import Config
-from gcore.controller.build import build_engine, build_judge, build_trainer
+from gcore.controller.build import build_engine, build_judge
+from gcore.controller.build_ranks import build_trainer
 from gcore.protocols import Rendezvous
 config = Config.model_validate({recipe()!r} | {{"rewards": {{"judges": [{{"name": "judge", "model": {{"build": {{}}}},
     "template": "{{{{ response }}}}", "engine": "emulated", "emulated": {{"mean_tokens": 7, "sigma": 0}}}}]}}}})

@@ -109,7 +109,8 @@ def test_ground_floor():
     assert all(
         within(name, ("gcore.content", "gcore.config", "gcore.types")) for p in files("content") for name in imports(p)
     )
-    assert imports(PACKAGE / "protocols.py") == {"gcore.types"}
+    assert imports(PACKAGE / "protocols.py") == {"gcore.types", "gcore.role_errors"}
+    assert imports(PACKAGE / "role_errors.py") == {"gcore.types"}
     assert imports(PACKAGE / "clients.py") == {"gcore.protocols", "gcore.types"}
     for room, allowed in {
         "config": ("gcore.config", "gcore.types"),
@@ -164,7 +165,7 @@ def test_backends_are_imported_in_build_alone():
     """Elsewhere in the controller no engine, trainer or runtime is named."""
     backends = ("gcore.generation.embedded", "gcore.training", "gcore.runtime")
     for path in files("controller"):
-        if path.name not in ("build.py", "build_backend.py", "build_diffusion.py"):
+        if path.name not in ("build.py", "build_ranks.py", "build_backend.py", "build_diffusion.py"):
             found = imports(path) - {"gcore.runtime.protocol"}
             assert not any(within(name, backends) for name in found), path
 

@@ -115,7 +115,8 @@ def test_kl_in_the_reward_same_as_verl(case, name, kl_estimator):
     charged = {} if algorithm.kl_per_step else totals(groups, kl_of)
     advantages = advantages_of(groups, Scoring(algorithm), charged)[0]
     samples = {sample.key: sample for siblings in groups for sample in map(to_sample, siblings)}
-    found = step_targets(samples, advantages, algorithm, Ranks(), kl_of).advantages
+    penalties = {key: KL_COEF * kl_S for key, kl_S in kl_of.items()}
+    found = step_targets(samples, advantages, algorithm, Ranks(), penalties).advantages
     ours = np.array([found[key] for key in samples]) * mask
     expected = np.array(GOLDEN[case]["kl_in_reward"][kl_estimator][name]) * mask
     assert ours == pytest.approx(expected, abs=1e-6)
