@@ -13,8 +13,8 @@ the only entry point, so that a simulator can replace it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Literal, get_args
 
@@ -202,18 +202,18 @@ def _dynamic(case: Case, split: Mapping[str, int] | None = None) -> Estimate | N
 
 
 def _disaggregated(case: Case, split: Mapping[str, int] | None = None) -> Estimate | None:
-    """The trainer has its own devices and trains on the previous step: samples are one policy version old."""
+    """The trainer has its own devices and trains on the previous step: samples are one policy version old. A critic is
+    on the trainer's devices, or has a part of them for itself (placement.critic.ranks), whichever is faster."""
     unit = math.lcm(case.block, case.gpu.per_node) if case.gpus >= 2 * case.gpu.per_node else case.block
     best: Estimate | None = None
     stride = unit * max(1, case.gpus // unit // 32)
     for trainer in range(stride, case.gpus, stride):
-        if not _trainer_fits(case, trainer):
-            continue
+        fastest = min(training_layouts(case, trainer), key=lambda layout: sum(layout[1].values()), default=None)
         found = _best_split(case, case.gpus - trainer)
-        if found is None:
+        if fastest is None or found is None:
             continue
         generation, rollout_s = _streaming(case, found)
-        update, weights_s = case.update(trainer), case.weights_s(case.gpus)
+        (trained_on, update), weights_s = fastest, case.weights_s(case.gpus)
         stages = {
             "generation": generation,
             "rewarding": rollout_s - generation,
@@ -224,10 +224,23 @@ def _disaggregated(case: Case, split: Mapping[str, int] | None = None) -> Estima
         step_s = max(rollout_s, sum(update.values())) + weights_s
         if best is None or step_s < best.step_s:
             notes = ("training runs in parallel with the next rollout: samples are one version old",)
-            best = Estimate(
-                "disaggregated", {**found, "trainer": trainer}, _widths(case), stages, step_s, rollout_s, notes
-            )
+            split = {**found, **trained_on}
+            best = Estimate("disaggregated", split, _widths(case), stages, step_s, rollout_s, notes)
     return best
+
+
+def training_layouts(case: Case, gpus: int) -> Iterator[tuple[dict[str, int], dict[str, float]]]:
+    """Ways to train on `gpus` that fit: GPUs of trainer and critic, and seconds of preparation and training."""
+    if _trainer_fits(case, gpus):
+        yield {"trainer": gpus}, case.update(gpus)
+    if not case.critic:
+        return
+    policy, critic = replace(case, critic=False), replace(case, critic=False, logprob_passes=1)
+    unit = case.gpu.per_node if gpus > case.gpu.per_node else 1
+    for own in range(unit, gpus, unit):
+        if _trainer_fits(policy, gpus - own) and _trainer_fits(critic, own):
+            both = policy.update(gpus - own), critic.update(own)  # at the same time
+            yield {"trainer": gpus - own, "critic": own}, {name: max(part[name] for part in both) for name in both[0]}
 
 
 def _finish(
@@ -264,7 +277,10 @@ def _widths(case: Case) -> dict[str, int]:
 
 def _trainer_fits(case: Case, gpus: int) -> bool:
     """On GPUs of its own, with activation checkpointing."""
-    rank = TrainingRank(case.policy.shape, shard=gpus, max_tokens=case.micro_tokens, checkpointing=True)
+    shape = case.policy.shape
+    rank = TrainingRank(
+        shape, shard=gpus, max_tokens=case.micro_tokens, checkpointing=True, critic=shape if case.critic else None
+    )
     needed = max(sum(parts.values()) for parts in training_memory(rank).gpu.values())
     return needed <= case.gpu.memory_gb * costs.GB * costs.MEMORY_FRACTION
 

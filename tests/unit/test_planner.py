@@ -12,7 +12,7 @@ from gcore.cli import main
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.simulate import costs
 from gcore.simulate.costs import GPUS, SHAPES
-from gcore.simulate.estimate import MODES, Case, estimate, missing_after
+from gcore.simulate.estimate import MODES, Case, estimate, missing_after, training_layouts
 from gcore.simulate.lengths import Lengths
 from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
 from gcore.simulate.planner import MIN_SEQUENCES, plan
@@ -419,3 +419,19 @@ def test_wrong_arguments_are_reported_in_one_line(capsys, words, message):
     assert main(["plan", *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith(message) and err.count("\n") == 1
+
+
+# ---- a critic on GPUs of its own ----
+
+
+def test_a_critic_trains_beside_the_policy_or_after_it():
+    """Sharing GPUs is a little faster here, because neither waits for the other."""
+    one = case(gpus=16, critic=True, logprob_passes=2)
+    layouts = {(split["trainer"], split.get("critic", 0)): stages for split, stages in training_layouts(one, 8)}
+    alone = dataclasses.replace(one, critic=False)
+    assert layouts[8, 0]["training"] == pytest.approx(2 * alone.update(8)["training"])
+    assert layouts[4, 4]["training"] == pytest.approx(alone.update(4)["training"])
+    assert layouts[4, 4]["preparation"] == pytest.approx(alone.update(4)["preparation"])  # two passes, against one
+    assert layouts[5, 3]["training"] == pytest.approx(alone.update(3)["training"])
+    found = estimate("disaggregated", one)
+    assert found is not None and "critic" not in found.split
