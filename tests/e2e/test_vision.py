@@ -78,6 +78,9 @@ def test_ppo_with_a_critic_that_sees(tmp_path):
     assert len(found) == 3 and all(row["critic/loss"] > 0 and row["critic/grad_norm"] > 0 for row in found)
     assert all(abs(row["critic/value_mean"]) > 1e-4 for row in found[1:])
     assert max(row["rollout/logprob_diff_max"] for row in found) < 1e-5
+    more |= {"placement": {"trainer": {"threads": 1}, "critic": {"ranks": 1}}}
+    apart = steps(train(tmp_path, "controllers=2", **more, rewards={"functions": functions}))
+    assert [row["critic/loss"] for row in apart] == [row["critic/loss"] for row in found]
 
 
 def test_videos_train(tmp_path):

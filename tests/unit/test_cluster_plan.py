@@ -22,6 +22,7 @@ from gcore.placement.grid import DeviceGrid
 from gcore.types import UserError
 from gcore.weights.method import choose_method
 from tests.e2e.helpers import RECIPE
+from tests.faults.test_kill import EMULATED
 
 AUTO = ("placement.trainer.ranks=auto", "placement.trainer.threads=auto")
 VLLM = "generation.engine=vllm"
@@ -409,3 +410,39 @@ def test_no_group_straddles_nodes_whatever_their_sizes():
 )
 def test_sets_of_gpus_within_nodes(node_gpus, width, block, found):
     assert within_nodes(node_gpus, width, block) == found
+
+
+# ---- a critic with ranks of its own ----
+
+PPO = ("algorithm.preset=ppo", "placement.critic.ranks=2")
+
+
+def test_critic_ranks_have_gpus_of_their_own(config):
+    found = make_plan(config(*PPO, VLLM, "placement.mode=disaggregated"), gpu_nodes(4, 4))
+    assert (found.critics, found.critic_shard, found.trainers, found.engines) == (2, 2, 3, 3)
+    taken = [bundle for bundles in found.gpu_assignment.replicas.values() for each in bundles for bundle in each]
+    assert len(taken) == len(set(taken)) == 8
+    assert "2 critic rank(s)" in "\n".join(found.lines(config(*PPO)))
+    with pytest.raises(UserError, match=r"placement\.critic\.ranks=2: on GPUs .*disaggregated, got shared"):
+        make_plan(config(*PPO, VLLM), gpu_nodes(4, 4))
+
+
+def test_critic_ranks_share_the_cores_with_trainer_ranks(config):
+    found = make_plan(config(*PPO, "placement.trainer.ranks=2"), cpu_nodes(8, 8))
+    assert found.role_nodes["critic"] == found.role_nodes["trainer"] == (0, 1)
+    assert (found.trainer_threads, found.critic_threads, found.critic_shard) == (4, 4, 1)
+    without = make_plan(config("placement.critic.ranks=2", "placement.trainer.ranks=2"), cpu_nodes(8, 8))
+    assert without.critics == 0 and "critic" not in without.role_nodes and without.trainer_threads == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("runtime=local", "placement.trainer.ranks=1"), "runtime=local has one process; expected 0 or 1"),
+        (EMULATED, "training.backend=emulated has no critic"),
+        (("placement.critic.shard=3",), "shard=3 must divide ranks=2"),
+    ],
+)
+def test_where_a_critic_cannot_have_ranks_of_its_own(config, overrides, message):
+    with pytest.raises(UserError, match=message):
+        config(*PPO, *overrides)

@@ -148,6 +148,7 @@ CONTRADICTIONS = {
     "up to 2 version(s) old": {"algorithm": {"importance": "none"}, "sampling": {"max_staleness": 2}},
     "DAPO uses only one of the two": {"algorithm": {"mask_truncated": True, "overlong_buffer": 2}},
     "critic.lr: no effect with algorithm.adv_estimator=grpo": {"critic": {"lr": 1e-3}},
+    "placement.critic.ranks: no effect with algorithm.adv_estimator=grpo": {"placement": {"critic": {"ranks": 2}}},
     "generation.top_p=0.9, top_k=0": {"generation": {"top_p": 0.9}},
     "algorithm.gamma: no effect with algorithm.adv_estimator=grpo": {"algorithm": {"gamma": 0.9}},
     "algorithm.gae_lambda: no effect with algorithm.adv_estimator=remax": {
