@@ -122,12 +122,12 @@ class ObjectiveView:
                 f"algorithm.adv_estimator=gdpo normalizes each reward by itself and then needs its weight, which "
                 f"rewards.by_workflow={self.rewards.by_workflow} has not; expected another estimator, such as grpo"
             )
-        on_vllm = [judge for judge in self.rewards.judges if judge.mode == "teacher" and judge.engine == "vllm"]
-        if on_vllm and self.generation.temperature != 1:
+        at_one = [j for j in self.rewards.judges if j.mode == "teacher" and j.engine in ("vllm", "sglang")]
+        if at_one and self.generation.temperature != 1:
             raise ValueError(
-                f"generation.temperature={self.generation.temperature}: the teacher {on_vllm[0].name!r} is on "
-                "engine=vllm, which returns logprobs of given tokens at temperature 1 only; expected 1, or "
-                "engine=embedded for the teacher"
+                f"generation.temperature={self.generation.temperature}: the teacher {at_one[0].name!r} is on "
+                f"engine={at_one[0].engine}, which returns logprobs of given tokens at temperature 1 only; expected 1, "
+                "or engine=embedded for the teacher"
             )
         if self.needs.labels and self.preference.pairs == "rollouts":
             raise ValueError(

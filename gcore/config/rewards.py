@@ -130,9 +130,9 @@ class Judge(Serving):
     @model_validator(mode="after")
     def _one_backend(self) -> Judge:
         """A key without effect is an error, unless it has its default value: a saved config contains all keys."""
-        if self.mode == "teacher" and (self.model is None or self.engine not in ("embedded", "vllm")):
+        if self.mode == "teacher" and (self.model is None or self.engine not in ("embedded", "vllm", "sglang")):
             raise ValueError(
-                f"mode=teacher needs a model on engine=embedded or vllm, got engine={self.engine}"
+                f"mode=teacher needs a model on engine=embedded, vllm or sglang, got engine={self.engine}"
                 f"{', url' if self.url else ''}: other engines do not return logprobs of given tokens"
             )
         if not self.template and self.mode != "teacher":

@@ -106,7 +106,7 @@ def build_judge(config: Config, plan: Plan, judge_name: str, rendezvous: Rendezv
     longest = judge.max_prompt_length + judge.max_response_length
     if judge.mode == "teacher":  # it reads whole samples of the policy
         longest = config.data.max_prompt_length + config.generation.max_response_length
-        longest += judge.engine == "vllm"  # which generates one more token
+        longest += judge.engine in ("vllm", "sglang")  # which need room for one more token
     name = f"judge-{judge.name}-{rendezvous.rank}"
     return _engine(config, plan, name, rendezvous, judge.model, judge, longest)
 

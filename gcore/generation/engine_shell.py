@@ -17,11 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 
-from gcore.content.tokens import NO_TOKENS, Tokens
-from gcore.generation.jobs import Job, JobQueue, engine_failed, post, stats_of
+from gcore.generation.jobs import Job, JobQueue, engine_failed, post, scored, stats_of
 from gcore.generation.sleep import SleepState
 from gcore.observe.trace import Tracer
 from gcore.protocols import EngineStats, MemoryChange, Weights
@@ -29,7 +27,6 @@ from gcore.types import Completion, Finish, Floats, Request
 from gcore.weights.receiver import WeightReceiver
 
 T = TypeVar("T")
-NO_STEPS = Tokens.steps(NO_TOKENS)
 Ended = tuple[Job, Finish | Exception]
 
 
@@ -271,10 +268,7 @@ class SteppedEngine:
             post((future, error) for _, future in waiting)
             return
         self._busy_s += time.perf_counter() - started
-        post(
-            (future, Completion(NO_STEPS, logprobs_S, np.full(len(logprobs_S), self.version, np.int32), "length"))
-            for (_, future), logprobs_S in zip(waiting, found, strict=True)
-        )
+        post((future, scored(logprobs_S, self.version)) for (_, future), logprobs_S in zip(waiting, found, strict=True))
 
     def _abort(self, ticket: str) -> None:
         with self._changed:

@@ -18,9 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from gcore.content.tokens import SamplingMask, Tokens, tokens_of
+from gcore.content.tokens import NO_TOKENS, SamplingMask, Tokens, tokens_of
 from gcore.protocols import EngineStats
-from gcore.types import Completion, Finish, Ints, Request, UserError
+from gcore.types import Completion, Finish, Floats, Ints, Request, UserError
+
+
+def scored(logprobs_S: Floats, version: int, finish: Finish = "length") -> Completion:
+    """Of a request that generates nothing: the logprobs of the steps that it has."""
+    return Completion(Tokens.steps(NO_TOKENS), logprobs_S, np.full(len(logprobs_S), version, np.int32), finish)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,20 @@ from gcore.content.tokens import tokens_of
 from gcore.types import Request, UserError
 
 
+def check_score(request: Request, max_length: int, engine: str) -> None:
+    """Raise UserError if vLLM or SGLang cannot return the logprobs of the request's own steps."""
+    if request.params.temperature != 1 or tokens_of(request.content).media:
+        raise UserError(
+            f"{engine} returns logprobs of given tokens at temperature 1 and without images, got temperature "
+            f"{request.params.temperature} (keys: generation.temperature=1, or engine=embedded for the teacher)"
+        )
+    if request.content.size >= max_length:
+        raise UserError(
+            f"{engine} needs room for one more token to score {request.content.size} tokens; expected at most "
+            f"{max_length - 1} (keys: data.max_prompt_length, generation.max_response_length)"
+        )
+
+
 def check_request(
     request: Request, max_length: int, vocabulary: int, accepts_images: bool = False, scores: bool = False
 ) -> None:

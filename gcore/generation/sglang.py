@@ -23,10 +23,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 
-from gcore.generation.jobs import Job, JobQueue, engine_failed, resolve, stats_of
-from gcore.generation.request_check import check_request
+from gcore.generation.jobs import Job, JobQueue, engine_failed, resolve, scored, stats_of
+from gcore.generation.request_check import check_request, check_score
 from gcore.generation.sglang_core import Server, SglangOptions, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
 from gcore.observe.trace import Tracer
@@ -68,7 +69,9 @@ class SglangEngine:
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
-            check_request(request, self._options.max_length, self._server.vocabulary)
+            check_request(request, self._options.max_length, self._server.vocabulary, scores=True)
+            if request.params.max_tokens == 0:
+                check_score(request, self._options.max_length, "SGLang")
         return await self._on_loop(lambda: self._generate(requests, ticket))
 
     async def abort(self, ticket: str) -> None:
@@ -198,6 +201,9 @@ class SglangEngine:
 
     async def _serve(self, job: Job) -> None:
         try:
+            if job.request.params.max_tokens == 0:
+                resolve(job.future, await self._score(job))
+                return
             reason = await self._stream(job)
             if reason not in ("stop", "length", "abort"):
                 raise RuntimeError(f"SGLang ended a request with finish reason {reason}")
@@ -247,6 +253,23 @@ class SglangEngine:
                 job.versions = sorted((span["start"], int(span["version"])) for span in spans)
             reason = info["finish_reason"] and info["finish_reason"]["type"]
         return reason
+
+    async def _score(self, job: Job) -> Completion:
+        """Logprobs of the steps that the request has, as those of a prompt."""
+        content = job.content
+        chunks = await self._server.front.async_generate(
+            input_ids=content.tokens_T.tolist(),
+            sampling_params={"max_new_tokens": 0, "temperature": 1.0},
+            return_logprob=True,
+            logprob_start_len=len(content.tokens_P) - 1,  # its first entry has no logprob
+            stream=True,
+            rid=job.name,
+        )
+        infos = [chunk["meta_info"] async for chunk in chunks]
+        logprobs = [logprob for logprob, *_ in infos[-1].get("input_token_logprobs", ())][-content.num_steps :]
+        if infos[-1]["finish_reason"]["type"] == "abort":
+            return scored(np.zeros(0, np.float32), self.version, "abort")
+        return scored(np.array(logprobs, np.float32), self._loads[int(infos[-1]["weight_version"])])
 
     def _completion(self, job: Job, finish: Finish) -> Completion:
         """SGLang stamps tokens with the index of a load. The version of that load may be known only now."""

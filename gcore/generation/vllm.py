@@ -28,7 +28,7 @@ from gcore.decoders import forbidden_tokens
 from gcore.generation.engine_shell import Ended, Step, SteppedEngine
 from gcore.generation.jobs import Job
 from gcore.generation.noise import noise_key
-from gcore.generation.request_check import check_request
+from gcore.generation.request_check import check_request, check_score
 from gcore.generation.sleep import GIB, SleepState, free_gpu
 from gcore.generation.vllm_core import (
     VllmOptions,
@@ -109,7 +109,7 @@ class VllmBackend:
     def check(self, request: Request) -> None:
         check_request(request, self.options.max_length, self._vocabulary, self._accepts_images, scores=True)
         if request.params.max_tokens == 0:
-            self._check_score(request)
+            check_score(request, self.options.max_length, "vLLM")
         media = tokens_of(request.content).media
         if tokens_of(request.content).step_media or any(medium.kind != "image" for medium in media):
             raise UserError(
@@ -120,18 +120,6 @@ class VllmBackend:
             raise UserError(
                 "the sampler of this vLLM version returns no logprobs of the untruncated policy; "
                 "set generation.top_p to 1 and generation.top_k to 0"
-            )
-
-    def _check_score(self, request: Request) -> None:
-        if request.params.temperature != 1 or tokens_of(request.content).media:
-            raise UserError(
-                f"vLLM returns logprobs of given tokens at temperature 1 and without images, got temperature "
-                f"{request.params.temperature} (keys: generation.temperature=1, or engine=embedded for the teacher)"
-            )
-        if request.content.size >= self.options.max_length:
-            raise UserError(
-                f"vLLM needs room for one more token to score {request.content.size} tokens; expected at most "
-                f"{self.options.max_length - 1} (keys: data.max_prompt_length, generation.max_response_length)"
             )
 
     def room(self, waiting: int) -> int:

@@ -29,12 +29,13 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
+from gcore.content.tokens import Tokens
 from gcore.generation.jobs import JobQueue
 from gcore.generation.sglang import SglangEngine
 from gcore.generation.sglang_core import SglangOptions
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import MemoryChange
-from gcore.types import Completion, UserError
+from gcore.types import Completion, Request, SamplingParams, UserError
 from tests.contract import test_engine as contract
 from tests.contract.test_engine import (
     ALPHABET,
@@ -334,3 +335,29 @@ def test_the_scheduler_ends_with_the_process_that_opened_it():
         while scheduler.is_running() and scheduler.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not scheduler.is_running() or scheduler.status() == psutil.STATUS_ZOMBIE
+
+
+# --- given tokens
+
+
+def test_it_scores_given_tokens(networks):
+    """As a teacher does: logprobs of the steps that a request has, beside others, also of new weights."""
+    engine = sglang(networks["qwen3"])
+    sizes = ((9, 4), (20, 19), (30, 6))
+    contents = [Tokens.split(prompt(size, seed=size), steps) for size, steps in sizes]
+    requests = [Request(content, SamplingParams(0), noise_key=0) for content in contents]
+
+    def matches(expected: Any, version: int) -> bool:
+        found, generated = run(engine, *requests, ask(prompt(9), 5))[:3], run(engine, ask(prompt(9), 5))
+        wanted = [logprobs_of(expected, content.tokens_P, content.tokens_S) for content in contents]
+        assert all(c.content.num_steps == 0 and set(c.versions_S) == {version} for c in found)
+        assert generated[0].content.num_steps == 5
+        return all(np.abs(c.logprobs_S - w).max() < CLOSE for c, w in zip(found, wanted, strict=True))
+
+    assert matches(networks["qwen3"], 0)
+    assert matches(networks["qwen3"], 0)  # its cache has the prompts now
+    other = network_of(seed=5)
+    asyncio.run(asyncio.wait_for(engine.load_weights(1, weights_of(other)), 60))
+    assert matches(other, 1) and not matches(networks["qwen3"], 1)
+    with pytest.raises(UserError, match=r"SGLang returns logprobs of given tokens at temperature 1"):
+        run(engine, Request(contents[0], SamplingParams(0, temperature=0.7), noise_key=0))
