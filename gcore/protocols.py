@@ -46,7 +46,7 @@ class Receivers:
     """The engines that a weight update goes to. Receivers(("engine-0", "engine-1"), restarted=False)"""
 
     names: tuple[str, ...]
-    restarted: bool = False  # some of them are new processes since the last update
+    restarted: bool = False  # some of them are new processes since the last update, or it failed
 
 
 @dataclass(frozen=True, slots=True)

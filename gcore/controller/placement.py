@@ -212,6 +212,9 @@ class SlotPlacement:
             if same_blocks:
                 self._dynamic.state = GuardState.restored(saved["rule"])
 
+    def has(self, name: str) -> bool:
+        return self._placer.has(name)
+
     def mark_dead(self, name: str) -> None:
         self._placer.mark_dead(name)
 

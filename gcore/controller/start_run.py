@@ -42,7 +42,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
         lambda: dispatcher.version,
         curriculum,
     )
-    async with setup.weight_resender.trainers_in_use:  # engines restarted in this block get their weights after it
+    async with setup.weight_resender.training():  # engines that die in this block are restarted after it
         await dispatcher.open()
         checkpointer = Checkpointer(setup, source, collector)
         position = await _resume(setup, checkpointer, collector)  # sends the first weights too, if training was resumed

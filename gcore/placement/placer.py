@@ -314,6 +314,9 @@ class Placer:
 
     # ---- replicas that die ----------------------------------------------------------------------------------------
 
+    def has(self, name: str) -> bool:
+        return self._find(name) is not None
+
     def mark_dead(self, name: str) -> None:
         """A replica died. The driver restarts it, awake."""
         if (found := self._find(name)) is not None:

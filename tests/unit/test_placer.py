@@ -39,6 +39,7 @@ from gcore.weights.transfer import WeightTransfer
 JUDGE, SLOTS, STOP = "judge", 4, 2
 LONG = 40
 TIMEOUT_S = 4.0
+TRAINING_S = 2.0
 Script = Callable[[int, Split, View], list[Move]]  # number of the poll, split, view
 
 
@@ -138,6 +139,7 @@ class World:
     notes: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     version: int = 0  # the trainer's
+    trains: bool = False  # the trainer works
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -176,7 +178,7 @@ class World:
             self.placers.append(placer)
             self.pools.append(pools)
             self.switches.append(switches)
-            replicas = Replicas(pools[POLICY], [pools[JUDGE]], weights, self.notes.append, placer)
+            replicas = Replicas(pools[POLICY], [pools[JUDGE]], weights, self.notes.append, placer, shares_devices=True)
             self.members.append((self.groups_of, weights, replicas))
 
     # ---- invariants
@@ -198,6 +200,10 @@ class World:
             assert not replica.asleep, f"{replica.name} is asleep"
             assert replica.role == JUDGE or replica.engine.version == self.version, f"{replica.name} has old weights"
         self.counts[f"sent {replica.name}"] += 1
+
+    def check_starts(self, replica: Replica) -> None:
+        """A process that starts allocates memory, which the trainer needs while it works."""
+        assert not self.trains, f"{replica.name} starts while the trainer works"
 
     def check_end(self) -> None:
         """Between two rollouts, with all replicas alive."""
@@ -221,7 +227,12 @@ class World:
         group, weights, _ = self.members[rank]
         placer = self.placers[rank]
         for step in range(1, self.steps + 1):
-            async with weights.trainers_in_use:
+            async with weights.training():
+                if step > 1:
+                    await group.all_gather("engines idle", None)
+                    if rank == 0:
+                        await self.train()
+                    await group.all_gather("trained", None)
                 await placer.begin(self.groups, 1.0, 2)
                 if rank == 0:
                     self.version = step
@@ -236,9 +247,13 @@ class World:
             ):
                 await asyncio.gather(*(self.sample(rank, n, left) for n in range(self.groups)))
             assert not placer._moving
-            await group.all_gather("end", None)
-            if rank == 0 and self.sleeps and step < self.steps:
-                await placer.sleep_all()
+
+    async def train(self) -> None:
+        if self.sleeps:
+            await self.placers[0].sleep_all()
+        self.trains = True
+        await asyncio.sleep(TRAINING_S)
+        self.trains = False
 
     async def sample(self, rank: int, number: int, left: list[int]) -> None:
         rng = self.rng
@@ -272,7 +287,10 @@ class World:
         async def restart() -> None:
             await asyncio.sleep(notice_s)
             await asyncio.gather(*(m.mark_dead(replica.name) for m in members))
+            await members[0].begin_restart(replica.name)
+            self.check_starts(replica)
             await asyncio.sleep(restart_s)
+            self.check_starts(replica)
             replica.engine, replica.gone, replica.on = make_engine(), asyncio.Event(), {}
             if await members[0].restore(replica.name):
                 await asyncio.gather(*(m.mark_alive(replica.name) for m in members))
@@ -565,6 +583,26 @@ def test_a_switch_that_fails_with_an_unknown_error():
     world = faulty(to_policy(), POLICY, 2, "wake", lambda world, replica: broken())
     world.tasks = _IgnoredTasks()
     stays(play(world), 2, JUDGE, "'unknown'")
+
+
+def test_blocks_move_while_an_engine_starts_and_the_trainer_waits_for_it():
+    """A move to the policy sends weights, also while another engine starts for longer than a move may take."""
+    world = World(at(4, to_policy()), groups=4, steps=2)
+    seen: list[object] = []
+
+    async def death() -> None:
+        engine = world.replicas[POLICY][0]
+        await asyncio.sleep(0.3)
+        world.kill(engine, restart_s=20 * TIMEOUT_S)
+        while not world.placers[0].timeline.moves:
+            await asyncio.sleep(0.1)
+        seen.append((moves_of(world)[0], engine.gone.is_set()))
+        while not world.counts["returns"]:
+            await asyncio.sleep(0.1)
+        seen.append(world.version)
+
+    play(world, death())
+    assert seen == [((2, POLICY, "scripted"), True), 1] and world.notes == []
 
 
 class _IgnoredTasks(set[Any]):
