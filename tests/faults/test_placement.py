@@ -85,6 +85,11 @@ def test_a_resumed_run_keeps_what_placement_has_learned(tmp_path, slots):
     assert whole["rule"]["step"] == STEPS and resumed["rule"]["step"] == (STEPS if slots == 4 else STEPS - 2)
     lengths = [len(found["monitor"]["lengths"]["policy"]) for found in (whole, resumed)]
     assert lengths[0] == lengths[1]
+    pieces = [json.loads(line) for line in (run / "placement.jsonl").read_text().splitlines()]
+    found = [(piece["step"], piece["start"]) for piece in pieces if piece["kind"] == "timeline" and piece["slot"] == 0]
+    assert sorted(found) == sorted(found, key=lambda piece: piece[1])  # one after another
+    trained = [piece["step"] for piece in pieces if piece.get("role") == "trainer" and piece["slot"] == 0]
+    assert trained == [1, 2, 3, 4]  # without the lost ones
 
 
 class Patient(Held):

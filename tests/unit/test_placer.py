@@ -132,6 +132,7 @@ class World:
     steps: int = 1
     sleeps: bool = True  # all replicas sleep between rollouts
     decides: bool = False  # False: as in an evaluation, no group is decided on
+    keeps: bool = False  # the split, as in an evaluation
     seed: int = 0
     spread_s: float = 4.0  # over which the groups of a step begin
     poll_interval_s: float = 0.25
@@ -244,6 +245,7 @@ class World:
             async with placer.during(
                 lambda left=left: RolloutProgress(self.groups, 0, (self.groups - left[0]) * self.decides, left[0], 1.0),
                 step,
+                self.keeps,
             ):
                 await asyncio.gather(*(self.sample(rank, n, left) for n in range(self.groups)))
             assert not placer._moving
@@ -419,6 +421,31 @@ def test_all_controllers_get_the_same_seconds_of_the_last_rollout(decides):
     assert [seconds is not None and 1.0 < seconds < 600.0 for seconds in took[1:]] == [decides] * 3, took
     elapsed = [view.elapsed_s for _, _, view in world.logs[0]]
     assert elapsed == [view.elapsed_s for _, _, view in world.logs[2]] and 0.0 < elapsed[0] < elapsed[1]
+
+
+def test_after_an_evaluation_the_next_rollout_has_the_split_that_was_chosen_for_it():
+    world = play(World(at(4, to_judge(), to_policy()), keeps=True, spread_s=8.0))
+    assert world.counts["sent judge-1"] and world.counts["sent engine-2"] and world.placers[0].split == world.split
+    back = "the split of the next rollout"
+    moves = [(1, JUDGE, "scripted"), (2, POLICY, "scripted"), (1, POLICY, back), (2, JUDGE, back)]
+    assert sorted(moves_of(world)) == sorted(moves)
+
+
+def test_a_block_that_cannot_move_back_after_an_evaluation_stays():
+    world = World(at(4, to_judge()), keeps=True, spread_s=8.0)
+    wakes = Counter[str]()
+
+    def wake() -> Any:
+        wakes["engine-1"] += world.placers[0].split[1] == POLICY
+        return refuse() if world.placers[0]._moving else None
+
+    async def refuse() -> None:
+        raise RuntimeError("no memory")
+
+    world.replicas[POLICY][1].on["wake"] = wake
+    world.tasks = _IgnoredTasks()
+    play(world)
+    assert wakes["engine-1"] == 1 and world.notes == [f"block 1 stays with {JUDGE}: no memory"]
 
 
 def test_polls_continue_until_all_controllers_are_done():
@@ -728,6 +755,7 @@ def worlds(count: int) -> Iterator[tuple[World, Any]]:
             poll_interval_s=0.5,
             sleeps=rng.random() < 0.5,
             seed=seed,
+            keeps=rng.random() < 0.3,
         )
         yield world, trouble(world, rng)
 
