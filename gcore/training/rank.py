@@ -227,7 +227,7 @@ class TrainerRank:
     def _train_critic(self, batch: TrainBatch) -> UpdateStats:
         """Independent of the policy's updates, because advantages are fixed: so the critic can leave the device."""
         wall, busy = time.perf_counter(), time.thread_time()
-        metrics, clip = dict[str, Metric](), self._config.critic.value_clip
+        metrics, skipped, clip = dict[str, Metric](), 0, self._config.critic.value_clip
         for number, mini in self._updates(batch):
             lr = self._learning_rate(batch, number, self._config.critic.lr, self.critic_updates)
             goal = objective.value(mini, clip)
@@ -236,8 +236,10 @@ class TrainerRank:
             finite = math.isfinite(grad_norm)
             self.critic_updates += finite
             self._critic_bad_in_a_row = self._count_bad(batch, finite, self._critic_bad_in_a_row)
-            more = {"grad_norm": grad_norm if finite else 0.0, "lr": lr, "skipped_updates": float(not finite)}
+            skipped += not finite
+            more = {"grad_norm": grad_norm if finite else 0.0, "lr": lr}
             metrics = add_metrics(metrics, found, {f"critic/{name}": Metric(each) for name, each in more.items()})
+        metrics["critic/skipped_updates"] = Metric(float(skipped))  # all ranks count the same: their mean is the count
         self.backend.set_critic_aside()
         busy = time.thread_time() - busy if self.backend.device.type == "cpu" else 0.0
         return UpdateStats(metrics=metrics, wall_s=time.perf_counter() - wall, busy_s=busy)
