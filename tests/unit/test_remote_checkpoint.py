@@ -16,6 +16,8 @@ from gcore.checkpoint.remote import Remote
 from gcore.config import load_config
 from gcore.controller import supervise
 from gcore.controller.checkpointing import Checkpointer
+from gcore.controller.heal import RestartBudget
+from gcore.controller.run_folder import Restarts
 from gcore.controller.score_ranks import Alone
 from gcore.types import UserError
 from tests.e2e.helpers import write_recipe
@@ -111,21 +113,11 @@ def test_a_rollback_does_not_fetch_the_copies_of_an_older_run(tmp_path, resume):
     assert store.complete(folder) == found, "fetched at the start, if at all"
     if resume == "never":
         found = [checkpoint(folder, 2)]
-    restarted = supervise._from_last_checkpoint(config)
+    restarted = Restarts(config, RestartBudget(1)).from_last_checkpoint(config)
     assert restarted.run.resume == "auto"
     status = SimpleNamespace(show=print, note=print)
     one: Any = SimpleNamespace(_config=restarted, _group=Alone(), _folder=folder, _status=status)
     assert asyncio.run(Checkpointer.find(one)) == found[0]
-
-
-def test_a_rollback_does_not_load_older_checkpoints_than_the_run_started_from(tmp_path):
-    """Its folder has one of an older run. Until it has saved, a restart loads the one of another run again."""
-    start = checkpoint(tmp_path / "other", 4)
-    config = load_config(write_recipe(tmp_path), ["run.name=demo", f"run.resume={start}"])
-    checkpoint(config.run.folder, 2)
-    assert supervise._from_last_checkpoint(config) == config
-    checkpoint(config.run.folder, 6)
-    assert supervise._from_last_checkpoint(config).run.resume == "auto"
 
 
 @pytest.mark.parametrize("bad", ["nosuch://bucket", "s3://bucket"])
