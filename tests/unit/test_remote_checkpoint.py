@@ -72,6 +72,14 @@ def test_a_copy_without_its_manifest_does_not_count(tmp_path, url, monkeypatch):
     assert fetched is not None and fetched.name == "step_1"
 
 
+def test_a_fetch_replaces_what_is_left_of_a_deleted_checkpoint(tmp_path, url):
+    Remote(url, "demo").copy_out(checkpoint(tmp_path / "run", 4))
+    (checkpoint(tmp_path / "here", 4) / store.MANIFEST).unlink()  # killed while it was deleted
+    (tmp_path / "here/step_4/weights/0-0.safetensors").write_bytes(b"old")
+    assert Remote(url, "demo").fetch(tmp_path / "here") == tmp_path / "here/step_4"
+    assert store.damage(tmp_path / "here/step_4") is None
+
+
 def test_copies_are_deleted_with_their_checkpoints(tmp_path, url):
     remote = Remote(url, "demo")
     for step in (1, 2, 3):
