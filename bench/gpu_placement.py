@@ -51,7 +51,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, kv heads
 }
 ALPHABET = "0123456789" + "".join(map(chr, range(0x4E00, 0x4E00 + 4000)))  # many: a random judge rarely samples the end
 FIRST, BOS = 4, 1  # token of the digit 0, after the special tokens; token of the beginning
-JUDGE = "critic"
+JUDGE = "grader"
 STEPS_BEFORE, STEPS_MEASURED = 32, 96  # decoding steps of a calibration batch: during the prefill of others, and after
 
 

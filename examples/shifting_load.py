@@ -11,7 +11,7 @@ import asyncio
 from gcore.protocols import Context
 from gcore.types import Prompt, Rollout, Scored
 
-JUDGE = "critic"
+JUDGE = "grader"
 EARLY, LATE = 0, 8  # comments per response, in addition to the verdict
 CHANGE = 64 * 20  # prompts before the load changes: twenty steps of the recipe
 
@@ -29,5 +29,5 @@ async def comment(ctx: Context, rollout: Rollout, number: int) -> str:
 
 
 def anything(text: str) -> float:
-    """The critic's verdict, which has weight 0 in the recipe."""
+    """The judge's verdict, which has weight 0 in the recipe."""
     return float(len(text))

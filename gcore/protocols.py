@@ -49,7 +49,7 @@ class Receivers:
     """The engines that a weight update goes to. Receivers(("engine-0", "engine-1"), restarted=False)"""
 
     names: tuple[str, ...]
-    restarted: bool = False  # some of them are new processes since the last update
+    restarted: bool = False  # some of them are new processes since the last update, or it failed
     exact: bool = False  # critic ranks instead of engines: in float32, through host memory
 
 

@@ -204,7 +204,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Scored(rollout=Rollout(...), reward=1.0, parts={"exact": 1.0}, notes={"critic": ["Right. Score: 9"]})"""
+    """Scored(rollout=Rollout(...), reward=1.0, parts={"exact": 1.0}, notes={"grader": ["Right. Score: 9"]})"""
 
     rollout: Rollout
     reward: float

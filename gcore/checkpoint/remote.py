@@ -78,6 +78,7 @@ class Remote:
             name = str(path).partition(f"{source.lstrip('/')}/")[2]
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             self._files.get_file(path, str(partial / name))
+        shutil.rmtree(folder / names[-1], ignore_errors=True)  # the rest of one that a kill has left without a manifest
         return partial.rename(folder / names[-1])
 
     def _delete(self, copy: str) -> None:

@@ -123,6 +123,7 @@ class BackgroundWriter:
             if running is not None:
                 running.exception()
         self._copied = self._written = None
+        self._groups = {}
 
     # ---- the thread -----------------------------------------------------------------------------------------------
 
@@ -160,6 +161,9 @@ class BackgroundWriter:
     def _write_all(self, folder: Path, extra: Mapping[str, bytes]) -> Written:
         assert self._copied is not None
         started = time.perf_counter()
+        if (failed := self._copied.exception()) is not None:  # host memory is used up, for example
+            self._groups = {}
+            return Written({}, error=f"the copy in host memory failed: {type(failed).__name__}: {failed}")
         try:
             copy_s = self._copied.result()
             files = {name: write_file(folder / name, [content]) for name, content in extra.items()}

@@ -283,9 +283,11 @@ class Collector:
         return acceptance_rate(self.rate, ledger.num_passed, len(ledger.dropped), ledger.target)
 
     async def _run_prompt(self, number: int) -> None:
-        group, failure = list[Scored](), None
+        group, failure, row = list[Scored](), None, None
         try:
-            group = await run_workflow(self._workflow, self._shared, self._source.at(number))
+            prompt = self._source.at(number)
+            row = prompt.row
+            group = await run_workflow(self._workflow, self._shared, prompt)
             keep, reason = self._filter(group)
         except Exception as error:
             keep, reason, failure = False, reason_of(error), error
@@ -296,9 +298,9 @@ class Collector:
         if failure is not None and not counted:
             self._failure = self._failure or failure
             self._failed.set()
-        if self._curriculum is not None and group:
-            rate = self._curriculum.passed([scored.reward for scored in group])
-            self._passed[number] = number, group[0].rollout.prompt.row, rate
+        if self._curriculum is not None and row is not None:
+            rate = self._curriculum.passed([scored.reward for scored in group]) if group else None
+            self._passed[number] = number, row, rate
         if keep:
             self.prompts.keep(number, group)
         else:

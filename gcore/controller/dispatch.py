@@ -54,7 +54,7 @@ class Dispatcher:
         if critics:  # in a group of its own: it is called at the same time as the trainer
             self._critics = RankGroup("critic", critics, group.subgroup(), config)
         self.links = self._trainers.links
-        self._transfer = WeightTransfer(trainers)
+        self.transfer = WeightTransfer(trainers)
         self._sleeps, self._switch = (
             sleep_level > 0,
             ReplicaSwitch(engines.replicas, sleep_level, on_death=engines.mark_dead),
@@ -227,7 +227,7 @@ class Dispatcher:
             # With slots, placement puts engines to sleep and wakes them; then this switch has nothing to wake.
             async with self._switch.waking(self._engines.alive):
                 wanted = {i: e for i, e in self._engines.alive().items() if engines is None or i in engines}
-                served = await self._transfer.send(wanted, version)
+                served = await self.transfer.send(wanted, version)
                 for engine in wanted.values():
                     if engine.name not in served:
                         self._engines.mark_dead(engine.name)

@@ -61,7 +61,8 @@ class Evaluator:
                 name: [source.at(i) for i in range(len(source)) if i % size == rank]
                 for name, source in self._held_out.items()
             }
-            async with self._placement.during(_all_of(sum(map(len, prompts.values()))), step):
+            progress = _all_of(sum(map(len, prompts.values())))
+            async with self._placement.during(progress, step, keep_split=True):
                 answered = await self._answer(prompts)
             own = {name: (sums_of(groups, accuracy, evaluation), failed) for name, (groups, failed) in answered.items()}
             parts = await self._group.all_gather("evaluation", own)

@@ -182,10 +182,15 @@ class RoleWatch:
                 self._runtime.kill(name)
 
     async def revive_dead(self) -> None:
-        """Without controllers: restart replicas whose restart a rollback has interrupted."""
-        await asyncio.gather(
-            *(self._runtime.revive(name) for name in self._runtime.dead() if name.startswith(REVIVABLE))
-        )
+        """Without controllers: restart replicas whose restart a rollback has interrupted. If one cannot be restarted,
+        the others are not restarted either: the next rollback does it."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name in sorted(self._runtime.dead()):
+                    if name.startswith(REVIVABLE):
+                        tasks.create_task(self._revive(RoleDied(name, "it could not be restarted")))
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
 
     async def guard_start(self, starting: Coroutine[Any, Any, C]) -> C:
         """Await a restart, which calls roles that are alive. Those that hang are killed, so that the restart does not

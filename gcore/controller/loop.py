@@ -48,7 +48,7 @@ class Controller:
                 with services.status.timed("step", step):
                     collected = await rollout(services, step)
                     # A restarted engine starts and loads weights before or after this block, not during it.
-                    async with services.weight_resender.trainers_in_use:
+                    async with services.weight_resender.training():
                         metas, batches = await prepare(services, step, collected)
                         stats = await train(services, step, batches)
                         await update_weights(services, step)

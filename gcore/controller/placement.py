@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from gcore.clients import EngineClient
 from gcore.config.tree import Config
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.plan import first_split
+from gcore.observe.placement_log import PlacementLog
 from gcore.placement.baselines import colocated
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.guard import GuardedRule, GuardState
@@ -83,8 +83,9 @@ class RolloutPlacement(Protocol):
         fraction of groups that pass the filter."""
         ...
 
-    def during(self, progress: Progress, step: int) -> AbstractAsyncContextManager[None]:
-        """Context of the rollout: inside it, slots may move between roles."""
+    def during(self, progress: Progress, step: int, keep_split: bool = False) -> AbstractAsyncContextManager[None]:
+        """Context of a rollout: inside it, slots may move between roles. `keep_split`: of an evaluation, which leaves
+        the slots as `choose_engines` has placed them for the next rollout."""
         ...
 
     async def sleep_engines(self, step: int) -> None:
@@ -113,7 +114,7 @@ class AllEngines:
     async def choose_engines(self, rate: float) -> None:
         return None
 
-    def during(self, progress: Progress, step: int) -> AbstractAsyncContextManager[None]:
+    def during(self, progress: Progress, step: int, keep_split: bool = False) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
     async def sleep_engines(self, step: int) -> None:
@@ -144,7 +145,7 @@ class SlotPlacement:
     ) -> None:
         self._config, self._rank, self._sleeps = config, group.rank, sleep_level > 0
         self._group, self._pools = group, pools
-        self._started = time.monotonic()
+        self._log = PlacementLog(config.run.folder)
         self._ended: tuple[int, float] | None = None  # step and end time of the last rollout
         split = first_split(config, grid)
         self._dynamic = DynamicRule()
@@ -172,8 +173,7 @@ class SlotPlacement:
         if self._ended is not None and self._rank == 0:  # the trainer used the slots since then
             step, start = self._ended
             piece = {"kind": "timeline", "step": step, "role": "trainer", "start": start, "end": time.monotonic()}
-            piece |= self._since_start(piece, "start", "end")
-            self._write([{**piece, "slot": slot} for slot in range(self._placer.grid.slots)])
+            self._log.write({**piece, "slot": slot} for slot in range(self._placer.grid.slots))
         self._ended = None
         sampling = self._config.sampling
         await self._placer.begin(sampling.prompts_per_step, rate, sampling.samples_per_prompt)
@@ -191,11 +191,13 @@ class SlotPlacement:
             await self._placer.sleep_all()
 
     @contextlib.asynccontextmanager
-    async def during(self, progress: Progress, step: int) -> AsyncIterator[None]:
-        async with self._placer.during(progress, step):
+    async def during(self, progress: Progress, step: int, keep_split: bool = False) -> AsyncIterator[None]:
+        async with self._placer.during(progress, step, keep_split):
             yield
         if self._rank == 0:
-            self._record(step)
+            timeline = self._placer.timeline
+            pieces = [{"kind": "timeline", **piece} for piece in timeline.intervals]
+            self._log.write([*pieces, *({"kind": "move", **move} for move in timeline.moves)])
 
     def saved(self) -> dict[str, Any]:
         grid = self._placer.grid
@@ -211,6 +213,9 @@ class SlotPlacement:
             self._placer.restore(saved, same_blocks)
             if same_blocks:
                 self._dynamic.state = GuardState.restored(saved["rule"])
+
+    def has(self, name: str) -> bool:
+        return self._placer.has(name)
 
     def mark_dead(self, name: str) -> None:
         self._placer.mark_dead(name)
@@ -237,18 +242,3 @@ class SlotPlacement:
             row[f"placement/busy/{role}"] = timeline.busy_s[role] / owned if owned else 0.0
             row[f"placement/split/{role}"] = owned / max(1e-9, timeline.seconds)
         return row
-
-    def _record(self, step: int) -> None:
-        timeline, lines = self._placer.timeline, list[dict[str, Any]]()
-        for piece in timeline.intervals:
-            lines.append({"kind": "timeline", **piece, **self._since_start(piece, "start", "end")})
-        for move in timeline.moves:
-            lines.append({"kind": "move", **move, **self._since_start(move, "at_s")})
-        self._write(lines)
-
-    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        with (self._config.run.folder / "placement.jsonl").open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-
-    def _since_start(self, entry: Mapping[str, Any], *keys: str) -> dict[str, float]:
-        return {key: round(entry[key] - self._started, 4) for key in keys}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
@@ -24,18 +25,63 @@ CHECK_S = 30.0  # between two health checks
 ANSWER_S = 20.0  # timeout of a health check; a replica that exceeds it gets no new requests until it answers
 
 
+class SharedDevices:
+    """Devices of the trainer and of engines that sleep while it works. A process that starts an engine allocates the
+    engine's memory: either engines start, any number of them, or the trainer works."""
+
+    def __init__(self) -> None:
+        self._starting: Counter[str] = Counter()
+        self._none_starts, self._trainer_rests = asyncio.Event(), asyncio.Event()
+        self._none_starts.set()
+        self._trainer_rests.set()
+
+    async def begin_start(self, name: str) -> None:
+        """Wait until the trainer rests. It waits for `end_start` then."""
+        while not self._trainer_rests.is_set():
+            await self._trainer_rests.wait()
+        self._starting[name] += 1
+        self._none_starts.clear()
+
+    def end_start(self, name: str) -> None:
+        """Without a `begin_start` of this name, nothing happens."""
+        self._starting -= Counter([name])
+        if not self._starting:
+            self._none_starts.set()
+
+    @contextlib.asynccontextmanager
+    async def trainer_works(self) -> AsyncIterator[None]:
+        while not self._none_starts.is_set():
+            await self._none_starts.wait()
+        self._trainer_rests.clear()
+        try:
+            yield
+        finally:
+            self._trainer_rests.set()
+
+
 class WeightResender:
     """Sends the weights of the current version to engines that missed an update. Used by controller 0.
 
-    Everything that changes the trainers' weights, copies them for a checkpoint or needs the engines' memory holds the
-    lock `trainers_in_use`: the start of a run, each step from its preparation on, and each save. An evaluation has no
-    trainers; it sends the weights of `load_saved` again, if any."""
+    Everything that changes the trainers' weights or copies them for a checkpoint holds the lock `trainers_in_use`. What
+    also needs the memory of sleeping engines is inside `training`: the start of a run, and each step from its
+    preparation on. These are two locks because a move of slots sends weights while engines start. An evaluation has
+    no trainers; it sends the weights of `load_saved` again, if any."""
 
-    def __init__(self, trainers: Sequence[TrainerClient], version: Callable[[], int]) -> None:
+    def __init__(
+        self, trainers: Sequence[TrainerClient], version: Callable[[], int], transfer: WeightTransfer | None = None
+    ) -> None:
+        """`transfer`: the one that sends the update of each step."""
         self._trainers, self._version = trainers, version
-        self._transfer = WeightTransfer(trainers)
+        self._transfer = transfer or WeightTransfer(trainers)
+        self.mark_dead = self._transfer.mark_dead
         self._saved: Path | None = None  # weights of a checkpoint that is evaluated
-        self.trainers_in_use = asyncio.Lock()
+        self.trainers_in_use, self.devices = asyncio.Lock(), SharedDevices()
+
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Context in which no engine starts on the trainer's devices, and none is sent weights again."""
+        async with self.devices.trainer_works(), self.trainers_in_use:
+            yield
 
     async def load(self, engines: Mapping[int, EngineClient]) -> None:
         """Send to engines that wake during a rollout."""
@@ -49,7 +95,7 @@ class WeightResender:
         if not engines:
             return True
         if self._trainers:
-            served = await self._transfer.send(engines, self._version(), restarted=True)
+            served = await self._transfer.send(engines, self._version())
         else:
             served = await self._send_saved(engines)
         return all(engine.name in served for engine in engines.values())
@@ -89,6 +135,10 @@ class WeightResender:
 class Slots(Protocol):
     """For roles that share devices: the slots of a replica. They can be moving, or belong to another role."""
 
+    def has(self, name: str) -> bool:
+        """The replica has slots."""
+        ...
+
     def mark_dead(self, name: str) -> None: ...
 
     async def wait_for_move(self, name: str) -> None:
@@ -105,7 +155,7 @@ class Slots(Protocol):
 
 class Replicas:
     """`slots`: None if every replica has its own devices, or shares them with the trainer alone. `shares_devices`: the
-    policy's engines share theirs with the trainer, and sleep while it works."""
+    policy's engines and all replicas with slots share theirs with the trainer, and sleep while it works."""
 
     def __init__(
         self,
@@ -117,22 +167,22 @@ class Replicas:
         shares_devices: bool = False,
     ) -> None:
         self._policy, self._weights, self._shares_devices = policy, weights, shares_devices
-        self._starting: set[str] = set()  # engines that start now and for which the lock is held
         self._pools: list[ReplicaPool] = [policy, *others]
         self._note, self._slots = note, slots
 
     async def mark_dead(self, name: str) -> None:
+        self._weights.mark_dead(name)
         for pool in self._pools:
             pool.mark_dead(name)
         if self._slots is not None:
             self._slots.mark_dead(name)
 
     async def begin_restart(self, name: str) -> None:
-        """On controller 0, before a new process of the replica is started. A policy engine that shares its devices
-        with the trainer allocates its memory as it starts: the trainer waits until `restore`, or this waits for it."""
-        if self._shares_devices and self._slots is None and self._takes_weights(name):
-            await self._weights.trainers_in_use.acquire()
-            self._starting.add(name)
+        """On controller 0, before a new process of the replica is started: it allocates its memory as it starts. If it
+        shares its devices with the trainer, the trainer waits until `restore`, or this waits for the trainer."""
+        has_slots = self._slots is not None and self._slots.has(name)
+        if self._shares_devices and (has_slots or self._takes_weights(name)):
+            await self._weights.devices.begin_start(name)
 
     def _takes_weights(self, name: str) -> bool:
         return any(engine.name == name for engine in self._policy.replicas)
@@ -144,13 +194,13 @@ class Replicas:
         the end of the move; a replica that does not own its slots stays asleep. The replica is marked alive under the
         same lock, because the next weight update goes only to engines that are alive on controller 0, and the driver
         may call `mark_alive` on all controllers later."""
+        try:
+            return await self._restore(name)
+        finally:
+            self._weights.devices.end_start(name)
+
+    async def _restore(self, name: str) -> bool:
         trainers_in_use = self._weights.trainers_in_use
-        if name in self._starting:
-            self._starting.discard(name)
-            try:
-                return await self._load_and_mark_alive(name)
-            finally:
-                trainers_in_use.release()
         if self._slots is None:
             async with trainers_in_use if self._takes_weights(name) else contextlib.nullcontext():
                 return await self._load_and_mark_alive(name)

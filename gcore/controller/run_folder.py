@@ -1,13 +1,15 @@
-"""The folder of a run: `run.dir/run.name`, created by the driver before any process starts."""
+"""The folder of a run: `run.dir/run.name`, created by the driver before any process starts. Which of its checkpoints a
+restart loads."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-from gcore.checkpoint import memory
+from gcore.checkpoint import memory, store
 from gcore.checkpoint.remote import Remote
 from gcore.config import Config, dump_config
+from gcore.controller.heal import RestartBudget
 
 
 def open_folder(config: Config) -> Path:
@@ -32,3 +34,27 @@ def open_folder(config: Config) -> Path:
         if (fetched := Remote(url, config.run.name).fetch(folder)) is not None:
             print(f"fetched {fetched.name} from {url}", flush=True)
     return folder
+
+
+class Restarts:
+    """Restarts of a run that has been opened. A run that starts from a given checkpoint may find others in its folder,
+    older or newer, which are not its own: a restart loads none of them."""
+
+    def __init__(self, config: Config, budget: RestartBudget) -> None:
+        self.budget = budget
+        given = config.run.resume not in ("auto", "never")
+        self._others = set(map(_identity, memory.complete(config.run.folder))) if given else set()
+
+    def from_last_checkpoint(self, config: Config) -> Config:
+        """The configuration of a restart. Without a checkpoint of its own, the run starts as it did."""
+        if all(_identity(found) in self._others for found in memory.complete(config.run.folder)):
+            return config
+        return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+
+
+def _identity(checkpoint: Path) -> tuple[Path, int]:
+    """A run that makes a step again makes another checkpoint of the same name."""
+    try:
+        return checkpoint, (checkpoint / store.MANIFEST).stat().st_mtime_ns
+    except OSError:  # the run deletes it at this moment: it is its own
+        return checkpoint, 0

@@ -112,7 +112,7 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
     )
     links = Links.of(group.rank, plan.nodes_of_pool(TRAINER))
     dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.topology, links, roles.critics)
-    weights = WeightResender(roles.trainers, lambda: dispatcher.version)
+    weights = WeightResender(roles.trainers, lambda: dispatcher.version, dispatcher.transfer)
     modality, eval_modality = _modalities(config, tokenizer, vision)
     slot_placement: SlotPlacement | None = None
     if grid is not None and roles.trainers:  # in an evaluation all replicas are awake

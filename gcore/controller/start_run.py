@@ -16,6 +16,7 @@ from gcore.controller.services import Services
 from gcore.controller.setup import Setup
 from gcore.controller.warm_start import warm_start
 from gcore.observe.metrics import MetricsWriter, rewind
+from gcore.observe.placement_log import rewind_placement
 from gcore.observe.samples import SampleLog, rewind_samples
 from gcore.prompts.answers import load_answered
 from gcore.prompts.conditions import templater_of
@@ -42,7 +43,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
         lambda: dispatcher.version,
         curriculum,
     )
-    async with setup.weight_resender.trainers_in_use:  # engines restarted in this block get their weights after it
+    async with setup.weight_resender.training():  # engines that die in this block are restarted after it
         await dispatcher.open()
         checkpointer = Checkpointer(setup, source, collector)
         position = await _resume(setup, checkpointer, collector)  # sends the first weights too, if training was resumed
@@ -167,6 +168,7 @@ def _rewind_files(folder: Path, position: RunPosition) -> None:
     """Drop what was written about later steps: the run makes these steps again."""
     rewind(folder, position.step, position.warmed)
     rewind_samples(folder, position.step, position.warmed)
+    rewind_placement(folder, position.step, position.warmed)
 
 
 async def _send_first_weights(setup: Setup, collector: Collector, version: int) -> None:

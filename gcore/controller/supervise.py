@@ -17,10 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from gcore.checkpoint import memory, store
+from gcore.checkpoint import memory
 from gcore.clients import ControllerClient, CriticClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config import Config
 from gcore.controller.auto_placement import choose_mode
@@ -55,7 +54,7 @@ from gcore.controller.node_checks import NodeGate, check_nodes, sent_files
 from gcore.controller.pins import check_models, fetch, pin
 from gcore.controller.plan import Plan, make_plan
 from gcore.controller.preflight import model_megabytes, preflight
-from gcore.controller.run_folder import open_folder
+from gcore.controller.run_folder import Restarts, open_folder
 from gcore.controller.start_report import reporting_start
 from gcore.observe.events import EventLog
 from gcore.observe.logs import OutputPreview
@@ -87,16 +86,16 @@ def run(config: Config, mode: Mode = "train") -> Any:
     gate = NodeGate(see_cluster, cluster.nodes)
     if mode == "train":
         open_folder(decided)
-    rollbacks = RestartBudget(config.run.max_restarts if mode == "train" else 0)
+    restarts = Restarts(config, RestartBudget(config.run.max_restarts if mode == "train" else 0))
     try:
         while True:
             try:
-                result = asyncio.run(_run(decided, plan, mode, notes, rollbacks, gate))
+                result = asyncio.run(_run(decided, plan, mode, notes, restarts, gate))
                 if mode == "train":
                     memory.close_memory(decided.run.folder)
                 return result
             except NodesChanged as change:
-                config = _from_last_checkpoint(config)
+                config = restarts.from_last_checkpoint(config)
                 decided, plan, notes = _decide(config, gate.see(config), mode)
                 notes = [f"{change}: the run continues on {len(plan.nodes)} node(s)", *notes]
     except asyncio.CancelledError:  # by SIGTERM
@@ -130,9 +129,7 @@ def _decide(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, Plan,
     return config, plan, [*filter(None, [why]), *sizes.notes, *checked.warnings, *differences]
 
 
-async def _run(
-    config: Config, plan: Plan, mode: Mode, notes: Sequence[str], rollbacks: RestartBudget, gate: NodeGate
-) -> Any:
+async def _run(config: Config, plan: Plan, mode: Mode, notes: Sequence[str], restarts: Restarts, gate: NodeGate) -> Any:
     end_at_signals()
     warm = config.training.warm_start
     history = read_rows(config.run.folder) if config.run.resume != "never" else []
@@ -155,7 +152,7 @@ async def _run(
             )
             end_at_signals()  # again: Ray has replaced the handler
             runtime.prepare("controller", plan.controllers, import_controller)
-            return await _run_to_the_end(runtime, config, plan, mode, progress, preview, rollbacks, gate, started)
+            return await _run_to_the_end(runtime, config, plan, mode, progress, preview, restarts, gate, started)
         finally:
             if runtime is not None:
                 runtime.stop()
@@ -168,7 +165,7 @@ async def _run_to_the_end(
     mode: Mode,
     progress: Progress,
     preview: OutputPreview,
-    rollbacks: RestartBudget,
+    restarts: Restarts,
     gate: NodeGate,
     started: float,
 ) -> Any:
@@ -189,11 +186,11 @@ async def _run_to_the_end(
             seen = watch.check_reachable, ProgressWatch(runtime, config.run)
             return await _supervise(controllers, progress, mode, preview, others, *seen)
         except (RoleDied, RoleError) as error:
-            if roles is None or not (is_healable(error) and rollbacks.take()):
+            if roles is None or not (is_healable(error) and restarts.budget.take()):
                 raise
             with contextlib.suppress(Exception):  # what those that are alive have not told yet
                 await asyncio.wait_for(_show(controllers, progress, preview), LAST_STATUS_S)
-            started, config = time.monotonic(), _from_last_checkpoint(config)
+            started, config = time.monotonic(), restarts.from_last_checkpoint(config)
             events.add("rollback", cause=str(error))
             if lost := lost_nodes(plan, partial(see_cluster, config)):
                 raise NodesChanged(f"{error}; lost: {', '.join(node.address for node in lost)}") from error
@@ -201,19 +198,6 @@ async def _run_to_the_end(
                 with_notes(error, "; controllers and trainer ranks are restarted and load the last checkpoint")
             )
             starting = watch.guard_start(_start_again(runtime, config, plan, roles, watch))
-
-
-def _from_last_checkpoint(config: Config) -> Config:
-    """The configuration of a restart. Without a checkpoint of its own, the run starts as it did: the folder may have
-    older ones than that of another run from which this one started."""
-    resume, saved = config.run.resume, memory.complete(config.run.folder)
-    if not saved:
-        return config
-    if resume not in ("auto", "never"):
-        start = store.read_manifest(Path(resume))
-        if start and store.position(saved[-1]) <= (store.KINDS.index(start["kind"]), start["step"]):
-            return config
-    return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
 
 
 def _ready_line(plan: Plan, mode: Mode, seconds: float) -> str:

@@ -15,6 +15,10 @@ with the marginals of the flow adds noise g and corrects the drift by -g^2/2 tim
     flow_sde   g = level sqrt(s / (1 - s)), at s = 1 with the s of the second step (Flow-GRPO)
     dance      g = level (DanceGRPO)
 
+Any g keeps the marginals of the flow, up to the error of a step of finite length: after the first step (s = 1) the
+variance is too large by ds^2 (g^2 + g^4 / 4). Flow-GRPO's public code takes the s of the second step only in 1 - s,
+so that its first std is `level` instead of level sqrt(s_1), 5 % more with 10 steps, and that error is larger.
+
 DDIM: x = sqrt(A) x0 + sqrt(1 - A) noise, the network predicts the noise (DDPO, on 1,000 steps of a DDPM).
 """
 

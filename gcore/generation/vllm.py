@@ -39,7 +39,7 @@ from gcore.generation.vllm_core import (
     reload_packed,
     shut_core,
     skip_block_accounting,
-    vision_shapes,
+    vision_weights,
     with_images,
 )
 from gcore.generation.vllm_run import DecodeRuns, Generated, generated
@@ -92,9 +92,9 @@ class VllmBackend:
         self._never = dict.fromkeys(forbidden_tokens(config.hf_config) if self._accepts_images else (), NEVER)
         self._frees = options.sleep and not is_cpu()
         shapes, device = shapes_of(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
-        if shapes and self._accepts_images:
-            shapes = vision_shapes(self._folder) or shapes
-        base = base_of(self._folder, shapes, options.adapters, device, config.dtype, whole)
+        seen, stored = vision_weights(self._folder) if shapes and self._accepts_images else ({}, {})
+        shapes = seen or shapes
+        base = base_of(self._folder, shapes, options.adapters, device, config.dtype, whole, stored or None)
         memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
         return WeightReceiver(shapes, base, whole), memory
 

@@ -34,6 +34,8 @@ from gcore.generation.sleep import GIB
 from gcore.generation.vllm_run import PLANNED_STEPS
 from gcore.models import Adapters, auto_class
 from gcore.types import Request, UserError
+from gcore.weights.files import WeightFiles
+from gcore.weights.pretrained import file_names
 
 OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch's: CUDA libraries, NCCL
 
@@ -215,16 +217,18 @@ def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def vision_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of the network in a folder, tied ones once, if it takes images; else empty. Trainers
-    send weights by these names. Those of the files often differ: transformers renames them."""
+def vision_weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Of the network in a folder, if it takes images; else empty: shapes of its parameters, tied ones once, and the
+    names of its tensors in the files. Trainers send weights by the names of the network. Those of the files often
+    differ: transformers renames them."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     if config.model_type not in VISION:
-        return {}
+        return {}, {}
     with torch.device("meta"):
-        return {n: tuple(p.shape) for n, p in auto_class(config).from_config(config).named_parameters()}
+        network = auto_class(config).from_config(config)
+    return {n: tuple(p.shape) for n, p in network.named_parameters()}, file_names(network, WeightFiles(folder))
 
 
 def with_images(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gcore.observe.metrics import FILE, read_rows
+from gcore.observe.placement_log import FILE as PLACEMENT
 from gcore.observe.report import summarize
 from gcore.observe.trace import merge_traces
 from gcore.observe.values import Row, clean, kind, number, stage_times, step_of
@@ -45,7 +46,6 @@ OF_METRICS = {
     "link/samples_within_mb": "link/to ranks, in a node",
     "link/samples_between_mb": "link/to ranks, between nodes",
 }
-PLACEMENT = "placement.jsonl"
 EXPECTED = "expected a run's folder (runs/NAME) or a file of `gcore simulate ... --json FILE`"
 
 

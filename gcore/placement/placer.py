@@ -155,13 +155,14 @@ class Placer:
     # ---- during a rollout -----------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def during(self, progress: Progress, step: int) -> AsyncIterator[None]:
-        """Poll while the `with` body runs, until it has ended on every controller and no move is in progress."""
+    async def during(self, progress: Progress, step: int, keep_split: bool = False) -> AsyncIterator[None]:
+        """Poll while the `with` body runs, until it has ended on every controller and no move is in progress.
+        `keep_split`: of an evaluation, between `begin` and its rollout: blocks that have moved go back at the end."""
         done = asyncio.Event()
         self.timeline = PlacementTimeline(self.grid, self.split, self.monitor.latest, step, _now())
         try:
             async with asyncio.TaskGroup() as tasks:  # if polling fails, the body is cancelled: it may wait for a move
-                tasks.create_task(self._poll_loop(progress, done, step))
+                tasks.create_task(self._poll_loop(progress, done, step, self.split if keep_split else None))
                 yield
                 done.set()
                 self._changed.set()
@@ -171,11 +172,12 @@ class Placer:
                     moving.task.cancel()
             raise errors.exceptions[0] from None
         self.timeline.close(_now())
-        self._rollout_s = self.timeline.seconds
         if self.monitor.end_rollout():
+            self._rollout_s = self.timeline.seconds
             self._took_s = self._ended_s - self._began_s
 
-    async def _poll_loop(self, progress: Progress, done: asyncio.Event, step: int) -> None:
+    async def _poll_loop(self, progress: Progress, done: asyncio.Event, step: int, last: Split | None) -> None:
+        """`last`: the split to return to."""
         self._began_s = (await self._group.all_gather(f"placement begins at step {step}", _now()))[0]
         while True:
             wait_s = max(self._poll_interval_s, POLL_SHARE * self._rollout_s)
@@ -192,6 +194,9 @@ class Placer:
             self._advance_moves(reports, now)
             if all(report.done for report in reports):
                 self._ended_s = now
+                if not self._moving and last is not None:
+                    self._move_back(last, now)
+                    last = None  # a move that fails is not tried again
                 if not self._moving:
                     return
                 continue
@@ -231,6 +236,11 @@ class Placer:
         pool = self._pools[move.source]
         names = [pool.replicas[i].name for i in self.grid.replicas(move.source, move.block)]
         self._moving[move.block].task = asyncio.ensure_future(self._drain(move, names))
+
+    def _move_back(self, last: Split, now: float) -> None:
+        for block, owner in enumerate(last.owners):
+            if self.split[block] != owner:
+                self._start_move(Move(block, self.split[block], owner, "the split of the next rollout"), now)
 
     async def _drain(self, move: Move, names: Sequence[str]) -> None:
         await asyncio.gather(*(self._pools[move.source].drain(name) for name in names))
@@ -313,6 +323,9 @@ class Placer:
         await asyncio.gather(*(one(source.wake_with_weights, i) for i in sorted(numbers)))
 
     # ---- replicas that die ----------------------------------------------------------------------------------------
+
+    def has(self, name: str) -> bool:
+        return self._find(name) is not None
 
     def mark_dead(self, name: str) -> None:
         """A replica died. The driver restarts it, awake."""

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from gcore.config import curriculum as config
 from gcore.types import UserError
 
-Passed = tuple[int, int, float]  # number of a prompt, its row, fraction of its responses that passed
+# number of a prompt, its row, fraction of its responses that passed; None: it has no rewards, because it failed
+Passed = tuple[int, int, float | None]
 Floats64 = npt.NDArray[np.float64]
 
 
@@ -30,13 +31,14 @@ class Curriculum:
         self._spec, self._kept, self._seed = spec, kept, seed
         self._rates: Floats64 = np.full(len(kept), spec.start) if start is None else start.copy()
         self._drawn = np.zeros(len(kept), np.int64)  # groups of each row
+        self._failed = np.zeros(len(kept), np.int64)  # draws of each row without a group
 
     def order(self, first: int) -> npt.NDArray[np.int64]:
         """The rows of prompts `first`, `first + 1`, ...; each one once. `first`: the first number of a step."""
         raw = np.random.Philox(key=np.array([self._seed % 2**64, first], np.uint64)).random_raw(len(self._kept))
         noise = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54  # above 0, below 1
         if self._spec.order == "easy_first":
-            return self._kept[np.lexsort((noise, -self._rates, self._drawn))]
+            return self._kept[np.lexsort((noise, -self._rates, self._drawn + self._failed))]
         # The largest values of log weight + Gumbel noise are a weighted sample without replacement.
         return self._kept[np.argsort(np.log(-np.log(noise)) - np.log(self.weights()), kind="stable")]
 
@@ -49,12 +51,15 @@ class Curriculum:
     def update(self, groups: Iterable[Passed]) -> None:
         for _, row, rate in sorted(groups):
             at = int(np.searchsorted(self._kept, row))
+            if rate is None:
+                self._failed[at] += 1
+                continue
             newest = self._spec.newest if self._drawn[at] else 1.0
             self._rates[at] += newest * (rate - self._rates[at])
             self._drawn[at] += 1
 
     def metrics(self) -> dict[str, float]:
-        """Of the rows that were drawn."""
+        """Of the rows with groups."""
         drawn = self._drawn > 0
         rates = self._rates[drawn]
         if not len(rates):
@@ -65,13 +70,13 @@ class Curriculum:
 
     def state(self) -> dict[str, list[Any]]:
         """For a checkpoint: of the rows that were drawn."""
-        drawn = np.flatnonzero(self._drawn)
-        arrays = {"rows": self._kept[drawn], "drawn": self._drawn[drawn], "rates": self._rates[drawn]}
-        return {name: array.tolist() for name, array in arrays.items()}
+        found = np.flatnonzero(self._drawn + self._failed)
+        columns = {"rows": self._kept, "drawn": self._drawn, "failed": self._failed, "rates": self._rates}
+        return {name: column[found].tolist() for name, column in columns.items()}
 
     def restore(self, state: Mapping[str, list[Any]]) -> None:
         at = np.searchsorted(self._kept, np.array(state["rows"], np.int64))
-        self._drawn[at], self._rates[at] = state["drawn"], state["rates"]
+        self._drawn[at], self._failed[at], self._rates[at] = state["drawn"], state["failed"], state["rates"]
 
 
 def make_curriculum(

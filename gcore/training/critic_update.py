@@ -33,7 +33,7 @@ class CriticUpdate:
         """Needs the columns of values and returns. Independent of the policy's updates, because advantages are fixed:
         so the critic can leave the device before them, or train beside them on other devices."""
         wall, busy = time.perf_counter(), time.thread_time()
-        metrics, clip = dict[str, Metric](), self._config.critic.value_clip
+        metrics, skipped, clip = dict[str, Metric](), 0, self._config.critic.value_clip
         for number, mini in updates_of(self._config, batch):
             lr = learning_rate_of(self._config, batch, number, self._config.critic.lr, self.updates)
             goal = objective.value(mini, clip)
@@ -42,8 +42,10 @@ class CriticUpdate:
             finite = math.isfinite(grad_norm)
             self.updates += finite
             self.bad_in_a_row = count_bad(self._config, batch, finite, self.bad_in_a_row)
-            more = {"grad_norm": grad_norm if finite else 0.0, "lr": lr, "skipped_updates": float(not finite)}
+            skipped += not finite
+            more = {"grad_norm": grad_norm if finite else 0.0, "lr": lr}
             metrics = add_metrics(metrics, found, {f"critic/{name}": Metric(each) for name, each in more.items()})
+        metrics["critic/skipped_updates"] = Metric(float(skipped))  # all ranks count the same: their mean is the count
         busy = time.thread_time() - busy if self._backend.device.type == "cpu" else 0.0
         return UpdateStats(metrics=metrics, wall_s=time.perf_counter() - wall, busy_s=busy)
 

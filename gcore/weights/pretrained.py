@@ -75,6 +75,21 @@ def conversions(network: Any) -> list[Any]:
     return list(get_model_conversion_mapping(network, add_legacy=False))
 
 
+def file_names(network: Any, files: WeightFiles) -> dict[str, str]:
+    """Name in the network -> name in the files, also if transformers renames it. Without tensors that it computes."""
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    changes, state = conversions(network), network.state_dict()
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if not isinstance(change, WeightRenaming)]
+    found = dict[str, str]()
+    for stored in sorted(files):
+        name, converted = rename_source_key(stored, renamings, converters, network.base_model_prefix, state)
+        if converted is None and name in state and files.shapes[stored] == tuple(state[name].shape):
+            found[name] = stored
+    return found
+
+
 def _conversion(network: Any, names: Iterable[str]) -> str | None:
     """The pattern of names in the checkpoint whose tensors transformers computes with: it stacks experts, for example.
     It may do so without a change of names."""

@@ -161,14 +161,22 @@ def shapes_of(folder: Path, config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def base_of(
-    folder: Path, shapes: Shapes, adapters: Adapters | None, device: str, dtype: torch.dtype, whole: bool
+    folder: Path,
+    shapes: Shapes,
+    adapters: Adapters | None,
+    device: str,
+    dtype: torch.dtype,
+    whole: bool,
+    stored: Mapping[str, str] | None = None,
 ) -> Base | None:
-    """With adapters, the weights that they are added to; all weights if `whole`. Without adapters, None."""
+    """With adapters, the weights that they are added to; all weights if `whole`. Without adapters, None. `stored`: name
+    in the network -> name in the files, if they differ."""
     if adapters is None:
         return None
     names = set(shapes) if whole else {f"{layer}.weight" for layer in adapters.layers}
     files = WeightFiles(folder)
-    tensors = {name: files.read(name) for name in files if name in names}
+    found = {name: name for name in files} if stored is None else stored
+    tensors = {name: files.read(found[name]) for name in sorted(names) if name in found}
     if missing := sorted({f"{layer}.weight" for layer in adapters.layers} - tensors.keys()):
         raise UserError(
             f"model.lora: {folder} has no safetensors with {missing[0]} ({len(missing)} in all), which adapters need"

@@ -29,10 +29,25 @@ class WeightTransfer:
     def __init__(self, trainers: Sequence[TrainerClient]) -> None:
         self._trainers = trainers
         self._plan: WeightPlan | None = None  # the same for the whole run
+        self._unconnected: set[str] = set()  # engines of no broadcast group, or of a broken one
 
-    async def send(self, engines: Mapping[int, EngineClient], version: int, restarted: bool = False) -> list[str]:
-        """Returns the names of the engines that serve `version` now: all but those that died during the transfer.
-        `restarted`: some engines are new processes since the last transfer."""
+    def mark_dead(self, name: str) -> None:
+        """The engine with this name is another process when the next weights are sent to it."""
+        self._unconnected.add(name)
+
+    async def send(self, engines: Mapping[int, EngineClient], version: int) -> list[str]:
+        """Returns the names of the engines that serve `version` now: all but those that died during the transfer."""
+        names = {engine.name for engine in engines.values()}
+        restarted = not names.isdisjoint(self._unconnected)
+        self._unconnected -= names
+        served = list[str]()
+        try:
+            served = await self._send(engines, version, restarted)
+        finally:
+            self._unconnected |= names.difference(served)
+        return served
+
+    async def _send(self, engines: Mapping[int, EngineClient], version: int, restarted: bool) -> list[str]:
         alive = dict(engines)
         plan = self._plan = self._plan or await self._trainers[0].weight_plan()
         rank_of = {i: i % len(self._trainers) if plan.every_rank else 0 for i in engines}

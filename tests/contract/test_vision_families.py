@@ -16,18 +16,19 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Data, Dataset, Model
+from gcore.config.tree import Data, Dataset, Lora, Model, PolicyModel
 from gcore.decoders import forbid, forbidden_tokens
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
-from gcore.generation.vllm_core import vision_shapes
-from gcore.models import load_model, make_empty
+from gcore.generation.vllm_core import vision_weights
+from gcore.models import Adapters, adapters_in, load_model, make_empty
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.critic import ValueModel, fill_from_folder, value_model
 from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import Completion, Prompt, Request, Sample, SamplingParams
+from gcore.weights.receiver import base_of
 from tests.vision_families import CONFIGS, computed, made_once, off, picture, processor, save
 
 CPU = torch.device("cpu")
@@ -129,7 +130,29 @@ def test_an_engine_that_reads_the_folder_expects_the_names_that_trainers_send(fa
     """The files of most families have other names."""
     network = worlds(family).network
     expected = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
-    assert vision_shapes(Path(str(worlds(family).model.path))) == expected
+    assert vision_weights(Path(str(worlds(family).model.path)))[0] == expected
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_adapters_are_added_to_the_weights_of_the_network(family, worlds):
+    """In an engine that reads the folder: it gets factors, by the names of the network, and merges them."""
+    folder, parameters = Path(str(worlds(family).model.path)), dict(worlds(family).network.named_parameters())
+    model = PolicyModel(path=str(folder), lora=Lora(rank=2, parts=["text", "vision"]))
+    adapters, (shapes, stored) = adapters_in(folder, model), vision_weights(folder)
+    assert adapters is not None and any("vis" in layer for layer in adapters.layers)
+    for whole in (False, True):
+        base = base_of(folder, shapes, adapters, "cpu", torch.float32, whole, stored)
+        assert base is not None and base.tensors.keys() == (shapes.keys() if whole else _matrices(adapters))
+        assert all(torch.equal(tensor, parameters[name]) for name, tensor in base.tensors.items())
+        factors = {name: torch.ones(shape) for name, shape in adapters.shapes(shapes).items()}
+        merged = dict(base.merged(factors))
+        assert merged.keys() == _matrices(adapters)
+        for name, found in merged.items():
+            assert torch.allclose(found, parameters[name] + adapters.scale * 2)
+
+
+def _matrices(adapters: Adapters) -> set[str]:
+    return {f"{layer}.weight" for layer in adapters.layers}
 
 
 @pytest.mark.parametrize("family", CONFIGS)

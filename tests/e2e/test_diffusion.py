@@ -182,7 +182,7 @@ def test_pairs_of_pictures(tmp_path):
 
 
 JUDGE: dict[str, Any] = {
-    "name": "critic",
+    "name": "grader",
     "model": {
         "build": {
             "hidden_size": 16,
@@ -246,11 +246,11 @@ def test_denoiser_and_judge_share_slots_that_move(tmp_path):
     calm = judged(tmp_path, "shared", 0.0)
     found = judged(tmp_path, "dynamic", 0.05)
     assert len(found) == 4 and sum(row["placement/moves"] for row in found) > 0
-    for name in ("samples_digest", "reward/mean", "reward/critic"):
+    for name in ("samples_digest", "reward/mean", "reward/grader"):
         assert [row[name] for row in found] == [row[name] for row in calm], name
     assert max(row["rollout/logprob_diff_max"] for row in found) < 1e-5  # never with old weights
     moves = [json.loads(line) for line in (tmp_path / "runs" / "dynamic" / "placement.jsonl").read_text().splitlines()]
-    assert ("policy", "critic") in {(line["from"], line["to"]) for line in moves if line["kind"] == "move"}
+    assert ("policy", "grader") in {(line["from"], line["to"]) for line in moves if line["kind"] == "move"}
 
 
 @pytest.mark.release

@@ -310,6 +310,81 @@ def test_a_replica_that_cannot_be_built_again_at_once(tmp_path, monkeypatch, fai
         assert tries == ["engine-0"] * 3 and "no free memory" in notes[-1]
 
 
+class Interrupted(FakeRuntime):
+    """Two replicas died before a rollback. `failures`: of builds, by role; `hang` never ends."""
+
+    def __init__(self, **failures: list[str]) -> None:
+        super().__init__()
+        self.failures = {name.replace("_", "-"): found for name, found in failures.items()}
+        self.tries, self.ended = list[str](), list[str]()
+
+    def dead(self) -> set[str]:
+        return {"engine-1", "judge-strict-0"}
+
+    async def revive(self, name: str) -> None:
+        self.tries.append(name)
+        found = self.failures.get(name)
+        try:
+            match found.pop(0) if found else "":
+                case "hang":
+                    await asyncio.Event().wait()
+                case "full":
+                    raise RoleError(name, "ValueError: no free memory", "", kind="ValueError")
+                case "gone":
+                    raise RoleDied(name, "its node has left")
+        finally:
+            self.ended.append(name)
+
+    async def stop_group(self, kind: str) -> None: ...
+
+    def prepare(self, kind: str, count: int, imports: Any) -> None: ...
+
+    async def start_group(self, kind: str, factory: Any, args: Any) -> list[Any]:
+        while not self.tries:
+            await asyncio.sleep(0)
+        raise RoleDied(f"{kind}-0", "killed")
+
+
+def watch_of(runtime: FakeRuntime, folder: Any, **run: Any) -> RoleWatch:
+    return RoleWatch(runtime, SimpleNamespace(note=lambda text: None), EventLog(folder), Run(**run))  # type: ignore[arg-type]
+
+
+def test_replicas_that_died_before_a_rollback(tmp_path, monkeypatch):
+    """They are built again. A build that fails once is repeated: the memory of its device may not be free yet."""
+    monkeypatch.setattr("gcore.controller.heal.REVIVE_S", 0.0)
+    runtime = Interrupted(engine_1=["full"])
+    asyncio.run(watch_of(runtime, tmp_path).revive_dead())
+    assert sorted(runtime.tries) == ["engine-1", "engine-1", "judge-strict-0"] and runtime.killed == ["engine-1"]
+
+
+@pytest.mark.parametrize("failures", [["gone"], ["full"] * 9])
+def test_a_replica_that_cannot_be_restarted_in_a_rollback(tmp_path, monkeypatch, failures):
+    """Another rollback may help. The restart of the other replica does not run into it."""
+    monkeypatch.setattr("gcore.controller.heal.REVIVE_S", 0.0)
+
+    async def main() -> None:
+        runtime = Interrupted(engine_1=failures, judge_strict_0=["hang"])
+        with pytest.raises(RoleDied, match="engine-1") as caught:
+            await watch_of(runtime, tmp_path).revive_dead()
+        assert is_healable(caught.value)
+        assert sorted(runtime.ended) == sorted(runtime.tries) and asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_a_rollback_that_fails_leaves_nothing_behind(tmp_path):
+    """The trainers do not start while replicas are restarted: the next rollback must not meet these restarts."""
+
+    async def main() -> None:
+        runtime = Interrupted(engine_1=["hang"], judge_strict_0=["hang"])
+        plan, roles = SimpleNamespace(controllers=1, trainers=1), supervise.Roles()
+        with pytest.raises(RoleDied, match="trainer-0"):
+            await supervise._start_again(runtime, None, plan, roles, watch_of(runtime, tmp_path))  # type: ignore[arg-type]
+        assert sorted(runtime.ended) == sorted(runtime.tries) and asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
 def test_a_replica_that_cannot_be_called_after_its_restart(tmp_path):
     """It is alive, so the runtime would not report it: it is killed and restarted once more."""
     deaths: asyncio.Queue[RoleDied] = asyncio.Queue()

@@ -15,7 +15,7 @@ from tests.faults.test_revive import BUILD, PROMPTS, Held
 
 STEPS = 4
 JUDGE = {
-    "name": "critic",
+    "name": "grader",
     "model": {"build": BUILD},
     "template": "{{ prompt }}{{ response }}?",
     "verdict": r"^\D*(\d?)",  # an untrained judge may say anything, also nothing
@@ -42,7 +42,7 @@ def overrides(mode: str, step_s: float) -> list[str]:
 
 
 def same(found: list[dict[str, Any]], calm: list[dict[str, Any]]) -> None:
-    for name in ("samples_digest", "reward/mean", "reward/critic"):
+    for name in ("samples_digest", "reward/mean", "reward/grader"):
         assert [row[name] for row in found] == [row[name] for row in calm], name
     assert all(row["sampling/drawn"] == row["sampling/trained"] == PROMPTS for row in found)
     assert all(row["reward/errors"] == 0 for row in found)
@@ -63,7 +63,7 @@ def test_placement_changes_no_sample(tmp_path, calm, mode):
     # `colocated` moves all blocks in every step; whether `dynamic` moves any depends on times that it measures.
     assert {"static": max(moves) == 0, "colocated": min(moves) >= 4, "dynamic": True}[mode], moves
     for row in found:
-        assert row["placement/split/policy"] + row["placement/split/critic"] <= 4 + 1e-6
+        assert row["placement/split/policy"] + row["placement/split/grader"] <= 4 + 1e-6
 
 
 @pytest.mark.release
@@ -85,6 +85,11 @@ def test_a_resumed_run_keeps_what_placement_has_learned(tmp_path, slots):
     assert whole["rule"]["step"] == STEPS and resumed["rule"]["step"] == (STEPS if slots == 4 else STEPS - 2)
     lengths = [len(found["monitor"]["lengths"]["policy"]) for found in (whole, resumed)]
     assert lengths[0] == lengths[1]
+    pieces = [json.loads(line) for line in (run / "placement.jsonl").read_text().splitlines()]
+    found = [(piece["step"], piece["start"]) for piece in pieces if piece["kind"] == "timeline" and piece["slot"] == 0]
+    assert sorted(found) == sorted(found, key=lambda piece: piece[1])  # one after another
+    trained = [piece["step"] for piece in pieces if piece.get("role") == "trainer" and piece["slot"] == 0]
+    assert trained == [1, 2, 3, 4]  # without the lost ones
 
 
 class Patient(Held):
@@ -111,9 +116,9 @@ def test_kill_a_judge_and_an_engine_while_slots_change_hands(tmp_path, calm, mod
     policy. Whether `dynamic` moves a block depends on times that it measures; `colocated` moves all in every step."""
     with Patient(tmp_path, 3, *overrides(mode, 0.1)) as running:
         running.wait_for_steps()
-        for role in ("judge-critic-3", "engine-0"):
+        for role in ("judge-grader-3", "engine-0"):
             running.find(role).send_signal(signal.SIGKILL)
-        for role in ("judge-critic-3", "engine-0"):
+        for role in ("judge-grader-3", "engine-0"):
             running.wait_for(f"{role} died")
             running.wait_for(f"{role} is restarted")
         running.go.touch()

@@ -136,7 +136,7 @@ def panel(tmp_path_factory) -> str:
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     judge = {
-        "name": "critic",
+        "name": "grader",
         "model": {"build": BUILD},
         "template": "{{ prompt }}{{ response }}?",
         "verdict": r"^\D*(\d?)",  # an untrained judge may say anything, also nothing
@@ -156,8 +156,8 @@ def calm(tmp_path_factory, panel):
 @pytest.mark.parametrize(
     "roles",
     [
-        pytest.param(("judge-critic-0", "scorer-scorer-0"), marks=pytest.mark.release),
-        pytest.param(("judge-critic-0",), marks=pytest.mark.release),
+        pytest.param(("judge-grader-0", "scorer-scorer-0"), marks=pytest.mark.release),
+        pytest.param(("judge-grader-0",), marks=pytest.mark.release),
         pytest.param(("scorer-scorer-0",), marks=pytest.mark.release),
     ],
     ids=["both", "judge", "scorer"],
@@ -177,7 +177,7 @@ def test_kill_who_scores(tmp_path, panel, calm, roles):
             running.wait_for(f"{role} died")
             running.wait_for(f"{role} is restarted")
         found = running.steps()
-        for name in ("samples_digest", "reward/mean", "reward/critic", "reward/scorer"):
+        for name in ("samples_digest", "reward/mean", "reward/grader", "reward/scorer"):
             assert [row[name] for row in found] == [row[name] for row in calm], name
         assert all(row["sampling/drawn"] == row["sampling/trained"] == PROMPTS for row in found)
         assert all(row["reward/errors"] == 0 for row in found)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,35 @@ def test_a_full_disk_is_reported_and_the_next_save_works(tmp_path, monkeypatch):
     assert "No space left" in asyncio.run(run()).error
     monkeypatch.setattr(writer, "write_file", real)
     assert not asyncio.run(run()).error
+
+
+def test_a_copy_that_fails_is_reported_and_the_next_save_works(tmp_path, monkeypatch):
+    """The host memory of a copy cannot be allocated: no reason to end a run that goes on without checkpoints."""
+    saver, tensor = BackgroundWriter(0, CPU), torch.arange(4.0)
+    real = HostMemory.reserve
+
+    def full(own: HostMemory, num_bytes: int) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(HostMemory, "reserve", full)
+    saver.stage({"weights": [Shard("a", (4,), (0,), tensor)]}, {})
+    saver.fence()
+    assert "can't allocate memory" in saver.write(tmp_path, {}).result().error and not saver._groups
+    monkeypatch.setattr(HostMemory, "reserve", real)
+    saver.stage({"weights": [Shard("a", (4,), (0,), tensor)]}, {})
+    assert not saver.write(tmp_path, {}).result().error
+    assert torch.equal(tensors.read(tmp_path / "weights", ["a"])["a"], tensor)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_an_abandoned_save_keeps_no_memory_alive(copies):
+    """The disk is full: nothing is written until the next save."""
+    saver, tensor = BackgroundWriter(0, CPU, copies), torch.zeros(4)
+    saver.stage({"weights": [Shard("a", (4,), (0,), tensor)]}, {})
+    storage = weakref.ref(tensor)
+    saver.abandon()
+    del tensor
+    assert storage() is None
 
 
 # --- host memory and files

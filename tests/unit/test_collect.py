@@ -9,13 +9,16 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from gcore.config import curriculum as config
 from gcore.config.tree import Algorithm, Sampling
 from gcore.controller.build import load_filter
 from gcore.controller.collect import Collected, answer_all, merge_places, no_filter
 from gcore.controller.workflow import StageClock, generate_and_reward
 from gcore.preparation.samples import make_samples
+from gcore.prompts.curriculum import Curriculum
 from gcore.types import Prompt, RewardError, Scored, UserError
 from tests.seeds import seeds
 from tests.unit.rollouts import (
@@ -91,6 +94,24 @@ def test_a_reward_that_cannot_be_had_drops_its_group_alone():
     found = answer(workflow)
     assert [number_of(group) for group in found.groups] == [0, 2]
     assert (found.drawn, found.dropped, found.cause) == (3, {"reward_error": 1}, "not today")
+
+
+@pytest.mark.parametrize("mode", [{"filter": "none"}, {}], ids=["fixed", "spread"])
+def test_a_curriculum_knows_prompts_that_fail(mode):
+    """Else `easy_first` would draw them in every step."""
+
+    def outcome(prompt: int, version: int) -> bool | Exception:
+        return RewardError("not today") if prompt == 1 else prompt != 2
+
+    world = World(sampling(prompts_per_step=3, **mode), 2, outcome=outcome)
+    learned: list[Any] = []
+    for collector in world.collectors:
+        collector._source = SimpleNamespace(at=prompt_at, give_order=lambda first, rows: None)  # type: ignore[assignment]
+        collector._curriculum = Curriculum(config.Curriculum(), np.arange(99), seed=0)
+        collector._curriculum.update = lambda groups: learned.append(sorted(groups))  # type: ignore[method-assign]
+    run(world.train(1))
+    rates = [(0, 0, 0.5), (1, 1, None), (2, 2, 0.0), (3, 3, 0.5), (4, 4, 0.5)]
+    assert learned == [rates[:3] if mode else rates] * 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ of several ranks: tests/contract/test_trainer.py and test_resharding.py."""
 import asyncio
 import copy
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from gcore.config.tree import Config, Model
 from gcore.content.tokens import tokens_of
+from gcore.controller.record import actor_row
 from gcore.models import load_scorer
 from gcore.observe.trace import Tracer
 from gcore.prompts.tokenizer import load_tokenizer
@@ -219,6 +221,20 @@ def test_bad_updates_of_policy_and_critic_are_counted_apart(monkeypatch):
     assert [s.metrics["critic/skipped_updates"].value for s in stats] == [1.0, 1.0] and trainer.critic.updates == 0
     with pytest.raises(FloatingPointError, match="3 updates in a row"):
         update(trainer, samples, batch_of(samples))
+
+
+def test_skipped_updates_of_the_critic_are_a_count(monkeypatch):
+    """Of a training step; not the mean over its updates or ranks."""
+    trainer, samples = trainer_of(ppo_config(epochs=2, mini_batches=2)), samples_of()
+    real, norms = trainer.backend.step, iter([math.nan, 1.0, math.inf, 1.0])
+
+    def step(lr, network="policy"):
+        return next(norms) if network == "critic" else real(lr, network)
+
+    monkeypatch.setattr(trainer.backend, "step", step)
+    monkeypatch.setattr(trainer, "_dump", lambda *_: None)
+    stats = update(trainer, samples, batch_of(samples, mini_batches=2))
+    assert actor_row([stats, stats])["critic/skipped_updates"] == 2.0
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"kl_target": 0.01, "kl_horizon": 20, "entropy_target": 9.0}])

@@ -22,7 +22,7 @@ def test_running_rates_by_hand():
     """The first group counts in full, later ones with weight `newest`, in the order of the prompts."""
     found = curriculum(newest=0.25)
     found.update([(9, 5, 1.0), (4, 5, 0.5), (6, 11, 0.0)])
-    assert found.state() == {"rows": [5, 11], "drawn": [2, 1], "rates": [0.625, 0.0]}
+    assert found.state() == {"rows": [5, 11], "drawn": [2, 1], "failed": [0, 0], "rates": [0.625, 0.0]}
     assert found.weights().tolist() == [1.0, 1.0, 4 * 0.625 * 0.375, 1.0, 0.1]
     assert found.metrics() == {
         "curriculum/pass_rate": 0.3125,
@@ -41,6 +41,19 @@ def test_easy_first_by_hand():
     assert found.order(3)[2:].tolist() == [3, 2, 5]  # the next pass: from the highest rate to the lowest
     found.update([(3, 7, 0.1), (4, 11, 0.95)])
     assert found.order(5).tolist() == [11, 3, 2, 7, 5]
+
+
+def test_easy_first_draws_a_prompt_that_fails_once_per_pass():
+    """Not in every step: it has no groups."""
+    found = curriculum(order="easy_first")
+    found.update([(0, 2, 0.2), (1, 3, None), (2, 5, 0.0)])
+    assert set(found.order(3)[:2].tolist()) == {7, 11} and found.order(3)[2:].tolist() == [3, 2, 5]
+    restored = curriculum(order="easy_first")
+    restored.restore(found.state())
+    assert restored.order(3).tolist() == found.order(3).tolist()
+    assert found.metrics()["curriculum/seen_frac"] == 0.4  # of the rows with a pass rate
+    found.update([(3, 3, 0.8)])
+    assert found.state()["rates"] == [0.2, 0.8, 0.0]  # its first group counts in full
 
 
 def test_near_half_draws_by_weight_without_replacement():

@@ -54,6 +54,25 @@ def test_flow_sde_keeps_the_marginals_of_the_flow(steps, stochastic, std):
     assert float(x.std()) == pytest.approx(std, abs=0.004)
 
 
+def test_the_first_noise_of_flow_sde():
+    """At s = 1, g takes s of the second step. The variance after it is nearer to that of the flow than with the first
+    step of Flow-GRPO's public code, whose std is `level`."""
+    schedule = schedule_of(spec_of(steps=10, noise_level=0.7))
+    a, b, std = schedule.sde[0].tolist()
+    assert std == pytest.approx(0.7 * math.sqrt(0.9), rel=1e-12) and b == pytest.approx(-0.1, rel=1e-12)
+    assert a == pytest.approx(1 - 0.49 * 9 / 2 * 0.1, rel=1e-12)
+
+    def variance(a: float, std: float) -> float:
+        """After the step, of the flow above: v = x - MEAN, x has variance 1."""
+        return (a + b) ** 2 + std**2
+
+    flow = 0.1**2 * STD**2 + 0.9**2
+    ours, public = variance(a, std), variance(1 - 0.49 * 10 / 2 * 0.1, 0.7)
+    assert (flow, ours, public) == pytest.approx((0.8116, 0.90272025, 0.919025), rel=1e-12)
+    g2 = 0.49 * 9  # for given clean latents the variance should be s^2; it has the error of the docstring
+    assert ours - 0.9**2 == pytest.approx(0.1**2 * (g2 + g2**2 / 4), rel=1e-12)
+
+
 def test_constant_noise_of_dance_keeps_the_marginals_too():
     x = run_toy(spec_of(sampler="dance", steps=400, noise_level=0.3), True)
     assert float(x.mean()) == pytest.approx(MEAN, abs=0.01)

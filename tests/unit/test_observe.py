@@ -33,6 +33,7 @@ from gcore.observe import (
     summary_text,
 )
 from gcore.observe import trace as trace_module
+from gcore.observe.placement_log import PlacementLog, rewind_placement
 from gcore.observe.progress import View, plain_line, resolve_mode, round_stride
 from gcore.observe.report import smooth
 from gcore.observe.trace import lowest_free_lanes
@@ -119,6 +120,33 @@ def test_tensorboard_has_the_scalars_and_forgets_what_was_rewound(tmp_path: Path
     with MetricsWriter(tmp_path, Observe(), "run", {}) as writer:
         writer.log({"step": 2, "reward/mean": 0.6})
     assert events(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.25), (2, 0.6)]}
+
+
+def test_the_log_of_placement_continues_after_the_steps_that_stay(tmp_path: Path, monkeypatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("gcore.observe.placement_log.time.monotonic", lambda: now)
+    log = PlacementLog(tmp_path)
+    for step in (0, 1, 2):
+        start = 100.0 + 10 * step
+        log.write([{"kind": "timeline", "step": step, "start": start, "end": start + 8}])
+        log.write([{"kind": "move", "step": step, "at_s": start + 2}])
+    with (tmp_path / "placement.jsonl").open("a") as file:
+        file.write('{"kind": "timeline", "st')  # cut off by a kill
+    now = 5000.0
+    log = PlacementLog(tmp_path)  # before the files are rewound
+    rewind_placement(tmp_path, 1)
+    log.write([{"kind": "timeline", "step": 2, "start": 5001.0, "end": 5004.5}])
+    lines = [json.loads(line) for line in (tmp_path / "placement.jsonl").read_text().splitlines()]
+    pieces = [(row["step"], row["start"], row["end"]) for row in lines if row["kind"] == "timeline"]
+    assert pieces == [(0, 0.0, 8.0), (1, 10.0, 18.0), (2, 19.0, 22.5)]
+    assert [(row["step"], row["at_s"]) for row in lines if row["kind"] == "move"] == [(0, 2.0), (1, 12.0)]
+    rewind_placement(tmp_path, 0, warm_start=0)
+    assert (tmp_path / "placement.jsonl").read_bytes() == b""
+
+
+def test_a_run_without_slots_has_no_log_of_placement(tmp_path: Path) -> None:
+    rewind_placement(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 class Recorder(ModuleType):

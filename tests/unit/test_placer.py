@@ -39,6 +39,7 @@ from gcore.weights.transfer import WeightTransfer
 JUDGE, SLOTS, STOP = "judge", 4, 2
 LONG = 40
 TIMEOUT_S = 4.0
+TRAINING_S = 2.0
 Script = Callable[[int, Split, View], list[Move]]  # number of the poll, split, view
 
 
@@ -131,6 +132,7 @@ class World:
     steps: int = 1
     sleeps: bool = True  # all replicas sleep between rollouts
     decides: bool = False  # False: as in an evaluation, no group is decided on
+    keeps: bool = False  # the split, as in an evaluation
     seed: int = 0
     spread_s: float = 4.0  # over which the groups of a step begin
     poll_interval_s: float = 0.25
@@ -138,6 +140,7 @@ class World:
     notes: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     version: int = 0  # the trainer's
+    trains: bool = False  # the trainer works
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -176,7 +179,7 @@ class World:
             self.placers.append(placer)
             self.pools.append(pools)
             self.switches.append(switches)
-            replicas = Replicas(pools[POLICY], [pools[JUDGE]], weights, self.notes.append, placer)
+            replicas = Replicas(pools[POLICY], [pools[JUDGE]], weights, self.notes.append, placer, shares_devices=True)
             self.members.append((self.groups_of, weights, replicas))
 
     # ---- invariants
@@ -198,6 +201,10 @@ class World:
             assert not replica.asleep, f"{replica.name} is asleep"
             assert replica.role == JUDGE or replica.engine.version == self.version, f"{replica.name} has old weights"
         self.counts[f"sent {replica.name}"] += 1
+
+    def check_starts(self, replica: Replica) -> None:
+        """A process that starts allocates memory, which the trainer needs while it works."""
+        assert not self.trains, f"{replica.name} starts while the trainer works"
 
     def check_end(self) -> None:
         """Between two rollouts, with all replicas alive."""
@@ -221,7 +228,12 @@ class World:
         group, weights, _ = self.members[rank]
         placer = self.placers[rank]
         for step in range(1, self.steps + 1):
-            async with weights.trainers_in_use:
+            async with weights.training():
+                if step > 1:
+                    await group.all_gather("engines idle", None)
+                    if rank == 0:
+                        await self.train()
+                    await group.all_gather("trained", None)
                 await placer.begin(self.groups, 1.0, 2)
                 if rank == 0:
                     self.version = step
@@ -233,12 +245,17 @@ class World:
             async with placer.during(
                 lambda left=left: RolloutProgress(self.groups, 0, (self.groups - left[0]) * self.decides, left[0], 1.0),
                 step,
+                self.keeps,
             ):
                 await asyncio.gather(*(self.sample(rank, n, left) for n in range(self.groups)))
             assert not placer._moving
-            await group.all_gather("end", None)
-            if rank == 0 and self.sleeps and step < self.steps:
-                await placer.sleep_all()
+
+    async def train(self) -> None:
+        if self.sleeps:
+            await self.placers[0].sleep_all()
+        self.trains = True
+        await asyncio.sleep(TRAINING_S)
+        self.trains = False
 
     async def sample(self, rank: int, number: int, left: list[int]) -> None:
         rng = self.rng
@@ -272,7 +289,10 @@ class World:
         async def restart() -> None:
             await asyncio.sleep(notice_s)
             await asyncio.gather(*(m.mark_dead(replica.name) for m in members))
+            await members[0].begin_restart(replica.name)
+            self.check_starts(replica)
             await asyncio.sleep(restart_s)
+            self.check_starts(replica)
             replica.engine, replica.gone, replica.on = make_engine(), asyncio.Event(), {}
             if await members[0].restore(replica.name):
                 await asyncio.gather(*(m.mark_alive(replica.name) for m in members))
@@ -401,6 +421,31 @@ def test_all_controllers_get_the_same_seconds_of_the_last_rollout(decides):
     assert [seconds is not None and 1.0 < seconds < 600.0 for seconds in took[1:]] == [decides] * 3, took
     elapsed = [view.elapsed_s for _, _, view in world.logs[0]]
     assert elapsed == [view.elapsed_s for _, _, view in world.logs[2]] and 0.0 < elapsed[0] < elapsed[1]
+
+
+def test_after_an_evaluation_the_next_rollout_has_the_split_that_was_chosen_for_it():
+    world = play(World(at(4, to_judge(), to_policy()), keeps=True, spread_s=8.0))
+    assert world.counts["sent judge-1"] and world.counts["sent engine-2"] and world.placers[0].split == world.split
+    back = "the split of the next rollout"
+    moves = [(1, JUDGE, "scripted"), (2, POLICY, "scripted"), (1, POLICY, back), (2, JUDGE, back)]
+    assert sorted(moves_of(world)) == sorted(moves)
+
+
+def test_a_block_that_cannot_move_back_after_an_evaluation_stays():
+    world = World(at(4, to_judge()), keeps=True, spread_s=8.0)
+    wakes = Counter[str]()
+
+    def wake() -> Any:
+        wakes["engine-1"] += world.placers[0].split[1] == POLICY
+        return refuse() if world.placers[0]._moving else None
+
+    async def refuse() -> None:
+        raise RuntimeError("no memory")
+
+    world.replicas[POLICY][1].on["wake"] = wake
+    world.tasks = _IgnoredTasks()
+    play(world)
+    assert wakes["engine-1"] == 1 and world.notes == [f"block 1 stays with {JUDGE}: no memory"]
 
 
 def test_polls_continue_until_all_controllers_are_done():
@@ -567,6 +612,26 @@ def test_a_switch_that_fails_with_an_unknown_error():
     stays(play(world), 2, JUDGE, "'unknown'")
 
 
+def test_blocks_move_while_an_engine_starts_and_the_trainer_waits_for_it():
+    """A move to the policy sends weights, also while another engine starts for longer than a move may take."""
+    world = World(at(4, to_policy()), groups=4, steps=2)
+    seen: list[object] = []
+
+    async def death() -> None:
+        engine = world.replicas[POLICY][0]
+        await asyncio.sleep(0.3)
+        world.kill(engine, restart_s=20 * TIMEOUT_S)
+        while not world.placers[0].timeline.moves:
+            await asyncio.sleep(0.1)
+        seen.append((moves_of(world)[0], engine.gone.is_set()))
+        while not world.counts["returns"]:
+            await asyncio.sleep(0.1)
+        seen.append(world.version)
+
+    play(world, death())
+    assert seen == [((2, POLICY, "scripted"), True), 1] and world.notes == []
+
+
 class _IgnoredTasks(set[Any]):
     """Tasks whose errors are expected."""
 
@@ -690,6 +755,7 @@ def worlds(count: int) -> Iterator[tuple[World, Any]]:
             poll_interval_s=0.5,
             sleeps=rng.random() < 0.5,
             seed=seed,
+            keeps=rng.random() < 0.3,
         )
         yield world, trouble(world, rng)
 

@@ -16,6 +16,8 @@ from gcore.checkpoint.remote import Remote
 from gcore.config import load_config
 from gcore.controller import supervise
 from gcore.controller.checkpointing import Checkpointer
+from gcore.controller.heal import RestartBudget
+from gcore.controller.run_folder import Restarts
 from gcore.controller.score_ranks import Alone
 from gcore.types import UserError
 from tests.e2e.helpers import write_recipe
@@ -70,6 +72,14 @@ def test_a_copy_without_its_manifest_does_not_count(tmp_path, url, monkeypatch):
     assert fetched is not None and fetched.name == "step_1"
 
 
+def test_a_fetch_replaces_what_is_left_of_a_deleted_checkpoint(tmp_path, url):
+    Remote(url, "demo").copy_out(checkpoint(tmp_path / "run", 4))
+    (checkpoint(tmp_path / "here", 4) / store.MANIFEST).unlink()  # killed while it was deleted
+    (tmp_path / "here/step_4/weights/0-0.safetensors").write_bytes(b"old")
+    assert Remote(url, "demo").fetch(tmp_path / "here") == tmp_path / "here/step_4"
+    assert store.damage(tmp_path / "here/step_4") is None
+
+
 def test_copies_are_deleted_with_their_checkpoints(tmp_path, url):
     remote = Remote(url, "demo")
     for step in (1, 2, 3):
@@ -111,21 +121,11 @@ def test_a_rollback_does_not_fetch_the_copies_of_an_older_run(tmp_path, resume):
     assert store.complete(folder) == found, "fetched at the start, if at all"
     if resume == "never":
         found = [checkpoint(folder, 2)]
-    restarted = supervise._from_last_checkpoint(config)
+    restarted = Restarts(config, RestartBudget(1)).from_last_checkpoint(config)
     assert restarted.run.resume == "auto"
     status = SimpleNamespace(show=print, note=print)
     one: Any = SimpleNamespace(_config=restarted, _group=Alone(), _folder=folder, _status=status)
     assert asyncio.run(Checkpointer.find(one)) == found[0]
-
-
-def test_a_rollback_does_not_load_older_checkpoints_than_the_run_started_from(tmp_path):
-    """Its folder has one of an older run. Until it has saved, a restart loads the one of another run again."""
-    start = checkpoint(tmp_path / "other", 4)
-    config = load_config(write_recipe(tmp_path), ["run.name=demo", f"run.resume={start}"])
-    checkpoint(config.run.folder, 2)
-    assert supervise._from_last_checkpoint(config) == config
-    checkpoint(config.run.folder, 6)
-    assert supervise._from_last_checkpoint(config).run.resume == "auto"
 
 
 @pytest.mark.parametrize("bad", ["nosuch://bucket", "s3://bucket"])

@@ -48,29 +48,37 @@ def make_replicas(*handles: Handle, shares_devices: bool = False) -> tuple[Repli
     return Replicas(pool, [], resender, lambda text: None, shares_devices=shares_devices), resender, pool
 
 
-def test_an_engine_on_the_trainers_devices_starts_while_the_trainer_does_not_work():
+def test_engines_on_the_trainers_devices_start_while_the_trainer_does_not_work():
     async def main() -> None:
         replicas, resender, pool = make_replicas(Handle("engine-0"), Handle("engine-1"), shares_devices=True)
-        lock = resender.trainers_in_use
-        await lock.acquire()  # a training step
-        await replicas.mark_dead("engine-0")
-        waiting = asyncio.ensure_future(replicas.begin_restart("engine-0"))
+        async with resender.training():
+            await replicas.begin_restart("judge-0")  # has devices of its own
+            for name in ("engine-0", "engine-1"):
+                await replicas.mark_dead(name)
+            starting = [asyncio.ensure_future(replicas.begin_restart(name)) for name in ("engine-0", "engine-1")]
+            await asyncio.sleep(0.01)
+            assert not any(task.done() for task in starting)
+        await asyncio.gather(*starting)  # both at the same time
+        trained = asyncio.ensure_future(step(resender))
+        assert await replicas.restore("engine-0")
         await asyncio.sleep(0.01)
-        assert not waiting.done()
-        lock.release()
-        await waiting
-        assert lock.locked()  # the process starts now: the next training step waits
-        await replicas.begin_restart("judge-0")  # has devices of its own
-        assert await replicas.restore("engine-0") and not lock.locked()
+        assert not trained.done()
+        assert await replicas.restore("engine-1")
+        await trained
         assert [*pool.alive()] == [0, 1]
 
     asyncio.run(main())
 
 
+async def step(resender: WeightResender) -> None:
+    async with resender.training():
+        pass
+
+
 def test_an_engine_with_its_own_devices_starts_at_any_time():
     async def main() -> None:
         replicas, resender, _ = make_replicas(Handle("engine-0"))
-        async with resender.trainers_in_use:
+        async with resender.training():
             await replicas.begin_restart("engine-0")
             restoring = asyncio.ensure_future(replicas.restore("engine-0"))
             await asyncio.sleep(0.01)
@@ -78,6 +86,14 @@ def test_an_engine_with_its_own_devices_starts_at_any_time():
         assert await restoring
 
     asyncio.run(main())
+
+
+def test_the_transfer_of_each_step_knows_that_an_engine_is_another_process():
+    transfer = MagicMock()
+    pool = EnginePool([EngineClient(Handle("engine-0"))])  # type: ignore[arg-type]
+    replicas = Replicas(pool, [], WeightResender([], lambda: 0, transfer), lambda text: None)
+    asyncio.run(replicas.mark_dead("engine-0"))
+    transfer.mark_dead.assert_called_once_with("engine-0")
 
 
 class Trainers:
@@ -150,7 +166,7 @@ def test_an_engine_that_dies_again_gives_the_devices_back(saved, tmp_path):
         await resender.load_saved(tmp_path, {})
         await replicas.begin_restart("engine-0")
         assert not await replicas.restore("engine-0")
-        assert not resender.trainers_in_use.locked()
+        await asyncio.wait_for(step(resender), 10)
 
     asyncio.run(main())
 

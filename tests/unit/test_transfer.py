@@ -60,22 +60,56 @@ class Engine:
         await weights
         self.buckets.append(bucket)
         answer = self.answers.pop(0) if self.answers else version
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return version if answer is None else answer
 
 
-def run(*engines: Engine, restarted: bool = False) -> tuple[Trainer, list[str]]:
+def run(*engines: Engine) -> tuple[Trainer, list[str]]:
     trainer = Trainer()
-    clients = {i: EngineClient(engine) for i, engine in enumerate(engines)}
-    served = asyncio.run(WeightTransfer([TrainerClient(trainer)]).send(clients, 7, restarted))
-    return trainer, served
+    return trainer, send(WeightTransfer([TrainerClient(trainer)]), *engines)
+
+
+def send(transfer: WeightTransfer, *engines: Engine) -> list[str]:
+    return asyncio.run(transfer.send({i: EngineClient(engine) for i, engine in enumerate(engines)}, 7))
 
 
 def test_all_buckets_to_all_engines():
-    trainer, served = run(Engine("engine-0"), Engine("engine-1"), restarted=True)
+    trainer, served = run(Engine("engine-0"), Engine("engine-1"))
     assert served == ["engine-0", "engine-1"]
-    assert trainer.receivers == [Receivers(("engine-0", "engine-1"), restarted=True)]
+    assert trainer.receivers == [Receivers(("engine-0", "engine-1"))]
+
+
+def test_the_next_update_of_a_restarted_engine_needs_a_new_group():
+    """Also if it slept when it was restarted, and got no weights then."""
+    trainer, engines = Trainer(), [Engine("engine-0"), Engine("engine-1")]
+    transfer = WeightTransfer([TrainerClient(trainer)])
+    send(transfer, *engines)
+    transfer.mark_dead("engine-1")
+    for others in (engines[:1], engines, engines):
+        send(transfer, *others)
+    assert [receivers.restarted for receivers in trainer.receivers] == [False, False, True, False]
+
+
+def test_a_restarted_engine_that_dies_again_needs_a_new_group_again():
+    trainer, dead = Trainer(), Engine("engine-1", RoleDied("engine-1", "killed"))
+    transfer = WeightTransfer([TrainerClient(trainer)])
+    transfer.mark_dead("engine-1")
+    assert send(transfer, Engine("engine-0"), dead) == ["engine-0"]
+    send(transfer, Engine("engine-0"), Engine("engine-1"))
+    assert [receivers.restarted for receivers in trainer.receivers] == [True, True]
+
+
+@pytest.mark.parametrize("error", [BROKEN, asyncio.CancelledError()])
+def test_the_update_after_a_failed_one_needs_a_new_group(error):
+    """Broadcasts of the failed update may still be in progress in the old one."""
+    trainer = Trainer()
+    transfer = WeightTransfer([TrainerClient(trainer)])
+    send(transfer, Engine("engine-0"))
+    with pytest.raises(type(error)):
+        send(transfer, Engine("engine-0", error, error, error))
+    send(transfer, Engine("engine-0"))
+    assert trainer.receivers[1] == Receivers(("engine-0",)) and trainer.receivers[-1].restarted
 
 
 def test_the_plan_is_asked_for_once():

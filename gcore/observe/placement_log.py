@@ -1,0 +1,45 @@
+"""The log of placement: runs/NAME/placement.jsonl, which role had which slots, and the moves. `gcore report` draws it.
+
+Times are seconds since the start of the run. A run that is resumed continues after the last time in the file: the
+report shows the steps one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gcore.observe.metrics import replace_lines, whole_lines
+from gcore.observe.values import number, step_of
+
+FILE = "placement.jsonl"
+TIMES = ("start", "end", "at_s")
+
+
+class PlacementLog:
+    """PlacementLog(Path("runs/a")).write([{"kind": "move", "step": 3, "at_s": time.monotonic(), ...}])"""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._started = folder / FILE, time.monotonic()
+        self._last_s: float | None = None  # time of the last line of the run that is continued
+
+    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Times in `lines`: of time.monotonic(). Call after `rewind_placement`."""
+        if self._last_s is None:
+            found = (number(row, key) for _, row in whole_lines(self._path) for key in TIMES)
+            self._last_s = max((at for at in found if at is not None), default=0.0)
+        origin = self._started - self._last_s
+        with self._path.open("a") as file:
+            for line in lines:
+                times = {key: round(line[key] - origin, 4) for key in TIMES if key in line}
+                file.write(json.dumps({**line, **times}) + "\n")
+
+
+def rewind_placement(folder: Path, step: int, warm_start: int | None = None) -> None:
+    """Drops lines that a resume writes again, as metrics.rewind does; within the warm start, all of them."""
+    if (path := folder / FILE).exists():
+        kept = [line for line, row in whole_lines(path) if warm_start is None and step_of(row) <= step]
+        replace_lines(path, kept)
