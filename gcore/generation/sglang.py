@@ -257,9 +257,12 @@ class SglangEngine:
     async def _score(self, job: Job) -> Completion:
         """Logprobs of the steps that the request has, as those of a prompt."""
         content = job.content
+        sampling: dict[str, Any] = {"max_new_tokens": 0, "temperature": 1.0}
+        if self._options.seeds:  # its batch may have requests that generate
+            sampling["custom_params"] = {"noise": (0, 0)}
         chunks = await self._server.front.async_generate(
             input_ids=content.tokens_T.tolist(),
-            sampling_params={"max_new_tokens": 0, "temperature": 1.0},
+            sampling_params=sampling,
             return_logprob=True,
             logprob_start_len=len(content.tokens_P) - 1,  # its first entry has no logprob
             stream=True,
