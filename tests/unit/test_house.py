@@ -54,6 +54,7 @@ PURE = (
     "gcore.controller.preflight",
     "gcore.controller.dry_run",
     "gcore.controller.supervise",
+    "gcore.controller.loop",
     "gcore.placement.grid",
     "gcore.placement.rules",
     "gcore.placement.baselines",
