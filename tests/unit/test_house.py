@@ -185,6 +185,12 @@ def test_pure_modules_import_neither_torch_nor_ray(module):
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 
+def test_a_reward_worker_starts_without_the_tree_of_the_configuration():
+    code = "import sys, gcore.rewarding.worker; print([m for m in ('gcore.config.tree', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
 def test_the_loop_fits_one_screen():
     assert len((PACKAGE / "controller" / "loop.py").read_text().splitlines()) <= 120
 
