@@ -42,6 +42,7 @@ PLAN_OPTIONS: tuple[tuple[str, int | float | None, str], ...] = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
     try:
         return int(args.command(args) or 0)
     except UserError as error:
@@ -223,7 +224,6 @@ def _train_rm(args: argparse.Namespace) -> int:
     from gcore.controller.train_rm import train_rm
 
     config = _load("train-rm", args.recipe, args.overrides)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads must not burn a shared core
     train_rm(config, lambda line: print(line, flush=True))
     return 0
 

@@ -24,11 +24,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from gcore.weights.method import BroadcastError
+
 TIMEOUT_S = 30.0
-
-
-class BroadcastError(RuntimeError):
-    """A member of the group died or is late."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,10 @@ from gcore.config.tree import Placement
 TransferMethod = Literal["in_process", "cuda_ipc", "broadcast", "host_memory"]
 
 
+class BroadcastError(RuntimeError):
+    """A member of the group of a broadcast died or is late."""
+
+
 def choose_method(placement: Placement, one_process: bool, on_gpu: bool, same_gpu: bool = True) -> TransferMethod:
     """`one_process`: trainer and engines share it. `on_gpu`: all of them compute on GPUs. `same_gpu`: in modes where
     roles share GPUs, every engine has the GPU of the rank that it reads from, and no other one."""

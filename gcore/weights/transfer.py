@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from gcore.clients import CriticClient, EngineClient, TrainerClient
 from gcore.protocols import Receivers, Ref, RoleDied, RoleError, WeightPlan, Weights
-from gcore.weights.broadcast import BroadcastError
+from gcore.weights.method import BroadcastError
 
 ATTEMPTS = 3
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import multiprocessing
 import os
-import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -34,6 +32,7 @@ from gcore.training.rank import TrainerRank
 from gcore.training.varlen import Spans, attend_row
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch, UserError
 from tests.e2e.helpers import RECIPE
+from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import CPU, config_of, network_of, samples_of
 
 LOSSES = {
@@ -289,20 +288,9 @@ def name_of(world: World) -> str:
 
 
 def start(folder: Path, worlds: list[World]) -> None:
-    context = multiprocessing.get_context("spawn")
     for size in sorted({world.size for world in worlds}):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
         given = [world for world in worlds if world.size == size]
-        args = [(rank, size, address, str(folder), given) for rank in range(size)]
-        members = [context.Process(target=member, args=each, daemon=True) for each in args]
-        for process in members:
-            process.start()
-        for process in members:
-            process.join(300)
-            process.kill()
-        assert [process.exitcode for process in members] == [0] * size
+        finish_ranks(start_ranks(size, member, size, free_address(), str(folder), given))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +22,7 @@ from gcore.generation.noise import noise_key
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.micro import StepData
 from gcore.types import MicroBatch, Request, Sample, SamplingParams
+from tests.ranks import finish_ranks, start_ranks
 from tests.unit.test_training import CPU, config_of, network_of
 
 BUILD = {"architecture": "qwen3_moe", "hidden_size": 32, "intermediate_size": 24, "experts": 6, "active_experts": 2}
@@ -84,14 +84,7 @@ def member(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    context = multiprocessing.get_context("spawn")
-    members = [context.Process(target=member, args=(rank, str(folder)), daemon=True) for rank in range(2)]
-    for process in members:
-        process.start()
-    for process in members:
-        process.join(240)
-        process.kill()
-    assert [process.exitcode for process in members] == [0, 0]
+    finish_ranks(start_ranks(2, member, str(folder)))
     return folder
 
 

@@ -9,9 +9,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import json
-import multiprocessing
 import os
-import socket
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -39,6 +37,7 @@ from gcore.types import MicroBatch, Topology
 from gcore.weights.bucket import unpack_bucket
 from gcore.weights.pretrained import open_weights
 from tests.contract.test_trainer import metrics_of
+from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import CPU, config_of, samples_of, save_state
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core and mbridge")
@@ -209,17 +208,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_world(folder: Path, size: int) -> Path:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    context = multiprocessing.get_context("spawn")
-    members = [context.Process(target=member, args=(rank, size, address, str(folder))) for rank in range(size)]
-    for process in members:
-        process.start()
-    for process in members:
-        process.join(300)
-        process.kill()
-    assert [process.exitcode for process in members] == [0] * size
+    finish_ranks(start_ranks(size, member, size, free_address(), str(folder)))
     return folder
 
 

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import importlib.util
 import json
-import multiprocessing
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +27,7 @@ from gcore.protocols import Metric, add_metrics
 from gcore.training.rank import TrainerRank
 from gcore.types import Topology
 from tests.contract.test_trainer import QWEN3, World, backend_of
+from tests.ranks import finish_ranks, start_ranks
 from tests.unit.test_training import config_of, samples_of, save_state
 
 FSDP = {"1": (1, 1, 1), "2": (2, 2, 1), "4": (4, 4, 1), "2 x 2": (4, 2, 2)}  # ranks, shard, tensor
@@ -108,14 +108,7 @@ async def one(trainer: TrainerRank, kind: str, here: Path, name: str, source: st
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resharding")
-    context = multiprocessing.get_context("spawn")
-    members = [context.Process(target=member, args=(rank, str(folder)), daemon=True) for rank in range(4)]
-    for process in members:
-        process.start()
-    for process in members:
-        process.join(500)
-        process.kill()
-    assert [process.exitcode for process in members] == [0] * 4
+    finish_ranks(start_ranks(4, member, str(folder)), limit_s=500)
     return folder
 
 

@@ -10,9 +10,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import json
-import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,6 +37,7 @@ from gcore.types import Topology, UserError
 from gcore.weights.bucket import unpack_bucket
 from gcore.weights.pretrained import open_weights
 from tests.e2e.helpers import RECIPE
+from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import CPU, config_of, network_of, samples_of
 
 TINY = {**RECIPE["model"]["build"], "hidden_size": 32, "heads": 4, "kv_heads": 4}
@@ -167,19 +166,8 @@ def more_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_worlds(folder: Path, worlds: list[World]) -> Path:
     """Their files."""
-    context = multiprocessing.get_context("spawn")
     for size in sorted({world.topology.ranks for world in worlds}):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
-        args = (size, address, str(folder), worlds)
-        members = [context.Process(target=world_member, args=(rank, *args)) for rank in range(size)]
-        for member in members:
-            member.start()
-        for member in members:
-            member.join(300)
-            member.kill()
-        assert [member.exitcode for member in members] == [0] * size
+        finish_ranks(start_ranks(size, world_member, size, free_address(), str(folder), worlds))
     return folder
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
 import yaml
 
+from gcore import cli
 from tests.e2e.helpers import RECIPE, gcore, gcore_process, rows, train, write_recipe
 
 
@@ -109,6 +111,13 @@ def assert_refused(result, *words):
 def test_missing_file(tmp_path):
     done = gcore_process("train", str(tmp_path / "none.yaml"))
     assert_refused((done.returncode, done.stderr.strip()), "none.yaml", "no such recipe")
+
+
+def test_threads_that_wait_do_not_spin(tmp_path, monkeypatch):
+    """In a run with several threads on a busy machine, spinning took most of the time."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert cli.main(["train", str(tmp_path / "none.yaml")]) == 2
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
 
 
 def test_bad_yaml(tmp_path):

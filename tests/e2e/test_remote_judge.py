@@ -73,7 +73,7 @@ def server() -> Iterator[tuple[str, Chat]]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert started.wait(10)
+        assert started.wait(60)
         yield address[0], chat
     finally:
         loop.call_soon_threadsafe(done.set)

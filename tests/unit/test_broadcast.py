@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from gcore.weights import broadcast
 from gcore.weights.broadcast import BroadcastError, BroadcastSender, BroadcastTicket, receive_broadcast
+from tests.ranks import context, start_ranks
 
 CPU = torch.device("cpu")
 
@@ -18,11 +18,12 @@ def numbers(count: int, first: int = 0) -> torch.Tensor:
     return torch.arange(first, first + count, dtype=torch.int64).to(torch.uint8)
 
 
-def receiver(tickets: Any, answers: Any, timeout_s: float) -> None:
-    """A process that receives the broadcasts of its tickets."""
-    broadcast.TIMEOUT_S = timeout_s
+def receiver(number: int, queues: list[tuple[Any, Any]]) -> None:
+    """A process that receives the broadcasts of its tickets, each with the limit of the process that sent it."""
+    tickets, answers = queues[number]
     answers.put("ready")
-    while (ticket := tickets.get()) is not None:
+    while True:
+        ticket, broadcast.TIMEOUT_S = tickets.get()
         try:
             answers.put(receive_broadcast(ticket).tolist())
         except BroadcastError as error:
@@ -30,17 +31,15 @@ def receiver(tickets: Any, answers: Any, timeout_s: float) -> None:
 
 
 class Receiving:
-    def __init__(self, count: int, timeout_s: float = 30.0) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.queues = [(context.Queue(), context.Queue()) for _ in range(count)]
-        self.processes = [context.Process(target=receiver, args=(*q, timeout_s), daemon=True) for q in self.queues]
-        for process in self.processes:
-            process.start()
+    def __init__(self, count: int) -> None:
+        make = context().Queue
+        self.queues = [(make(), make()) for _ in range(count)]
+        self.processes = start_ranks(count, receiver, self.queues)
         assert self.answers() == ["ready"] * count
 
     def tell(self, ticket: BroadcastTicket, *which: int) -> None:
         for i in which or range(len(self.queues)):
-            self.queues[i][0].put(ticket)
+            self.queues[i][0].put((ticket, broadcast.TIMEOUT_S))
 
     def answers(self, *which: int) -> list[Any]:
         return [self.queues[i][1].get(timeout=60) for i in which or range(len(self.queues))]
@@ -55,8 +54,8 @@ class Receiving:
 def start():
     made: list[Any] = []
 
-    def make(count: int, **more: Any) -> Receiving:
-        made.append(Receiving(count, **more))
+    def make(count: int) -> Receiving:
+        made.append(Receiving(count))
         return made[-1]
 
     yield make
@@ -101,17 +100,18 @@ def test_other_receivers_get_a_new_group(start, sender):
 
 
 def test_a_dead_receiver_breaks_its_group_and_not_the_next(start, sender, monkeypatch):
-    monkeypatch.setattr(broadcast, "TIMEOUT_S", 8.0)
-    receivers, again = start(2, timeout_s=8.0), start(1)
+    receivers, again = start(2), start(1)
     sender.connect(["engine-0", "engine-1"])
     receivers.tell(sender.send(numbers(100)))
     receivers.answers()
     receivers.processes[1].kill()
     receivers.processes[1].join()
-    receivers.tell(sender.send(numbers(100)), 0)
-    receivers.queues[0][1].get(timeout=60)  # gloo may have served it before it noticed
-    sender.send(numbers(1_000_000))
-    assert isinstance(sender._in_flight[-1][0].exception(timeout=60), BroadcastError)
+    with monkeypatch.context() as soon:
+        soon.setattr(broadcast, "TIMEOUT_S", 1.0)
+        receivers.tell(sender.send(numbers(100)), 0)
+        receivers.answers(0)  # gloo may have served it before it noticed
+        sender.send(numbers(1_000_000))
+        assert isinstance(sender._in_flight[-1][0].exception(timeout=60), BroadcastError)
     sender.wait_sent()  # raises nothing: the receivers report the error
     sender.connect(["engine-0", "engine-1"], restarted=True)
     ticket = sender.send(numbers(100))

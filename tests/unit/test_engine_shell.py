@@ -102,7 +102,7 @@ def ask(max_tokens: int = 3, priority: int = 0) -> Request:
 
 def run(backend: Counter, calls: Callable[[SteppedEngine], Coroutine[Any, Any, None]]) -> None:
     engine = SteppedEngine(backend)
-    asyncio.run(asyncio.wait_for(calls(engine), 20))
+    asyncio.run(asyncio.wait_for(calls(engine), 60))
     engine.close()
     assert backend.log[-1] == "close"
 

@@ -24,7 +24,7 @@ def with_tasks(size: int, program: Program) -> list[Any]:
     async def everyone() -> list[Any]:
         hub = Hub(size)
         groups = [LocalGroup(Rendezvous(rank, size, None, hub)) for rank in range(size)]
-        return await asyncio.wait_for(asyncio.gather(*map(program, groups)), 20)
+        return await asyncio.wait_for(asyncio.gather(*map(program, groups)), 60)
 
     return asyncio.run(everyone())
 

@@ -54,6 +54,7 @@ PURE = (
     "gcore.controller.preflight",
     "gcore.controller.dry_run",
     "gcore.controller.supervise",
+    "gcore.controller.loop",
     "gcore.placement.grid",
     "gcore.placement.rules",
     "gcore.placement.baselines",
@@ -181,6 +182,12 @@ def test_build_imports_backends_locally():
 @pytest.mark.parametrize("module", PURE)
 def test_pure_modules_import_neither_torch_nor_ray(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_a_reward_worker_starts_without_the_tree_of_the_configuration():
+    code = "import sys, gcore.rewarding.worker; print([m for m in ('gcore.config.tree', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 

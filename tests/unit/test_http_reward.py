@@ -69,7 +69,7 @@ def http(server: Server, scenario, path="/score", **spec):
         async with served(server) as url:
             source = HttpSource(HttpReward(name="remote", url=f"{url}{path}", **spec), delays=delays)
             try:
-                return await asyncio.wait_for(scenario(WeightedRewarder([source]), source), 20)
+                return await asyncio.wait_for(scenario(WeightedRewarder([source]), source), 60)
             finally:
                 source.close()
 

@@ -78,7 +78,7 @@ def test_what_a_drain_takes_back_goes_on_with_its_images():
         pool.reopen("engine-0")
         return (await answer)[0]
 
-    found = asyncio.run(asyncio.wait_for(moved(), 20))
+    found = asyncio.run(asyncio.wait_for(moved(), 60))
     assert found.content.tokens_S.tolist() == [7] * 8
     assert [request.content.tokens_T.tolist() for request in asked] == [[4, 9, 5], [4, 9, 5, 7, 7]]
     images = [request.content.media for request in asked]
@@ -104,8 +104,8 @@ def emulated() -> EmulatedEngine:
 def test_engines_of_text_refuse_images(make: Callable[[], Any]):
     engine = make()
     with pytest.raises(UserError, match=r"has 2 images, expected none"):
-        asyncio.run(asyncio.wait_for(engine.generate([ask(), ask(image(0), image(1))]), 20))
-    assert len(asyncio.run(asyncio.wait_for(engine.generate([ask()]), 20))[0].content.tokens_S) == 8
+        asyncio.run(asyncio.wait_for(engine.generate([ask(), ask(image(0), image(1))]), 60))
+    assert len(asyncio.run(asyncio.wait_for(engine.generate([ask()]), 60))[0].content.tokens_S) == 8
     if make is embedded:
         engine.close()
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from gcore.training.loading import fill, fill_from
 from gcore.training.lora import adapt
 from gcore.types import UserError
 from tests.contract.test_families import FAMILIES, family, save
+from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import config_of, load_tokenizer
 
 CPU = torch.device("cpu")
@@ -229,16 +228,6 @@ def test_shards_of_four_ranks_are_those_of_the_whole_model(tmp_path):
     config = family("Qwen3Config", head_dim=8, vocab_size=49, intermediate_size=38, hidden_size=34)()
     config.tie_word_embeddings = False
     save(config, tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(i, address, str(tmp_path)), daemon=True) for i in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(240)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * 4
+    finish_ranks(start_ranks(4, _rank, free_address(), str(tmp_path)))
     report = json.loads((tmp_path / "rank-0.json").read_text())
     assert len(report) == 5 and max(report["True shards"]) < 0.3, report

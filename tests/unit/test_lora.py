@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import multiprocessing
 import os
-import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from gcore.training.lora import adapt
 from gcore.training.rank import TrainerRank
 from gcore.types import UserError
 from gcore.weights.publisher import WeightPublisher
+from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import (
     CPU,
     alone,
@@ -270,18 +269,9 @@ def load_part(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_two_ranks_train_as_one(tmp_path):
     """As two copies, and as one copy in two shards; about so in bfloat16."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(i, address, str(tmp_path)), daemon=True) for i in range(2)]
-    for rank in ranks:
-        rank.start()
+    ranks = start_ranks(2, _rank, free_address(), str(tmp_path))
     train_as(0, 1, 1, tmp_path / "alone")
-    for rank in ranks:
-        rank.join(120)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    finish_ranks(ranks)
     for part in ("weights", "optimizer", "reference"):
         expected = load_part(tmp_path / "alone" / part)
         for shard in ("1", "2"):

@@ -58,7 +58,7 @@ def asked(server, scenario, **spec):
         async with served(server) as url:
             source = judge_at(f"{url}/v1", **spec)
             try:
-                return await asyncio.wait_for(scenario(WeightedRewarder([source]), source), 20)
+                return await asyncio.wait_for(scenario(WeightedRewarder([source]), source), 60)
             finally:
                 source.close()
 

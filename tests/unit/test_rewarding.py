@@ -465,7 +465,7 @@ def test_missing_columns_are_found_before_the_run_and_not_retried():
 
 def test_groups_are_scored_concurrently():
     """A slow function holds up its own group only: all groups are in the function at the same time."""
-    barrier = threading.Barrier(3, timeout=5)
+    barrier = threading.Barrier(3, timeout=60)
 
     def waits(completions):
         barrier.wait()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
-import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
 from gcore.types import UserError
 from tests.contract.test_families import FAMILIES, save
+from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import (
     CPU,
     batch_of,
@@ -79,23 +78,13 @@ def _rank(rank: int, address: str, folder: str) -> None:
 
 
 def test_ranks_load_what_other_numbers_of_ranks_saved(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     trainer = trainer_of(config_of(**SECTIONS))
     asyncio.run(trainer.begin())
     for seed in range(3):
         update(trainer, samples_of(seed), batch_of(samples_of(seed)))
     (tmp_path / "1").mkdir()
     save_state(trainer, tmp_path / "1")
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(i, address, str(tmp_path)), daemon=True) for i in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * 4
+    finish_ranks(start_ranks(4, _rank, free_address(), str(tmp_path)))
     expected = everything(tmp_path / "1")
     assert len(expected) == 24 * 5
     for shard in ("4", "2"):

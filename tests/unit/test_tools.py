@@ -37,7 +37,7 @@ def test_all_calls_of_a_response_are_parsed():
 
 
 def test_calls_run_at_once_and_results_keep_their_order():
-    meeting = threading.Barrier(2, timeout=20)  # two sync calls meet only if they run at the same time
+    meeting = threading.Barrier(2, timeout=60)  # two sync calls meet only if they run at the same time
     waiting = asyncio.Event()
 
     def meet(n: int) -> int:
@@ -45,7 +45,7 @@ def test_calls_run_at_once_and_results_keep_their_order():
         return n
 
     async def late() -> str:
-        await asyncio.wait_for(waiting.wait(), 20)
+        await asyncio.wait_for(waiting.wait(), 60)
         return "late"
 
     async def early() -> dict[str, int]:
@@ -79,7 +79,7 @@ def test_tools_that_hang_block_nothing_else():
         try:
             errors = await run_tools([ToolCall("hang")] * 40, tools, timeout_s=0.2)
             assert all("did not answer" in error for error in errors)
-            assert await asyncio.wait_for(asyncio.to_thread(str, 1), 20) == "1"
+            assert await asyncio.wait_for(asyncio.to_thread(str, 1), 60) == "1"
             assert await run_tools([ToolCall("name")], tools) == ["tool"]
         finally:
             released.set()

@@ -1,28 +1,38 @@
 """Parity with TRL's GRPOTrainer: its own code runs on hand-made rewards and a hand-made batch, without a hub."""
 
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from gcore.config.tree import Algorithm
+from gcore.models import load_model
+from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores
+from gcore.prompts.tokenizer import load_tokenizer
+from gcore.training.logprob_model import LogprobModel
+from gcore.training.losses import POLICY_LOSSES, Steps, kl_penalty, step_weights
+from gcore.training.micro import StepData, step_columns, to_tensors
+from gcore.types import Sample
+from tests.unit.test_training import CPU, MAX_RESPONSE_LENGTH, batch_of, config_of, samples_of
 
-from gcore.config.tree import Algorithm  # noqa: E402
-from gcore.models import load_model  # noqa: E402
-from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores  # noqa: E402
-from gcore.prompts.tokenizer import load_tokenizer  # noqa: E402
-from gcore.training.logprob_model import LogprobModel  # noqa: E402
-from gcore.training.losses import POLICY_LOSSES, Steps, kl_penalty, step_weights  # noqa: E402
-from gcore.training.micro import StepData, step_columns, to_tensors  # noqa: E402
-from gcore.types import Sample  # noqa: E402
-from tests.unit.test_training import CPU, MAX_RESPONSE_LENGTH, batch_of, config_of, samples_of  # noqa: E402
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+missing = not all(map(importlib.util.find_spec, ("trl", "datasets")))
+pytestmark = pytest.mark.skipif(missing, reason="needs trl and datasets")
 
 REWARDS = [0.0, 1.0, 0.25, 1.0, 3.0, -1.0, 0.5, 0.5]  # two groups of four
 TEMPERATURE = 0.8
 
 
 def trl_of(folder, **options) -> GRPOTrainer:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer  # here, because every test process imports all test files
+
     config = config_of()
     tokenizer = load_tokenizer(config.model)
     network = load_model(config.model, tokenizer, 3, torch.float32, CPU)
@@ -41,7 +51,7 @@ def trl_of(folder, **options) -> GRPOTrainer:
         use_bias_correction_kl=False,  # its default weighs the KL by the ratio; ours and verl's do not
         **options,
     )
-    rows = datasets.Dataset.from_list([{"prompt": "1+1="}, {"prompt": "2+2="}])
+    rows = Dataset.from_list([{"prompt": "1+1="}, {"prompt": "2+2="}])
 
     def reward(completions, **columns):
         return REWARDS[: len(completions)]

@@ -4,9 +4,7 @@ either part of the model; gradients against transformers' own joint forward pass
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import socket
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +32,7 @@ from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 from gcore.vision_models import tower_parameters
 from gcore.weights.bucket import unpack_bucket
 from tests.e2e.test_vision import SMALL
+from tests.ranks import finish_ranks, free_address, start_ranks
 from tests.unit.test_training import config_of
 from tests.unit.test_vision_training import CPU, config_with, contents, network_of, samples_of
 
@@ -105,19 +104,10 @@ def member(rank: int, address: str, folder: str) -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=member, args=(i, address, str(folder)), daemon=True) for i in range(2)]
-    for rank in ranks:
-        rank.start()
+    ranks = start_ranks(2, member, free_address(), str(folder))
     for case in CASES:
         train_as(0, 1, 1, case, folder)
-    for rank in ranks:
-        rank.join(240)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    finish_ranks(ranks)
     return folder
 
 

@@ -91,7 +91,7 @@ def context(engine: Any, **options: Any) -> Any:
 
 
 def run(main: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(main, 20))
+    return asyncio.run(asyncio.wait_for(main, 60))
 
 
 def asked(request: Request) -> tuple[list[int], int, int, float, int]:
