@@ -71,6 +71,8 @@ def decide(config: Config, plan: Plan, gpu_bytes: float | None = None) -> Decide
         return Decided(config, note=_later(config))
     if config.generation.denoising is not None:
         return _decide_denoiser(config, gpu_bytes)
+    if config.critic_ranks:
+        decide_critic(config, plan, gpu_bytes)  # a UserError now, not after the start of all processes
     try:
         shape = model_shape(config.model, "model.path")
     except UserError as error:  # a kind of model that the planner does not know

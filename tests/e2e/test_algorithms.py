@@ -92,6 +92,8 @@ def test_checkpoints_do_not_depend_on_where_the_critic_is(tmp_path: Path):
     whole = steps(train(tmp_path, "whole", *LOCAL, *PPO, "run.steps=3"))
     for name, first, then in (("out", (), (OWN,)), ("back", (OWN,), ())):
         train(tmp_path, name, *LOCAL, *PPO, *first)
+        warm = tmp_path / "runs" / name / "warm_2"  # before there is a critic
+        assert (warm / "weights").is_dir() and not list(warm.glob("critic*"))
         found = steps(train(tmp_path, name, *LOCAL, *PPO, "run.steps=3", "run.resume=auto", *then))
         assert [untimed(row) for row in found] == [untimed(row) for row in whole]
         step_2 = tmp_path / "runs" / name / "step_2"
