@@ -37,6 +37,8 @@ def choose_mode(
     cluster = as_cluster(machines)
     gpus = cluster.gpus if config.training.device != "cpu" and config.runtime == "ray" else 0
     judges = config.rewards.engine_judges
+    if gpus and config.critic_ranks:
+        return _with_mode(config, "disaggregated"), "placement.mode=auto: disaggregated (the critic has its own ranks)"
     if not gpus or not judges or config.generation.engine == "emulated":
         reason = "engines are emulated" if judges else "no judge runs on an engine"
         why = reason if gpus else "there is no GPU to divide"

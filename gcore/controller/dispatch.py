@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from gcore.clients import CriticClient, EngineClient, TrainerClient
 from gcore.config.tree import Config
 from gcore.controller.rank_group import C, RankGroup
 from gcore.generation.pool import EnginePool
-from gcore.observe.links import Links
+from gcore.observe.links import Link, Links, Reach
 from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.preparation.samples import meta_of
 from gcore.preparation.step_times import StepTimes
@@ -34,7 +35,7 @@ from gcore.weights.transfer import WeightTransfer, copy_policy
 class Dispatcher:
     """`sleep_level`: of the engines while the trainer works, in placement modes without slots; 0: they stay awake.
     `topology`: of the trainer ranks; default: each is a data-parallel rank. `critics`: ranks of the critic, if it has
-    its own. `links`: to the trainer ranks."""
+    its own. `links`: to the trainer ranks and to the critic ranks."""
 
     def __init__(
         self,
@@ -44,16 +45,16 @@ class Dispatcher:
         trainers: Sequence[TrainerClient],
         sleep_level: int = 0,
         topology: Topology | None = None,
-        links: Links | None = None,
+        links: tuple[Links, Links] | None = None,
         critics: Sequence[CriticClient] = (),
     ) -> None:
+        links = links or (Links(), Links())
         self._config, self._group, self._engines = config, group, engines
         context = config.training.context_parallel
-        self._trainers = RankGroup("trainer", trainers, group, config, topology, links, context)
+        self._trainers = RankGroup("trainer", trainers, group, config, topology, links[0], context)
         self._critics: RankGroup[CriticClient] | None = None
         if critics:  # in a group of its own: it is called at the same time as the trainer
-            self._critics = RankGroup("critic", critics, group.subgroup(), config)
-        self.links = self._trainers.links
+            self._critics = RankGroup("critic", critics, group.subgroup(), config, links=links[1])
         self.transfer = WeightTransfer(trainers)
         self._sleeps, self._switch = (
             sleep_level > 0,
@@ -170,6 +171,10 @@ class Dispatcher:
         found = await self._trainers.on_all("evaluate", lambda trainer, d: trainer.evaluate(batches[d]))
         return add_metrics(*found)  # ranks with the same samples have the same metrics
 
+    def take_links(self) -> Counter[tuple[Link, Reach]]:
+        """Bytes that this controller has sent to ranks since the last call."""
+        return sum((ranks.links.take() for ranks in self._all_ranks), Counter())
+
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     @property
@@ -264,7 +269,9 @@ async def _give(
     calls = []
     for data_rank, batch in enumerate(batches):
         if part := {key: column[key] for key in batch.keys if key in column}:
-            calls += [give(ranks.clients[rank], part) for rank in ranks.topology.ranks_of(data_rank)]
+            for rank in ranks.topology.ranks_of(data_rank):
+                ranks.links.add("samples", rank, sum(values.nbytes for values in part.values()))
+                calls.append(give(ranks.clients[rank], part))
     await asyncio.gather(*calls)
 
 

@@ -167,11 +167,13 @@ def _trained_mb(config: Config, plan: Plan) -> tuple[float, float]:
 
 
 def _critic_mb(config: Config, plan: Plan) -> tuple[float, float]:
-    """The same for a rank of a critic that has its own ranks: weights, gradients and moments on a CPU."""
+    """The same for a rank of a critic that has its own ranks."""
+    offload, on_gpu = config.training.offload, plan.gpus > 0 and config.training.device != "cpu"
     own = num_parameters(config.critic.model or config.model) / plan.critic_shard / 2**20
     copies = max(1.0, config.critic_ranks / plan.critic_shard)
-    held = 0.0 if plan.gpus and config.training.device != "cpu" else 16 * own
-    return held, 12 * own / copies * config.checkpoint.asynchronous
+    state = {"weights": 4 * own, "moments": 8 * own, "gradients": 4 * own}
+    held = tuple(state) if not on_gpu else () if offload == "auto" else off_gpu(offload)
+    return sum(state.get(name, 0.0) for name in held), 12 * own / copies * config.checkpoint.asynchronous
 
 
 def _listed(found: Sequence[Part]) -> str:

@@ -107,7 +107,8 @@ def separate_gpus(
         step = group if kind == TRAINER else 1
         sizes |= {(kind, first): step * widths.get(kind, 1) for first in range(0, count, step)}
     needed = ", ".join(f"{kind} {count} x {widths.get(kind, 1)}" for kind, count in counts.items())
-    keys = "(keys: placement.trainer.ranks, placement.policy.replicas, rewards.judges.N.replicas)"
+    keys = "(keys: placement.trainer.ranks, placement.policy.replicas, rewards.judges.N.replicas"
+    keys += ", placement.critic.ranks)" if counts.get(CRITIC) else ")"
     if sum(sizes.values()) > sum(node_gpus):
         raise UserError(
             f"placement.mode=disaggregated gives every replica its own GPUs: {needed} = {sum(sizes.values())} GPUs, "

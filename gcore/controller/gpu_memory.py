@@ -71,6 +71,8 @@ def decide(config: Config, plan: Plan, gpu_bytes: float | None = None) -> Decide
         return Decided(config, note=_later(config))
     if config.generation.denoising is not None:
         return _decide_denoiser(config, gpu_bytes)
+    if config.critic_ranks:
+        decide_critic(config, plan, gpu_bytes)  # a UserError now, not after the start of all processes
     try:
         shape = model_shape(config.model, "model.path")
     except UserError as error:  # a kind of model that the planner does not know
@@ -161,8 +163,8 @@ def rank_of(config: Config, plan: Plan, shape: Shape) -> TrainingRank:
 
 
 def decide_critic(config: Config, plan: Plan, gpu_bytes: float) -> Config:
-    """The configuration of a critic rank that has its GPU for itself, without `auto`. UserError if it does not fit.
-    `gpu_bytes`: 0 on a CPU."""
+    """The configuration of a critic rank that has its GPU for itself, without `auto`: that of the trainer if it fits
+    there, else what does. UserError if nothing does. `gpu_bytes`: 0 on a CPU."""
     training = config.training
     checkpointing, offload = training.activation_checkpointing, training.offload
     try:
@@ -171,11 +173,19 @@ def decide_critic(config: Config, plan: Plan, gpu_bytes: float) -> Config:
         gpu_bytes = 0.0
     if not gpu_bytes:
         return _with(config, checkpointing is True, "none" if offload == "auto" else offload)
-    policy = rank_of(config, plan, shape)
+    longest = config.data.max_prompt_length + config.generation.max_response_length  # critic ranks share no sample
     rank = replace(
-        policy, shape=replace(shape, tied=True), shard=plan.critic_shard, tensor_parallel=1, kl=False, adapters=0
+        rank_of(config, plan, shape),
+        shape=replace(shape, tied=True),
+        shard=plan.critic_shard,
+        tensor_parallel=1,
+        max_tokens=max(training.max_tokens_per_gpu, longest),
+        kl=False,
+        adapters=0,
     )
     choice = choose(rank, Engines(), gpu_bytes, checkpointing, offload)
+    if choice.is_tight:  # the driver may have replaced `auto` by what fits the trainer
+        choice = choose(rank, Engines(), gpu_bytes)
     if not choice.fits:
         raise UserError(
             f"the critic does not fit on its GPUs: {_needed(choice)}; raise placement.critic.ranks, or lower "

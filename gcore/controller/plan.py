@@ -194,7 +194,7 @@ def make_plan(config: Config, machines: Cluster | Machine, model_mb: int = 0) ->
     critic_shard, critic_threads = config.placement.critic.shard, config.placement.critic.threads
     if critics := config.critic_ranks:
         counts[CRITIC] = critics
-        if gpus and not is_separate and config.runtime != "local":
+        if gpus and not is_separate:
             raise UserError(
                 f"placement.critic.ranks={critics}: on GPUs the critic has ranks of its own only with "
                 f"placement.mode=disaggregated, got {config.placement.mode}; expected 0, or that mode"

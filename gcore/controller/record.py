@@ -85,7 +85,7 @@ class Recorder:
 
     def _take_links(self) -> Counter[tuple[Link, Reach]]:
         pools = [pool for pool in (self._pool, *self._rewarder.pools) if isinstance(pool, EnginePool)]
-        return sum((pool.links.take() for pool in pools), self._dispatcher.links.take())
+        return sum((pool.links.take() for pool in pools), self._dispatcher.take_links())
 
     def record_evaluation(self, step: int, row: Row, groups: Mapping[str, Sequence[Sequence[Scored]]]) -> None:
         """`groups`: by name of the evaluation set."""

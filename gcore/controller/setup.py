@@ -21,7 +21,7 @@ from gcore.controller.build import Roles, load_filter, load_workflow, sleep_leve
 from gcore.controller.build_rewarder import build_rewarder
 from gcore.controller.collect import Filter
 from gcore.controller.dispatch import Dispatcher
-from gcore.controller.gpu_assignment import TRAINER
+from gcore.controller.gpu_assignment import CRITIC, TRAINER
 from gcore.controller.own_algorithm import make_scoring
 from gcore.controller.placement import AllEngines, RolloutPlacement, SlotPlacement
 from gcore.controller.plan import Plan
@@ -110,7 +110,10 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
         nodes=nodes,
         per_call=config.sampling.samples_per_prompt,
     )
-    links = Links.of(group.rank, plan.nodes_of_pool(TRAINER))
+    links = (
+        Links.of(group.rank, plan.nodes_of_pool(TRAINER)),
+        Links.of(group.rank, plan.nodes_of_pool(CRITIC)),
+    )
     dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.topology, links, roles.critics)
     weights = WeightResender(roles.trainers, lambda: dispatcher.version, dispatcher.transfer)
     modality, eval_modality = _modalities(config, tokenizer, vision)

@@ -194,9 +194,8 @@ async def _run_to_the_end(
             events.add("rollback", cause=str(error))
             if lost := lost_nodes(plan, partial(see_cluster, config)):
                 raise NodesChanged(f"{error}; lost: {', '.join(node.address for node in lost)}") from error
-            progress.note(
-                with_notes(error, "; controllers and trainer ranks are restarted and load the last checkpoint")
-            )
+            who = "controllers, trainer and critic ranks" if plan.critics else "controllers and trainer ranks"
+            progress.note(with_notes(error, f"; {who} are restarted and load the last checkpoint"))
             starting = watch.guard_start(_start_again(runtime, config, plan, roles, watch))
 
 

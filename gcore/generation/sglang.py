@@ -269,9 +269,10 @@ class SglangEngine:
             rid=job.name,
         )
         infos = [chunk["meta_info"] async for chunk in chunks]
-        logprobs = [logprob for logprob, *_ in infos[-1].get("input_token_logprobs", ())][-content.num_steps :]
-        if infos[-1]["finish_reason"]["type"] == "abort":
+        reason = infos[-1]["finish_reason"] if infos else None
+        if reason is None or reason["type"] == "abort":
             return scored(np.zeros(0, np.float32), self.version, "abort")
+        logprobs = [logprob for logprob, *_ in infos[-1]["input_token_logprobs"]][-content.num_steps :]
         return scored(np.array(logprobs, np.float32), self._loads[int(infos[-1]["weight_version"])])
 
     def _completion(self, job: Job, finish: Finish) -> Completion:

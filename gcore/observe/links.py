@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-Link = Literal["requests", "responses", "samples"]  # controller -> engine or judge, back, controller -> trainer rank
+Link = Literal["requests", "responses", "samples"]  # controller -> engine or judge, back, controller -> rank
 Reach = Literal["within", "between"]  # a node, nodes
 
 

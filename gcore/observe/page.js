@@ -5,7 +5,8 @@ const $ = (id) => document.getElementById(id);
 const NAMED = ["policy", "trainer", "switch", "controller"]; // roles with a fixed colour
 const OTHERS = [...new Set(model.sources.flatMap((s) => s.roles))].filter((role) => !NAMED.includes(role)); // judges, scorers
 const labels = windowLabels();
-let label = model.sources.map((s) => s.opens).find((s) => s) || null;
+const linked = /^#step=(\d+)$/.exec(location.hash); // report.html#step=21
+let label = labels.find((name) => linked && name === `Step ${linked[1]}`) || model.sources.map((s) => s.opens).find((s) => s) || null;
 let zoom = null; // [from, to] in seconds since the window's beginning, or null: the whole window
 let allMoves = false;
 

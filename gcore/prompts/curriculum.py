@@ -76,7 +76,7 @@ class Curriculum:
 
     def restore(self, state: Mapping[str, list[Any]]) -> None:
         at = np.searchsorted(self._kept, np.array(state["rows"], np.int64))
-        self._drawn[at], self._failed[at], self._rates[at] = state["drawn"], state["failed"], state["rates"]
+        self._drawn[at], self._failed[at], self._rates[at] = state["drawn"], state.get("failed", 0), state["rates"]
 
 
 def make_curriculum(

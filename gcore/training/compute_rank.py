@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 class ComputeRank:
-    """`make_backend` is called in the compute thread. The caller has set up the process group (controller/build.py)."""
+    """`make_backend` is called in the compute thread. The caller has set up the process group (build_ranks.py)."""
 
     def __init__(
         self, config: Config, make_backend: Callable[[], Backend], rank: int, threads: int, tracer: Tracer
     ) -> None:
         self._config, self._rank, self._tracer, self._data = config, rank, tracer, StepData()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._pool.submit(torch.set_num_threads, threads).result()
         self.backend = self._pool.submit(make_backend).result()
         self._writer = BackgroundWriter(rank, self.backend.device, config.checkpoint.asynchronous)
@@ -108,13 +108,14 @@ def learning_rate_of(config: Config, batch: TrainBatch, number: int, peak: float
     )
 
 
-def count_bad(config: Config, batch: TrainBatch, finite: bool, before: int) -> int:
+def count_bad(config: Config, batch: TrainBatch, finite: bool, before: int, of_critic: bool = False) -> int:
     """Updates in a row with bad gradients, of policy or critic. `before`: without this one."""
     in_a_row = 0 if finite else before + 1
     if in_a_row >= config.training.max_bad_updates:
+        found = "" if of_critic else f"; the samples are in {config.run.folder / bad_batches.FOLDER}"
         raise FloatingPointError(
-            f"{in_a_row} updates in a row had NaN or infinite gradients (step {batch.step}; the samples "
-            f"are in {config.run.folder / bad_batches.FOLDER}); lower training.lr, or raise "
+            f"{in_a_row} updates in a row{' of the critic' if of_critic else ''} had NaN or infinite gradients (step "
+            f"{batch.step}{found}); lower {'critic' if of_critic else 'training'}.lr, or raise "
             "training.max_bad_updates to skip more"
         )
     return in_a_row

@@ -38,6 +38,8 @@ class CriticRank(ComputeRank):
         super().__init__(config, make_backend, rank, threads, tracer)
         self.critic = CriticUpdate(config, self.backend, self._data, "policy")
         self._penalties = dict[Key, Floats]()
+        self._begun = False  # before that, its weights are not part of a checkpoint
+        self._copied = set[str]()  # names of the policy's weights
 
     async def load_policy(self, weights: Weights) -> None:
         await self._in_thread(self._load_policy, weights)
@@ -67,11 +69,15 @@ class CriticRank(ComputeRank):
         for name in own.keys() & tensors.keys():
             if (local := local_of(own[name])).numel():
                 local.copy_(tensors[name][part_of(own[name])])
+            self._copied.add(name)
         local_of(own[HEAD]).zero_()
 
     def _begin(self) -> None:
+        missing = self.backend.weights().keys() - self._copied - {HEAD}
+        assert not (self._config.critic_copies_policy and missing), f"the policy has no {sorted(missing)[:3]}"
         self.backend.begin(reference=False)
         self.critic.reset()
+        self._begun = True
 
     def _prepare(self, batch: TrainBatch) -> None:
         with self._tracer.span("passes", step=batch.step):
@@ -98,7 +104,7 @@ class CriticRank(ComputeRank):
         return {"critic/explained_variance": Metric(explained_variance(returns, values, masks, ranks))}
 
     def _snapshot(self) -> Snapshot:
-        return self.backend.snapshot(self.critic.counters())
+        return self.backend.snapshot(self.critic.counters()) if self._begun else Snapshot({}, {}, {})
 
     def _load(self, folder: Path, begun: bool) -> None:
         self._data.clear()
@@ -107,3 +113,4 @@ class CriticRank(ComputeRank):
             state.critic_folder(folder)
             self.backend.load(folder, reference=False)
             self.critic.restore(state.critic_counters(folder))
+            self._begun = True

@@ -41,7 +41,7 @@ class CriticUpdate:
             grad_norm = self._backend.step(lr, self._network)
             finite = math.isfinite(grad_norm)
             self.updates += finite
-            self.bad_in_a_row = count_bad(self._config, batch, finite, self.bad_in_a_row)
+            self.bad_in_a_row = count_bad(self._config, batch, finite, self.bad_in_a_row, True)
             skipped += not finite
             more = {"grad_norm": grad_norm if finite else 0.0, "lr": lr}
             metrics = add_metrics(metrics, found, {f"critic/{name}": Metric(each) for name, each in more.items()})

@@ -173,7 +173,7 @@ class TrainerRank(ComputeRank):
         """Fill the columns of advantages and returns. Returns metrics, which are equal on all ranks."""
         algorithm, ranks, samples = self._algorithm, ranks_of(self.backend, batch), self._data.samples
         penalties = self._penalties(batch.keys) if algorithm.kl_per_step else None
-        values = to_numpy(self._data.columns["values"], batch.keys) if algorithm.estimator.critic else None
+        values = to_numpy(self._data.columns.get("values", {}), batch.keys) if algorithm.estimator.critic else None
         advantages = {key: batch.advantages[key] for key in batch.keys}
         found = step_targets(samples, advantages, algorithm, ranks, penalties, values)
         self._data.columns["advantages"] = to_column(found.advantages, self.backend.device)

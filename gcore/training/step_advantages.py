@@ -85,7 +85,7 @@ def step_targets(
     else:
         masks = {key: samples[key].mask_S for key in advantages}
         rewards = {
-            key: step_rewards(score, masks[key], penalties[key].astype(np.float64) if penalties else None)
+            key: step_rewards(score, masks[key], penalties[key].astype(np.float64) if penalties is not None else None)
             + _of_teachers(samples[key])
             for key, score in advantages.items()
         }

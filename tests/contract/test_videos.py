@@ -258,7 +258,7 @@ def test_engine_and_trainer_are_the_joint_forward_pass(family: str, worlds: Call
     for key in keys:
         assert off(world.samples[key].rollout_logprobs_S, expected[key]) < CLOSE
     critic = value_model(make_empty(world.model, world.tokenizer, 384, scorer=True))
-    fill_from_folder(critic, world.model, 0, CPU, world.tokenizer)
+    fill_from_folder(critic.network, world.model, 0, CPU, world.tokenizer)
     with torch.no_grad():
         critic.network.score.weight.normal_(generator=torch.Generator().manual_seed(1))
     values = {key: world.reference(world.samples[key], critic.network.score.weight[0]) for key in keys}

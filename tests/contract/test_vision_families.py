@@ -105,7 +105,7 @@ class World:
     def critic(self) -> ValueModel:
         """From the model's folder, with a head that is not zero."""
         critic = value_model(make_empty(self.model, self.tokenizer, 256, scorer=True))
-        fill_from_folder(critic, self.model, 0, CPU, self.tokenizer)
+        fill_from_folder(critic.network, self.model, 0, CPU, self.tokenizer)
         with torch.no_grad():
             critic.network.score.weight.normal_(generator=torch.Generator().manual_seed(1))
         return critic

@@ -83,6 +83,8 @@ def test_a_critic_on_its_own_rank_computes_the_same(tmp_path: Path):
     apart = steps(train(tmp_path, "apart", *LOCAL, *PPO, "algorithm.kl_horizon=100", OWN))
     assert [untimed(row) for row in apart] == [untimed(row) for row in on_trainer]
     assert on_trainer[-1]["critic/loss"] > 0 and on_trainer[0]["actor/kl_coef"] != on_trainer[1]["actor/kl_coef"]
+    for a, b in zip(apart, on_trainer, strict=True):  # each sample is sent twice; then values and penalties
+        assert a["link/samples_within_mb"] > 2 * b["link/samples_within_mb"]
 
 
 def test_checkpoints_do_not_depend_on_where_the_critic_is(tmp_path: Path):
@@ -90,6 +92,8 @@ def test_checkpoints_do_not_depend_on_where_the_critic_is(tmp_path: Path):
     whole = steps(train(tmp_path, "whole", *LOCAL, *PPO, "run.steps=3"))
     for name, first, then in (("out", (), (OWN,)), ("back", (OWN,), ())):
         train(tmp_path, name, *LOCAL, *PPO, *first)
+        warm = tmp_path / "runs" / name / "warm_2"  # before there is a critic
+        assert (warm / "weights").is_dir() and not list(warm.glob("critic*"))
         found = steps(train(tmp_path, name, *LOCAL, *PPO, "run.steps=3", "run.resume=auto", *then))
         assert [untimed(row) for row in found] == [untimed(row) for row in whole]
         step_2 = tmp_path / "runs" / name / "step_2"

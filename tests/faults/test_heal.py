@@ -377,7 +377,7 @@ def test_a_rollback_that_fails_leaves_nothing_behind(tmp_path):
 
     async def main() -> None:
         runtime = Interrupted(engine_1=["hang"], judge_strict_0=["hang"])
-        plan, roles = SimpleNamespace(controllers=1, trainers=1), supervise.Roles()
+        plan, roles = SimpleNamespace(controllers=1, trainers=1, critics=0), supervise.Roles()
         with pytest.raises(RoleDied, match="trainer-0"):
             await supervise._start_again(runtime, None, plan, roles, watch_of(runtime, tmp_path))  # type: ignore[arg-type]
         assert sorted(runtime.ended) == sorted(runtime.tries) and asyncio.all_tasks() == {asyncio.current_task()}

@@ -425,6 +425,11 @@ def test_critic_ranks_have_gpus_of_their_own(config):
     assert "2 critic rank(s)" in "\n".join(found.lines(config(*PPO)))
     with pytest.raises(UserError, match=r"placement\.critic\.ranks=2: on GPUs .*disaggregated, got shared"):
         make_plan(config(*PPO, VLLM), gpu_nodes(4, 4))
+    chosen, why = choose_mode(config(*PPO, VLLM, "placement.mode=auto", judges=1), gpu_nodes(4, 4))
+    assert chosen.placement.mode == "disaggregated" and "the critic has its own ranks" in why
+    with pytest.raises(UserError, match=r"critic 7 x 1 = 9 GPUs, got 8 .*placement\.critic\.ranks"):
+        many = ("placement.trainer.ranks=1", "placement.policy.replicas=1", "placement.critic.ranks=7")
+        make_plan(config(*PPO, VLLM, "placement.mode=disaggregated", *many), gpu_nodes(4, 4))
 
 
 def test_critic_ranks_share_the_cores_with_trainer_ranks(config):

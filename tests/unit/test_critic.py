@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Config, Model
+from gcore.config.critic import CriticPlacement
+from gcore.config.tree import Config, Model, Placement
 from gcore.content.tokens import tokens_of
 from gcore.controller.record import actor_row
 from gcore.models import load_scorer
@@ -235,6 +236,16 @@ def test_skipped_updates_of_the_critic_are_a_count(monkeypatch):
     monkeypatch.setattr(trainer, "_dump", lambda *_: None)
     stats = update(trainer, samples, batch_of(samples, mini_batches=2))
     assert actor_row([stats, stats])["critic/skipped_updates"] == 2.0
+
+
+def test_a_trainer_rank_without_samples_beside_critic_ranks():
+    """More ranks than samples: it gets no values, and still meets the others in collectives."""
+    config = ppo_config().model_copy(update={"placement": Placement(critic=CriticPlacement(ranks=1))})
+    trainer, batch = trainer_of(config), batch_of(samples_of())
+    assert trainer.critic is None
+    padding = [dataclasses.replace(micro, rows=()) for micro in batch.mini_batches[0].micro_batches]
+    mini = dataclasses.replace(batch.mini_batches[0], micro_batches=tuple(padding))
+    assert update(trainer, [], dataclasses.replace(batch, mini_batches=(mini,))).updates == 1
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"kl_target": 0.01, "kl_horizon": 20, "entropy_target": 9.0}])

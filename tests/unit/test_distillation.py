@@ -167,7 +167,10 @@ def test_a_teacher_needs_no_template_and_a_judge_does():
     config = Config.model_validate({**tree, "sampling": {"samples_per_prompt": 1}})
     assert not config.rewards.compares and config.rewards.engine_judges
     for wrong, words in (
-        ({**judge, "mode": "teacher", "engine": "sglang"}, "needs a model on engine=embedded or vllm"),
+        (
+            {"name": "teacher", "url": "http://x/v1", "mode": "teacher"},
+            "needs a model on engine=embedded, vllm or sglang",
+        ),
         (judge, "template: not set"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -176,11 +179,12 @@ def test_a_teacher_needs_no_template_and_a_judge_does():
         Config.model_validate({**RECIPE, "sampling": {"samples_per_prompt": 1}})
 
 
-def test_a_teacher_on_vllm_reads_at_temperature_1():
-    rewards = {"judges": [{"name": "big", "model": {"path": "x"}, "mode": "teacher", "engine": "vllm"}]}
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_teacher_on_another_engine_reads_at_temperature_1(engine):
+    rewards = {"judges": [{"name": "big", "model": {"path": "x"}, "mode": "teacher", "engine": engine}]}
     Config.model_validate({**RECIPE, "rewards": rewards})
     generation = {**RECIPE["generation"], "temperature": 0.7}
-    with pytest.raises(ValueError, match=r"generation.temperature=0.7: the teacher 'big' is on engine=vllm"):
+    with pytest.raises(ValueError, match=r"generation.temperature=0.7: the teacher 'big' is on engine=" + engine):
         Config.model_validate({**RECIPE, "rewards": rewards, "generation": generation})
 
 

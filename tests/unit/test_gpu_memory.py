@@ -11,7 +11,7 @@ import yaml
 from gcore.config import load_config
 from gcore.controller import gpu_memory
 from gcore.controller.footprint import parts
-from gcore.controller.gpu_memory import decide, engines_beside, memory_lines, rank_of
+from gcore.controller.gpu_memory import decide, decide_critic, engines_beside, memory_lines, rank_of
 from gcore.controller.plan import Machine, make_plan
 from gcore.simulate.costs import SHAPES
 from gcore.simulate.training_memory import adapter_parameters
@@ -283,3 +283,38 @@ def test_off_loaded_state_counts_in_host_memory(config, tmp_path):
             copy = 4 + 8 + 2  # for checkpoints
             assert found["trainer rank"] == 295 + per_parameter / shard
             assert found["copy for checkpoints"] == copy / shard
+
+
+# ---- a critic with ranks of its own ----
+
+APART = (
+    "algorithm.preset=ppo",
+    "placement.mode=disaggregated",
+    "placement.trainer.ranks=4",
+    "placement.critic.ranks=1",
+)
+
+
+def critic_of(config: Any, total: float = H200) -> tuple[Any, Any]:
+    """As in a run: the driver decides for the trainer before a critic rank starts."""
+    plan = make_plan(config, EIGHT)
+    found = decide_critic(decide(config, plan, total).config, plan, total).training
+    return found.activation_checkpointing, found.offload
+
+
+def test_a_critic_rank_needs_not_what_the_trainer_needs(config):
+    """Four trainer ranks share one copy, the critic has a whole one."""
+    assert chosen(config("7B", *APART), EIGHT) == (False, "none") and critic_of(config("7B", *APART)) == (
+        True,
+        "optimizer",
+    )
+    assert critic_of(config("1.5B", *APART)) == (False, "none")
+    with pytest.raises(UserError, match=r"the critic does not fit on its GPUs: .* raise placement\.critic\.ranks"):
+        critic_of(config("7B", *APART), 80e9)
+
+
+def test_critic_ranks_do_not_share_long_samples(config):
+    long = {"engine": "vllm", "max_response_length": 65524}
+    parts = ("training.context_parallel=4", "training.max_tokens_per_gpu=16384")
+    assert chosen(config("1.5B", *APART, *parts, generation=long), EIGHT) == (False, "none")
+    assert critic_of(config("1.5B", *APART, *parts, generation=long))[0] is True

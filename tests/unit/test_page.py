@@ -504,7 +504,8 @@ def test_where_the_page_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that fails, and a page that cannot be made does not hide why."""
     folder = tmp_path / "sums"
-    config = SimpleNamespace(run=SimpleNamespace(folder=folder, max_restarts=0), objective="policy")
+    run = SimpleNamespace(folder=folder, max_restarts=0, resume="never")
+    config = SimpleNamespace(run=run, objective="policy")
     monkeypatch.setattr(supervise, "choose_mode", lambda config, machine: (config, ""))
     monkeypatch.setattr(supervise, "decide", lambda config, plan: supervise.Decided(config))
     monkeypatch.setattr(supervise, "pin", lambda config: config)
