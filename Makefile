@@ -1,5 +1,5 @@
 # make quickstart   install, then train a small model on the CPU of this machine
-# make test         install, then run the tests that need no GPU, in two processes: 10 to 16 minutes on two cores
+# make test         install, then run the tests that need no GPU, in two processes: 8 minutes on two idle cores
 # make test-all     these tests and the slow ones that are run before a release (make test-release: only the slow ones)
 # make test-failed  repeat the tests that failed the last time, one after another
 # make lint         run ruff and mypy
