@@ -1,8 +1,8 @@
 # make quickstart   install, then train a small model on the CPU of this machine
-# make test         install, then run the tests that need no GPU, in two processes: 8 minutes on two idle cores
+# make test         install, then run the tests that need no GPU, in two processes: about 10 minutes on two cores
 # make test-all     these tests and the slow ones that are run before a release (make test-release: only the slow ones)
 # make test-failed  repeat the tests that failed the last time, one after another
-# make lint         run ruff and mypy
+# make lint         run ruff, and mypy on gcore/, bench/ and examples/
 # make docs         write docs/configuration.md from the configuration classes
 PYTHON ?= python3
 VENV := .venv
@@ -29,7 +29,7 @@ test-failed: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy gcore
+	$(BIN)/mypy gcore bench examples
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m gcore.config.reference > docs/configuration.md

@@ -1,6 +1,7 @@
 """Does every algorithm of the table (gcore/config/presets.py) learn? The task of recipes/quickstart.yaml, on a CPU.
 
     python bench/algorithms.py [--seeds 0 1 2] [--algorithms grpo ppo] [--folder /tmp/algorithms] [--docs]
+    python bench/algorithms.py --rehearse --algorithms grpo ppo --folder /tmp/rehearsal     # two steps of each
 
 For each seed, one warm start lets a model with random weights imitate sloppy demonstrations. All algorithms start from
 its weights, with their presets and the sizes, the learning rate and the schedule of the recipe: 150 steps. They are
@@ -22,10 +23,12 @@ from typing import Any
 
 import yaml
 
-from gcore import cli
-from gcore.config.presets import ALGORITHMS
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-ROOT = Path(__file__).parents[1]
+from gcore import cli  # noqa: E402
+from gcore.config.presets import ALGORITHMS  # noqa: E402
+
 GOAL = 0.9
 START, END = "<!-- bench/algorithms.py --docs -->", "<!-- end -->"  # of the table in docs/algorithms.md
 BASE: dict[str, Any] = {
@@ -34,6 +37,11 @@ BASE: dict[str, Any] = {
     "placement": {"policy": {"replicas": 1}, "trainer": {"threads": 1}},
     "observe": {"progress": "none", "tensorboard": False, "trace": False, "samples_per_step": 0, "eval_every": 8},
     "checkpoint": {"every": 0},
+}
+REHEARSAL: dict[str, Any] = {
+    "run": {"steps": 2},
+    "data": {"eval": {"args": {"eval_size": 8}}},
+    "sampling": {"prompts_per_step": 4, "samples_per_prompt": 4},
 }
 # With one update per step, most losses would have the same gradient.
 SHARED: dict[str, Any] = {"algorithm": {"mini_batches": 2}}
@@ -66,21 +74,22 @@ def write(folder: Path, name: str, tree: dict[str, Any]) -> str:
     return str(path)
 
 
-def warm_start(folder: Path, seed: int) -> Path:
+def warm_start(folder: Path, seed: int, rehearses: bool) -> Path:
     """A Hugging Face folder with the weights after the warm start."""
     target = folder / f"warm-{seed}"
     if (target / "config.json").exists():
         return target
     recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     small = {"model": {"build": {"hidden_size": 64, "intermediate_size": 256}}}
-    warm = {"training": {"warm_start": {"steps": 400, "batch_size": 64, "lr": 3e-3}}}
+    steps = 2 if rehearses else 400
+    warm = {"training": {"warm_start": {"steps": steps, "batch_size": 64, "lr": 3e-3}}}
     tree = merged(recipe, BASE, small, warm, {"run": {"name": f"sft-{seed}", "dir": str(folder), "seed": seed}})
     gcore("sft", write(folder, f"sft-{seed}", tree))
     gcore("export", str(folder / f"sft-{seed}"), str(target))
     return target
 
 
-def run(folder: Path, name: str, seed: int, start: Path) -> dict[str, Any]:
+def run(folder: Path, name: str, seed: int, start: Path, rehearses: bool) -> dict[str, Any]:
     """{"curve": [[step, accuracy], ...], "reached": step or None, "cpu_s": 41.5}"""
     about = folder / f"{name}-{seed}.json"
     if about.exists():
@@ -91,6 +100,7 @@ def run(folder: Path, name: str, seed: int, start: Path) -> dict[str, Any]:
     recipe["model"] = {"path": str(start)}
     place = {"run": {"name": f"{name}-{seed}", "dir": str(folder), "seed": seed}}
     tree = merged(recipe, BASE, SHARED, OWN.get(name, {}), {"algorithm": {"preset": name}}, place)
+    tree = merged(tree, REHEARSAL) if rehearses else tree
     path, began = write(folder, f"{name}-{seed}", tree), time.process_time()
     gcore("train", path)
     rows = [json.loads(line) for line in (folder / f"{name}-{seed}" / "metrics.jsonl").read_text().splitlines()]
@@ -157,14 +167,17 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS))
     parser.add_argument("--folder", default="/tmp/algorithms")
     parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--rehearse", action="store_true", help="two steps of each, which show nothing")
     args = parser.parse_args()
+    if args.docs and args.rehearse:
+        parser.error("--docs: not with --rehearse")
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in args.algorithms}
     for seed in args.seeds:
-        start = warm_start(folder, seed)
+        start = warm_start(folder, seed, args.rehearse)
         for name in args.algorithms:
-            each = found[name][seed] = run(folder, name, seed, start)
+            each = found[name][seed] = run(folder, name, seed, start, args.rehearse)
             first, last = each["curve"][0][1], each["curve"][-1][1]
             print(f"{name} seed {seed}: {first:.3f} -> {last:.3f}, 0.9 at {each['reached']}", flush=True)
     print("\n".join(table(found)))

@@ -34,15 +34,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gcore.preparation import baselines  # noqa: E402
+from bench import layouts  # noqa: E402
+from gcore.cost.shapes import SHAPES, model_shape  # noqa: E402
+from gcore.cost.workload import CostModel  # noqa: E402
 from gcore.preparation.balance import idle_share, make_layout  # noqa: E402
-from gcore.preparation.workload import CostModel  # noqa: E402
-from gcore.simulate.shapes import SHAPES, model_shape  # noqa: E402
 from gcore.types import SampleMeta, TrainBatch  # noqa: E402
 
 LONGEST = 16384
 RANKS = (2, 4, 8, 16, 32, 64)
-METHODS = {"naive": baselines.naive, "sort": baselines.sort, "kk": baselines.karmarkar_karp, "ours": None}
+METHODS = {"naive": layouts.naive, "sort": layouts.sort, "kk": layouts.karmarkar_karp, "ours": None}
 TITLES = {"naive": "naive", "sort": "sort", "kk": "Karmarkar-Karp", "ours": "ours", "split": "ours, split"}
 BEGIN, END = "<!-- bench/balance.py -->", "<!-- end -->"
 MODEL = {"hidden_size": 128, "intermediate_size": 512, "layers": 2, "heads": 4, "kv_heads": 4, "max_length": 544}
@@ -68,14 +68,14 @@ def distributions(run: Sequence[int]) -> dict[str, Callable[[np.random.Generator
     }
 
 
-def lengths_of_a_run() -> list[int]:
-    """Responses of two steps of 64 x 8 samples."""
+def lengths_of_a_run(tokens: int) -> list[int]:
+    """Responses of two steps of 64 x 8 samples, of at most `tokens`."""
     from gcore.cli import main
 
     with tempfile.TemporaryDirectory() as folder:
         keys = {
             **{f"model.build.{name}": value for name, value in MODEL.items()},
-            **{"generation.max_response_length": 512, "run.steps": 2, "run.dir": folder, "runtime": "local"},
+            **{"generation.max_response_length": tokens, "run.steps": 2, "run.dir": folder, "runtime": "local"},
             **{"controllers": 1, "training.warm_start": "null", "data.eval": "null", "observe.samples_per_step": 64},
             **{"training.device": "cpu", "observe.tensorboard": "false", "observe.progress": "none"},
         }
@@ -108,7 +108,7 @@ def one(case: dict[str, Any], draw: Callable[..., np.ndarray], cost: CostModel, 
     for name in TITLES:
         degree = min(8, case["ranks"]) if name == "split" else 1
         method = METHODS.get(name)
-        for sharded in (True, False) if method is None else (True,):  # baselines do not depend on it
+        for sharded in (True, False) if method is None else (True,):  # the others do not depend on it
             began = time.thread_time()
             batches = make_layout(
                 metas, step=1, mini_batches=1, sharded=sharded, method=method, max_context=degree, **request
@@ -152,7 +152,7 @@ def member(rank: int, ranks: int, address: str, folder: str, rounds: int) -> Non
     import torch
 
     from gcore.config.load import load_config
-    from gcore.models import load_model
+    from gcore.models.networks import load_model
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.protocols import Rendezvous
     from gcore.runtime.gloo import join
@@ -288,10 +288,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the measured ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="simulated")
     parser.add_argument("--cpu-ranks", type=int, nargs="*", default=(2, 4), help="real processes")
+    parser.add_argument("--run-tokens", type=int, default=512, help="longest response of the run")
     parser.add_argument("--write", type=Path, help="a page with the two marks")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    run = lengths_of_a_run()
+    run = lengths_of_a_run(args.run_tokens)
     cpu = [row for ranks in args.cpu_ranks for row in measured(ranks, args.rounds)]
     rows = simulated(run, args.seeds, args.ranks)
     text = report(rows, cpu, args.seeds)

@@ -34,16 +34,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT))
 
-from workflow import HERE, make_config, make_source  # noqa: E402
-
+from bench.workflow import HERE, make_config, make_source  # noqa: E402
 from gcore.controller import collect  # noqa: E402
+from gcore.emulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.replica_speed import ReplicaSpeed  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 from gcore.simulate import VirtualLoop  # noqa: E402
-from gcore.simulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
 
 MODES: dict[str, dict[str, Any]] = {
     "fixed": {},
@@ -78,12 +77,12 @@ class Team:
         from gcore.clients import EngineClient
         from gcore.content.text import TextModality
         from gcore.controller.collect import Collector
-        from gcore.controller.workflow import SharedContext, generate_and_reward
         from gcore.generation.pool import EnginePool
         from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
         from gcore.protocols import Rendezvous
         from gcore.rewarding.rewarder import WeightedRewarder
         from gcore.rewarding.threads import FunctionSource
+        from gcore.workflows.context import SharedContext, generate_and_reward
 
         self.args = args
         sampling = {"prompts_per_step": args.groups, "filter": keep, "oversampling": args.oversampling, **MODES[mode]}
@@ -131,7 +130,7 @@ class Team:
         scored = [s for part in found for group in part.groups for s in group]
         return {
             "step_s": loop.time() - began,
-            "lengths": [len(s.rollout.content.tokens_S) for s in scored],
+            "lengths": [s.rollout.content.num_steps for s in scored],
             "drawn": sum(part.drawn for part in found),
             "groups": sum(len(part.groups) for part in found),
             "eligible": self._eligible(found),
@@ -197,7 +196,7 @@ def summary(combination: tuple[str, str, int, bool], args: argparse.Namespace) -
 
 
 def main() -> None:
-    from gcore.controller.build import quiet
+    from gcore.launch.build import quiet
 
     args = parse()
     quiet()

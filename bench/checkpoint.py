@@ -47,11 +47,11 @@ import torch  # noqa: E402
 
 from gcore.config.tree import Config  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
-from gcore.models import make_empty  # noqa: E402
+from gcore.cost.workload import CostModel  # noqa: E402
+from gcore.models.networks import make_empty  # noqa: E402
 from gcore.observe.trace import Tracer  # noqa: E402
 from gcore.preparation.balance import make_layout  # noqa: E402
 from gcore.preparation.samples import meta_of  # noqa: E402
-from gcore.preparation.workload import CostModel  # noqa: E402
 from gcore.prompts.tokenizer import load_tokenizer  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.gloo import join  # noqa: E402
@@ -120,7 +120,7 @@ class Runner:
         samples = samples_of(number, self.args)
         layout = {"num_ranks": 1, "mini_batches": 1, "max_tokens": 16 * self.args.tokens, "cost": CostModel(1e4)}
         (batch,) = make_layout([meta_of(s) for s in samples], step=number, objective="policy", **layout)
-        batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples})
+        batch = dataclasses.replace(batch, advantages={s.key: s.reward or 0.0 for s in samples})
         await self.trainer.push(0, samples)
         await self.trainer.prepare(batch)
         self.norms.append((await self.trainer.update(batch)).grad_norm)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
 from gcore.controller.step_ledger import ProgressReport  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
@@ -54,8 +54,9 @@ class GlooMember:
 
         host, _, port = (rendezvous.address or "").rpartition(":")
         limit, self.rank, self.size = timedelta(seconds=300), rendezvous.rank, rendezvous.size
-        store = dist.TCPStore(host, int(port), self.size, rendezvous.rank == 0, limit, False)
-        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        torch_dist: Any = dist  # its types of groups and stores do not name their methods
+        store = torch_dist.TCPStore(host, int(port), self.size, rendezvous.rank == 0, limit, False)
+        self._group = torch_dist.ProcessGroupGloo(store, self.rank, self.size, limit)
 
     def _all_gather(self, name: str, value: Any) -> list[Any]:
         """As torch.distributed.all_gather_object: sizes, then padded bytes."""

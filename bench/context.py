@@ -71,11 +71,15 @@ class SentBytes:
             self.total += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
             return self._plain[1](ops)
 
-        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, pass_on
+        self._set(all_to_all, pass_on)
         return self
 
     def __exit__(self, *error: object) -> None:
-        dist.all_to_all_single, dist.batch_isend_irecv = self._plain
+        self._set(*self._plain)
+
+    @staticmethod
+    def _set(all_to_all: Any, pass_on: Any) -> None:
+        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, pass_on
 
 
 def formula(k: int, method: str, heads: int, key_heads: int, checkpointing: bool, tokens: int) -> int:
@@ -100,10 +104,9 @@ def network_of(heads: int, key_heads: int, tokens: int) -> Any:
         num_key_value_heads=key_heads,
         head_dim=HEAD_SIZE,
         max_position_embeddings=tokens,
-        attn_implementation="sdpa",
     )
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
 def config_of(method: str, checkpointing: bool) -> Config:
@@ -186,10 +189,12 @@ def run_world(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = sorted({case[0] for case in CASES})
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=sizes, default=sizes, help="processes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = [row for size in sorted({case[0] for case in CASES}) for row in run_world(size, args)]
+    rows = [row for size in args.ranks for row in run_world(size, args)]
     alone = rows[0]["loss"]
     for row in rows:
         same = (row["query heads"], row["key heads"]) == (rows[0]["query heads"], rows[0]["key heads"])

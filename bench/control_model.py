@@ -1,4 +1,4 @@
-"""The cost model of the control plane (gcore/simulate/control_plane.py), fitted to bench/controllers.py.
+"""The cost model of the control plane (bench/control_costs.py), fitted to bench/controllers.py.
 
     python bench/control_model.py --rows rows.json --write docs/controllers.md      rows: of bench/controllers.py --json
 
@@ -20,18 +20,11 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
+from bench.control_costs import ControlCosts, Observation, Step, fit, fit_layout, predict  # noqa: E402
+from gcore.cost.workload import CostModel  # noqa: E402
 from gcore.preparation.balance import make_layout, num_parts  # noqa: E402
-from gcore.preparation.workload import CostModel  # noqa: E402
-from gcore.simulate.control_plane import (  # noqa: E402
-    ControlCosts,
-    Observation,
-    Step,
-    fit,
-    fit_layout,
-    predict,
-)
 from gcore.types import SampleMeta  # noqa: E402
 
 MARK, END = "<!-- control model -->", "<!-- end of control model -->"

@@ -23,14 +23,17 @@ import os
 import pstats
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.control_roles import (
     ALPHABET,
@@ -50,16 +53,16 @@ from gcore.config.tree import Config
 from gcore.content.tokens import NO_TOKENS, Tokens
 from gcore.controller.collect import Collector, no_filter, spread
 from gcore.controller.dispatch import Dispatcher
-from gcore.controller.own_algorithm import make_scoring
-from gcore.controller.workflow import SampleContext, SharedContext
+from gcore.cost.workload import CostModel
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.generation.routing import limits_of, own_replicas
+from gcore.launch.own_algorithm import make_scoring
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import advantages_of, make_samples, meta_of, with_advantages
-from gcore.preparation.workload import CostModel
 from gcore.protocols import Handle, Rendezvous
 from gcore.types import Prompt, Request, Rollout, SamplingParams, Scored
+from gcore.workflows.context import SampleContext, SharedContext
 
 Kind = Literal["classic", "metadata", "parallel"]
 # bytes are counted; memory and latencies are sampled; Python functions are counted; nothing of these
@@ -146,6 +149,9 @@ class LabModality:
             case _:
                 return tokens
 
+    def hidden_steps(self, content: Any, output: Any) -> list[tuple[int, str]]:
+        return []
+
     async def outputs(self, contents: Sequence[Any]) -> list[str]:
         if self._decoder is None or isinstance(contents[0], Remote):
             return [""] * len(contents)
@@ -219,7 +225,7 @@ class Program:
         virtual: bool,
         rendezvous: Rendezvous,
     ) -> None:
-        from gcore.controller.build import build_group
+        from gcore.launch.build import build_group
         from gcore.prompts.rows import load_rows
         from gcore.prompts.source import PromptSource, Templater
         from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
@@ -238,10 +244,11 @@ class Program:
         tokenizer = load_tokenizer(self.config.model)
         rows = load_rows(self.config.data.train)
         source = PromptSource(rows, range(len(rows)), Templater(tokenizer, self.config.data), self.config.run.seed)
-        self.source = LabSource(source, plane.kind, workload)
+        self.source = cast(Any, LabSource(source, plane.kind, workload))
         stops = stop_tokens(self.config.model, tokenizer)
         judge_pools = [self._pool(clients, rank, size) for clients in judges]
-        self.rewarder = LabRewarder(workload, judge_pools, self._hosts, self.meter)
+        # The source and the rewarder have what is called here, not all of what the product's have.
+        self.rewarder = cast(Any, LabRewarder(workload, judge_pools, self._hosts, self.meter))
         self.shared = SharedContext(self.config, pool, self.rewarder, LabModality(workload, stops, not virtual))
         self.dispatcher = Dispatcher(self.config, self.group, pool, self.trainers)
         keep = spread if workload.rejected else no_filter
@@ -400,7 +407,7 @@ class Seat:
     def __init__(self, *_: Any) -> None:
         import torch  # noqa: F401
 
-        from gcore.controller.build import quiet
+        from gcore.launch.build import quiet
 
         quiet()
         make_decoder()  # imports
@@ -520,3 +527,7 @@ def trim_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+if __name__ == "__main__":  # a part of other benches
+    print(__doc__)

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import io
 import pickle
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,12 +21,14 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from gcore.content.media import ArrayRef, store
-from gcore.content.tokens import NO_TOKENS, Tokens
+from gcore.content.tokens import NO_TOKENS, Tokens, tokens_of
+from gcore.emulate.engine import EmulatedEngine, log_normal
+from gcore.emulate.trainer import EmulatedTrainer
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import Handle, UpdateStats
-from gcore.simulate.engine import EmulatedEngine, log_normal
-from gcore.simulate.trainer import EmulatedTrainer
 from gcore.types import Completion, Floats, Key, Request, Sample, SamplingParams, TrainBatch
 
 ALPHABET = "0123456789+="
@@ -174,8 +177,6 @@ class Remote:
 
 
 def in_ray() -> bool:
-    import sys
-
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -227,7 +228,7 @@ class LabEngine:
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         whole = [replace(r, content=await as_tokens(r.content)) for r in requests]
         if self._is_judge:  # it reads the whole conversation as its prompt
-            whole = [replace(r, content=Tokens(r.content.tokens_T)) for r in whole]
+            whole = [replace(r, content=Tokens(tokens_of(r.content).tokens_T)) for r in whole]
         completions = await self._engine.generate(whole, ticket)
         if self._is_judge:  # a verdict is small: every control plane gets it inline
             return completions
@@ -311,7 +312,7 @@ def rows_to_samples(columns: Mapping[str, Any]) -> list[Sample]:
     for i, (prompt_id, sibling) in enumerate(columns["keys"].tolist()):
         steps = int(columns["steps"][i])
         tokens = Tokens(columns["prompts"][i], columns["tokens"][i, :steps])
-        content = Pictured(tokens, tuple(columns["images"][i])) if columns["images"] else tokens
+        content: Any = Pictured(tokens, tuple(columns["images"][i])) if columns["images"] else tokens
         found.append(
             Sample(
                 prompt_id,
@@ -329,11 +330,13 @@ def digest_of(sample: Sample) -> bytes:
     """Of everything that a rank trains on."""
     content = sample.content
     total = hashlib.blake2b(digest_size=16)
-    tokens = content.tokens if isinstance(content, Pictured) else content
+    tokens = content.tokens if isinstance(content, Pictured) else tokens_of(content)
     for array in (tokens.tokens_P, tokens.tokens_S, sample.mask_S, sample.rollout_logprobs_S, [sample.reward]):
         total.update(np.ascontiguousarray(array).tobytes())
-    for image in content.made if isinstance(content, Pictured) else ():
-        total.update(np.ascontiguousarray(image).data)
+    if isinstance(content, Pictured):
+        for image in content.made:
+            assert isinstance(image, np.ndarray)  # see `resolved`
+            total.update(np.ascontiguousarray(image).data)
     return total.digest()
 
 
@@ -483,3 +486,7 @@ class MeteredGroup:
 
     def subgroup(self) -> MeteredGroup:
         return MeteredGroup(self._group.subgroup(), self._meter)
+
+
+if __name__ == "__main__":  # a part of other benches
+    print(__doc__)

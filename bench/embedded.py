@@ -69,7 +69,7 @@ class Setting:
 
 
 def embedded(setting: Setting, network: Any, threads: int, stack: ExitStack) -> Callable[[list[Job]], list[list[int]]]:
-    from gcore.content.tokens import Tokens
+    from gcore.content.tokens import Tokens, tokens_of
     from gcore.generation.embedded import EmbeddedEngine
     from gcore.types import Request, SamplingParams
 
@@ -82,8 +82,8 @@ def embedded(setting: Setting, network: Any, threads: int, stack: ExitStack) -> 
             for j in jobs
         ]
         completions = asyncio.run(engine.generate(requests))
-        assert all(len(c.logprobs_S) == len(c.content.tokens_S) for c in completions)
-        return [c.content.tokens_S.tolist() for c in completions]
+        assert all(len(c.logprobs_S) == c.content.num_steps for c in completions)
+        return [tokens_of(c.content).tokens_S.tolist() for c in completions]
 
     return run
 
@@ -119,6 +119,7 @@ def continuous(
     size = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
     page = 32
     cpu = setting.device == "cpu"
+    pages: dict[str, Any] = {size: page if cpu else 256}  # older releases call it block_size
     blocks = setting.rows * (-(-setting.longest // page) + 1)
     manager = stack.enter_context(
         network.continuous_batching_context_manager(
@@ -131,7 +132,7 @@ def continuous(
                 max_new_tokens=setting.longest,
             ),
             continuous_batching_config=ContinuousBatchingConfig(
-                **{size: page if cpu else 256},  # older releases call it block_size
+                **pages,
                 num_blocks=blocks if cpu else None,
                 max_batch_tokens=setting.rows if cpu else None,
                 max_requests_per_batch=setting.rows,
@@ -167,8 +168,8 @@ def worker(pipe: Any, contender: Contender, setting: Setting) -> None:
     import torch
 
     from gcore.config.tree import BuildModel, Model
-    from gcore.controller.build import quiet
-    from gcore.models import load_model, pick_device, pick_dtype
+    from gcore.launch.build import quiet
+    from gcore.models.networks import load_model, pick_device, pick_dtype
     from gcore.prompts.tokenizer import load_tokenizer
 
     quiet()
@@ -272,7 +273,7 @@ def make_workloads(args: argparse.Namespace, vocabulary: int) -> dict[str, list[
 
 
 def make_contenders(device: str, cores: int, only: str | None) -> list[Contender]:
-    ours = {"logprobs": True, "seeds": "yes"}
+    ours: dict[str, Any] = {"logprobs": True, "seeds": "yes"}
     cb = "continuous batching"
     found = [Contender("embedded, 1 process x 1 thread", "embedded", **ours)]
     if device == "cpu":

@@ -42,10 +42,10 @@ sys.path.insert(0, str(ROOT))
 
 from gcore.config.tree import Config  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
+from gcore.emulate.engine import Lengths, log_normal  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.grid import POLICY, Split, all_splits, split_by  # noqa: E402
 from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
-from gcore.simulate.engine import Lengths, log_normal  # noqa: E402
 from gcore.simulate.run import expected_view, first_state, rule_of, simulate  # noqa: E402
 from gcore.simulate.scenario import Draw, Scenario, load_scenario  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
@@ -83,7 +83,7 @@ class Load:
                 out.write(json.dumps({"prompt": "".join(map(str, digits)), "answer": "0", "good": bool(good)}) + "\n")
 
     def draw(self, cursor: int) -> Draw:
-        """The same noise keys as in a run: see controller/workflow.py and rewarding/judge.py."""
+        """The same noise keys as in a run: see workflows/context.py and rewarding/judge.py."""
         scenario, row = self.scenario, cursor % self.rows
         judge, seed = scenario.judges[0], scenario.seed
         prompt = np.array([BOS, *(FIRST + self.digits[row])], np.int32)
@@ -226,20 +226,11 @@ def _device(speed: Any, lengths: Any, clock: float) -> dict[str, Any]:
 
 async def start_roles(runtime: Any, config: Config, plan: Any) -> tuple[Sequence[Any], dict[str, Sequence[Any]]]:
     """The controllers of a run, and the replicas that serve them, by kind."""
-    from gcore.clients import EngineClient, TrainerClient
-    from gcore.controller import supervise
+    from gcore.driver import supervise
 
-    groups: dict[str, Sequence[Any]] = {}
-    start = runtime.start_group
-
-    async def recording_start(kind: str, *args: Any) -> Any:
-        handles = await start(kind, *args)
-        client = TrainerClient if kind == "trainer" else EngineClient  # a scorer is not called here
-        groups[kind] = [client(handle) for handle in handles]
-        return handles
-
-    runtime.start_group = recording_start
-    return await supervise._start(runtime, config, plan, "train"), groups
+    roles, controllers = await supervise._start(runtime, config, plan, "train")
+    judges = {f"judge-{name}": clients for name, clients in roles.judges.items()}
+    return controllers, {"engine": roles.engines, "trainer": roles.trainers, **judges}
 
 
 def run_emulation(config: Config) -> dict[str, Any]:
@@ -250,13 +241,13 @@ async def emulate(config: Config) -> dict[str, Any]:
     """A whole run, and the counters of its engines, which are busy only in rollouts."""
     import psutil
 
-    from gcore.controller import supervise
-    from gcore.controller.build import build_runtime
-    from gcore.controller.plan import detect_machine, make_plan
+    from gcore.driver.run_folder import open_folder
+    from gcore.launch.build import build_runtime
+    from gcore.launch.plan import detect_machine, make_plan
     from gcore.observe.metrics import read_rows
 
     plan = make_plan(config, detect_machine())
-    supervise.open_folder(config)
+    open_folder(config)
     started = time.monotonic()
     runtime: Any = build_runtime(config, plan)
     try:
@@ -288,7 +279,7 @@ def compare(scenario: Scenario, mode: str, policy_slots: int | None, steps: int,
     split = None
     if mode == "static" and policy_slots is None:
         split = best_split(scenario)
-    elif mode == "static":
+    elif mode == "static" and policy_slots is not None:
         blocks = policy_slots // grid.slots_per_block
         split = split_by(grid, {POLICY: blocks, scenario.judges[0].name: grid.num_blocks - blocks})
     policy_slots = 0 if split is None else len(split.blocks(POLICY)) * grid.slots_per_block

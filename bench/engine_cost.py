@@ -24,13 +24,13 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 PROMPT, VOCABULARY = 16, 512
 PARTS = ("schedule", "update", "model", "vllm", "ours")
 
@@ -57,7 +57,7 @@ class Clock:
     """CPU seconds of the calling thread inside of methods, each without the methods that it calls."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inside: list[str] = []
         self._since = 0.0
 
@@ -89,7 +89,7 @@ def measure_step(folder: Path, num_sequences: int, tokens: int) -> dict[str, flo
     from gcore.generation.vllm_core import VllmOptions
     from gcore.types import Request, SamplingParams
 
-    engine = VllmEngine(
+    engine: Any = VllmEngine(
         folder, VllmOptions(num_sequences, PROMPT + tokens, dtype="float32", seeds=False, dummy=True, cpu_cache_gib=0.5)
     )
     rng = np.random.default_rng(0)
@@ -111,7 +111,7 @@ def measure_step(folder: Path, num_sequences: int, tokens: int) -> dict[str, flo
         (engine, "_admit", "ours"),
     ):
         clock.wrap(owner, method, part)
-    decoding = [0, 0.0]  # steps that only decode; their wall seconds
+    decoding: list[float] = [0, 0.0]  # steps that only decode; their wall seconds
     admit, step = backend.admit, backend.step
 
     def admit_and_restart(jobs: Any) -> Any:
@@ -173,7 +173,7 @@ async def longest_block(work: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - began, longest
 
 
-def texts(num_responses: int, tokens: int) -> list[dict[str, float]]:
+def texts(num_responses: int, tokens: int) -> list[dict[str, Any]]:
     import numpy as np
 
     from gcore.content.decoding import TextDecoder

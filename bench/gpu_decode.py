@@ -2,7 +2,8 @@
 
     python bench/gpu_decode.py --json decode.json              # one H200: about 7 minutes
     python bench/gpu_decode.py --only vllm --engines 1,2 --sizes 256
-    python bench/gpu_decode.py --cpu                           # a rehearsal with a tiny model
+    python bench/gpu_decode.py --cpu                           # a rehearsal with a tiny model and vLLM's CPU build,
+                                                               # without `vllm-mps` and `exact`
 
 Work: 32, 128, 256 or 512 requests at once, prompts of 64 tokens, responses of 512 tokens with the logprob of every
 sampled token; a Qwen2 shape with random weights in bfloat16. Parts, each in a process of its own:
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT))
 
-from worker import run_worker, save, started_at  # noqa: E402
+from bench.worker import finish, run_worker, save, started_at  # noqa: E402
 
 PARTS = ("vllm", "vllm-mps", "exact", "llm", "sglang", "sglang-eager")
 PROMPT = 64
@@ -84,14 +85,16 @@ def open_engine(
 
 async def measure_pool(part: str, args: argparse.Namespace) -> None:
     from gcore.clients import EngineClient
-    from gcore.runtime.ray import Place, RayRuntime
+    from gcore.runtime.ray import RayRuntime
+    from gcore.runtime.ray_cluster import Place
 
     kind, _, how = part.partition("-")
     counts = args.engines if kind == "vllm" else [1]
     fraction, device = 0.85 / max(counts), "cpu" if args.cpu else "cuda"
     argument = kind, str(args.folder), max(args.sizes), PROMPT + args.tokens, fraction, how == "eager", device
     share = round(0.95 / max(counts), 3)
-    runtime = RayRuntime(1024, () if args.cpu else (1,), lambda kind, rank: _place(Place, args.cpu, share))
+    place = Place() if args.cpu else Place(bundles=(0,), gpus=share)
+    runtime = RayRuntime(1024, () if args.cpu else (1,), lambda kind, rank: place)
     rows: list[dict[str, Any]] = []
     try:
         handles = await runtime.start_group("engine", open_engine, [argument] * max(counts))
@@ -110,10 +113,6 @@ async def measure_pool(part: str, args: argparse.Namespace) -> None:
         runtime.stop()
 
 
-def _place(place: Callable[..., Any], cpu: bool, share: float) -> Any:
-    return place() if cpu else place(bundles=(0,), gpus=share)
-
-
 async def timed(engines: Sequence[Any], size: int, tokens: int, salt: int) -> float:
     """Seconds of `size` requests, sent as a controller sends groups of 8."""
     from gcore.content.tokens import Tokens
@@ -128,7 +127,7 @@ async def timed(engines: Sequence[Any], size: int, tokens: int, salt: int) -> fl
     started = time.perf_counter()
     found = await asyncio.gather(*(pool.generate(requests[i : i + 8]) for i in range(0, size, 8)))
     seconds = time.perf_counter() - started
-    made = sum(len(completion.content.tokens_S) for group in found for completion in group)
+    made = sum(completion.content.num_steps for group in found for completion in group)
     assert made == size * tokens, f"{made} tokens, expected {size * tokens}"
     return seconds
 
@@ -143,7 +142,7 @@ async def sleep_seconds(engine: Any) -> dict[str, float]:
 async def measure_exact(args: argparse.Namespace) -> None:
     """Requests that end at different times, by a stop token or by their limit."""
     from gcore.content.tokens import Tokens
-    from gcore.generation import vllm_run
+    from gcore.generation import vllm_repeat, vllm_run
     from gcore.generation.vllm import VllmBackend, VllmEngine
     from gcore.generation.vllm_core import VllmOptions
     from gcore.types import Request, SamplingParams
@@ -158,14 +157,14 @@ async def measure_exact(args: argparse.Namespace) -> None:
         for i, p in enumerate(prompts(64, 5))
     ]
     runs = await engine.generate(requests)
-    vllm_run.RepeatedStep.of = classmethod(lambda *_: None)  # type: ignore[assignment]
+    vllm_repeat.RepeatedStep.of = classmethod(lambda *_: None)  # type: ignore[method-assign,assignment]
     prepared = await engine.generate(requests)
     vllm_run.PLANNED_STEPS = 1
     single = await engine.generate(requests)
     found = {}
     for name, other in (("prepared by vLLM", prepared), ("step by step", single)):
         pairs = [(a, b) for a, b in zip(runs, other, strict=True)]
-        same = [(a, b) for a, b in pairs if np.array_equal(a.content.tokens_S, b.content.tokens_S)]
+        same = [(a, b) for a, b in pairs if a.content.digest() == b.content.digest()]
         most = max((float(abs(a.logprobs_S - b.logprobs_S).max()) for a, b in same), default=float("nan"))
         found[name] = f"{len(same)} of {len(pairs)} equal, logprobs differ by at most {most:.1e}"
     save({"start_s": time.time() - started_at(), "exact": found})
@@ -268,9 +267,9 @@ def main() -> None:
     if args.worker == "bandwidth":
         return measure_bandwidth(args)
     if args.worker == "model":
-        from random_model import main as write_random_model
+        from bench import random_model
 
-        return write_random_model(args.model, args.folder)
+        return random_model.write(args.model, args.folder)
     if args.worker == "llm":
         return measure_llm(args)
     if args.worker == "exact":
@@ -292,6 +291,7 @@ def main() -> None:
             args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
         show(record, args)  # of the parts so far: a caller may have a time limit
         sys.stdout.flush()
+    finish()
 
 
 @contextmanager
@@ -315,7 +315,7 @@ def usable(part: str, args: argparse.Namespace) -> bool:
 
 def make_model(parts: Sequence[str], work: Path, args: argparse.Namespace) -> Path:
     """SGLang reads weights; the others make random ones themselves."""
-    from gpu_engines import write_model
+    from bench.gpu_engines import write_model
 
     folder = work / f"model-{args.model}"
     if any(folder.glob("*.safetensors")):  # of another script

@@ -27,16 +27,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT))
 
-from worker import TARGET, run_worker, save  # noqa: E402
+from bench.worker import TARGET, finish, run_worker, save  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "sd3.5-medium": {
@@ -168,7 +168,7 @@ class Clock:
     """Seconds of functions, with the device idle before and after."""
 
     def __init__(self, device: str) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._device = device
 
     def now(self) -> float:
@@ -289,18 +289,23 @@ def reward(images: Any, prompts: Any, **_: Any) -> list[float]:
 def run_gcore(args: argparse.Namespace) -> None:
     from gcore.config.load import load_config
     from gcore.content import media
-    from gcore.controller.supervise import run
     from gcore.diffusion.pipelines import PipelineDenoiser
+    from gcore.driver.supervise import run
     from gcore.generation.diffusion import DiffusionBackend
     from gcore.training.rank import TrainerRank
 
     device = device_of(args)
     clock, peaks = Clock(device), dict[str, float]()
-    PipelineDenoiser.encode = clock.timed("text encoder", PipelineDenoiser.encode)
-    PipelineDenoiser.decode = clock.timed("VAE", PipelineDenoiser.decode)
-    DiffusionBackend.step = clock.timed("engine steps", DiffusionBackend.step)
-    media.store = clock.timed("files", media.store)
-    update = TrainerRank._update
+    watched: list[tuple[Any, str, str]] = [
+        (PipelineDenoiser, "encode", "text encoder"),
+        (PipelineDenoiser, "decode", "VAE"),
+        (DiffusionBackend, "step", "engine steps"),
+        (media, "store", "files"),
+    ]
+    for owner, name, part in watched:
+        setattr(owner, name, clock.timed(part, getattr(owner, name)))
+    rank: Any = TrainerRank
+    update = rank._update
 
     def measured_update(self: Any, batch: Any) -> Any:
         peaks["generating GB"] = max(peaks.get("generating GB", 0.0), peak_gb(device))
@@ -308,7 +313,7 @@ def run_gcore(args: argparse.Namespace) -> None:
         peaks["training GB"] = max(peaks.get("training GB", 0.0), peak_gb(device))
         return found
 
-    TrainerRank._update = measured_update
+    rank._update = measured_update
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=Path(os.environ[TARGET]).parent))
     recipe = folder / "recipe.yaml"
     recipe.write_text(json.dumps(tree_of(args, folder)))  # JSON is YAML
@@ -322,13 +327,13 @@ def watch_run(run: Path, args: argparse.Namespace, clock: Clock, peaks: dict[str
     """Saves every step when it is there. Ends the process after the last: a run that ends writes a checkpoint."""
     from gcore.observe.metrics import read_rows
 
-    found, before = list[dict[str, float]](), Counter[str]()
+    found, before = list[dict[str, float]](), dict[str, float]()
     while len(found) <= args.steps:
         time.sleep(0.02 if args.tiny else 0.2)
         rows = [row for row in read_rows(run) if "samples_digest" in row] if (run / "metrics.jsonl").exists() else []
         if len(rows) > len(found):
-            row, now = rows[len(found)], Counter(clock.seconds)
-            spent = {name: now[name] - before[name] for name in now}
+            row, now = rows[len(found)], dict(clock.seconds)
+            spent = {name: now[name] - before.get(name, 0.0) for name in now}
             before = now
             found.append(step_of(row, spent, run, args) | peaks)
             save({"steps": found[1:]})
@@ -428,6 +433,7 @@ def main() -> None:
         if name in args.only:  # of the parts so far: a caller may have a time limit
             show(record, args)
             sys.stdout.flush()
+    finish()
 
 
 def parse() -> argparse.Namespace:

@@ -1,10 +1,11 @@
 """Engines on one GPU: overhead of G-Core's pool over vLLM, and seconds of weight updates, sleep and wake.
 
     python bench/gpu_engines.py [--sizes 0.5B 1.5B 7B] [--engine sglang] [--json FILE]
+    python bench/gpu_engines.py --sizes tiny --count 4 --tokens 8 --bare-size         # a rehearsal on a CPU, with vLLM
 
 All measurements use the real roles under Ray: an engine in its process, and weights in another process on the same GPU,
 sent by weights/transfer.py. Models have random weights (Qwen2 shapes, bfloat16). `short`: 16 times the number of
-concurrent requests, with responses of 4 to 20 tokens.
+concurrent requests, with responses of 4 to 20 tokens. On a CPU weights go through host memory, and nothing sleeps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT))
 
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads
     "0.5B": (896, 4864, 24, 14, 2),
@@ -67,8 +68,7 @@ class WeightHolder:
         with torch.device(self.device):
             config = AutoConfig.from_pretrained(folder)
             self.network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        method = "cuda_ipc" if self.device.type == "cuda" else "host_memory"
-        self.publisher = WeightPublisher(0, method, torch.bfloat16)
+        self.publisher = WeightPublisher(0, "cuda_ipc" if self.device.type == "cuda" else "host_memory", torch.bfloat16)
 
     async def weight_plan(self) -> Any:
         return self.publisher.plan(dict(self.network.named_parameters()))
@@ -139,7 +139,7 @@ async def pool_rate(engine: Any, lengths: list[int]) -> float:
     ]
     started = time.perf_counter()
     found = await asyncio.gather(*(pool.generate(requests[i : i + 8]) for i in range(0, len(requests), 8)))
-    return sum(len(c.content.tokens_S) for group in found for c in group) / (time.perf_counter() - started)
+    return sum(c.content.num_steps for group in found for c in group) / (time.perf_counter() - started)
 
 
 def vllm_only(folder: str, count: int, tokens: int, fraction: float) -> list[float]:
@@ -169,9 +169,10 @@ def vllm_only(folder: str, count: int, tokens: int, fraction: float) -> list[flo
 
 async def measure(name: str, folder: Path, count: int, tokens: int, fraction: float, gpu: bool) -> dict[str, float]:
     from gcore.clients import EngineClient, TrainerClient
-    from gcore.content.tokens import Tokens
+    from gcore.content.tokens import Tokens, tokens_of
     from gcore.generation.pool import EnginePool
-    from gcore.runtime.ray import Place, RayRuntime
+    from gcore.runtime.ray import RayRuntime
+    from gcore.runtime.ray_cluster import Place
     from gcore.types import Request, SamplingParams
     from gcore.weights.transfer import WeightTransfer
 
@@ -200,11 +201,12 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
         import numpy as np
 
         pool = EnginePool(engines)
-        requests = [Request(Tokens(np.array(p, np.int32)), SamplingParams(64), i) for i, p in enumerate(prompts(8))]
+        asked = [np.array(prompt, np.int32) for prompt in prompts(8)]
+        requests = [Request(Tokens(prompt), SamplingParams(64), i) for i, prompt in enumerate(asked)]
         differences = []
-        for request, completion in zip(requests, await pool.generate(requests), strict=True):
+        for prompt, completion in zip(asked, await pool.generate(requests), strict=True):
             reference = await holders[0].call(
-                "logprobs", request.content.tokens_T.tolist(), completion.content.tokens_S.tolist()
+                "logprobs", prompt.tolist(), tokens_of(completion.content).tokens_S.tolist()
             )
             differences.append(np.abs(np.array(reference) - completion.logprobs_S).mean())
         row["logprob_diff"] = float(np.mean(differences))
@@ -224,9 +226,7 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
             names = (f"wake{level}_and_update_s", f"  wake{level}_weights_s", f"  wake{level}_cache_s")
             row |= dict(zip(names, best, strict=True))
         after = await pool.generate(requests)
-        reference = await holders[0].call(
-            "logprobs", requests[0].content.tokens_P.tolist(), after[0].content.tokens_S.tolist()
-        )
+        reference = await holders[0].call("logprobs", asked[0].tolist(), tokens_of(after[0].content).tokens_S.tolist())
         row["logprob_diff_after_sleep"] = float(np.abs(np.array(reference) - after[0].logprobs_S).mean())
         return row
     finally:
@@ -234,7 +234,7 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--sizes", nargs="+", default=["0.5B", "1.5B", "7B"])
     parser.add_argument("--count", type=int, default=256)
@@ -254,11 +254,9 @@ def main() -> None:
     for size in args.sizes:
         folder = write_model(Path(tempfile.mkdtemp()), size)
         if args.engine == "sglang":
-            from random_model import (
-                main as with_weights,
-            )  # SGLang needs weights to load; they are replaced before the measurement
+            from bench import random_model
 
-            with_weights(size, folder)
+            random_model.write(size, folder)  # SGLang needs weights to load; they are replaced before the measurement
         rows[size] = asyncio.run(measure(args.engine, folder, args.count, args.tokens, args.fraction, gpu))
         if size in args.bare_size and args.engine == "vllm":
             command = [sys.executable, __file__, "--bare", str(folder), "--count", str(args.count)]

@@ -2,14 +2,14 @@
 
     python bench/gpu_memory.py --json memory.json              # one H200: about 9 minutes
     python bench/gpu_memory.py --only 7B/optimizer,run
-    python bench/gpu_memory.py --cpu                           # a rehearsal with a tiny model
+    python bench/gpu_memory.py --cpu                           # a rehearsal with a tiny model and vLLM's CPU build
 
 Parts, each in a process of its own:
 - SIZE/OFFLOAD[/plain]: one trainer rank alone, made and called as in a run, with training.offload=OFFLOAD and
   activation checkpointing (without it: /plain). Phases: start and first weight update; backward passes of micro-batches
   of 16,384 tokens; optimizer step; weight update; rollout (what stays on the GPU). GPU: bytes of tensors at the peak of
   the phase, as PyTorch counts them. Host: growth of the used memory of the machine since before the start, without the
-  file cache. "plan": gcore/simulate/training_memory.py, which counts no CUDA context and no fragmentation.
+  file cache. "plan": gcore/cost/training_memory.py, which counts no CUDA context and no fragmentation.
 - run: `gcore train` of a 7B model with vLLM on the same GPU, training.offload=optimizer and checkpointing: seconds of
   two steps, and the peak of the whole GPU, as nvidia-smi reports it, against the plan's.
 
@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT))
 
-from worker import run_worker, save  # noqa: E402
+from bench.worker import finish, run_worker, save  # noqa: E402
 
 PARTS = ("1.5B/none/plain", "1.5B/optimizer", "1.5B/all", "7B/optimizer", "7B/all", "run")
 PHASES = ("start", "backward", "optimizer step", "weight update", "rollout")
@@ -96,15 +96,16 @@ def measure_trainer(part: str, args: argparse.Namespace) -> None:
     host = HostMemory()
     import torch
 
-    from gcore.controller.build_ranks import build_trainer
-    from gcore.controller.plan import detect_machine, make_plan
+    from gcore.launch.build_ranks import build_trainer
+    from gcore.launch.plan import detect_machine, make_plan
     from gcore.protocols import Receivers, Rendezvous
     from gcore.weights import publisher
 
     config = config_of(part, args)
     plan = make_plan(config, detect_machine())
     found: dict[str, Any] = {"plan": predicted(config, plan), "gpu": {}, "host": {}, "seconds": {}}
-    publisher.CudaHandle = UnsharedBlock  # type: ignore[assignment,misc]  # no engine opens the blocks
+    module: Any = publisher
+    module.CudaHandle = UnsharedBlock  # no engine opens the blocks
 
     def done(phase: str, since: float) -> None:
         """Ends a phase. Of several times the same phase, the largest numbers count."""
@@ -165,11 +166,10 @@ class UnsharedBlock:
 
 def batch_of(args: argparse.Namespace, step: int) -> tuple[list[Any], Any]:
     """Samples of the whole length, in at least two micro-batches."""
-    from gpu_train import samples_of, with_advantages
-
+    from bench.gpu_train import samples_of, with_advantages
+    from gcore.cost.workload import CostModel
     from gcore.preparation.balance import make_layout
     from gcore.preparation.samples import meta_of
-    from gcore.preparation.workload import CostModel
 
     length = args.tokens + args.tokens // 8
     count = max(4, 3 * args.micro_tokens // length)
@@ -182,9 +182,9 @@ def batch_of(args: argparse.Namespace, step: int) -> tuple[list[Any], Any]:
 
 def predicted(config: Any, plan: Any) -> dict[str, dict[str, float]]:
     """Bytes by phase: on the GPU and in host memory."""
-    from gcore.controller.gpu_memory import rank_of
-    from gcore.simulate.shapes import model_shape
-    from gcore.simulate.training_memory import training_memory
+    from gcore.cost.shapes import model_shape
+    from gcore.cost.training_memory import training_memory
+    from gcore.launch.gpu_memory import rank_of
 
     training = config.training
     rank = dataclasses.replace(
@@ -204,7 +204,7 @@ def predicted(config: Any, plan: Any) -> dict[str, dict[str, float]]:
 
 def measure_run(args: argparse.Namespace) -> None:
     """Two steps of `gcore train`, with the workflow and the rewards of gpu_step.py."""
-    import gpu_step
+    from bench import gpu_step
 
     host = HostMemory()
     gpu = {"most": 0.0}
@@ -218,25 +218,22 @@ def measure_run(args: argparse.Namespace) -> None:
     )
     options.micro = max(1, args.micro_tokens // (options.tokens + options.prompt_length))
     options.set, options.folder = [*changes, *args.set], args.folder
-    save_step, plan = gpu_step.save, plan_of_run(options)
-    host_peak = 0.0
+    plan, host_peak = plan_of_run(options), 0.0
 
     def save_with_memory(result: Any) -> None:
         nonlocal host_peak
         host_peak = max(host_peak, host.take())
-        save_step({**result, "gpu": gpu["most"], "host": host_peak, "plan": plan})
+        save({**result, "gpu": gpu["most"], "host": host_peak, "plan": plan})
 
-    gpu_step.save = save_with_memory
-    gpu_step.run_gcore("gcore", options)
+    gpu_step.run_gcore("gcore", options, save_with_memory)
 
 
 def plan_of_run(options: argparse.Namespace) -> float:
     """The plan's peak of the whole GPU."""
-    import gpu_step
-
+    from bench import gpu_step
     from gcore.config.load import load_config
-    from gcore.controller.gpu_memory import decide
-    from gcore.controller.plan import detect_machine, make_plan
+    from gcore.launch.gpu_memory import decide
+    from gcore.launch.plan import detect_machine, make_plan
 
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "step.yaml"
@@ -264,9 +261,9 @@ def watch_gpu(found: dict[str, float]) -> None:
 def main() -> None:
     args = parse()
     if args.worker and args.worker.startswith("model"):
-        from random_model import main as write_random_model
+        from bench import random_model
 
-        return write_random_model(args.size, args.folder)
+        return random_model.write(args.size, args.folder)
     if args.worker == "run":
         return measure_run(args)
     if args.worker:
@@ -286,6 +283,7 @@ def main() -> None:
             args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
         show(record)  # of the parts so far: a caller may have a time limit
         sys.stdout.flush()
+    finish()
 
 
 def show(record: dict[str, Any]) -> None:

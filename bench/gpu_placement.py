@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from emulation import start_roles  # in the same folder
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.emulation import start_roles  # noqa: E402
 from gcore.config.tree import Config  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
@@ -134,13 +134,13 @@ def config_of(args: argparse.Namespace, work: Work, data: Path, folder: Path) ->
 
 async def run(config: Config, work: Work) -> dict[str, Any]:
     """Start the roles, measure their speeds, then the whole run with the same roles."""
-    from gcore.controller import supervise
-    from gcore.controller.build import build_runtime
-    from gcore.controller.plan import detect_machine, make_plan
+    from gcore.driver.run_folder import open_folder
+    from gcore.launch.build import build_runtime
+    from gcore.launch.plan import detect_machine, make_plan
     from gcore.observe.metrics import read_rows
 
     plan = make_plan(config, detect_machine())
-    supervise.open_folder(config)
+    open_folder(config)
     began = time.perf_counter()
     runtime: Any = build_runtime(config, plan)
     try:
@@ -232,7 +232,7 @@ def scenario_of(work: Work, config: Config, gpu: str, speeds: dict[str, dict[str
     policy: dict[str, Any] = {"model": _folder(config.model, config)}
     judge: dict[str, Any] = {"name": JUDGE, "model": _folder(config.rewards.judges[0].model, config), "verdict": fixed}
     if speeds:
-        policy["speed"], judge["speed"] = Speed(**speeds[POLICY]), Speed(**speeds[JUDGE])
+        policy["speed"], judge["speed"] = Speed.model_validate(speeds[POLICY]), Speed.model_validate(speeds[JUDGE])
     return Scenario.model_validate(
         {
             "name": "one GPU",
@@ -252,7 +252,7 @@ def scenario_of(work: Work, config: Config, gpu: str, speeds: dict[str, dict[str
 
 
 def _folder(model: Any, config: Config) -> str:
-    from gcore.models import save_built
+    from gcore.models.networks import save_built
     from gcore.prompts.tokenizer import load_tokenizer
 
     return str(save_built(model, load_tokenizer(model), config.run.seed))

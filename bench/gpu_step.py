@@ -2,7 +2,7 @@
 
     python bench/gpu_step.py --json step.json                      # one H200: about 8 minutes
     python bench/gpu_step.py --only gcore --mix fixed --steps 3
-    python bench/gpu_step.py --cpu                                 # a rehearsal with a tiny model
+    python bench/gpu_step.py --cpu                                 # a rehearsal with a tiny model and vLLM's CPU build
 
 Work: a Qwen2 shape with random weights and the full vocabulary, 32 prompts of 64 tokens x 8 responses. `fixed`: every
 response has 512 tokens. `tailed`: log-normal lengths, cut at 512. The length of every response is drawn in advance and
@@ -50,10 +50,10 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT))
 
-from trl_steps import TrlSteps  # noqa: E402
-from worker import TARGET, run_worker, save, started_at  # noqa: E402
+from bench.trl_steps import TrlSteps  # noqa: E402
+from bench.worker import TARGET, finish, run_worker, save, started_at  # noqa: E402
 
 SYSTEMS = {
     "gcore": "Ray, as `gcore train`",
@@ -124,15 +124,18 @@ def numbered(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> li
 # ---- G-Core ----------------------------------------------------------------------------------------------------------
 
 
-def run_gcore(system: str, args: argparse.Namespace) -> None:
+Save = Callable[[dict[str, Any]], None]
+
+
+def run_gcore(system: str, args: argparse.Namespace, save_step: Save = save) -> None:
     from gcore.config.load import load_config
-    from gcore.controller.supervise import run
+    from gcore.driver.supervise import run
 
     folder = Path(tempfile.mkdtemp(prefix=f"run-{system}-", dir=Path(os.environ[TARGET]).parent))  # its logs stay
     recipe = folder / "step.yaml"
     recipe.write_text(json.dumps(gcore_tree(system, args, folder)))  # JSON is YAML
     config = load_config(recipe, args.set)
-    threading.Thread(target=watch_run, args=(config.run.folder, args), daemon=True).start()
+    threading.Thread(target=watch_run, args=(config.run.folder, args, save_step), daemon=True).start()
     try:
         run(config)
     except KeyboardInterrupt:  # by watch_run: all steps are made
@@ -170,7 +173,7 @@ def gcore_tree(system: str, args: argparse.Namespace, folder: Path) -> dict[str,
     }
 
 
-def watch_run(folder: Path, args: argparse.Namespace) -> None:
+def watch_run(folder: Path, args: argparse.Namespace, save_step: Save) -> None:
     """Saves every step as soon as it is made; then ends the run, also if something here fails."""
     known = 0
     try:
@@ -179,7 +182,7 @@ def watch_run(folder: Path, args: argparse.Namespace) -> None:
             start_s, steps = gcore_steps(folder, args)
             if len(steps) > known:
                 known = len(steps)
-                save({"start_s": start_s, "steps": steps})
+                save_step({"start_s": start_s, "steps": steps})
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -239,7 +242,7 @@ def run_trl(system: str, args: argparse.Namespace) -> None:
 
     steps = TrlSteps(args.cpu, about)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
+        trainer: Any = GRPOTrainer(
             model=str(args.folder),
             processing_class=tokenizer,
             reward_funcs=reward,
@@ -325,7 +328,8 @@ def without_fingerprints() -> None:
 
 def measure_rate() -> None:
     import torch
-    from gpu_train import matrix_rate
+
+    from bench.gpu_train import matrix_rate
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -337,9 +341,9 @@ def main() -> None:
     if args.worker == "rate":
         return measure_rate()
     if args.worker == "model":
-        from random_model import main as write_random_model
+        from bench import random_model
 
-        return write_random_model(args.model, args.folder)
+        return random_model.write(args.model, args.folder)
     if args.worker:
         return run_gcore(args.worker, args) if args.worker.startswith("gcore") else run_trl(args.worker, args)
     work = args.work or Path(tempfile.mkdtemp(prefix="gpu-step-"))
@@ -358,6 +362,7 @@ def main() -> None:
             args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
         show(record, args)  # of the systems so far: a caller may have a time limit
         sys.stdout.flush()
+    finish()
 
 
 def worker_arguments(args: argparse.Namespace) -> list[str]:
@@ -368,7 +373,7 @@ def worker_arguments(args: argparse.Namespace) -> list[str]:
 
 def training_flops(mix: str, step: int, args: argparse.Namespace) -> float:
     """Model FLOPs of training on the samples of a step."""
-    from gpu_train import flops_per_token
+    from bench.gpu_train import flops_per_token
 
     first = step * args.prompts
     sizes = [

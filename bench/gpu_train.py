@@ -29,11 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gcore.config.tree import Config  # noqa: E402
-from gcore.content.tokens import Tokens  # noqa: E402
+from gcore.content.tokens import Tokens, tokens_of  # noqa: E402
+from gcore.cost.workload import CostModel  # noqa: E402
 from gcore.observe.trace import Tracer  # noqa: E402
 from gcore.preparation.balance import make_layout  # noqa: E402
 from gcore.preparation.samples import meta_of  # noqa: E402
-from gcore.preparation.workload import CostModel  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.gloo import join  # noqa: E402
 from gcore.training.fsdp import FsdpBackend  # noqa: E402
@@ -115,11 +115,10 @@ def network_of(args: argparse.Namespace, device: torch.device) -> Any:
         num_key_value_heads=kv_heads,
         max_position_embeddings=32_768,
         tie_word_embeddings=True,
-        attn_implementation="sdpa",
     )
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 def flops_per_token(args: argparse.Namespace, length: float) -> float:
@@ -161,8 +160,13 @@ def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> 
     return TrainerRank(config, backend, rank=0, threads=2, tracer=Tracer(None, "trainer-0"))
 
 
+def policy_of(trainer: TrainerRank) -> Any:
+    assert isinstance(trainer.backend, FsdpBackend)
+    return trainer.backend.policy
+
+
 def with_advantages(batch: TrainBatch, samples: list[Sample]) -> TrainBatch:
-    return replace(batch, advantages={sample.key: sample.reward for sample in samples})
+    return replace(batch, advantages={sample.key: sample.reward or 0.0 for sample in samples})
 
 
 def measure(args: argparse.Namespace, variant: str, lengths: str, device: torch.device, rate: float) -> str:
@@ -217,16 +221,16 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
     (batch,) = make_layout(
         [meta_of(s) for s in samples], step=1, num_ranks=1, mini_batches=1, max_tokens=1 << 20, cost=CostModel(1e4)
     )
-    trainer = trainer_of(args, "compiled" if device.type == "cuda" else "eager", device)
+    policy = policy_of(trainer_of(args, "compiled" if device.type == "cuda" else "eager", device))
     exact = network_of(args, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     plain, ours, theirs = network_of(args, device).to(dtype), [], []
     for micro in batch.mini_batches[0].micro_batches:
-        packed = to_tensors(micro, by_key, device, trainer.backend.policy.varlen)
-        found, _ = trainer.backend.policy(*packed.inputs)
+        packed = to_tensors(micro, by_key, device, policy.varlen)
+        found, _ = policy(*packed.inputs)
         for i, key in enumerate(packed.keys):
             content = by_key[key].content
-            tokens = torch.from_numpy(content.tokens_T.astype(np.int64)).to(device)
+            tokens = torch.from_numpy(tokens_of(content).tokens_T.astype(np.int64)).to(device)
             first = len(tokens) - content.num_steps
 
             def logprobs(network: Any, tokens: Any = tokens, first: int = first) -> Any:
@@ -239,7 +243,7 @@ def agreement(args: argparse.Namespace, device: torch.device) -> None:
             with torch.no_grad():
                 theirs.append((logprobs(plain) - expected).abs())
         (-found.sum()).backward()
-    pairs = zip(trainer.backend.policy.network.parameters(), exact.parameters(), strict=True)
+    pairs = zip(policy.network.parameters(), exact.parameters(), strict=True)
     products = torch.zeros(3, device=device, dtype=torch.float64)
     for mine, reference in pairs:
         a, b = (gradient.double().flatten() for gradient in (mine.grad.full_tensor(), reference.grad))
@@ -259,7 +263,7 @@ def skipped(args: argparse.Namespace, device: torch.device) -> None:
     trainer = trainer_of(args, "compiled" if device.type == "cuda" else "eager", device)
 
     def weights() -> list[Any]:
-        return [parameter.full_tensor().detach().clone() for parameter in trainer.backend.policy.network.parameters()]
+        return [parameter.full_tensor().detach().clone() for parameter in policy_of(trainer).network.parameters()]
 
     async def update(samples: list[Sample]) -> int:
         await trainer.push(0, samples)

@@ -38,11 +38,11 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT))
 
-from gpu_step import BETAS, LR, STAGES, gcore_steps, total_steps, without_fingerprints  # noqa: E402
-from trl_steps import TrlSteps  # noqa: E402
-from worker import TARGET, run_worker, save  # noqa: E402
+from bench.gpu_step import BETAS, LR, STAGES, gcore_steps, total_steps, without_fingerprints  # noqa: E402
+from bench.trl_steps import TrlSteps  # noqa: E402
+from bench.worker import TARGET, finish, run_worker, save  # noqa: E402
 
 TEXT = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, sections of M-RoPE
     "3B": (2048, 11008, 36, 16, 2, 151_936, [16, 24, 24]),
@@ -91,11 +91,21 @@ def write_model(args: argparse.Namespace) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
     marks = ("vision_start", "vision_end", "image", "video")
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(t) for name, t in zip(marks, SPECIAL, strict=True)}
-    text = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    text: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+    }
     text |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "rope_parameters": rope}
     text |= {"max_position_embeddings": 4096, "tie_word_embeddings": True}
     text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    vision = {"hidden_size": tower, "intermediate_size": tower_inner, "depth": depth, "num_heads": tower_heads}
+    vision: dict[str, Any] = {
+        "hidden_size": tower,
+        "intermediate_size": tower_inner,
+        "depth": depth,
+        "num_heads": tower_heads,
+    }
     vision |= {"patch_size": patch, "window_size": window, "fullatt_block_indexes": full, "out_hidden_size": hidden}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
@@ -144,7 +154,7 @@ async def whole(ctx: Any, prompt: Any) -> list[Any]:
 
 def run_gcore(args: argparse.Namespace) -> None:
     from gcore.config.load import load_config
-    from gcore.controller.supervise import run
+    from gcore.driver.supervise import run
 
     here, folder = Path(__file__).resolve(), Path(tempfile.mkdtemp(prefix="run-", dir=Path(os.environ[TARGET]).parent))
     data = args.folder / f"images-{args.edge}" / "rows.jsonl"
@@ -238,11 +248,15 @@ def run_trl(args: argparse.Namespace) -> None:
         for r in rows_of(args)
     ]
     uses_vllm = args.engine == "vllm"
-    vllm = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": False}
+    vllm: dict[str, Any] = {
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_enable_sleep_mode": False,
+    }
     vllm["vllm_max_model_length"] = args.prompt_length + image_tokens(args) + 8 + args.tokens
     same_length = {"ignore_eos": True, "detokenize": False} if uses_vllm else {"min_new_tokens": args.tokens}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
+        trainer: Any = GRPOTrainer(
             model=str(args.folder),
             processing_class=processor,
             reward_funcs=numbered,
@@ -300,6 +314,7 @@ def main() -> None:
             args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
         show(record, args)  # of the systems so far: a caller may have a time limit
         sys.stdout.flush()
+    finish()
 
 
 def show(record: dict[str, Any], args: argparse.Namespace) -> None:

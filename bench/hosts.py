@@ -86,8 +86,8 @@ class Host:
         self, *command: str, env: Mapping[str, str] | None = None, timeout: float = 600, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the host until it ends. Its output is in the result."""
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        with self.popen(command, env, **pipes, **options) as process:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with self.popen(command, env, **options) as process:
             try:
                 out, err = process.communicate(timeout=timeout)
             except BaseException:
@@ -127,8 +127,7 @@ class Hosts:
             head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
             role = head if index == 0 else [f"--address={self.all[0].address}:{PORT}"]
             command = [*start, *role, f"--node-ip-address={host.address}"]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            process = host.popen(command, **pipes)
+            process = host.popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             started.append((host, process))
             if index == 0:
                 self._wait(*started.pop())

@@ -111,7 +111,7 @@ def _count() -> None:
 
 def one_run(folder: Path, data: Path, samples: int, controllers: int, name: str) -> dict[str, float]:
     from gcore.config.load import load_config
-    from gcore.controller.supervise import run
+    from gcore.driver.supervise import run
     from gcore.observe.metrics import read_rows
 
     counts = folder / f"counts-{name}"

@@ -6,6 +6,7 @@
     python bench/placement.py where-not                   # about two minutes
     python bench/placement.py robust --seeds 5            # about half an hour; --only NAME: one scenario
     python bench/placement.py unseen --seeds 5            # the same on held-out scenarios
+    python bench/placement.py uneven --seeds 3            # devices and requests that differ; unseen-uneven: held out
     python bench/placement.py guarded --seeds 3           # about four minutes
     python bench/placement.py speed                       # about three minutes: drift-512, 1,000 steps of 256 prompts
 
@@ -14,7 +15,8 @@ seed; `best static` is the best split at the best oversampling. `--oracle` (slow
 per step. `stationary`: nothing drifts; dynamic against the best static split, and the number of moves per step.
 `variable`: the load jumps from step to step, several seeds. `where-not`: cases that are hard for dynamic placement.
 `robust`: small scenarios that are hard for it, against co-location, early swap, every static split and the oracle.
-`unseen`: the same table for scenarios on which the rule was not tuned. `guarded`: the larger scenarios with and
+`unseen`: the same table for scenarios on which the rule was not tuned. `uneven`: the same for mixtures of lengths, a
+slow device, judges of some prompts, alternating acceptance. `guarded`: the larger scenarios with and
 without the guard.
 
 Placement and routing are the code of gcore/placement and gcore/generation/routing.py. Times are those of the simulated
@@ -55,6 +57,8 @@ HARD = {
     "unseen": tuple(
         f"unseen-{name}" for name in ("prefill-judge", "shrinking", "jumps", "nearly-equal", "wide-policy")
     ),
+    "uneven": ("slow-device", "half-judged", "bimodal", "alternating", "wide-narrow", "long-verdicts"),
+    "unseen-uneven": ("unseen-slow-judges", "unseen-two-kinds", "unseen-slow-first"),
 }
 
 Row = dict[str, Any]
@@ -251,7 +255,9 @@ def guarded(args: argparse.Namespace) -> list[Row]:
         "moves",
     ]
     print_row(heads, widths)
-    cases = {f"drift-64, judge {judge}": ("drift-64", *judged_by(judge)) for judge in JUDGES}
+    cases: dict[str, tuple[str, ...]] = {
+        f"drift-64, judge {judge}": ("drift-64", *judged_by(judge)) for judge in JUDGES
+    }
     cases |= {name: (name,) for name in ("variable-64", "stationary-64", "two-judges", "no-tail")}
     for label, (name, *keys) in cases.items():
         seeds = [scenario(name, f"seed={n}", f"steps={args.steps}", *keys) for n in range(args.seeds)]
@@ -298,6 +304,8 @@ TABLES: dict[str, tuple[Callable[[argparse.Namespace], list[Row]], int]] = {
     "where-not": (where_not, 0),
     "robust": (robust, 0),
     "unseen": (robust, 0),
+    "uneven": (robust, 0),
+    "unseen-uneven": (robust, 0),
     "guarded": (guarded, 16),
     "speed": (speed, 1000),
 }

@@ -5,15 +5,17 @@ python bench/random_model.py 1.5B FOLDER
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.gpu_engines import SHAPES, write_model
 
 
-def main(size: str, folder: Path) -> None:
+def write(size: str, folder: Path) -> None:
     import torch
-    from gpu_engines import write_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from gcore.prompts.tokenizer import build_char_tokenizer
@@ -28,5 +30,13 @@ def main(size: str, folder: Path) -> None:
     build_char_tokenizer("0123456789+=").save_pretrained(folder)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    write(args.size, args.folder)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main()

@@ -20,8 +20,8 @@ Differences:
   stop tokens. The number of generated tokens is shown.
 - Variants of G-Core: `gcore ray`, the default; `gcore local`, all in one process.
 - Variants of TRL: `trl`, one process with all cores, the default; `trl passive`, the same with OMP_WAIT_POLICY=passive
-  (threads that spin while they wait are faster on an idle machine and much slower on a shared one; G-Core's processes
-  set it themselves); `trl ranks`, data-parallel with one process of one thread per core.
+  (threads that spin while they wait are faster on an idle machine and much slower on a shared one; `gcore train`
+  sets it for its processes); `trl ranks`, data-parallel with one process of one thread per core.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def even_digits(prompts: Any, completions: Sequence[str], **_: Any) -> list[floa
 
 def run_gcore(runtime: str, args: argparse.Namespace) -> dict[str, Any]:
     from gcore.config.load import validate
-    from gcore.controller.supervise import run
+    from gcore.config.tree import Config
+    from gcore.driver.supervise import run
     from gcore.observe.metrics import read_rows
 
     here = str(Path(__file__).resolve())
@@ -91,7 +92,7 @@ def run_gcore(runtime: str, args: argparse.Namespace) -> dict[str, Any]:
             "training": {"lr": LR, "betas": list(BETAS), "device": "cpu", "dtype": "float32"},
             "observe": {"progress": "none", "tensorboard": False},
         }
-        run(validate(tree, "bench/step.py"))
+        run(validate(tree, "bench/step.py", Config))
         config_folder = Path(folder) / "step"
         rows = [row for row in read_rows(config_folder) if "samples_digest" in row]
         trace = json.loads((config_folder / "trace.json").read_text())["traceEvents"]
@@ -114,8 +115,8 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     from gcore.config.tree import BuildModel, Model
-    from gcore.controller.build import quiet
-    from gcore.models import load_model
+    from gcore.launch.build import quiet
+    from gcore.models.networks import load_model
     from gcore.prompts.tasks import make_task
     from gcore.prompts.tokenizer import load_tokenizer
 
@@ -174,7 +175,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
             clock.clear()
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
+        trainer: Any = GRPOTrainer(
             model=network,
             processing_class=tokenizer,
             reward_funcs=reward,
@@ -227,7 +228,7 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             Path(args.json).write_text(json.dumps(result))
         return
-    contenders = [name for name in CONTENDERS if not args.only or name in args.only.split(",")]
+    contenders = args.only
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for number in range(args.rounds):
         for name in contenders:
@@ -243,7 +244,7 @@ def main() -> None:
 def one_run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "OMP_WAIT_POLICY")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    if name == "trl passive":
+    if name in ("trl passive", "gcore local"):  # `gcore train` sets it too, also for one process
         environment["OMP_WAIT_POLICY"] = "passive"
     environments = [environment]
     if name == "trl ranks":
@@ -310,6 +311,12 @@ def show(summary: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
         print(f"steps/s of {ours} over {', '.join(ratios)}")
 
 
+def names(text: str) -> list[str]:
+    if unknown := sorted(set(text.split(",")) - set(CONTENDERS)):
+        raise argparse.ArgumentTypeError(f"{unknown}: expected some of {', '.join(CONTENDERS)}")
+    return text.split(",")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", help="write the numbers to this file")
@@ -321,7 +328,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="quickstart")
     parser.add_argument("--ends", choices=("model", "never"), default="model")
     parser.add_argument("--controllers", type=int, default=2)
-    parser.add_argument("--only", help=f"some of: {','.join(CONTENDERS)}")
+    parser.add_argument("--only", type=names, default=list(CONTENDERS), help=f"some of: {','.join(CONTENDERS)}")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 

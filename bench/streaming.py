@@ -9,7 +9,7 @@ The same work in three variants, on `--devices` emulated devices:
 - `staged, all`: all devices serve the policy; when the last group is generated they swap (`--swap-s`), and all serve
   the judge.
 
-Engines are emulated (gcore/simulate/engine.py): a decoding step takes `--base-s` plus `--per-sequence-s` per running
+Engines are emulated (gcore/emulate/engine.py): a decoding step takes `--base-s` plus `--per-sequence-s` per running
 request, at most `--slots` run at once, the others queue. Lengths of policy and judge are log-normal, with the same mean
 for every spread (sigma). Everything else is production code: two controllers with Collector, SampleContext,
 WeightedRewarder, JudgeSource (pointwise) and EnginePool. A barrier in the workflow separates the stages. The swap back
@@ -31,19 +31,18 @@ import json
 import math
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from workflow import ALPHABET, make_collector, make_config, make_source  # noqa: E402
-
+from bench.workflow import ALPHABET, make_collector, make_config, make_source  # noqa: E402
+from gcore.emulate.engine import EmulatedEngine, log_normal  # noqa: E402
 from gcore.placement.replica_speed import ReplicaSpeed  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 from gcore.simulate import VirtualLoop  # noqa: E402
-from gcore.simulate.engine import EmulatedEngine, log_normal  # noqa: E402
 
 VARIANTS = ("streaming", "staged, split", "staged, all")
 CONTROLLERS = 2
@@ -93,7 +92,7 @@ def make_engines(
 
 def make_workflow(variant: str, args: argparse.Namespace) -> Any:
     """The default workflow; for stages, with a barrier over all prompts of the step."""
-    from gcore.controller.workflow import generate_and_reward
+    from gcore.workflows.context import generate_and_reward
 
     if variant == "streaming":
         return generate_and_reward
@@ -127,9 +126,11 @@ async def rollout(
 ) -> dict[str, Any]:
     """One step of two controllers: seconds of the rollout phase, and busy times of the devices."""
     from gcore.clients import EngineClient
-    from gcore.controller.build import Roles
-    from gcore.controller.build_rewarder import build_rewarder
     from gcore.controller.collect import no_filter
+    from gcore.launch.build import Roles
+    from gcore.launch.build_rewarder import build_rewarder
+    from gcore.launch.machines import Machine
+    from gcore.launch.plan import make_plan
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.protocols import Rendezvous
 
@@ -138,7 +139,7 @@ async def rollout(
     policies, policy_busy = make_engines("engine", parts[0], args.policy_tokens, sigma, args)
     judges, judge_busy = make_engines("judge", parts[1], judge_tokens, sigma, args)
     tokenizer, hub, workflow = load_tokenizer(config.model), Hub(CONTROLLERS), make_workflow(variant, args)
-    plan: Any = SimpleNamespace(reward_workers=0, controllers=CONTROLLERS, grid=None)
+    plan = replace(make_plan(config, Machine(2, 0)), controllers=CONTROLLERS, reward_workers=0, role_nodes={})
     collectors = []
     for rank in range(CONTROLLERS):
         rewarder = build_rewarder(
@@ -170,7 +171,7 @@ async def rollout(
 
 
 def main() -> None:
-    from gcore.controller.build import quiet
+    from gcore.launch.build import quiet
 
     args = parse()
     quiet()

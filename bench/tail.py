@@ -41,13 +41,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from workflow import HERE, make_collector, make_config, make_source  # noqa: E402
-
+from bench.workflow import HERE, make_collector, make_config, make_source  # noqa: E402
+from gcore.emulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.replica_speed import ReplicaSpeed  # noqa: E402
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle  # noqa: E402
 from gcore.simulate import VirtualLoop  # noqa: E402
-from gcore.simulate.engine import EmulatedEngine, log_normal, unseeded  # noqa: E402
 
 CONTROLLERS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -107,11 +106,11 @@ class Team:
     """The controllers of a run: one group with a global target, or (`quotas`) independent controllers."""
 
     def __init__(self, variant: str, sigma: float, seed: int, args: argparse.Namespace) -> None:
-        from gcore.controller.workflow import generate_and_reward
         from gcore.prompts.tokenizer import load_tokenizer
         from gcore.protocols import Rendezvous
         from gcore.rewarding.rewarder import WeightedRewarder
         from gcore.rewarding.threads import FunctionSource
+        from gcore.workflows.context import generate_and_reward
 
         self.args, self.alone, self.times = args, variant == "quotas", list[float]()
         self.strict, self.keeps = variant == "strict", variant == "free, keep"
@@ -222,7 +221,7 @@ def population_mean(sigma: float, args: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    from gcore.controller.build import quiet
+    from gcore.launch.build import quiet
 
     args = parse()
     quiet()

@@ -8,12 +8,16 @@ trainer.train()                # every step is saved (worker.py) as soon as it i
 
 from __future__ import annotations
 
+import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from worker import save, started_at
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.worker import save, started_at
 
 
 class TrlSteps:
@@ -21,7 +25,7 @@ class TrlSteps:
 
     def __init__(self, cpu: bool, about: Callable[[int], dict[str, Any]]) -> None:
         self._cpu, self._about = cpu, about
-        self._seconds: Counter[str] = Counter()  # of this step
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of this step
         self._steps: list[dict[str, Any]] = []
         self._start_s, self._last = float("nan"), 0.0
 
@@ -82,3 +86,7 @@ class TrlSteps:
         if not self._cpu:
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+if __name__ == "__main__":  # a part of other benches
+    print(__doc__)

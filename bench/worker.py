@@ -26,6 +26,7 @@ STARTED = "BENCH_STARTED"  # environment: when the worker was started, in second
 TARGET = "BENCH_TARGET"  # environment: where `save` writes
 LOG_LINES = 25  # of a failed worker, printed
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+_failed: list[str] = []  # workers that did not end well
 
 
 def run_worker(
@@ -67,10 +68,17 @@ def run_worker(
     found: dict[str, Any] = json.loads(target.read_text()) if target.exists() else {}
     if code != 0:
         found["error"] = code if isinstance(code, str) else f"exit code {code}"
+        _failed.append(name)
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         print(f"{name}: {found['error']}\n  " + "\n  ".join(lines), file=sys.stderr, flush=True)
     print(f"{name}: ended after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return found
+
+
+def finish() -> None:
+    """The end of a bench: exit code 1 if a worker failed. What the others saved is printed before."""
+    if _failed:
+        sys.exit(f"failed: {', '.join(_failed)}")
 
 
 def _end_with_parent() -> None:
@@ -103,3 +111,7 @@ def save(result: Mapping[str, Any]) -> None:
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(result, default=str))
     partial.replace(target)
+
+
+if __name__ == "__main__":  # a part of other benches
+    print(__doc__)

@@ -106,9 +106,9 @@ def make_collector(
     from gcore.clients import EngineClient
     from gcore.content.text import TextModality
     from gcore.controller.collect import Collector
-    from gcore.controller.workflow import SharedContext
     from gcore.generation.pool import EnginePool
     from gcore.prompts.tokenizer import stop_tokens
+    from gcore.workflows.context import SharedContext
 
     pool = EnginePool([EngineClient(handle) for handle in engines], (group.rank, group.size))
     modality = TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer))
@@ -120,8 +120,8 @@ def make_collector(
 
 
 def make_engine(args: argparse.Namespace) -> Any:
+    from gcore.emulate.engine import EmulatedEngine, log_normal
     from gcore.placement.replica_speed import ReplicaSpeed
-    from gcore.simulate.engine import EmulatedEngine, log_normal
 
     return EmulatedEngine(
         ReplicaSpeed(
@@ -133,7 +133,7 @@ def make_engine(args: argparse.Namespace) -> Any:
 
 
 def measure(variant: str, args: argparse.Namespace) -> dict[str, Any]:
-    from gcore.controller.build import quiet
+    from gcore.launch.build import quiet
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -164,13 +164,13 @@ async def rollout(
     """One step of one controller."""
     import psutil
 
-    from gcore.controller.build import load_filter
-    from gcore.controller.workflow import generate_and_reward
+    from gcore.launch.build import load_filter
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.protocols import Rendezvous
     from gcore.rewarding.rewarder import WeightedRewarder
     from gcore.rewarding.threads import FunctionSource
     from gcore.runtime.local import Hub, LocalGroup, LocalHandle
+    from gcore.workflows.context import generate_and_reward
 
     spec, running = VARIANTS[variant], ConcurrencyCounter()
     sampling = {"prompts_per_step": programs, **spec.get("sampling", {})}

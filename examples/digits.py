@@ -63,10 +63,9 @@ def sample(checkpoint: Path, per_digit: int, seed: int) -> tuple[np.ndarray, np.
     from gcore.diffusion.samplers import schedule_of
 
     config = load_config(checkpoint.parent / "config.yaml")
-    denoiser, spec = (
-        load_denoiser(config, torch.device("cpu"), torch.float32, encoders=True),
-        config.generation.denoising,
-    )
+    denoiser = load_denoiser(config, torch.device("cpu"), torch.float32, encoders=True)
+    spec = config.generation.denoising
+    assert spec is not None  # the recipe of a diffusion model has it
     denoiser.load_state_dict(read(checkpoint / "weights", shapes(checkpoint / "weights")))
     schedule, labels = schedule_of(spec), np.repeat(np.arange(10), per_digit)
     latents = normals([10**6 + seed] * len(labels), range(len(labels)), denoiser.latent_shape, torch.device("cpu"))

@@ -1,6 +1,6 @@
 """Writes pairs of answers to sums, right and wrong, for a reward model that checks additions:
 
-    python examples/pairs.py runs/pairs && gcore train-rm recipes/reward_model.yaml
+    python examples/pairs.py runs/pairs && gcore train recipes/reward_model.yaml
 
 {"prompt": "46+85=", "chosen": "131", "rejected": "121"}. The problems and the held-out problems are those of
 recipes/quickstart.yaml: a policy trained with this reward is evaluated on sums that neither model was trained on.

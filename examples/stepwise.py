@@ -26,7 +26,7 @@ async def workflow(ctx: Context, prompt: Prompt) -> list[Scored]:
 async def grow(ctx: Context, rollout: Rollout) -> Rollout:
     while rollout.finish == "length":  # the chunk is full; a complete answer ends with "stop"
         branches = await ctx.branch(rollout, BRANCHES, max_tokens=CHUNK)
-        if len(branches[0].content.tokens_S) == len(rollout.content.tokens_S):
+        if branches[0].content.num_steps == rollout.content.num_steps:
             break  # the response has its maximum length
         scores = await ctx.score(SCORER, branches)
         rollout = max(zip(branches, scores, strict=True), key=lambda pair: pair[1] or 0.0)[0]

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from gcore.checkpoint import store
+from gcore.checkpoint.export import export as export_policy
+from gcore.checkpoint.export import locate
 from gcore.config.load import override, read_tree, validate
 from gcore.config.objects import is_object
 from gcore.config.tree import Config
-from gcore.controller.export import export as export_policy
-from gcore.controller.export import locate
-from gcore.controller.interrupt import outside_of_loops
-from gcore.controller.supervise import run
+from gcore.driver.interrupt import outside_of_loops
+from gcore.driver.supervise import run
 from gcore.observe.metrics import read_rows
 from gcore.observe.report import summary_text
 from gcore.observe.samples import read_samples
@@ -104,14 +104,17 @@ def train(
     workflow: Callable[..., Any] | None = None,
     filter: Callable[..., Any] | None = None,
     data: Any = None,
+    on_step: Callable[[Row], Any] | None = None,
 ) -> Result:
     """Train a policy. `recipe`: a Config, the path of a YAML file, or a mapping; `overrides`: as on the command line.
 
     `reward`: a function, a list of functions, or name -> function: they replace `rewards.functions`.
     `workflow`, `filter`: replace `workflow` and `sampling.filter`.
     `data`: rows to train on, a list of dicts or a datasets.Dataset: replaces `data.train`.
+    `on_step`: called in this process after each training step with its metrics; True ends the run: `run.on_step`.
     """
-    config = make_config(recipe, *overrides, reward=reward, workflow=workflow, filter=filter, data=data)
+    objects = {"reward": reward, "workflow": workflow, "filter": filter, "data": data, "on_step": on_step}
+    config = make_config(recipe, *overrides, **objects)
     _run(partial(run, config))
     return Result(config.run.folder, config)
 
@@ -159,6 +162,7 @@ def make_config(
     filter: Callable[..., Any] | None = None,
     data: Any = None,
     eval_data: Any = None,
+    on_step: Callable[[Row], Any] | None = None,
 ) -> Config:
     """One configuration of a recipe, overrides and objects. Raises UserError with all problems."""
     match recipe:
@@ -179,6 +183,7 @@ def make_config(
         ("sampling", "filter", filter),
         ("data", "train", data),
         ("data", "eval", eval_data),
+        ("run", "on_step", on_step),
     ):
         if value is not None:
             (tree if section is None else tree.setdefault(section, {}))[key] = value

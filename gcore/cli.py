@@ -1,4 +1,4 @@
-"""The command line: `gcore train | eval | sft | train-rm | plan | simulate | export | report | doctor`.
+"""The command line: `gcore train | eval | sft | plan | simulate | export | report | doctor`.
 
 Each command is one function that imports what it needs, so `gcore --help` is fast. Exit codes: 0 success, 1 failure,
 2 user error, 130 interrupted.
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("gcore: interrupted; all processes are stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        from gcore.controller.supervise import exit_code, explain
+        from gcore.driver.supervise import exit_code, explain
         from gcore.protocols import RoleDied, RoleError
 
         if not isinstance(error, RoleError | RoleDied):
@@ -68,10 +68,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_keys_for(unknown)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args
+
+
+def _keys_for(flags: Sequence[str]) -> str:
+    """The keys for the flags of another trainer: `--learning_rate 1e-6` ──> training.lr=..."""
+    from gcore.config.foreign_names import key_of, own_name
+    from gcore.config.load import all_keys
+
+    names = [flag.lstrip("-").partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")]
+    found = dict.fromkeys(key_of(own) for name in names if (own := own_name(name, set(all_keys()))))
+    return f" (keys are set without dashes: {' '.join(f'{key}=VALUE' for key in found)})" if found else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,9 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     sft = add("sft", _sft, "Supervised training: a recipe with `objective: sft`, or only the warm start of a recipe.")
     sft.add_argument("recipe")
     sft.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
-    reward_model = add("train-rm", _train_rm, "Train a scalar reward model on pairs of answers, for `rewards.models`.")
-    reward_model.add_argument("recipe", help="YAML file, see recipes/reward_model.yaml")
-    reward_model.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
     evaluate = add("eval", _eval, "Held-out accuracy of a recipe's model, a run or a checkpoint.")
     evaluate.add_argument(
         "target", help="a recipe (its starting model), runs/NAME (its last checkpoint) or runs/NAME/step_N"
@@ -110,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     report = add(
         "report",
         _report,
-        "Write one HTML page about one or more runs or simulations: use of the devices over time, and results.",
+        "Write an HTML page about one or more runs or simulations: use of the devices over time, and results; of a run "
+        "in its folder also a page of its samples.",
     )
     report.add_argument(
         "sources", nargs="+", metavar="RUN|SIMULATION.json", help="runs/NAME, or a file of `gcore simulate`"
@@ -181,10 +189,9 @@ def _parser() -> argparse.ArgumentParser:
 def _load(command: str, path: str, overrides: Sequence[str]) -> Any:
     """The configuration in a file. A valid file of another command is named as such, not by its unknown keys."""
     from gcore.config import Config, load_config
-    from gcore.config.reward_model import RewardModelConfig
     from gcore.simulate.scenario import Scenario
 
-    trees: dict[str, type[Any]] = {"train": Config, "train-rm": RewardModelConfig, "simulate": Scenario}
+    trees: dict[str, type[Any]] = {"train": Config, "simulate": Scenario}
     try:
         return load_config(path, overrides, into=trees[command], what="scenario" if command == "simulate" else "recipe")
     except UserError:
@@ -202,7 +209,7 @@ def _load(command: str, path: str, overrides: Sequence[str]) -> Any:
 def _train(args: argparse.Namespace) -> int:
     config = _load("train", args.recipe, args.overrides)
     if args.dry_run:
-        from gcore.controller.dry_run import dry_run
+        from gcore.launch.dry_run import dry_run
 
         dry_run(config)
         return 0
@@ -220,16 +227,8 @@ def _sft(args: argparse.Namespace) -> int:
     return _run_and_report(config)
 
 
-def _train_rm(args: argparse.Namespace) -> int:
-    from gcore.controller.train_rm import train_rm
-
-    config = _load("train-rm", args.recipe, args.overrides)
-    train_rm(config, lambda line: print(line, flush=True))
-    return 0
-
-
 def _run_and_report(config: Any) -> int:
-    from gcore.controller.supervise import run
+    from gcore.driver.supervise import run
     from gcore.observe.report import summary_text
 
     run(config)
@@ -239,11 +238,11 @@ def _run_and_report(config: Any) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     from gcore.config import load_config
-    from gcore.controller.supervise import run
+    from gcore.driver.supervise import run
 
     target = Path(args.target)
     if target.is_dir():
-        from gcore.controller.export import locate
+        from gcore.checkpoint.export import locate
 
         folder, checkpoint = locate(target)
         own = (f"run.resume={checkpoint}", "checkpoint.keep_best=0")  # its metric may be of another evaluation
@@ -263,26 +262,30 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from gcore.controller.export import adapter_folder, export
+    from gcore.checkpoint.export import adapter_folder, export
+    from gcore.checkpoint.export_pipeline import SAMPLING
 
     num_tensors = export(Path(args.source), Path(args.folder))
     if (adapters := adapter_folder(Path(args.folder))).is_dir():
         print(f"wrote {adapters}: only the adapters, in the format of PEFT (a diffusion model: of diffusers)")
+    if (sampling := Path(args.folder) / SAMPLING).is_file():
+        print(f"{sampling}: how to sample as in training; the default sigmas of diffusers may be another schedule")
     print(f"wrote {args.folder}; after reloading, its {num_tensors} tensors equal those of the checkpoint")
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
-    from gcore.observe.page import page_path, write_page
+    from gcore.observe.page import page_path, write_pages
 
     sources = [Path(source) for source in args.sources]
-    print(f"wrote {write_page(sources, Path(args.output) if args.output else page_path(sources))}")
+    for page in write_pages(sources, Path(args.output) if args.output else page_path(sources)):
+        print(f"wrote {page}")
     return 0
 
 
 def _plan_denoiser(args: argparse.Namespace) -> int:
-    from gcore.simulate.costs import gpu_of
-    from gcore.simulate.denoisers import DenoisingWork, denoiser_of, lines
+    from gcore.cost.costs import gpu_of
+    from gcore.cost.denoisers import DenoisingWork, denoiser_of, lines
 
     trained = args.denoising_steps - 1 if args.trained_steps is None else args.trained_steps
     work = DenoisingWork(
@@ -306,7 +309,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.denoiser:
         return _plan_denoiser(args)
 
-    from gcore.simulate.costs import gpu_of, shape_of
+    from gcore.cost.costs import gpu_of, shape_of
     from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
     from gcore.simulate.plan_table import show, show_backends, show_memory
     from gcore.simulate.planner import memory_by_width, plan
@@ -325,7 +328,7 @@ def _plan(args: argparse.Namespace) -> int:
         Constraints(**limits, modes=modes_of(args.mode), swap_s=args.swap_s, price=args.price),
     )
     if args.backends:
-        from gcore.simulate.backends import compare, work_of
+        from gcore.cost.backends import compare, work_of
 
         model, _, _, gpu, work, constraints = inputs
         update = work_of(work, constraints)
@@ -346,14 +349,11 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from gcore.simulate.table import USUAL, compare, show
+    from gcore.simulate.table import USUAL, compare, progress_to, show
 
     scenario = _load("simulate", args.scenario, args.overrides)
     names = [*(args.rule or USUAL), *(["oracle"] if args.oracle else [])]
-    progress = (lambda line: print(f"\r{line}\033[K", end="", file=sys.stderr)) if sys.stderr.isatty() else None
-    runs = compare(scenario, list(dict.fromkeys(names)), *([progress] if progress else []))
-    if progress:
-        progress("")
+    runs = compare(scenario, list(dict.fromkeys(names)), progress_to(sys.stderr))
     show(scenario, runs)
     if args.json:
         first, *_ = runs.values()
@@ -367,10 +367,10 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _doctor(args: argparse.Namespace) -> int:
     if args.cluster:
-        from gcore.controller.node_checks import cluster_doctor
+        from gcore.launch.node_checks import cluster_doctor
 
         return cluster_doctor(args.run_dir)
-    from gcore.controller.plan import detect_machine
+    from gcore.launch.plan import detect_machine
     from gcore.observe.doctor import doctor
 
     return doctor(detect_machine().gpus)

@@ -201,3 +201,12 @@ class ControllerClient(Client):
 
     async def mark_alive(self, name: str) -> None:
         await self.handle.call("mark_alive", name)
+
+    async def finished_step(self) -> dict[str, Any]:
+        """Only on controller 0, with run.on_step. Waits for the metrics of the next step."""
+        row: dict[str, Any] = await self.handle.call("finished_step")
+        return row
+
+    async def go_on(self, stop: bool) -> None:
+        """After `finished_step`. `stop`: the run ends."""
+        await self.handle.call("go_on", stop)

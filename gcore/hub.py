@@ -25,6 +25,7 @@ SMALL = (".json", ".model", ".txt", ".jinja", ".tiktoken")  # configuration and 
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TIMEOUT_S = 20.0
+MAX_HEADER = 100_000_000  # bytes, as in safetensors
 AnyModel = TypeVar("AnyModel", bound=Model)
 
 
@@ -58,6 +59,8 @@ def pin_model(model: AnyModel, key: str = "model") -> AnyModel:
     for name, path, revision in _paths(model):
         repo = Repo(path, revision, f"{key}.{name}")
         folder = _folder(repo, weights=False, code=model.trust_remote_code, pinning=True)
+        if name == "path" and not is_id(path):
+            found["path"] = str(folder)  # of a run: the export of now
         if is_id(path):
             found[repo.revision_key.rpartition(".")[2]] = folder.name  # .../snapshots/COMMIT
     return model.model_copy(update=found)
@@ -79,12 +82,13 @@ def tokenizer_folder(model: Model, key: str = "model") -> tuple[Path, str]:
 
 def config_file(path: str, key: str) -> Path:
     """Only config.json of the model with this id."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download
 
     repo = Repo(path, None, key)
     if (cached := _cached(repo)) is not None and (cached / "config.json").is_file():
         return cached / "config.json"
     try:
+        HfApi().model_info(path, timeout=TIMEOUT_S)  # without a connection it fails at once; the download would retry
         return Path(hf_hub_download(path, "config.json"))
     except Exception as error:  # any error: `explain` makes a one-line message
         raise explain(error, repo) from error
@@ -101,7 +105,7 @@ def _folder(repo: Repo, *, weights: bool, code: bool, pinning: bool = False) -> 
     """`repo.id` is a hub id only with a commit, or while it is being pinned. Otherwise, if the driver used a relative
     folder, a process in another working directory would download a model of that name from the hub."""
     if not is_id(repo.id) or not (pinning or repo.is_pinned):
-        folder = Path(repo.id)
+        folder = _newest_export(Path(repo.id))
         if not folder.is_dir():
             raise UserError(
                 f"{repo.key}: no such folder: {folder} (expected a Hugging Face folder on this machine, or an id of "
@@ -109,6 +113,8 @@ def _folder(repo: Repo, *, weights: bool, code: bool, pinning: bool = False) -> 
             )
         if repo.revision is not None:
             raise UserError(f"{repo.revision_key}={repo.revision}: {repo.key}={repo.id} is a folder; expected a hub id")
+        if weights:
+            _check_weights(folder, repo.key)
         return folder
     cached = _cached(repo)
     usable = cached is not None and (not weights or _has_weights(cached))
@@ -122,6 +128,13 @@ def _folder(repo: Repo, *, weights: bool, code: bool, pinning: bool = False) -> 
         if cached is not None and usable:
             return cached
         raise explain(error, repo) from error
+
+
+def _newest_export(folder: Path) -> Path:
+    """For `runs/NAME` the newest model that the run exported (checkpoint.export); other folders as they are."""
+    exported = folder.glob("hf/step_*") if not (folder / "config.json").exists() else ()
+    numbered = {int(path.name[5:]): path for path in exported if path.name[5:].isdigit()}
+    return numbered[max(numbered)] if numbered else folder
 
 
 def _cached(repo: Repo) -> Path | None:
@@ -156,6 +169,42 @@ def _has_weights(folder: Path) -> bool:
         if (folder / name).is_file():
             return True
     return False
+
+
+def _check_weights(folder: Path, key: str) -> None:
+    """UserError if a folder of the user has no weights, or an incomplete file, which libraries would not name."""
+    if (folder / "model_index.json").is_file():  # a pipeline of diffusers
+        folder = folder / "transformer"
+    if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf")):
+        raise UserError(f"{key}={folder}: no weights there; expected files *.safetensors")
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{key}: {index} cannot be read: {type(error).__name__}: {error}") from None
+        if missing := sorted(name for name in names if not (folder / name).is_file()):
+            raise UserError(f"{key}={folder}: no file {missing[0]}, which {index.name} names")
+    for file in sorted(folder.glob("*.safetensors")):
+        if problem := _damage(file):
+            raise UserError(f"{key}: {file} is no complete safetensors file: {problem}; copy or download it again")
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a safetensors file, by its header and its size; empty: nothing."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            if not 0 < length <= min(size - 8, MAX_HEADER):
+                return f"{size:,} bytes, and no header"
+            header = json.loads(content.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return f"its header is damaged: {type(error).__name__}: {error}"
+    expected = 8 + length + max(ends, default=0)
+    return "" if size == expected else f"{size:,} bytes; its header says {expected:,}"
 
 
 def _has_template(folder: Path) -> bool:

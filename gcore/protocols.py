@@ -9,7 +9,7 @@ Every call between processes is async, and every role has its own event loop. cl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -79,8 +79,7 @@ class RoleReport:
     requests: int = 0  # sent to a replica
     waiting: int = 0  # in the queue, sent to no replica yet
     calls: int = 0  # groups of siblings, or single questions to a judge
-    ended: tuple[int, ...] = ()  # lengths of the requests that ended since the last report
-    longest: tuple[int, ...] = ()  # longest request of each call
+    ended: tuple[tuple[int, ...], ...] = ()  # calls that ended since the last report: lengths of their requests
     replicas: Mapping[int, EngineStats] = field(default_factory=dict)  # of the replicas that this controller polls
 
 
@@ -178,7 +177,7 @@ class ControllerStatus:
 
 
 class Engine(Protocol):
-    """Generates completions. Implementations: generation/embedded.py, vllm.py, sglang.py, simulate/engine.py. Contract:
+    """Generates completions. Implementations: generation/embedded.py, vllm.py, sglang.py, emulate/engine.py. Contract:
     tests/contract/test_engine.py."""
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
@@ -249,6 +248,8 @@ class Rewarder(Protocol):
 
     pools: Sequence[ReplicaPool]  # of the judges and reward models that it calls
 
+    def check(self, columns: Collection[str]) -> None: ...  # UserError if a reward needs others than these
+
     async def reward(self, group: Sequence[Rollout]) -> list[Scored]:
         """The weighted sum of all rewards of the recipe. Raises RewardError when a reward could not be computed."""
         ...
@@ -301,7 +302,7 @@ class Rank(Protocol):
 
 class Trainer(Rank, Protocol):
     """Trains the policy, and the critic if that has no ranks of its own. Implementations: training/rank.py,
-    simulate/trainer.py."""
+    emulate/trainer.py."""
 
     async def prepare(self, batch: TrainBatch) -> Mapping[Key, float]:
         """Compute logprobs of the policy before the update and of the reference model, if the algorithm needs them.
@@ -391,13 +392,13 @@ class Rendezvous:
 
 
 class Context(Protocol):
-    """The methods that a workflow can call for its prompt. Implementation: controller/workflow.py."""
+    """The methods that a workflow can call for its prompt. Implementation: workflows/context.py."""
 
     async def generate(self, prompt: Prompt, n: int | None = None, **params: Any) -> list[Rollout]:
         """`n` more responses to the prompt, siblings of the earlier ones."""
         ...
 
-    def serve(self, prompt: Prompt, n: int | None = None) -> Any: ...  # sessions by HTTP: controller/endpoint.py
+    def serve(self, prompt: Prompt, n: int | None = None) -> Any: ...  # sessions by HTTP: workflows/endpoint.py
 
     async def given(self, prompt: Prompt, answers: Sequence[str | Sequence[Message]]) -> list[Rollout]: ...
 

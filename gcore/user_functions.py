@@ -45,7 +45,7 @@ def _callable(found: Any, path: str, key: str) -> Function:
 def _import_module(name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{key}: {name} does not import: {one_line(error)}") from error
 
 
@@ -67,7 +67,7 @@ def _import_file(name: str, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[unique]
-        if isinstance(error, Exception):
+        if isinstance(error, Exception | SystemExit):
             raise UserError(f"{key}: {name} does not import: {one_line(error)}") from error
         raise
     return module

@@ -9,7 +9,9 @@ format is that of a checkpoint on disk. It is deleted when the run ends, and whe
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -33,25 +35,31 @@ def open_memory(run_folder: Path) -> None:
     """Make the folder in shared memory, or keep that of the run before, which may have a checkpoint."""
     _delete_abandoned()
     link = run_folder / LINK
-    if link.is_dir():
+    if _held(run_folder) is not None:
         return
-    link.unlink(missing_ok=True)  # the machine was started again
+    if os.path.lexists(link):
+        if not link.is_symlink() or not _is_named(Path(os.readlink(link))):
+            got = f"a link to {os.readlink(link)}" if link.is_symlink() else "a file or folder"
+            raise UserError(
+                f"{link}: got {got}, which the run has not made; expected nothing there: move it away, or set "
+                "checkpoint.memory_every=0"
+            )
+        link.unlink()  # the machine was started again, or this folder is a copy of another run
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
     link.symlink_to(folder)
     (folder / OWNER).write_text(str(link.absolute()))
 
 
 def close_memory(run_folder: Path) -> None:
-    """Delete the checkpoints in memory, if there are any."""
-    link = run_folder / LINK
-    if link.is_symlink():
-        shutil.rmtree(link.resolve(), ignore_errors=True)
-        link.unlink()
+    """Delete the checkpoints in memory, if there are any. A link that is not of this run stays as it is."""
+    if (held := _held(run_folder)) is not None:
+        shutil.rmtree(held, ignore_errors=True)
+        (run_folder / LINK).unlink()
 
 
 def complete(run_folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first. If one step has two, that on disk comes after that in memory."""
-    return sorted([*store.complete(run_folder / LINK), *store.complete(run_folder)], key=store.position)
+    return sorted([*_in_memory(run_folder), *store.complete(run_folder)], key=store.position)
 
 
 def is_in_memory(checkpoint: Path) -> bool:
@@ -60,8 +68,35 @@ def is_in_memory(checkpoint: Path) -> bool:
 
 def drop(run_folder: Path) -> None:
     """Delete the checkpoints in memory: a newer one is on disk, or the run continues from an earlier step."""
-    for checkpoint in store.complete(run_folder / LINK):
-        shutil.rmtree(checkpoint, ignore_errors=True)
+    for checkpoint in _in_memory(run_folder):
+        store.remove(checkpoint)
+
+
+def _in_memory(run_folder: Path) -> list[Path]:
+    return store.complete(run_folder / LINK) if _held(run_folder) is not None else []
+
+
+def _held(run_folder: Path) -> Path | None:
+    """The folder in shared memory that the link names, if it was made for this run."""
+    link = run_folder / LINK
+    if not link.is_symlink():
+        return None
+    folder = Path(os.readlink(link))
+    try:
+        named = Path((folder / OWNER).read_text()) if _is_own(folder) else Path()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return folder if named.name == LINK and named.parent.resolve() == run_folder.resolve() else None
+
+
+def _is_named(folder: Path) -> bool:
+    return folder.parent == SHARED_MEMORY and folder.name.startswith(PREFIX)
+
+
+def _is_own(folder: Path) -> bool:
+    """A folder as `open_memory` makes them, and no link."""
+    about = folder.lstat()
+    return _is_named(folder) and stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
 
 
 def _delete_abandoned() -> None:
@@ -70,5 +105,6 @@ def _delete_abandoned() -> None:
     for owner in SHARED_MEMORY.glob(f"{PREFIX}*/{OWNER}"):
         with contextlib.suppress(OSError):  # another run deletes it at this moment
             link = owner.read_text()  # empty: it is being written, or the memory was full
-            if link and Path(link).parents[1].is_dir() and Path(link).resolve() != owner.parent.resolve():
+            gone = bool(link) and Path(link).parents[1].is_dir() and Path(link).resolve() != owner.parent.resolve()
+            if gone and _is_own(owner.parent):
                 shutil.rmtree(owner.parent, ignore_errors=True)

@@ -9,7 +9,6 @@ without it does not count. Checksums are verified after a fetch, like those of a
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +70,14 @@ class Remote:
         if not names or (have and store.position(have[-1]) >= store.position(Path(names[-1]))):
             return None
         partial = folder / f"{names[-1]}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
+        store.remove(partial)
         partial.mkdir(parents=True)
         source = f"{self._root}/{names[-1]}"
         for path in self._files.find(source):
             name = str(path).partition(f"{source.lstrip('/')}/")[2]
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             self._files.get_file(path, str(partial / name))
-        shutil.rmtree(folder / names[-1], ignore_errors=True)  # the rest of one that a kill has left without a manifest
+        store.remove(folder / names[-1])  # the rest of one that a kill has left without a manifest
         return partial.rename(folder / names[-1])
 
     def _delete(self, copy: str) -> None:

@@ -8,11 +8,12 @@ leaves a `.partial` folder, which is never read and which the next save removes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,13 +34,15 @@ def begin(folder: Path, step: int, need_bytes: int, kind: Kind = "step") -> Path
     """An empty folder to write into. UserError if the disk is too full. `kind`: "warm" during the warm start."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in (path for name in KINDS for path in folder.glob(f"{name}_*.partial")):
-        shutil.rmtree(stale, ignore_errors=True)
+        remove(stale)
     free = shutil.disk_usage(folder).free
     if free < need_bytes:
         what = f"step {step}" if kind == "step" else f"warm start step {step}"
+        last = complete(folder)[-1:]
+        kept = f"the last complete checkpoint, {last[0].name}, is kept" if last else "no earlier checkpoint is there"
         raise UserError(
-            f"{folder}: checkpoint of {what} needs {need_bytes / 2**20:.0f} MB, {free / 2**20:.0f} MB are free; "
-            "the last complete checkpoint is kept (keys: run.dir, checkpoint.keep_last, checkpoint.memory_every)"
+            f"{folder}: checkpoint of {what} needs {need_bytes / 2**20:.0f} MB, {free / 2**20:.0f} MB are free; {kept} "
+            "(keys: run.dir, checkpoint.keep_last, checkpoint.memory_every)"
         )
     partial = folder / f"{kind}_{step}.partial"
     partial.mkdir()
@@ -108,8 +111,17 @@ def _sealed(manifest: Mapping[str, Any]) -> str:
 def set_aside(checkpoint: Path, suffix: str = "old") -> Path:
     """Rename step_N to step_N.old, so that `resume=auto` ignores it."""
     old = checkpoint.with_name(f"{checkpoint.name}.{suffix}")
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
     return checkpoint.rename(old)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder, if it exists. Of a symbolic link, such as to a checkpoint that was moved to another disk, only
+    the link."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---- which remain ---------------------------------------------------------------------------------------------------
@@ -143,10 +155,11 @@ def retain(newest: Path, retention: Retention) -> None:
     scores = {path: read_manifest(path).get("score") for path in found} if retention.best else dict.fromkeys(found)
     for old in retention.dropped(scores, newest):
         # Without its manifest a folder is no checkpoint, so a kill in the middle leaves none that is damaged.
-        (old / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if not old.is_symlink():
+            (old / MANIFEST).unlink(missing_ok=True)
+        remove(old)
         for export in (old.name, f"{old.name}-adapter"):
-            shutil.rmtree(old.parent / EXPORTS / export, ignore_errors=True)
+            remove(old.parent / EXPORTS / export)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -232,6 +245,20 @@ def damaged(checkpoint: Path, name: str) -> UserError:
         f"{checkpoint / name}: damaged or missing; use an older checkpoint, or run.resume=auto, which does (key: "
         "run.resume)"
     )
+
+
+@contextlib.contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """UserError if the checkpoint is deleted in this block: a run that is training deletes old ones."""
+    try:
+        yield
+    except Exception as error:
+        if (checkpoint / MANIFEST).is_file():
+            raise
+        raise UserError(
+            f"{checkpoint}: deleted while it was read, by a run that is training; read a newer one, or keep more "
+            "(keys: checkpoint.keep_last, checkpoint.keep_every)"
+        ) from error
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from gcore.config.engines import ENGINES, EngineName, EngineTraits
 from gcore.config.objects import RowsPath
 
 Auto = Literal["auto"]
@@ -15,6 +18,7 @@ Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger one
 
 
 def _folder_name(name: str) -> str:
@@ -27,8 +31,35 @@ def _folder_name(name: str) -> str:
 FolderName = Annotated[str, AfterValidator(_folder_name)]
 
 
+def non_finite(value: Any) -> str:
+    """The place of a NaN or an infinity in nested lists and mappings: {"a": [1.0, math.nan]} -> "a.1 is nan". Empty:
+    all numbers are finite."""
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return "" if math.isfinite(value) else f" is {value}"
+    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if place := non_finite(item):
+            return f"{key}{'' if place.startswith(' ') else '.'}{place}"
+    return ""
+
+
+def _finite(args: dict[str, Any]) -> dict[str, Any]:
+    if place := non_finite(args):
+        raise ValueError(f"{place}; expected a finite number")
+    return args
+
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_finite)]
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,  # such a number ruins a run without an error
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
 
 
 class BuildVision(Section):
@@ -149,7 +180,8 @@ class Stored(Section):
 class Model(Section):
     path: str | None = None
     """Folder of a Hugging Face model (config.json, safetensors, tokenizer), or a hub id such as `Qwen/Qwen3-0.6B`, read
-    from the local cache or downloaded. A local folder of that name takes precedence."""
+    from the local cache or downloaded. A local folder of that name takes precedence. `runs/NAME`: the newest model that
+    this run exported (`checkpoint.export`)."""
     revision: str | None = None
     """Hub ids: branch, tag or commit. Default: `main`. The run's `config.yaml` records the commit."""
     build: BuildModel | None = None
@@ -233,7 +265,7 @@ class EmulatedTraining(Section):
 class Serving(Section):
     """How a language model is served, as policy or as judge."""
 
-    engine: Literal["embedded", "vllm", "sglang", "emulated"] = "embedded"
+    engine: EngineName = "embedded"
     """`embedded`: transformers models in G-Core's own batched engine; `vllm`, `sglang`: vLLM or SGLang, which must be
     installed, see docs/engines.md; `emulated`: random tokens from an emulated device that only sleeps, see
     docs/placement.md."""
@@ -261,9 +293,13 @@ class Serving(Section):
     """vLLM, SGLang: a separate seed per request, so that samples are reproducible; slower on GPUs. `auto`: only on
     CPU."""
 
+    @property
+    def traits(self) -> EngineTraits:
+        return ENGINES[self.engine]
+
     @model_validator(mode="after")
     def _device(self) -> Self:
-        if (self.engine == "emulated") != (self.emulated is not None):
+        if self.traits.computes == (self.emulated is not None):
             raise ValueError(
                 f"engine={self.engine}, section `emulated` is {'set' if self.emulated else 'not set'}; "
                 "expected it with engine=emulated, and only there"
@@ -289,7 +325,7 @@ def check_emulated(backend: str, training: EmulatedTraining | None, policy: Serv
             f"training.backend={backend}, section `training.emulated` is {'set' if training else 'not set'}; "
             "expected it with backend=emulated, and only there"
         )
-    if training is not None and policy.engine != "emulated":
+    if training is not None and policy.traits.computes:
         raise ValueError(
             f"training.backend=emulated has no weights for engines, got generation.engine={policy.engine}; expected "
             "generation.engine=emulated"

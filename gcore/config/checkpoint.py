@@ -28,9 +28,9 @@ class Checkpoint(Section):
     best_metric: str = "eval/accuracy"
     """The metric of `keep_best`; higher is better: `eval/pass@8`, `eval/NAME/accuracy`, ..."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """If a checkpoint cannot be written (full disk): `continue`: the run goes on with a warning and tries again at the
-    next one; `stop`: the run ends. The last complete checkpoint is kept. A run whose last checkpoint fails ends with an
-    error."""
+    """If a checkpoint, or a file of metrics, samples or spans, cannot be written (full disk): `continue`: the run goes
+    on with a warning and tries again at the next one; `stop`: the run ends. The last complete checkpoint is kept. A run
+    whose last checkpoint fails ends with an error."""
     copy_to: str | None = None
     """A URL that fsspec can open (`s3://bucket/runs`; needs its driver, such as `s3fs`): each checkpoint is also copied
     to `URL/NAME/step_N`, in the background. `run.resume=auto` fetches the newest copy if it is newer than what

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 class Critic(Section):
     model: Model | None = None
-    """Where the value network of `adv_estimator: gae` starts: a reward model (`gcore train-rm`) or a language model,
-    with the tokenizer of the policy. A language model gets a value head of zeros. If the policy takes images, of the
-    same family. Default: the policy at the start of reinforcement learning; with `model.lora`, the weights in its
+    """Where the value network of `adv_estimator: gae` starts: a reward model (`objective: reward_model`) or a language
+    model, with the tokenizer of the policy. A language model gets a value head of zeros. If the policy takes images, of
+    the same family. Default: the policy at the start of reinforcement learning; with `model.lora`, the weights in its
     folder."""
     lr: NonNegative = 1e-5
     """Peak learning rate; the schedule is that of `training`."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from gcore.config.base import NonNegative, PositiveInt, Section
+from gcore.config.engines import engines_with
 
 if TYPE_CHECKING:
     from gcore.config.tree import Config
@@ -124,8 +125,8 @@ def check_denoising(config: Config) -> None:
         raise ValueError(f"generation.denoising: {what} is for language models; expected a policy without a critic")
     if training.backend != "fsdp":
         raise ValueError(f"generation.denoising: got training.backend={training.backend}; expected fsdp")
-    if generation.engine != "embedded":
-        raise ValueError(f"generation.denoising: got engine={generation.engine}; expected embedded")
+    if not generation.traits.denoises:
+        raise ValueError(f"generation.denoising: got engine={generation.engine}; expected {engines_with('denoises')}")
     if generation.temperature != 1 or generation.top_p != 1 or generation.top_k or generation.keep_sampling_mask:
         raise ValueError(
             "generation.denoising: temperature, top_p, top_k and keep_sampling_mask are of language models"

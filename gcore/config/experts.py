@@ -6,7 +6,13 @@ from typing import Literal
 
 from gcore.config.base import Section
 
-REPLAYABLE = ("qwen2_moe", "qwen3_moe", "mixtral", "granitemoe", "gpt_oss")  # families with a test: gcore/decoders.py
+REPLAYABLE = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "granitemoe",
+    "gpt_oss",
+)  # families with a test: models/decoders.py
 
 
 class ExpertTraining(Section):

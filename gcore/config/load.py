@@ -6,42 +6,19 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from gcore.config.foreign_names import key_of, leaves, own_name
+from gcore.config.secrets import redacted
 from gcore.config.tree import Config
 from gcore.types import UserError
 
-FOREIGN_NAMES = {  # names in other trainers
-    "learning_rate": "training.lr",
-    "num_generations": "sampling.samples_per_prompt",
-    "group_size": "sampling.samples_per_prompt",
-    "rollout_n": "sampling.samples_per_prompt",
-    "n_samples_per_prompt": "sampling.samples_per_prompt",
-    "train_batch_size": "sampling.prompts_per_step",
-    "rollout_batch_size": "sampling.prompts_per_step",
-    "per_device_train_batch_size": "sampling.prompts_per_step",
-    "max_completion_length": "generation.max_response_length",
-    "max_new_tokens": "generation.max_response_length",
-    "beta": "algorithm.kl_coef",
-    "kl_loss_coef": "algorithm.kl_coef",
-    "epsilon": "algorithm.clip_ratio_low",
-    "epsilon_high": "algorithm.clip_ratio_high",
-    "clip_ratio": "algorithm.clip_ratio_low",
-    "max_steps": "run.steps",
-    "total_training_steps": "run.steps",
-    "save_steps": "checkpoint.every",
-    "save_freq": "checkpoint.every",
-    "output_dir": "run.dir",
-    "tensor_model_parallel_size": "generation.tensor_parallel",
-    "vllm_tensor_parallel_size": "generation.tensor_parallel",
-}
 MOVED = {"training.tensor_parallel": "placement.trainer.tensor_parallel"}  # of several keys of this name
-SECRET_WORDS = ("token", "secret", "password", "api_key", "apikey")
 Tree = TypeVar("Tree", bound=BaseModel)
 
 
@@ -87,8 +64,11 @@ def read_tree(path: str | Path, what: str = "recipe") -> dict[str, Any]:
         raise UserError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not a text file: {error}") from None
+    except OSError as error:  # that of a run belongs to its user
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{file}: got {type(tree).__name__}; expected keys and values at the top level")
+        got = "an empty file" if tree is None else type(tree).__name__
+        raise UserError(f"{file}: got {got}; expected keys and values at the top level")
     return tree
 
 
@@ -136,25 +116,8 @@ def validate(tree: dict[str, Any], source: str, into: type[Tree]) -> Tree:
 
 
 def dump_config(config: BaseModel) -> str:
-    """The resolved tree as YAML, secrets redacted."""
-    own = {key.rpartition(".")[2] for key in all_keys(type(config))}
-    return yaml.safe_dump(_redact(config.model_dump(mode="json"), own), sort_keys=False)
-
-
-def _redact(value: Any, own: Set[str], secret: bool = False) -> Any:
-    """Redacts all values below a key whose name suggests a secret, except our own keys (`tokenizer`) and numbers of
-    tokens (`max_completion_tokens`)."""
-    if isinstance(value, dict):
-        return {k: _redact(v, own, secret or _is_secret(str(k), v, own)) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_redact(v, own, secret) for v in value]
-    return "<redacted>" if secret and value is not None else value
-
-
-def _is_secret(key: str, value: Any, own: Set[str]) -> bool:
-    if key in own or (key.endswith("tokens") and isinstance(value, int | float)):
-        return False
-    return any(word in key.lower() for word in SECRET_WORDS)
+    """The resolved tree as YAML, without secrets."""
+    return yaml.safe_dump(redacted(config.model_dump(mode="json")), sort_keys=False)
 
 
 def override(tree: dict[str, Any], word: str) -> None:
@@ -195,15 +158,36 @@ def _explain_all(error: ValidationError, keys: list[str]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for number, entry in enumerate(error.errors()):
         where = ".".join(str(part) for part in entry["loc"] if not _is_union_tag(part))
-        lines.setdefault(where or str(number), []).append(_explain(where, entry, keys))
+        foreign = _explain_section(where, entry["input"], keys) if entry["type"] == "extra_forbidden" else {}
+        for place, line in (foreign or {where or str(number): _explain(where, entry, keys)}).items():
+            lines.setdefault(place, []).append(line)
     return ["; or ".join([first, *(o.removeprefix(f"{w}: ") for o in others)]) for w, (first, *others) in lines.items()]
+
+
+def _explain_section(where: str, section: Any, keys: list[str]) -> dict[str, str]:
+    """Of a section of another trainer, such as `actor_rollout_ref`: one line per key that has a counterpart, and one
+    for the others. Empty: it is none."""
+    paths = list(leaves(section, where)) if isinstance(section, dict) else []
+    known = [path for path in paths if own_name(path, keys)]
+    others = [path.removeprefix(f"{where}.") for path in paths if path not in known]
+    ours = {key.partition(".")[0] for key in keys} - {where}
+    if not known or difflib.get_close_matches(where, ours, 1, cutoff=0.8):  # `generations` is a slip
+        return {}
+    more = f", and {len(others) - 5} more" if len(others) > 5 else ""
+    rest = {where: f"{where}: no key for {', '.join(others[:5])}{more}"} if others else {}
+    return {path: _unknown(path, own_name(path, keys)) for path in known} | rest
+
+
+def _unknown(where: str, nearest: str | None) -> str:
+    if nearest is None:
+        return f"{where}: unknown key"
+    return f"{where}: unknown key; did you mean {key_of(nearest)}?{nearest.removeprefix(key_of(nearest))}"
 
 
 def _explain(where: str, error: Any, keys: list[str]) -> str:
     match error["type"]:
         case "extra_forbidden":
-            nearest = _nearest_key(where, keys)
-            return f"{where}: unknown key" + (f"; did you mean {nearest}?" if nearest else "")
+            return _unknown(where, _nearest_key(where, keys))
         case "missing":
             return f"{where}: not set; expected a value (this key is required)"
         case "value_error":
@@ -214,23 +198,26 @@ def _explain(where: str, error: Any, keys: list[str]) -> str:
 
 
 def _is_union_tag(part: Any) -> bool:
-    return isinstance(part, str) and (part in ("int", "str", "float", "constrained-int") or "[" in part)
+    return isinstance(part, str) and (
+        part in ("int", "str", "float", "constrained-int", "constrained-float") or "[" in part
+    )
 
 
 def _nearest_key(where: str, keys: list[str]) -> str | None:
     """The first of: a name of another trainer, a similar name in the same section (a very similar one, if another
-    section has this name), the same name in another section, a similar name there, a similar path."""
+    section or another trainer has this name), the same name in another section, a similar name there, a similar
+    path."""
     section, _, name = where.rpartition(".")
     if MOVED.get(where) in keys:
         return MOVED[where]
-    if FOREIGN_NAMES.get(name) in keys:
-        return FOREIGN_NAMES[name]
     inside = ".".join(part for part in section.split(".") if not part.isdigit())  # functions.0.name: any item
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == inside]
-    same = [key for key in keys if key.rpartition(".")[2] == name]
-    close = difflib.get_close_matches(name, siblings, 1, cutoff=0.8 if same else 0.6)
+    same, foreign = [key for key in keys if key.rpartition(".")[2] == name], own_name(where, keys)
+    close = difflib.get_close_matches(name, siblings, 1, cutoff=0.8 if same or foreign else 0.6)
     if close:
         return f"{section}.{close[0]}" if section else close[0]
+    if foreign:
+        return foreign
     if same:
         return same[0]
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}

@@ -1,5 +1,5 @@
 """The degrees of training.backend=megatron, and what contradicts them. The shape of the model is checked before a run
-starts (controller/preflight.py)."""
+starts (launch/preflight.py)."""
 
 from __future__ import annotations
 

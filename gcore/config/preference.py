@@ -75,7 +75,11 @@ class ObjectiveView:
         data: Any
         generation: Any
         rewards: Any
+        run: Any
         sampling: Any
+        training: Any
+        placement: Any
+        model: Any
 
     @property
     def needs(self) -> Needs:
@@ -108,6 +112,8 @@ class ObjectiveView:
 
     def check_objective(self) -> None:
         """Raises ValueError if other keys contradict the objective."""
+        if not self.run.steps and not (self.training.warm_start and self.training.warm_start.steps):
+            raise ValueError("run.steps=0 without training.warm_start: nothing is trained; expected at least 1 step")
         if not self.rewards.names and not self.is_offline:
             raise ValueError(
                 "rewards: got no reward; expected one or more of rewards.functions, models, judges, http or by_workflow"
@@ -122,13 +128,15 @@ class ObjectiveView:
                 f"algorithm.adv_estimator=gdpo normalizes each reward by itself and then needs its weight, which "
                 f"rewards.by_workflow={self.rewards.by_workflow} has not; expected another estimator, such as grpo"
             )
-        at_one = [j for j in self.rewards.judges if j.mode == "teacher" and j.engine in ("vllm", "sglang")]
+        at_one = [j for j in self.rewards.judges if j.mode == "teacher" and j.traits.scores_at_one]
         if at_one and self.generation.temperature != 1:
             raise ValueError(
                 f"generation.temperature={self.generation.temperature}: the teacher {at_one[0].name!r} is on "
                 f"engine={at_one[0].engine}, which returns logprobs of given tokens at temperature 1 only; expected 1, "
                 "or engine=embedded for the teacher"
             )
+        if self.objective == "reward_model":
+            self._check_reward_model()
         if self.needs.labels and self.preference.pairs == "rollouts":
             raise ValueError(
                 f"objective={self.objective} needs labels of the dataset; expected preference.pairs=dataset"
@@ -143,6 +151,19 @@ class ObjectiveView:
                 f"objective={self.objective} trains on answers of the dataset, which have no policy version; expected "
                 "sampling.max_staleness=0 and no sampling.surplus=keep"
             )
+
+    def _check_reward_model(self) -> None:
+        training, trainer = self.training, self.placement.trainer
+        for key, given, expected in (
+            ("rewards", bool(self.rewards.names), "none: nothing is generated"),
+            ("preference.pairs", self.preference.pairs == "rollouts", "dataset"),
+            ("model.lora", self.model.lora is not None, "none: all weights are trained"),
+            ("training.warm_start", training.warm_start is not None, "none"),
+            ("training.context_parallel", training.context_parallel > 1, "1"),
+            ("placement.trainer.tensor_parallel", trainer.tensor_parallel > 1, "1"),
+        ):
+            if given:
+                raise ValueError(f"objective=reward_model: got {key}; expected {expected}")
 
 
 def with_pair_filter(tree: Mapping[str, Any]) -> dict[str, Any]:

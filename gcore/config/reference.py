@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from gcore.config.load import FOREIGN_NAMES, items_of, sections_of
+from gcore.config.foreign_names import TABLES, key_of
+from gcore.config.load import items_of, sections_of
 from gcore.config.tree import Config
 
 HEAD = """# Configuration
@@ -22,8 +23,8 @@ training.lr=1e-5`). Unknown keys and values of a wrong type are errors. They are
 once, each with the nearest valid key. Relative paths start from the folder in which `gcore` is started.
 This page is generated from `gcore/config/tree.py` by `make docs`.
 """
-FOREIGN = """The key that a message suggests for a name of TRL, verl or OpenRLHF. Batch sizes there may count samples or
-devices; `sampling.prompts_per_step` counts prompts over all devices.
+FOREIGN = """The key that a message suggests for a name of another trainer, see [migration](migration.md). Of a nested
+name the longest ending counts: `actor_rollout_ref.actor.optim.lr` ends with `optim.lr`; `critic.optim.lr` is longer.
 """
 TITLES = ("| key | type | default | meaning |", "|---|---|---|---|")
 MIN_REPEATED = 4  # keys of a section that is not written a second time
@@ -37,9 +38,14 @@ def reference() -> str:
     written: dict[str, set[str]] = {}
     for name, info, section in sections:
         lines += [f"\n## `{name}`\n", _text(info.description), "", *TITLES, *_rows(section, f"{name}.", written)]
-    lines += ["\n## Names in other trainers\n", FOREIGN, "| TRL, verl, OpenRLHF | key |", "|---|---|"]
-    lines += [f"| `{name}` | `{key}` |" for name, key in FOREIGN_NAMES.items()]
-    return "\n".join(lines) + "\n"
+    lines += ["\n## Names in other trainers\n", FOREIGN]
+    for trainer, names in TABLES.items():
+        lines += [f"| {trainer} | key |", "|---|---|"]
+        lines += [
+            f"| `{name}` | `{(key := key_of(answer))}`{answer.removeprefix(key)} |" for name, answer in names.items()
+        ]
+        lines += [""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _rows(section: type[BaseModel], prefix: str, written: dict[str, set[str]]) -> list[str]:

@@ -5,13 +5,17 @@ redacted tree of the checkpoint, tree of this run ──changes──> ["trainin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
+
+from gcore.config.secrets import redacted
+from gcore.types import UserError
 
 FREE = (
     *("run.name", "run.dir", "run.resume", "run.resume_anyway", "controllers", "runtime"),
-    *("run.max_restarts", "run.hang_s", "run.no_progress_s", "faults*"),
+    *("run.epochs", "run.on_step", "run.max_restarts", "run.hang_s", "run.no_progress_s", "faults*"),
     *("placement.*", "checkpoint.*", "observe.*", "evaluation.*"),
     *("training.compile", "training.activation_checkpointing", "training.offload", "training.max_tokens_per_gpu"),
     *("training.max_bad_updates", "*.emulated*"),
@@ -28,15 +32,23 @@ UNSET = "not set"
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Keys whose change makes the results differ from those of one uninterrupted run."""
-    old, new = dict(_leaves(before)), dict(_leaves(after))
+    old, new = dict(_leaves(redacted(before))), dict(_leaves(redacted(after)))
     free = list(FREE)
-    if old.get("training.schedule") == new.get("training.schedule") == "constant":
+    is_constant = old.get("training.schedule") == new.get("training.schedule") == "constant"
+    if is_constant or "auto" in (old.get("run.steps"), new.get("run.steps")):  # `auto`: not counted yet
         free.append("run.steps")  # other schedules end with the last step
     return [
         f"{key}: {old.get(key, UNSET)} -> {new.get(key, UNSET)}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key, UNSET) != new.get(key, UNSET) and not any(fnmatchcase(key, pattern) for pattern in free)
     ]
+
+
+def refusal(checkpoint: Path, listed: Sequence[str]) -> UserError:
+    return UserError(
+        f"{checkpoint} was made by a run that differs: {'; '.join(listed)}. The results would be those of neither run; "
+        "change it back, or set run.resume_anyway=true"
+    )
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gcore.config.base import Auto, Count, Fraction, Model, NonNegative, PositiveInt, Seconds, Section, Serving
+from gcore.config.base import (
+    Arguments,
+    Auto,
+    Count,
+    Fraction,
+    Model,
+    NonNegative,
+    PositiveInt,
+    Seconds,
+    Section,
+    Serving,
+)
+from gcore.config.engines import engines_with
 from gcore.config.objects import FunctionPath
 
 # names of other metrics reward/NAME
@@ -28,7 +40,7 @@ class RewardFunction(Section):
     instances are callable with one of them, or a factory that returns such a function."""
     weight: float = 1.0
     """Weight in the sum."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Extra keyword arguments of every call; for a class or factory, the arguments of its one call."""
     timeout_s: Seconds | None = None
     """A call that takes longer is killed and fails; default: `rewards.timeout_s`."""
@@ -48,7 +60,7 @@ class ScalarReward(Section):
     """Name in the logs: `reward/NAME`."""
     model: Model
     """A sequence-classification model with one label (Bradley-Terry), with its own tokenizer and chat template.
-    `gcore train-rm` trains one."""
+    `objective: reward_model` trains one."""
     weight: float = 1.0
     """Weight in the sum."""
     replicas: PositiveInt = 1
@@ -81,7 +93,7 @@ class Judge(Serving):
     retries: Count = 5
     """`url`: retries after a timeout, status 429 or 5xx, a connection error or an invalid answer, with growing,
     jittered delays; other 4xx fail immediately."""
-    extra: dict[str, Any] = {}
+    extra: Arguments = {}
     """`url`: further parameters of each request; null removes one of `max_tokens`, `temperature`, `top_p`."""
     max_concurrent: PositiveInt = 256
     """Maximum number of sequences that a replica decodes at once; further requests queue. `url`: maximum number of
@@ -130,9 +142,9 @@ class Judge(Serving):
     @model_validator(mode="after")
     def _one_backend(self) -> Judge:
         """A key without effect is an error, unless it has its default value: a saved config contains all keys."""
-        if self.mode == "teacher" and (self.model is None or self.engine not in ("embedded", "vllm", "sglang")):
+        if self.mode == "teacher" and (self.model is None or not self.traits.scores):
             raise ValueError(
-                f"mode=teacher needs a model on engine=embedded, vllm or sglang, got engine={self.engine}"
+                f"mode=teacher needs a model on engine={engines_with('scores')}, got engine={self.engine}"
                 f"{', url' if self.url else ''}: other engines do not return logprobs of given tokens"
             )
         if not self.template and self.mode != "teacher":

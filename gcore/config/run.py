@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from gcore.config.base import Count, FolderName, PositiveInt, Seconds, Section
+from gcore.config.base import Auto, Count, FolderName, PositiveInt, Seconds, Section, Seed
+from gcore.config.objects import FunctionPath
+
+DEFAULT_STEPS = 100
 
 
 class Run(Section):
@@ -15,10 +18,18 @@ class Run(Section):
     """Name of the run, without path separators; its files are in `DIR/NAME`."""
     dir: str = "runs"
     """Folder that holds the runs."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of all randomness: data order, sampling noise, weights of a model built from scratch."""
-    steps: Count = 100
-    """Training steps."""
+    steps: Count | Auto = "auto"
+    """Training steps. `auto`: those of `epochs`; 100 without `epochs`."""
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Length of the run in passes over `data.train`: `epochs` x rows / `sampling.prompts_per_step` steps, rounded up.
+    Rows that are dropped (too long, bad images) do not count: all are read before the run starts. An epoch counts the
+    prompts that are trained on; those that `sampling.filter` drops are drawn in addition. If `steps` is a number too,
+    the run ends with the smaller one."""
+    on_step: FunctionPath | None = None
+    """A function that is called after each training step with its metrics, `file.py:NAME` or `package.module:NAME`. If
+    it returns True, the run ends after this step, see docs/extending.md."""
     resume: str = "never"
     """`never`: start a new run (an existing run of that name is renamed); `auto`: continue from the last complete
     checkpoint if there is one; or the path of a checkpoint `.../step_N` or `.../warm_N`. With `auto`, a damaged
@@ -38,6 +49,13 @@ class Run(Section):
     @property
     def folder(self) -> Path:
         return Path(self.dir) / self.name
+
+    @property
+    def total_steps(self) -> int:
+        """With `epochs`, only after launch/epochs.py has counted the prompts; 0 before."""
+        if self.steps == "auto":
+            return DEFAULT_STEPS if self.epochs is None else 0
+        return self.steps
 
 
 class Fault(Section):

@@ -1,7 +1,7 @@
 """The configuration tree of `gcore train`. Every key is a field with a docstring.
 
 Imports neither torch nor ray, so that `gcore train --dry-run`, editors and tests load it fast. Unknown keys are errors.
-Each fact is configured once: derived values are properties, or are resolved by `controller/plan.py`.
+Each fact is configured once: derived values are properties, or are resolved by `launch/plan.py`.
 The reference in docs/configuration.md is generated from this file (`python -m gcore.config.reference`).
 """
 
@@ -14,6 +14,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from gcore.config.algorithm import Algorithm as Algorithm
 from gcore.config.base import (
+    Arguments,
     Auto,
     Count,
     EmulatedTraining,
@@ -35,6 +36,7 @@ from gcore.config.checkpoint import Checkpoint as Checkpoint
 from gcore.config.critic import Critic as Critic
 from gcore.config.critic import CriticPlacement, CriticView, check_critic
 from gcore.config.denoising import Denoising, check_denoising, with_length
+from gcore.config.engines import engines_with
 from gcore.config.evaluation import Evaluation as Evaluation
 from gcore.config.evaluation import SetName
 from gcore.config.experts import ExpertTraining
@@ -60,7 +62,7 @@ class Dataset(Stored):
     """A generated task instead of `path`: `arithmetic`, `needle`, `digits` (images; needs the extra `vision`),
     `draw_digits` (needs the extra `diffusion`), `reasoning_gym/NAME` (needs the extra `reasoning-gym`), or a function
     `package.module:NAME` or `file.py:NAME` that returns rows."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Arguments of the task."""
     size: PositiveInt | None = None
     """Use at most this many rows."""
@@ -148,9 +150,10 @@ class Generation(Serving):
 
     @model_validator(mode="after")
     def _mask(self) -> Generation:
-        if self.keep_sampling_mask and self.engine != "embedded":
+        if self.keep_sampling_mask and not self.traits.sampling_mask:
             raise ValueError(
-                f"keep_sampling_mask=true needs engine=embedded: engine={self.engine} does not return the set of "
+                f"keep_sampling_mask=true needs engine={engines_with('sampling_mask')}: engine={self.engine} does not "
+                "return the set of "
                 "tokens that top_p and top_k keep; set generation.keep_sampling_mask=false, or top_p=1 and top_k=0"
             )
         return self
@@ -303,13 +306,13 @@ class Config(ObjectiveView, CriticView, Section):
     depend on it."""
     runtime: Literal["ray", "local"] = "ray"
     """`ray`: one process per replica or rank, on one machine or several (RAY_ADDRESS joins a cluster); `local`:
-    everything in one process, for debuggers."""
-    workflow: FunctionPath = "gcore.controller.workflow:generate_and_reward"
+    everything in one process, all controllers too, for debuggers."""
+    workflow: FunctionPath = "gcore.workflows.context:generate_and_reward"
     """The function that makes a group of samples, `file.py:NAME` or `package.module:NAME`, see docs/extending.md."""
     objective: Objective = "policy"
     """What is trained. `policy`: reinforcement learning with `algorithm`; `sft`: the answers of the dataset; all
-    others: pairs of answers, by the loss of this name, see docs/preference.md. `reward_model`: only for `gcore
-    train-rm`."""
+    others: pairs of answers, by the loss of this name, see docs/preference.md. `reward_model`: a scalar
+    reward model, on pairs of answers."""
     preference: Preference = Preference()
     """Training on pairs."""
     algorithm: Algorithm = Algorithm()

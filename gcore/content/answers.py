@@ -4,7 +4,7 @@
     prompt, [assistant, user, assistant]          ──> the turns of the conversation; those of the user are masked
 
 Each turn is tokenised on its own, so the prompt has the same tokens as in a rollout (content/text.py adds turns in the
-same way).
+same way). A reward model reads the whole conversation, rendered and tokenised at once, in training and in serving.
 """
 
 from __future__ import annotations
@@ -46,6 +46,37 @@ def answer_steps(
         parts.append((np.array([tokenizer.eos_token_id], np.int32), True))
     tokens = np.concatenate([part for part, _ in parts])
     return Tokens.steps(tokens), np.concatenate([np.full(len(part), own, np.bool_) for part, own in parts])
+
+
+def scored_conversation(
+    tokenizer: Any, prompt: Sequence[Message], answer: str | Sequence[Message]
+) -> tuple[Tokens, Bools]:
+    """What a reward model scores. Its only step is the last token: see training/score_model.py."""
+    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    try:
+        (tokens,) = tokens_of(tokenizer, [render(tokenizer, [*prompt, *turns])])
+    except ValueError as error:
+        raise UserError(f"{error} (set model.chat_template)") from None
+    return Tokens.split(tokens, 1), np.ones(1, np.bool_)
+
+
+def render(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """A whole conversation as text. Raises ValueError if the template rejects it."""
+    from jinja2 import TemplateError
+
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=False)
+    except (TemplateError, TypeError) as error:  # an unknown role, content that is not text, ...
+        roles = [message.get("role") for message in messages]
+        cause = " ".join(str(error).split())
+        raise ValueError(f"the chat template rejects messages of roles {roles}: {cause}") from None
+    return text
+
+
+def tokens_of(tokenizer: Any, texts: Sequence[str]) -> list[Ints]:
+    """Tokens of rendered conversations. No special tokens are added: the template contains them."""
+    ids = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [np.asarray(text, dtype=np.int32) for text in ids]
 
 
 def _turn(tokens: Ints, stop_tokens: Sequence[int]) -> tuple[Ints, Ints]:

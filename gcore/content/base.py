@@ -102,3 +102,7 @@ class Modality(Protocol):
         """What rewards score and people read, for each content: for language models the text of all steps. Must not
         block the event loop."""
         ...
+
+    def hidden_steps(self, content: Content, output: Any) -> list[tuple[int, str]]:
+        """Steps that the output leaves out, such as special tokens: their places in it, and names. For people."""
+        ...

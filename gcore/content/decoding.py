@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from gcore.types import Ints
@@ -24,7 +25,13 @@ class TextDecoder:
     """Special tokens are left out of the text. Other threads may encode with the same tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._decode = _without_lock(tokenizer) or (lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
+        self.decode = _without_lock(tokenizer) or (lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = {
+            *getattr(tokenizer, "all_special_ids", ()),
+            *(i for i, token in added.items() if token.special),
+        }
+        self._names: Callable[[int], str] = lambda number: str(tokenizer.convert_ids_to_tokens(number))
 
     async def texts(self, sequences: Sequence[Ints]) -> list[str]:
         """The text of each sequence, in the same order. A few are decoded at once: a thread would take longer."""
@@ -33,7 +40,27 @@ class TextDecoder:
         return await asyncio.get_running_loop().run_in_executor(_THREAD, self._all, sequences)
 
     def _all(self, sequences: Sequence[Ints]) -> list[str]:
-        return [self._decode(tokens.tolist()) for tokens in sequences]
+        return [self.decode(tokens.tolist()) for tokens in sequences]
+
+    def hidden(self, tokens: Ints, text: str) -> list[tuple[int, str]]:
+        """The special tokens that `text`, the text of the tokens, leaves out: the place in the text, and the token.
+        Equal ones in a row are one entry."""
+        ids: list[int] = tokens.tolist()
+        runs = [(special, list(run)) for special, run in groupby(ids, self._special.__contains__)]
+        pieces = ["" if special else self.decode(run) for special, run in runs]
+        if "".join(pieces) != text:  # the text of a piece depends on what is before it
+            ends = accumulate(len(run) for _, run in runs)
+            wholes = [self.decode(ids[:end]) for end in ends]
+            if not wholes or wholes[-1] != text:
+                return []
+            pieces = [whole[len(before) :] for before, whole in pairwise(["", *wholes])]
+        found, place = list[tuple[int, str]](), 0
+        for (special, run), piece in zip(runs, pieces, strict=True):
+            if special:
+                equal = ((number, len(list(same))) for number, same in groupby(run))
+                found += [(place, self._names(n) + (f" x {count}" if count > 1 else "")) for n, count in equal]
+            place += len(piece)
+        return found
 
 
 def _without_lock(tokenizer: Any) -> Callable[[list[int]], str] | None:

@@ -158,5 +158,8 @@ class LatentModality:
     def between_turns(self, content: Content, feedback: Any) -> Latents:
         raise UserError("ctx.proceed: a picture has no next turn; expected only ctx.generate (key: workflow)")
 
+    def hidden_steps(self, content: Content, output: Any) -> list[tuple[int, str]]:
+        return []
+
     async def outputs(self, contents: Sequence[Content]) -> list[ArrayRef | None]:
         return [latents_of(content).picture for content in contents]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gcore.config.tree import Generation
-from gcore.content.answers import answer_steps
+from gcore.content.answers import answer_steps, scored_conversation
 from gcore.content.base import Content, Modality
 from gcore.content.decoding import TextDecoder
 from gcore.content.media import resolve
@@ -91,8 +91,9 @@ class TextModality:
         return Tokens(tokens, own_context=True)
 
     def answer(self, prompt: Prompt, answer: str | Sequence[Message]) -> tuple[Tokens, Bools]:
-        """The steps of an answer that was not generated, and which of them the assistant wrote."""
-        return answer_steps(self._tokenizer, self._params.stop_tokens, prompt.messages, answer)
+        """The prompt with an answer that was not generated, and which of its steps the assistant wrote."""
+        steps, mask_S = answer_steps(self._tokenizer, self._params.stop_tokens, prompt.messages, answer)
+        return tokens_of(prompt.content).extended(steps), mask_S
 
     def between_turns(self, content: Content, feedback: str | Sequence[Message]) -> Tokens:
         """A string is used as it is. Messages are rendered with the chat template, after the end of the last turn. They
@@ -111,6 +112,9 @@ class TextModality:
     def step_texts(self, content: Content) -> list[str]:
         """The text of every token."""
         return [self._tokenizer.decode([token]) for token in tokens_of(content).tokens_S.tolist()]
+
+    def hidden_steps(self, content: Content, output: str) -> list[tuple[int, str]]:
+        return self._decoder.hidden(tokens_of(content).tokens_S, output)
 
     def _check_alphabet(self, texts: Sequence[Any]) -> None:
         alphabet = frozenset(getattr(self._tokenizer, "alphabet", ""))  # of a model built from scratch
@@ -172,6 +176,16 @@ class TextModality:
             **({"tools": list(tools)} if tools else {}),
         )
         return text
+
+
+class ConversationModality(TextModality):
+    """For the training of reward models: an answer is a whole conversation of one step."""
+
+    def answer(self, prompt: Prompt, answer: str | Sequence[Message]) -> tuple[Tokens, Bools]:
+        return scored_conversation(self._tokenizer, prompt.messages, answer)
+
+    async def outputs(self, contents: Sequence[Content]) -> list[str]:
+        return await self._decoder.texts([tokens_of(content).tokens_T for content in contents])
 
 
 def _images(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:

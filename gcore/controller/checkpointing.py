@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -28,10 +27,10 @@ from gcore.checkpoint import memory, store
 from gcore.checkpoint.pending_groups import load_pending_groups, pending_bytes, write_pending_groups
 from gcore.checkpoint.remote import Remote
 from gcore.config.load import dump_config, parse_yaml
-from gcore.config.resume import changes
+from gcore.config.resume import changes, refusal
 from gcore.controller.collect import Collector, merge_places
 from gcore.controller.setup import Setup
-from gcore.prompts.source import PromptSource
+from gcore.prompts.source import PromptSource, sample_digest
 from gcore.types import Scored, UserError, Written
 
 MARGIN_BYTES = 16 << 20  # for texts of ready groups and small files
@@ -85,6 +84,7 @@ class Checkpointer:
         self._folder = setup.config.run.folder
         self._source, self._collector, self._dispatcher = source, collector, setup.dispatcher
         self._placement, self._trainers_in_use = setup.placement, setup.weight_resender.trainers_in_use
+        self._sampled = sample_digest(source.rows)
         self._tree = parse_yaml(dump_config(setup.config))  # without secrets
         self._in_flight: asyncio.Task[str] | None = None  # result: why it failed, or ""
         self._failure = ""  # of the last save
@@ -92,10 +92,10 @@ class Checkpointer:
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
-    async def save_if_due(self, step: int, score: float | None = None) -> None:
-        """`score`: of the evaluation of this step, for checkpoint.keep_best."""
+    async def save_if_due(self, step: int, score: float | None = None, last: bool = False) -> None:
+        """`score`: of the evaluation of this step, for checkpoint.keep_best; `last`: the run ends after it."""
         keys, folder = self._config.checkpoint, None
-        if step == self._config.run.steps or (keys.every and step % keys.every == 0):
+        if last or step == self._config.run.total_steps or (keys.every and step % keys.every == 0):
             folder = self._folder
         elif keys.memory_every and step % keys.memory_every == 0:
             folder = self._folder / memory.LINK
@@ -131,6 +131,8 @@ class Checkpointer:
                 **merge_places(places, self._config.sampling.strict),
                 "prompts": len(self._source),
                 "data": self._source.digest,
+                "rows": len(self._source.rows),
+                "sampled": self._sampled,
                 "version": __version__,
                 "config": self._tree,
                 "placement": self._placement.saved(),
@@ -200,7 +202,7 @@ class Checkpointer:
             files = {name: entry for each in written for name, entry in each.files.items()}
             error = error or await asyncio.to_thread(self._commit, save, files)
             if error:
-                await asyncio.to_thread(shutil.rmtree, save.partial, ignore_errors=True)
+                await asyncio.to_thread(store.remove, save.partial)
         error = str((await self._background.all_gather("checkpoint committed", error))[0])
         if error:
             self._note(error)
@@ -250,14 +252,14 @@ class Checkpointer:
         """In a process of its own: the controller neither imports torch nor waits for its interpreter."""
         target = self._folder / store.EXPORTS
         partial = target / ".partial"
-        shutil.rmtree(partial, ignore_errors=True)
+        store.remove(partial)
         command = [sys.executable, "-m", "gcore.cli", "export", str(checkpoint), str(partial / checkpoint.name)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise OSError("".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]))
             for folder in partial.iterdir():  # with model.lora also that of the adapters
-                shutil.rmtree(target / folder.name, ignore_errors=True)
+                store.remove(target / folder.name)
                 folder.rename(target / folder.name)
         except OSError as error:  # the checkpoint itself is complete
             self._status.note(f"{checkpoint.name} is saved, but not exported: {error}")
@@ -319,13 +321,9 @@ class Checkpointer:
             found.append(f"the version of G-Core: {state['version']} -> {__version__}")
         if not found:
             return
-        listed = "; ".join(found)
         if not self._config.run.resume_anyway:
-            raise UserError(
-                f"{checkpoint} was made by a run that differs: {listed}. The results would be those of neither run; "
-                "change it back, or set run.resume_anyway=true"
-            )
-        self._status.note(f"resumed although this changed (run.resume_anyway): {listed}")
+            raise refusal(checkpoint, found)
+        self._status.note(f"resumed although this changed (run.resume_anyway): {'; '.join(found)}")
 
     def set_aside_later(self, position: RunPosition) -> None:
         """On controller 0: rename checkpoints after `position`. The resumed run makes these steps again."""

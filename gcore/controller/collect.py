@@ -28,12 +28,12 @@ from gcore.config.sampling import Sampling, acceptance_rate
 from gcore.controller.prompt_ledger import Place, PromptLedger, merge_places
 from gcore.controller.run_workflow import reason_of, run_workflow
 from gcore.controller.step_ledger import FAILURES, NO_SPREAD, ProgressReport, StepLedger
-from gcore.controller.workflow import SharedContext, Workflow
 from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.curriculum import Curriculum, Passed
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
 from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
+from gcore.workflows.context import SharedContext, Workflow
 
 __all__ = ["Collected", "Collector", "Filter", "answer_all", "merge_places", "no_filter", "spread"]
 

@@ -20,14 +20,14 @@ from pathlib import Path
 from gcore.clients import CriticClient, EngineClient, TrainerClient
 from gcore.config.tree import Config
 from gcore.controller.rank_group import C, RankGroup
+from gcore.cost.shapes import model_shape
+from gcore.cost.workload import CostModel
 from gcore.generation.pool import EnginePool
 from gcore.observe.links import Link, Links, Reach
 from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.preparation.samples import meta_of
 from gcore.preparation.step_times import StepTimes
-from gcore.preparation.workload import CostModel
 from gcore.protocols import Group, Metric, TrainerInfo, UpdateStats, add_metrics
-from gcore.simulate.shapes import model_shape
 from gcore.types import Floats, Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch, UserError, Written
 from gcore.weights.transfer import WeightTransfer, copy_policy
 

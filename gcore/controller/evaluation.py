@@ -21,12 +21,12 @@ from gcore.config.evaluation import Evaluation
 from gcore.controller.collect import answer_all
 from gcore.controller.record import Recorder, exact_sum
 from gcore.controller.setup import Setup
-from gcore.controller.workflow import stored_answers
 from gcore.observe.values import Row
 from gcore.placement.monitor import RolloutProgress
 from gcore.preparation.samples import to_sample
 from gcore.prompts.source import PromptSource
 from gcore.types import Prompt, Scored
+from gcore.workflows.context import stored_answers
 
 Sums = dict[str, tuple[Fraction, int]]  # metric -> sum, number of values
 
@@ -40,13 +40,16 @@ class Evaluator:
         self._contexts = setup.eval_contexts()
         self._recorder, self._held_out = recorder, held_out
         self._dispatcher, self._given = setup.dispatcher, setup.sample_context()
+        self._evaluated: tuple[int, dict[str, Any]] = 0, {}  # the step of the last call, and its row
 
-    async def evaluate_if_due(self, step: int) -> float | None:
-        """The value of checkpoint.best_metric, if there was an evaluation."""
-        every, row = self._config.observe.eval_every, dict[str, Any]()
-        if step == self._config.run.steps or (every and step % every == 0):
-            row = await self.evaluate(step)
-        return row.get(self._config.checkpoint.best_metric)
+    async def evaluate_if_due(self, step: int, last: bool = False) -> float | None:
+        """The value of checkpoint.best_metric, if there was an evaluation. `last`: of the run; a second call for the
+        same step, if the user ended the run after the first."""
+        every, is_last = self._config.observe.eval_every, last or step == self._config.run.total_steps
+        if self._evaluated[0] != step:
+            due = is_last or (every and step % every == 0)
+            self._evaluated = (step, await self.evaluate(step)) if due else (0, {})
+        return self._evaluated[1].get(self._config.checkpoint.best_metric)
 
     async def evaluate(self, step: int) -> dict[str, Any]:
         """The row of metrics. `step`: the last completed step."""

@@ -5,7 +5,7 @@
         prepare         engines free their memory; each sample goes to the trainer rank that trains on it; advantages
         train           one optimizer step per mini-batch, on all trainer ranks
         update_weights  choose the engines of the next rollout and send them the new weights: version + 1
-        record          one row of metrics; then evaluation and checkpoint, when due
+        record          one row of metrics; then evaluation, the user's function and checkpoint, when due
 
 Controllers synchronize only in `all_gather` (called in the modules that this one uses), and exchange only metadata
 there. Samples go directly from a controller to trainer ranks, weights directly from trainer ranks to engines.
@@ -35,6 +35,10 @@ class Controller:
         # Called when a replica dies, and after its restart: see replicas.py.
         self.mark_dead, self.mark_alive = setup.replicas.mark_dead, setup.replicas.mark_alive
         self.begin_restart, self.restore = setup.replicas.begin_restart, setup.replicas.restore
+        self.finished_step = setup.gate.finished_step
+
+    async def go_on(self, stop: bool) -> None:
+        self._setup.gate.go_on(stop)
 
     async def status(self) -> ControllerStatus:
         return dataclasses.replace(await self._setup.status.take(), unreachable=self._setup.replicas.unreachable())
@@ -43,7 +47,8 @@ class Controller:
         """`gcore train`: the whole run."""
         with self._setup.replicas.watched():
             services, step = await open_run(self._setup)  # prompts, checkpoint or warm start, first weights
-            while step < services.config.run.steps:
+            stopped = False  # by the user's function
+            while step < services.config.run.total_steps and not stopped:
                 step += 1
                 with services.status.timed("step", step):
                     collected = await rollout(services, step)
@@ -54,7 +59,9 @@ class Controller:
                         await update_weights(services, step)
                 await services.recorder.record_step(step, collected, metas, stats)
                 score = await services.evaluator.evaluate_if_due(step)
-                await services.checkpointer.save_if_due(step, score)
+                if stopped := await services.ends_by_user(step):
+                    score = await services.evaluator.evaluate_if_due(step, last=True)
+                await services.checkpointer.save_if_due(step, score, last=stopped)
             await services.close()
 
     async def evaluate(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from gcore.clients import EngineClient
 from gcore.config.tree import Config
 from gcore.controller.dispatch import Dispatcher
-from gcore.controller.plan import first_split
+from gcore.launch.plan import first_split
 from gcore.observe.placement_log import PlacementLog
 from gcore.placement.baselines import colocated
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split

@@ -17,9 +17,9 @@ from typing import Generic, TypeVar
 
 from gcore.clients import CriticClient, TrainerClient
 from gcore.config.tree import Config
+from gcore.cost.workload import CostModel
 from gcore.observe.links import Links
 from gcore.preparation.balance import join_parts, make_layout, num_parts
-from gcore.preparation.workload import CostModel
 from gcore.protocols import Group, TrainerInfo
 from gcore.types import Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch, Written
 

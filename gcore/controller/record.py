@@ -21,6 +21,7 @@ from gcore.controller.collect import Collected
 from gcore.controller.setup import Setup
 from gcore.controller.step_ledger import REWARD_ERROR
 from gcore.generation.pool import EnginePool
+from gcore.observe.files import problem
 from gcore.observe.histograms import counted
 from gcore.observe.links import Link, Reach, link_row
 from gcore.observe.metrics import MetricsWriter
@@ -28,7 +29,7 @@ from gcore.observe.samples import SampleLog
 from gcore.observe.values import Row
 from gcore.preparation.samples import overlong, samples_digest
 from gcore.protocols import UpdateStats, add_metrics
-from gcore.types import SampleMeta, Scored
+from gcore.types import SampleMeta, Scored, UserError
 
 
 class Recorder:
@@ -41,6 +42,7 @@ class Recorder:
         self._dispatcher, self._placement = setup.dispatcher, setup.placement
         self._vision = setup.vision
         self._writer, self._samples = writer, samples
+        self.last_row: Row = {}  # of the last step, with its evaluation
 
     async def record_step(
         self, step: int, collected: Collected, metas: Sequence[SampleMeta], rank_stats: Sequence[UpdateStats]
@@ -81,6 +83,8 @@ class Recorder:
         if self._samples is not None:
             self._samples.write(step, {meta.prompt_id for meta in metas}, collected.groups)
         self._tracer.flush()
+        if self._config.checkpoint.on_failure == "stop" and (unwritten := problem(self._config.run.folder)):
+            raise UserError(f"{unwritten}; free some space, then run.resume=auto (checkpoint.on_failure=stop)")
         self._status.finished(step)
 
     def _take_links(self) -> Counter[tuple[Link, Reach]]:
@@ -95,6 +99,7 @@ class Recorder:
                 self._samples.write_eval(step, own, name)
 
     def write(self, row: Row) -> None:
+        self.last_row = {**self.last_row, **row} if row["step"] == self.last_row.get("step") else row
         self._status.add_row(row)
         if self._writer is not None:
             self._writer.log(row)

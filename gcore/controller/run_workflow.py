@@ -15,9 +15,10 @@ from pathlib import Path
 
 import gcore
 from gcore.controller.step_ledger import REWARD_ERROR, WORKFLOW_ERROR
-from gcore.controller.workflow import SampleContext, SharedContext, Workflow
 from gcore.protocols import RoleDied, RoleError
+from gcore.rewarding.source import is_finite
 from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
+from gcore.workflows.context import SampleContext, SharedContext, Workflow
 
 
 async def run_workflow(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> list[Scored]:
@@ -46,7 +47,7 @@ async def _run(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> lis
         raise UserError(f"workflow cancelled itself at prompt {prompt.id}; expected a list of Scored") from None
     except (UserError, RewardError, RoleError, RoleDied):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() in a workflow must not end the process silently
         line = _line_of(workflow, error)
         if line is None:
             raise
@@ -55,7 +56,7 @@ async def _run(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> lis
     return _checked(group, prompt, shared.least_siblings)
 
 
-def _line_of(workflow: Workflow, error: Exception) -> str | None:
+def _line_of(workflow: Workflow, error: BaseException) -> str | None:
     """Where a user's workflow raised, as `flow.py:12 in workflow`; None: the workflow is part of G-Core."""
     code = getattr(inspect.unwrap(workflow), "__code__", None)
     if code is None or Path(code.co_filename).is_relative_to(Path(gcore.__file__).parent):
@@ -69,11 +70,24 @@ def reason_of(error: Exception) -> str:
     return WORKFLOW_ERROR if isinstance(error, WorkflowError) else REWARD_ERROR
 
 
+def _described(group: object) -> str:
+    """What a workflow has returned instead of its samples: a list of str, a list without items, Rollout"""
+    if not isinstance(group, list):
+        return type(group).__name__
+    others = sorted({type(item).__name__ for item in group if not isinstance(item, Scored)})
+    return f"a list of {', '.join(others)}" if others else "a list without items"
+
+
 def _checked(group: list[Scored], prompt: Prompt, least: int) -> list[Scored]:
     if not isinstance(group, list) or not group or not all(isinstance(s, Scored) for s in group):
         raise UserError(
-            f"workflow returned {type(group).__name__} for prompt {prompt.id}; expected a non-empty list of Scored, "
+            f"workflow returned {_described(group)} for prompt {prompt.id}; expected a non-empty list of Scored, "
             "as `await ctx.reward(group)` returns (key: workflow)"
+        )
+    if unusual := [s.reward for s in group if not is_finite(s.reward)]:
+        raise UserError(
+            f"workflow returned the reward {unusual[0]!r} for prompt {prompt.id}; expected a finite number "
+            "(key: workflow)"
         )
     if any(len(s.rollout.versions_S) == 0 for s in group):
         raise UserError(f"workflow returned a sample without steps for prompt {prompt.id} (key: workflow)")

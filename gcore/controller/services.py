@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gcore.config.tree import Config
 from gcore.controller.checkpointing import Checkpointer
@@ -13,6 +13,7 @@ from gcore.controller.placement import RolloutPlacement
 from gcore.controller.record import Recorder
 from gcore.controller.replicas import WeightResender
 from gcore.controller.status import LiveStatus
+from gcore.driver.on_step import StepGate
 from gcore.preparation.samples import Scoring
 from gcore.protocols import Group, Rewarder
 
@@ -33,6 +34,17 @@ class Services:
     evaluator: Evaluator
     checkpointer: Checkpointer
     status: LiveStatus  # for the progress view
+    gate: StepGate = field(default_factory=StepGate)  # to the driver, with run.on_step
+
+    async def ends_by_user(self, step: int) -> bool:
+        """Whether the user's function (run.on_step) ends the run after this step."""
+        if self.config.run.on_step is None:
+            return False
+        self.status.show("on_step")
+        stop = await self.gate.wait(self.recorder.last_row if self.controllers.rank == 0 else None)
+        if stop:
+            self.status.note(f"run.on_step ended the run after step {step}")
+        return stop
 
     async def close(self) -> None:
         """Call after the last step."""

@@ -8,28 +8,28 @@ controller/start_run.py makes the services of the training loop from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from gcore.config.tree import Config
 from gcore.content.base import Modality
 from gcore.content.latents import LatentModality
-from gcore.content.text import TextModality
+from gcore.content.text import ConversationModality, TextModality
 from gcore.content.vision import VisionProcessor
-from gcore.controller.build import Roles, load_filter, load_workflow, sleep_level, trace_folder
-from gcore.controller.build_rewarder import build_rewarder
 from gcore.controller.collect import Filter
 from gcore.controller.dispatch import Dispatcher
-from gcore.controller.gpu_assignment import CRITIC, TRAINER
-from gcore.controller.own_algorithm import make_scoring
 from gcore.controller.placement import AllEngines, RolloutPlacement, SlotPlacement
-from gcore.controller.plan import Plan
 from gcore.controller.replicas import Replicas, WeightResender
-from gcore.controller.router_replay import replays_experts
 from gcore.controller.status import LiveStatus
-from gcore.controller.workflow import SharedContext, Workflow, stored_answers
+from gcore.driver.on_step import StepGate
 from gcore.generation.pool import EnginePool
+from gcore.launch.build import Roles, load_filter, load_workflow, sleep_level, trace_folder
+from gcore.launch.build_rewarder import build_rewarder
+from gcore.launch.gpu_assignment import CRITIC, TRAINER
+from gcore.launch.own_algorithm import make_scoring
+from gcore.launch.plan import Plan
+from gcore.launch.router_replay import replays_experts
 from gcore.observe.links import Links
 from gcore.observe.trace import Tracer
 from gcore.placement.grid import POLICY
@@ -37,6 +37,7 @@ from gcore.preparation.samples import Scoring
 from gcore.prompts.processor import load_processor
 from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
 from gcore.protocols import Group, Rewarder
+from gcore.workflows.context import SharedContext, Workflow, stored_answers
 
 MEDIA = "media"  # folder of a run: pixels and inputs of vision towers
 
@@ -59,6 +60,7 @@ class Setup:
     replicas: Replicas
     status: LiveStatus
     tracer: Tracer
+    gate: StepGate = field(default_factory=StepGate)  # after a step, with run.on_step
     vision: VisionProcessor | None = None  # of a model that takes images
     eval_modality: Modality | None = None  # with other sampling parameters in evaluations
 
@@ -83,7 +85,8 @@ def _modalities(config: Config, tokenizer: Any, vision: VisionProcessor | None) 
     if generation.denoising is not None:
         return LatentModality(generation), LatentModality(in_evaluations)
     stops, longest = stop_tokens(config.model, tokenizer), config.data.max_prompt_length
-    make = partial(TextModality, tokenizer=tokenizer, stop_tokens=stops, max_prompt_length=longest, vision=vision)
+    kind = ConversationModality if config.objective == "reward_model" else TextModality
+    make = partial(kind, tokenizer=tokenizer, stop_tokens=stops, max_prompt_length=longest, vision=vision)
     return make(generation, keep_experts=replays_experts(config)), make(in_evaluations)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from gcore.config.secrets import learn, redacted
 from gcore.controller.checkpointing import START, Checkpointer, RunPosition
 from gcore.controller.collect import Collector
 from gcore.controller.evaluation import Evaluator
@@ -18,12 +19,9 @@ from gcore.controller.warm_start import warm_start
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.placement_log import rewind_placement
 from gcore.observe.samples import SampleLog, rewind_samples
-from gcore.prompts.answers import load_answered
 from gcore.prompts.conditions import templater_of
 from gcore.prompts.curriculum import make_curriculum
-from gcore.prompts.rows import load_rows
-from gcore.prompts.source import PromptSource, Row, Templater, add_digests, check_bad_rows, measure
-from gcore.prompts.tokenizer import stop_tokens
+from gcore.prompts.source import PromptSource, Templater, add_digests, check_bad_rows, measure, rows_of
 from gcore.types import UserError
 
 
@@ -61,6 +59,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
             evaluator=Evaluator(setup, recorder, held_out),
             checkpointer=checkpointer,
             status=setup.status,
+            gate=setup.gate,
         )
         if position.before_training:
             await warm_start(services, source, position.warmed or 0)
@@ -68,7 +67,7 @@ async def open_run(setup: Setup) -> tuple[Services, int]:
             await _send_first_weights(setup, collector, version=0)
     if position.before_training:
         await services.evaluator.evaluate(position.step)
-    if config.run.steps == 0:  # `gcore sft`: the warm start is the whole run
+    if config.run.total_steps == 0:  # `gcore sft`: the warm start is the whole run
         async with setup.weight_resender.trainers_in_use:
             await checkpointer.save(RunPosition(position.step, warmed=None))
     return services, position.step
@@ -109,34 +108,34 @@ async def _load_prompts(setup: Setup) -> tuple[PromptSource, dict[str, PromptSou
 
 async def _load(setup: Setup, split: Literal["train", "eval"], templater: Templater, shuffle: bool) -> PromptSource:
     """Each controller measures a part of the rows. The numbers of rows that fit are gathered."""
-    key, limit = templater.key, setup.config.data.max_prompt_length
-    config, dataset = setup.config, templater.spec
-    has_answers, longest = config.trains_on_answers(split), config.generation.max_response_length
-    stops = stop_tokens(config.model, setup.tokenizer) if has_answers else ()
-
-    def answers_fit(row: Row) -> bool:
-        return all(steps.num_steps <= longest for steps, _ in templater.answers(row, stops))
-
-    media = setup.vision is not None
-    rows = load_answered(dataset, config.needs, key) if has_answers else load_rows(dataset, key, media)
+    config, key, limit = setup.config, templater.key, setup.config.data.max_prompt_length
+    rows, answers = rows_of(config, split, templater, setup.tokenizer, media=setup.vision is not None)
     part = setup.controllers.rank, setup.controllers.size
-    mine = measure(rows, templater, limit, *part, answers_fit if has_answers else None)
+    mine = measure(rows, templater, limit, *part, answers, setup.rewarder.check if answers is None else None)
     parts = await setup.controllers.all_gather(f"prompts of {key}", mine)
     kept = sorted(i for part in parts for i in part.kept)
     too_long = sorted(i for part in parts for i in part.too_long)
-    over = "" if not has_answers else f" or answers over generation.max_response_length={longest}"
+    if equal := sorted(i for part in parts for i in part.equal):
+        setup.status.note(f"{key}: dropped {len(equal)} of {len(rows)} pairs whose two answers are equal{_some(equal)}")
+    longest = config.generation.max_response_length
+    over = "" if answers is None else f" or answers over generation.max_response_length={longest}"
     if too_long:
         setup.status.note(
-            f"{key}: dropped {len(too_long)} of {len(rows)} prompts over data.max_prompt_length={limit}{over} "
-            f"(rows {', '.join(map(str, too_long[:5]))}{', ...' if len(too_long) > 5 else ''})"
+            f"{key}: dropped {len(too_long)} of {len(rows)} prompts over data.max_prompt_length={limit}{over}"
+            f"{_some(too_long)}"
         )
     bad = {index: why for part in parts for index, why in part.bad.items()}
     if message := check_bad_rows(bad, len(rows), setup.config.data.media.max_bad_rows, key):
         setup.status.note(message)
     if not kept:
-        raise UserError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}{over}")
+        what = "pairs have two equal answers or prompts" if equal else "prompts are"
+        raise UserError(f"{key}: all {len(rows)} {what} longer than data.max_prompt_length={limit}{over}")
     digest = add_digests(part.digest for part in parts)
     return PromptSource(rows, kept, templater, setup.config.run.seed, shuffle, digest)
+
+
+def _some(rows: list[int]) -> str:
+    return f" (rows {', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''})"
 
 
 # ---- resume ---------------------------------------------------------------------------------------------------------
@@ -181,8 +180,10 @@ def _open_recorder(setup: Setup) -> Recorder:
     """Call after `_resume`, which truncates the files that the recorder appends to."""
     config, rank, folder = setup.config, setup.controllers.rank, setup.config.run.folder
     writer = samples = None
+    learn(config.model_dump(mode="json"))
     if per_step := config.observe.samples_per_step:
-        samples = SampleLog(folder, rank, config.run.seed, per_step, config.run.steps)
+        hidden = setup.modality.hidden_steps
+        samples = SampleLog(folder, rank, config.run.seed, per_step, config.run.total_steps, hidden)
     if rank == 0:
-        writer = MetricsWriter(folder, config.observe, config.run.name, config.model_dump(mode="json"))
+        writer = MetricsWriter(folder, config.observe, config.run.name, redacted(config.model_dump(mode="json")))
     return Recorder(setup, writer, samples)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from gcore import faults
+from gcore.observe.files import take_notes
 from gcore.observe.trace import Tracer
 from gcore.observe.values import Row
 from gcore.protocols import ControllerStatus
@@ -79,5 +80,5 @@ class LiveStatus:
     async def take(self) -> ControllerStatus:
         """The current status, with rows and notes since the last call."""
         rows, self._rows = self._rows, []
-        notes, self._notes = self._notes, []
+        notes, self._notes = [*self._notes, *take_notes()], []
         return ControllerStatus(f"controller-{self._rank}", self._stage, self._detail, self._step, rows, notes)

@@ -10,7 +10,8 @@ from gcore.diffusion.denoiser import BuiltDenoiser, Denoiser
 
 def load_denoiser(config: Config, device: torch.device, dtype: torch.dtype, *, encoders: bool) -> Denoiser:
     """`encoders`: with text encoders and VAE, for engines. The same seed builds the same weights in every process.
-    Buffers keep their precision, as in models.py: positions and frequencies of the trainer are not rounded either."""
+    Buffers keep their precision, as in models/networks.py: positions and frequencies of the trainer are not
+    rounded either."""
     if config.model.denoiser is not None:
         denoiser: Denoiser = BuiltDenoiser(config.model.denoiser, config.run.seed)
     else:
@@ -26,7 +27,7 @@ def load_denoiser(config: Config, device: torch.device, dtype: torch.dtype, *, e
 def check_denoiser(config: Config) -> None:
     """Before the start, without weights: the transformer is of a supported kind, and has the layers that model.lora
     names. Raises UserError."""
-    from gcore.models import adapters_of
+    from gcore.models.networks import adapters_of
 
     with torch.device("meta"):
         if config.model.denoiser is not None:

@@ -37,8 +37,9 @@ from gcore.diffusion.samplers import schedule_of
 from gcore.generation.engine_shell import Ended, Step, SteppedEngine
 from gcore.generation.jobs import Job
 from gcore.generation.sleep import GIB, SleepState
-from gcore.models import Adapters
+from gcore.models.networks import Adapters
 from gcore.observe.trace import Tracer
+from gcore.threads import use_threads
 from gcore.types import Completion, Finish, Floats, Request, UserError
 from gcore.weights.receiver import Base, WeightReceiver
 
@@ -164,7 +165,7 @@ class DiffusionBackend:
         self._receiver = self._make_receiver(adapters)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
-        torch.set_num_threads(self._threads)
+        use_threads(self._threads)
         return self._receiver, SleepState(("weights",), drops_weights=True)
 
     def close(self) -> None:

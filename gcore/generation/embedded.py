@@ -28,7 +28,6 @@ import torch
 from transformers import PreTrainedModel
 
 from gcore.content.tokens import compact_experts, tokens_of
-from gcore.decoders import as_argument, routers_of, traits_of
 from gcore.generation.cache import RowCache
 from gcore.generation.decoder import FusedDecoder
 from gcore.generation.engine_shell import Ended, Step, SteppedEngine
@@ -36,11 +35,14 @@ from gcore.generation.jobs import Job
 from gcore.generation.request_check import check_request
 from gcore.generation.sampling import Rows, sample
 from gcore.generation.sleep import GIB, SleepState
+from gcore.generation.spec import EngineSpec
 from gcore.generation.vision import VisionPrefill
-from gcore.models import Adapters
+from gcore.models.decoders import as_argument, routers_of, traits_of
+from gcore.models.networks import Adapters, adapters_of, load_model
+from gcore.models.towers import takes_images
 from gcore.observe.trace import Tracer
+from gcore.threads import use_threads
 from gcore.types import Floats, Request
-from gcore.vision_models import takes_images
 from gcore.weights.receiver import Base, WeightReceiver
 
 ROW_BLOCK = 8
@@ -52,6 +54,21 @@ PREFILL_CHUNK = 1024  # tokens: the mask of a chunk has this number of rows
 
 def _round_up(value: int, block: int) -> int:
     return -(-value // block) * block
+
+
+def make_engine(spec: EngineSpec) -> EmbeddedEngine:
+    device, dtype = spec.placed()
+    tokenizer = spec.load_tokenizer(spec.model)
+    network = load_model(spec.model, tokenizer, spec.seed, dtype, device, max_length=spec.max_length)
+    return EmbeddedEngine(
+        network,
+        max_concurrent=spec.serving.max_concurrent,
+        max_length=spec.max_length,
+        threads=spec.threads,
+        min_step_s=spec.serving.min_step_s,
+        adapters=adapters_of(network, spec.lora) if spec.lora else None,
+        tracer=spec.open_tracer(),
+    )
 
 
 class EmbeddedEngine(SteppedEngine):
@@ -108,7 +125,7 @@ class EmbeddedBackend:
         self._receiver = self._make_receiver(adapters)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
-        torch.set_num_threads(self._threads)
+        use_threads(self._threads)
         return self._receiver, SleepState(("kv_cache",))  # the weights are not freed
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from gcore.observe.links import Links
 from gcore.protocols import RoleDied, RoleReport
 from gcore.types import Completion, Ints, Request
 
-MAX_LENGTHS = 2048  # response lengths held between two reports
+MAX_CALLS = 2048  # whose response lengths are held between two reports
 
 
 class _NotSent(Exception):
@@ -59,8 +59,7 @@ class EnginePool(Pool[EngineClient]):
         self._returning: list[set[asyncio.Future[Any]]] = [set() for _ in engines]  # of cancelled callers, by replica
         self._aborted_requests = self._aborted_tokens = 0  # of cancelled callers, since the last report
         self._num_calls = 0
-        self._ended: deque[int] = deque(maxlen=MAX_LENGTHS)  # length of each response, since the last report
-        self._longest: deque[int] = deque(maxlen=MAX_LENGTHS)  # longest response of each call
+        self._ended: deque[tuple[int, ...]] = deque(maxlen=MAX_CALLS)  # since the last report: response lengths
 
     @classmethod
     def for_controller(
@@ -99,9 +98,8 @@ class EnginePool(Pool[EngineClient]):
             await self._complete(left, found, priority, arrival, key)
         finally:
             self._num_calls -= 1
-        lengths = [found[n].content.num_steps for n in range(len(requests))]
-        self._ended.extend(lengths)
-        self._longest.append(max(lengths, default=0))
+        if requests:
+            self._ended.append(tuple(found[n].content.num_steps for n in range(len(requests))))
         return [found[n] for n in range(len(requests))]
 
     async def _complete(
@@ -130,10 +128,8 @@ class EnginePool(Pool[EngineClient]):
             waiting=seen.waiting,
             calls=self._num_calls,
             ended=tuple(self._ended),
-            longest=tuple(self._longest),
         )
         self._ended.clear()
-        self._longest.clear()
         return found
 
     async def _generate_on(self, i: int, requests: list[Request]) -> tuple[list[Completion], bool]:

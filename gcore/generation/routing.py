@@ -33,7 +33,7 @@ GUEST_PER_SLOT = 0.75  # at replicas of other controllers
 SHARED_PER_SLOT = 2.0  # of all controllers together, where no controller owns a replica
 LEAST_PER_SLOT = 0.5  # of one controller there: the others may have no requests
 AFFINITY_TOKENS = 4096  # extra queued work accepted to reuse a cached prefix; chosen, not measured
-MAX_KEYS = 16384  # remembered; the least recently used key is dropped first
+MAX_KEYS = 4096  # remembered, in 0.7 MB; the least recently used key is dropped first
 
 
 def own_replicas(

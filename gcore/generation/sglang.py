@@ -30,6 +30,7 @@ from gcore.generation.jobs import Job, JobQueue, engine_failed, resolve, scored,
 from gcore.generation.request_check import check_request, check_score
 from gcore.generation.sglang_core import Server, SglangOptions, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
+from gcore.generation.spec import EngineSpec, library_options
 from gcore.observe.trace import Tracer
 from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.types import Completion, Finish, Request, UserError
@@ -37,6 +38,14 @@ from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
 
 WATCH_S = 0.5
 T = TypeVar("T")
+
+
+def make_engine(spec: EngineSpec) -> SglangEngine:
+    tracer = spec.open_tracer()
+    with tracer.span("start"):
+        folder, options, device = library_options(spec)
+        options |= {"device": device.type, "dies_with_scheduler": spec.restarts}
+        return SglangEngine(folder, SglangOptions(**options), tracer)
 
 
 class SglangEngine:

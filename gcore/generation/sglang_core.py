@@ -35,7 +35,7 @@ import torch
 
 from gcore.generation.sampling import Rows, sample
 from gcore.generation.sleep import GIB
-from gcore.models import Adapters
+from gcore.models.networks import Adapters
 from gcore.types import UserError
 
 SPARE = 8  # tokens of the context length that SGLang reserves

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gcore.content.tokens import Tokens
-from gcore.decoders import Traits
-from gcore.vision_models import Features, blocks_of, embed, encode, next_position, positions_of, unique
+from gcore.models.decoders import Traits
+from gcore.models.towers import Features, blocks_of, embed, encode, next_position, positions_of, unique
 
 MAX_KEPT = 1 << 24  # tokens x width of the features that are kept for later requests
 

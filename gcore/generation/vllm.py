@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from gcore.content.tokens import tokens_of
-from gcore.decoders import forbidden_tokens
 from gcore.generation.engine_shell import Ended, Step, SteppedEngine
 from gcore.generation.jobs import Job
 from gcore.generation.noise import noise_key
 from gcore.generation.request_check import check_request, check_score
 from gcore.generation.sleep import GIB, SleepState, free_gpu
+from gcore.generation.spec import EngineSpec, library_options
 from gcore.generation.vllm_core import (
     VllmOptions,
     is_cpu,
@@ -43,6 +43,7 @@ from gcore.generation.vllm_core import (
     with_images,
 )
 from gcore.generation.vllm_run import DecodeRuns, Generated, generated
+from gcore.models.decoders import forbidden_tokens
 from gcore.observe.trace import Tracer
 from gcore.types import Finish, Floats, Request, UserError
 from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
@@ -51,6 +52,13 @@ NEVER = -100.0  # the lowest logit bias of vLLM; a probability of at most e^-100
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
 GATHER_STEPS, GATHER_SHARE = 16, 1 / 8  # fill free slots after this many steps, or when they are this share of all
 _PROCESS_LOCK = threading.Lock()
+
+
+def make_engine(spec: EngineSpec) -> VllmEngine:
+    tracer = spec.open_tracer()
+    with tracer.span("start"):
+        folder, options, _ = library_options(spec)
+        return VllmEngine(folder, VllmOptions(**options, decode_steps=spec.serving.decode_steps), tracer)
 
 
 class VllmEngine(SteppedEngine):

@@ -29,10 +29,10 @@ import torch
 
 from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
-from gcore.decoders import VISION
 from gcore.generation.sleep import GIB
 from gcore.generation.vllm_run import PLANNED_STEPS
-from gcore.models import Adapters, auto_class
+from gcore.models.decoders import VISION
+from gcore.models.networks import Adapters, auto_class
 from gcore.types import Request, UserError
 from gcore.weights.files import WeightFiles
 from gcore.weights.pretrained import file_names

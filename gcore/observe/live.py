@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gcore.observe.progress import Status, View
-from gcore.observe.values import count, duration, number, small, sparkline, stage_times
+from gcore.observe.values import count, duration, held_out_name, number, small, sparkline, stage_times
 
 COLORS = {
     "generation": "cyan",
@@ -120,7 +120,7 @@ def _numbers(view: View, inner: int) -> list[RenderableType]:
     if view.evals:
         accuracies = list(view.evals.values())
         first, last = f"{accuracies[0]:.3f}", f"{accuracies[-1]:.3f}"
-        cells.append(("accuracy", first if len(accuracies) == 1 else f"{first} → {last}"))
+        cells.append((held_out_name(accuracies), first if len(accuracies) == 1 else f"{first} → {last}"))
     shown: list[tuple[str, str, Callable[[float], str]]] = [
         ("tokens/s", "perf/tokens_per_s", count),
         ("grad norm", "actor/grad_norm", small),

@@ -2,6 +2,7 @@
 
     stdout and stderr of a role ──> logs/ROLE.log ──watch──> over the limit: the middle is removed
     driver ──OutputPreview──> the first lines that rewards and workflows print, once
+           ──Masks──> secrets are overwritten with stars, within a second
            ──last_lines──> the output of a role before it died
 
 Processes append to the file themselves. So no output is lost when a process is killed, and a print never blocks.
@@ -18,12 +19,23 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Any
+
+from gcore.config.secrets import mask
 
 MAX_BYTES = 20 << 20  # of one log
 CHECK_S = 0.2  # interval between checks of the size
 CUT = re.compile(rb"^--- ([\d,]+) bytes were cut here", re.MULTILINE)
 HEADER = b"--- "  # our own line: names the process that writes the following lines
+# the stacks that faulthandler writes, the innermost line first
+THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*\(most recent call first\):\n", re.MULTILINE)
+FRAME = re.compile(r'(?:  File ".*", line \d+ in .*\n?)+')
+PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+LOOPS = ("asyncio/base_events.py", "controller/run_workflow.py")  # the latter: uvloop, in C, has no frames
+STACKS_BYTES = 1 << 20
+NOT_USERS = (Path(__file__).parents[1], Path(re.__file__).parents[1])  # G-Core and Python
 PREVIEW_LINES = 3  # shown on the terminal
+MASK_BYTES, MASK_OVERLAP = 1 << 20, 4 << 10  # looked at per poll and log; a secret may be cut at the end of a part
 
 
 class Log:
@@ -41,13 +53,13 @@ class Log:
     def take_over(self, name: str) -> None:
         """Redirects the output of this process and its children to the log, including output of C code."""
         when = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.write(self.descriptor, HEADER + f"{name}, process {os.getpid()}, {when}\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(self.descriptor, HEADER + f"{name}, process {os.getpid()}, {when}\n".encode())
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(line_buffering=True)  # a line is in the log when it is printed, also if killed later
         os.dup2(self.descriptor, 1)
         os.dup2(self.descriptor, 2)
+        print_without_errors()
 
     def close(self) -> None:
         """Called by the parent of the writing processes after they have ended."""
@@ -60,6 +72,24 @@ class Log:
         while not self._closed.wait(CHECK_S):
             with contextlib.suppress(OSError):  # the disk is full, or the folder was moved: retried later
                 trim(self.path, self.max_bytes)
+
+
+def print_without_errors() -> None:
+    """A full disk costs what this process prints; it must not fail the code that prints. A line is in the log when it
+    is printed, also if the process is killed later."""
+    sys.stdout, sys.stderr = _output(1), _output(2)
+
+
+class _Output(io.FileIO):
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data) or 0
+        return len(data)
+
+
+def _output(descriptor: int) -> io.TextIOWrapper:
+    raw = _Output(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
 
 
 def trim(path: Path, max_bytes: int = MAX_BYTES) -> bool:
@@ -100,16 +130,46 @@ def last_lines(path: Path, num: int = 12) -> list[str]:
     return [_printable(line) for line in data.split(b"\n") if line.strip() and not line.startswith(HEADER)][-num:]
 
 
+class Masks:
+    """Overwrites secrets in the logs of a folder, in place: their length stays the same, so that processes can append
+    at the same time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._done: dict[Path, int] = {}  # bytes that have been looked at
+
+    def poll(self) -> bool:
+        """Look at the next part of every log. True: there is more."""
+        return sum(self._mask(path) for path in sorted(self._folder.glob("*.log"))) > 0
+
+    def _mask(self, path: Path) -> bool:
+        with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
+            size, done = os.fstat(file.fileno()).st_size, self._done.get(path, 0)
+            if size == done:
+                return False
+            start = max(0, done - MASK_OVERLAP) if size > done else 0  # smaller: its middle was removed
+            data = os.pread(file.fileno(), MASK_BYTES, start)
+            masked = mask(data)
+            for part in re.finditer(rb"\*+", masked):
+                if data[part.start() : part.end()] != part[0]:
+                    os.pwrite(file.fileno(), part[0], start + part.start())
+            self._done[path] = start + len(data)
+            return start + len(data) < size
+        return False
+
+
 class OutputPreview:
     """The first lines that rewards and workflows print in this run, for the terminal; each kind is shown once."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+        self._folder, self._masks = folder, None if folder is None else Masks(folder)
         self._waiting = {"rewards": "rewards", "controller": "the workflow and the controllers"}
         self._seen = {path: path.stat().st_size for path in self._logs("*")}  # sizes before a resume
 
     def poll(self) -> list[str]:
         """Lines to show now; nearly always empty."""
+        if self._masks is not None:
+            self._masks.poll()
         found: list[str] = []
         for kind, writer in list(self._waiting.items()):
             for path in self._logs(f"{kind}-*"):
@@ -119,6 +179,11 @@ class OutputPreview:
                     found += [f"{writer} print to {path}:", *(f"  {line}" for line in shown)]
                     break
         return found
+
+    def mask_all(self) -> None:
+        """At the end of a run."""
+        while self._masks is not None and self._masks.poll():
+            pass
 
     def _logs(self, pattern: str) -> list[Path]:
         return sorted(self._folder.glob(f"{pattern}.log")) if self._folder is not None else []
@@ -141,3 +206,22 @@ def _printable(line: bytes) -> str:
     text = line.decode("utf-8", errors="replace").rstrip()
     text = "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return text if len(text) <= 200 else text[:200] + " ..."
+
+
+def blocking_line(path: Path) -> str:
+    """The line of the user's code in which an event loop stood when the process wrote its stacks to this log, such as
+    `flow.py:12 in workflow`. Empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - STACKS_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    for stack in reversed(THREAD.split(text)[1:]):
+        frames = FRAME.match(stack)
+        places = PLACE.findall(frames[0]) if frames else []
+        if any(file.endswith(LOOPS) for file, _, _ in places):
+            for file, line, name in places:  # the innermost first
+                if not any(Path(file).is_relative_to(folder) for folder in NOT_USERS) and "site-packages" not in file:
+                    return f"{Path(file).name}:{line} in {name}"
+    return ""

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gcore.observe.files import LineFile, tell, told
 from gcore.observe.trackers import Tracker, open_trackers
 from gcore.observe.values import Row, clean, kind, number, step_of
 
@@ -30,34 +31,30 @@ class MetricsWriter:
     """MetricsWriter(folder, config.observe, "run", config).log({"step": 12, "reward/mean": 0.43})"""
 
     def __init__(self, folder: Path, observe: Observe, run_name: str, config: dict[str, Any]):
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE
-        _drop_torn_line(path)
+        with told(folder / FILE):
+            folder.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(folder / FILE)
         past = [step_of(row) for row in read_rows(folder) if kind(row) != "warm_start"]
-        self._trackers: list[Tracker] = open_trackers(folder, observe, run_name, config, max(past, default=None))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = LineFile(folder / FILE)
+        self._trackers: list[Tracker] = []
+        with told(folder / "trackers"):
+            self._trackers = open_trackers(folder, observe, run_name, config, max(past, default=None))
 
     def log(self, row: Row) -> None:
-        """Writes and flushes the row before returning: a killed run keeps all reported rows."""
+        """The row is in the file when this returns: a killed run keeps all reported rows."""
         row = clean(row)
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.append([json.dumps(row, allow_nan=False)])
         scalars = {key: value for key in row if key != "step" and (value := number(row, key)) is not None}
         for tracker in list(self._trackers):
             try:
                 tracker.log(step_of(row), scalars, warm_start=kind(row) == "warm_start")
             except Exception as error:  # a tracker is a copy: an unreachable server must not end the training
-                log.warning(
-                    "%s failed at step %s and is disabled: %r; metrics.jsonl is still written",
-                    tracker.name,
-                    row.get("step"),
-                    error,
-                )
+                tell(f"{tracker.name} failed at step {row.get('step')} and is disabled: {error!r}")
                 self._trackers.remove(tracker)
 
     def close(self, ok: bool = True) -> None:
         """`ok=False` marks the run as failed in trackers that support it."""
-        self._file.close()
+        self._file.append([])  # what still waits
         for tracker in self._trackers:
             try:
                 tracker.close(ok)
@@ -119,9 +116,13 @@ def _drop_torn_line(path: Path) -> None:
 
 def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Replaces a file atomically: a kill leaves the old file or the new one."""
+    data = b"".join(line + b"\n" for line in lines)
+    if path.read_bytes().startswith(data):  # as a rule; it needs no space, on a disk that may be full
+        os.truncate(path, len(data))
+        return
     temp = path.with_name(path.name + ".tmp")
     with temp.open("wb") as file:
-        file.writelines(line + b"\n" for line in lines)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     temp.replace(path)

@@ -146,7 +146,7 @@ if (timed.length) {
   $("gantts").append(...gantts.map((one) => one.figure));
   $("step").append(...labels.map((name) => element("option", { value: name }, name === "All" ? "All steps" : name)));
   for (const id of ["before", "step", "after"]) $(id).hidden = labels.length < 2;
-  const touch = matchMedia("(hover: none)").matches;
+  const touch = matchMedia("(pointer: coarse)").matches; // a desktop without a mouse has no pointer at all
   $("timeline-hint").textContent = [
     touch ? "Tap for details." : "Drag to zoom, double-click to leave. Click a curve below to go to its step.",
     `The strip below the bars counts ${[...new Set(timed.map((s) => s.unit))].join(" and ")} by role.`,

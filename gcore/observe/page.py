@@ -9,6 +9,7 @@ and the curves from the model's JSON, which is in the page, escaped. page.html f
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -24,7 +25,7 @@ from gcore.observe.page_samples import samples_page, script_json
 from gcore.observe.pictures import before_and_after
 from gcore.observe.report import smooth
 from gcore.observe.samples import FOLDER, read_samples
-from gcore.observe.values import STAGES, Row, count, duration, number
+from gcore.observe.values import STAGES, Row, count, duration, held_out_name, number
 from gcore.types import UserError
 
 PARTS = ("page.html", "page.css", "page_gantt.js", "page_curves.js", "page_histograms.js", "page.js")
@@ -45,22 +46,29 @@ CURVES = (  # title, keys (a key ending in / matches all keys with this prefix),
     ("Accepted share", ("acceptance",), "%", "line"),
     ("Tokens per second", ("tokens_per_s",), "", "line"),
     ("Idle share of trainer ranks", ("trainer_idle/",), "%", "line"),
-    ("Payloads through controllers", ("link/",), "MB", "line"),
+    ("Payloads through controllers, MB per step", ("link/",), "MB", "line"),
 )
 BARS = (("Rollout time", "rollout_s", "s"), ("Idle share", "idle", "%"))
 Model = dict[str, Any]
 
 
 def write_page(paths: Sequence[Path], target: Path) -> Path:
-    """`gcore report`. Raises UserError if there is nothing to draw or the target cannot be written."""
-    model = page_model([read_source(path) for path in paths])
+    """Returns the report. See `write_pages`."""
+    return write_pages(paths, target)[0]
+
+
+def write_pages(paths: Sequence[Path], target: Path) -> list[Path]:
+    """`gcore report`: the report and, of a run with samples and in its folder, the page of samples. Raises UserError if
+    there is nothing to draw or the target cannot be written."""
+    model, others = page_model([read_source(path) for path in paths]), list[Path]()
     in_run_folder = len(paths) == 1 and paths[0].is_dir() and target.parent.resolve() == paths[0].resolve()
     if in_run_folder and (samples := samples_page(paths[0], report=target.name)):
-        model["samples"] = _write(target.with_name(page_samples.FILE), samples).name
+        others = [_write(target.with_name(page_samples.FILE), samples)]
+        model["samples"] = others[0].name
         model["grids"] = before_and_after(read_samples(paths[0]), paths[0] / FOLDER)
         if model["grids"]:
             _name_denoising_steps(model)
-    return _write(target, render(model))
+    return [_write(target, render(model)), *others]
 
 
 def _name_denoising_steps(model: Model) -> None:
@@ -76,7 +84,7 @@ def _name_denoising_steps(model: Model) -> None:
 
 
 def _write(target: Path, html: str) -> Path:
-    temp = target.with_name(target.name + ".tmp")
+    temp = target.with_name(f"{target.name}.{os.getpid()}.tmp")  # a run that ends writes the page too
     try:
         temp.write_text(html, encoding="utf-8", errors="replace")
         temp.replace(target)
@@ -160,7 +168,8 @@ def _tiles(source: Source) -> list[tuple[str, str, str]]:
     """(label, value, note)"""
     facts, steps = totals(source), max(_num_steps(source), 1)
     tiles: list[tuple[str, str, str]] = []
-    for name, label in (("accuracy", "Held-out accuracy"), ("reward", "Reward")):
+    held_out = f"Held-out {held_out_name(n for row in source.steps if (n := number(row, 'accuracy')) is not None)}"
+    for name, label in (("accuracy", held_out), ("reward", "Reward")):
         if f"{name}_last" in facts:
             tiles.append((label, f"{facts[f'{name}_last']:.3f}", f"from {facts[f'{name}_first']:.3f}"))
     if "total_s" in facts:
@@ -327,7 +336,7 @@ def _reward(series: Sequence[Model]) -> Iterator[Model]:
     """The reward of each step as a thin curve, and smoothed; accuracy, measured only at some steps, as dots."""
     for one in series:
         if one["name"] == "accuracy":
-            yield {**one, "name": "held-out accuracy", "dots": True}
+            yield {**one, "name": f"held-out {held_out_name(one['y'])}", "dots": True}
         else:
             yield {**one, "name": "each step", "thin": True}
             yield {**one, "y": [round(y, 6) for y in smooth(one["y"])]}

@@ -311,7 +311,7 @@ def _with_trace(source: Source, folder: Path) -> Source:
     """Without a placement log, the Gantt chart shows the spans of the processes."""
     path = folder / "trace.json"
     written = path.stat().st_mtime_ns if path.exists() else 0
-    if any(file.stat().st_mtime_ns > written for file in (folder / "trace").glob("*.jsonl")):
+    if any(file.stat().st_mtime_ns >= written for file in (folder / "trace").glob("*.jsonl")):
         merge_traces(folder)  # the run is in progress, or was killed
     if not path.exists():
         return source

@@ -20,20 +20,26 @@ const value = (sample) => part ? (sample.parts || {})[part] ?? null : sample.rew
 const mean = (list) => list.length ? list.reduce((sum, v) => sum + v, 0) / list.length : 0;
 const known = (group) => group.samples.map(value).filter((v) => v !== null && v !== undefined);
 
-// A text with the searched words highlighted; folded if it is long.
-function text(content, query, empty = "empty") {
-  const box = element("div", { class: content ? "text" : "text empty" });
-  if (!content) {
-    box.append(empty);
-    return [box];
-  }
-  const low = query ? content.toLowerCase() : "";
+// Part of a text, with the searched words highlighted.
+function marked(content, query) {
+  const low = query ? content.toLowerCase() : "", nodes = [];
   let at = 0;
   for (let hit = query ? low.indexOf(query) : -1; hit >= 0 && low.length === content.length; hit = low.indexOf(query, at)) {
-    box.append(content.slice(at, hit), element("mark", {}, content.slice(hit, hit + query.length)));
+    nodes.push(content.slice(at, hit), element("mark", {}, content.slice(hit, hit + query.length)));
     at = hit + query.length;
   }
-  box.append(content.slice(at));
+  return [...nodes, content.slice(at)];
+}
+// A text, folded if it is long. `special`: places and names of the special tokens that it leaves out.
+function text(content, query, empty = "empty", special = []) {
+  const box = element("div", { class: content ? "text" : "text empty" });
+  const signs = special.length ? [...content] : []; // places count characters, not units of UTF-16
+  let at = 0;
+  for (const [place, name] of special) {
+    box.append(...marked(signs.slice(at, place).join(""), query), element("span", { class: "special", title: "special token" }, name));
+    at = place;
+  }
+  box.append(...marked(special.length ? signs.slice(at).join("") : content || empty, query));
   if (content.length <= LONG && content.split("\n").length <= 12) return [box];
   const open = element("button", { type: "button", class: "open" }, "Show all");
   box.classList.add("long");
@@ -43,24 +49,25 @@ function text(content, query, empty = "empty") {
   return [box, open];
 }
 
-function answer(sample, query) {
+function answer(sample, query, ownVersion) {
   const v = value(sample), share = v === null ? 0 : (v - range[0]) / (range[1] - range[0] || 1);
   const bar = element("i");
   bar.style.width = `${Math.max(0, Math.min(1, share)) * 100}%`;
   const side = element("div", { class: "side" },
     element("span", { class: "reward", title: part || "reward" }, number(v)),
-    element("span", { class: "gauge" }, bar),
-    element("div", { title: "length, and why it ended" }, `${sample.length} ${sample.picture ? "step" : "token"}${sample.length === 1 ? "" : "s"}, ${sample.finish}`),
-    element("div", {}, `answer ${sample.sibling}`),
-    element("div", { title: "version of the policy that it comes from" }, `version ${sample.version}`));
+    element("span", { class: "gauge" }, bar));
+  const facts = element("div", { class: "facts" },
+    element("span", { title: "length, and why it ended" }, `${sample.length} ${sample.picture ? "step" : "token"}${sample.length === 1 ? "" : "s"}, ${sample.finish}`),
+    element("span", { title: "number of the answer" }, `#${sample.sibling}`));
+  if (ownVersion) facts.append(element("span", { title: "version of the policy that it comes from" }, `version ${sample.version}`));
   const chips = element("div", { class: "chips" });
   if (sample.finish === "length") chips.append(element("span", { class: "tag cut" }, "truncated"));
   if (part) chips.append(element("span", { class: "tag" }, "reward", element("b", {}, number(sample.reward))));
   const parts = Object.entries(sample.parts || {});
   if (parts.length > 1 || part) for (const [name, v] of parts) chips.append(element("span", { class: "tag" }, name, element("b", {}, number(v))));
   const output = sample.picture ? [element("img", { class: "picture", src: sample.picture, alt: `answer ${sample.sibling}` })]
-    : text(sample.text, query, "picture" in sample ? "the picture is not there any more" : "empty answer");
-  const body = element("div", {}, ...output, chips);
+    : text(sample.text, query, "picture" in sample ? "the picture is not there any more" : "empty answer", sample.special);
+  const body = element("div", { class: "body" }, ...output, chips);
   for (const [judge, texts] of Object.entries(sample.notes || {})) {
     const box = element("div", { class: "verdict" });
     box.style.setProperty("--ink-of", `var(--role-${Math.max(0, JUDGES.indexOf(judge)) % 7})`);
@@ -69,14 +76,15 @@ function answer(sample, query) {
     for (const one of texts) box.append(...text(one, query));
     body.append(box);
   }
-  return element("li", { class: "answer" }, side, body);
+  return element("li", { class: "answer" }, side, body, facts);
 }
 
 function card({ group, samples }, query) {
-  const values = known(group);
+  const values = known(group), versions = [...new Set(group.samples.map((s) => s.version))];
   const top = element("div", { class: "top" }, element("b", {}, `Step ${group.step}`));
   if (group.phase === "eval") top.append(element("span", { class: "tag" }, group.set ? `held-out: ${group.set}` : "held-out"));
   top.append(element("span", {}, `prompt ${group.prompt}`), element("span", {}, `row ${group.row}`));
+  if (versions.length === 1) top.append(element("span", { title: "version of the policy that the answers come from" }, `version ${versions[0]}`));
   if (group.siblings > group.samples.length) top.append(element("span", {}, `the first ${group.samples.length} of ${group.siblings} answers`));
   if (values.length > 1) {
     const dots = element("span", { class: "dots", role: "img", "aria-label": `${part || "reward"} of the answers: ${values.map(number).join(", ")}` });
@@ -89,20 +97,32 @@ function card({ group, samples }, query) {
   }
   const box = element("article", { class: "group card" }, top);
   const said = (who, content) => element("div", { class: "said" }, element("div", { class: "who" }, who || "prompt"), element("div", {}, ...text(content, query)));
-  for (const [role, content] of group.messages) box.append(said(role, content));
+  const messages = group.messages.map(([role, content]) => said(role, content));
+  box.append(...messages);
+  if (group.input !== undefined) { // the messages after the chat template, with its special tokens
+    const whole = said("input", group.input), open = element("button", { type: "button", class: "open" }, "As the model reads it");
+    whole.hidden = true;
+    open.addEventListener("click", () => {
+      whole.hidden = !whole.hidden;
+      for (const message of messages) message.hidden = !whole.hidden;
+      open.textContent = whole.hidden ? "As the model reads it" : "As messages";
+    });
+    box.append(whole);
+    top.append(open);
+  }
   if (group.images) {
     const seen = element("div", { class: "seen" }, ...group.images.map((src, i) => element("img", { src, alt: `image ${i + 1}` })));
     box.append(element("div", { class: "said" }, element("div", { class: "who" }, group.images.length > 1 ? "images" : "image"), seen));
   }
   if (group.answer !== null && group.answer !== undefined) box.append(said("reference", group.answer));
-  const list = element("ol", { class: "answers" }, ...samples.map((s) => answer(s, query)));
+  const list = element("ol", { class: "answers" }, ...samples.map((s) => answer(s, query, versions.length > 1)));
   box.append(list);
   const rest = group.samples.filter((s) => !samples.includes(s));
   if (rest.length) {
     const open = element("button", { type: "button", class: "open" }, `Show ${rest.length} more answer${rest.length === 1 ? "" : "s"} of this group`);
     const line = element("div", { class: "hidden-answers" }, open);
     open.addEventListener("click", () => {
-      list.append(...rest.map((s) => answer(s, query)));
+      list.append(...rest.map((s) => answer(s, query, versions.length > 1)));
       line.remove();
     });
     box.append(line);
@@ -123,14 +143,14 @@ function filtered() {
   for (const group of model.groups) {
     if (phase && group.phase !== phase) continue;
     if ((first !== null && group.step < first) || (last !== null && group.step > last)) continue;
-    const asked = query && haystack(group, () => [...group.messages.map((m) => m[1]), String(group.answer ?? "")]).includes(query);
+    const asked = query && haystack(group, () => [...group.messages.map((m) => m[1]), group.input ?? "", String(group.answer ?? "")]).includes(query);
     const samples = group.samples.filter((s) => {
       const v = value(s);
       if ((low !== null || high !== null || part) && (v === null || v === undefined)) return false;
       if ((low !== null && v < low) || (high !== null && v > high)) return false;
       if ($("cut").checked && s.finish !== "length") return false;
       if ($("judged").checked && !Object.keys(s.notes || {}).length) return false;
-      return !query || asked || haystack(s, () => [s.text, ...Object.values(s.notes || {}).flat()]).includes(query);
+      return !query || asked || haystack(s, () => [s.text, ...(s.special ?? []).map((one) => one[1]), ...Object.values(s.notes || {}).flat()]).includes(query);
     });
     if (samples.length) found.push({ group, samples });
   }

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from gcore.content.media import ArrayRef
+from gcore.observe.files import told
 from gcore.observe.values import Row, step_of
 
 FOLDER = "pictures"
@@ -28,8 +29,10 @@ def keep(ref: ArrayRef, folder: Path) -> str:
     """Copy the file of a picture to `folder`/pictures; returns its name. Engines remove theirs after some steps."""
     target = folder / FOLDER / Path(ref.path).name
     if not target.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ref.path, target)
+        with told(target.parent):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ref.path, partial := target.with_name(f"{target.name}.partial"))
+            partial.replace(target)
     return target.name
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gcore.observe.files import LineFile
 from gcore.observe.metrics import replace_lines, whole_lines
 from gcore.observe.values import number, step_of
 
@@ -24,6 +25,7 @@ class PlacementLog:
 
     def __init__(self, folder: Path) -> None:
         self._path, self._started = folder / FILE, time.monotonic()
+        self._file = LineFile(self._path)
         self._last_s: float | None = None  # time of the last line of the run that is continued
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -32,10 +34,11 @@ class PlacementLog:
             found = (number(row, key) for _, row in whole_lines(self._path) for key in TIMES)
             self._last_s = max((at for at in found if at is not None), default=0.0)
         origin = self._started - self._last_s
-        with self._path.open("a") as file:
-            for line in lines:
-                times = {key: round(line[key] - origin, 4) for key in TIMES if key in line}
-                file.write(json.dumps({**line, **times}) + "\n")
+
+        def written(line: Mapping[str, Any]) -> str:
+            return json.dumps({**line, **{key: round(line[key] - origin, 4) for key in TIMES if key in line}})
+
+        self._file.append(map(written, lines))
 
 
 def rewind_placement(folder: Path, step: int, warm_start: int | None = None) -> None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
-from gcore.observe.values import Kind, Row, count, duration, kind, number, small, step_of
+from gcore.config.secrets import hide
+from gcore.observe.values import Kind, Row, count, duration, held_out_name, kind, number, small, step_of
 
 Mode = Literal["auto", "live", "plain", "none"]
 LINE_SECONDS = 1.0  # plain: approximate minimum time between lines
@@ -157,6 +158,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a permanent line, such as "checkpoint step_50 saved"."""
+        text = hide(text)
         if self._live:
             self._console.print(text, markup=False)
         elif self.mode != "none":
@@ -209,6 +211,7 @@ def plain_line(view: View, row: Row) -> str:
         tail = "" if loss is None else f"  loss {small(loss)}"
         return f"warm start {step:>{max(0, len(total) - 1)}}{total}{tail}"
     parts = [f"step {step:>{len(str(view.total_steps))}}/{view.total_steps}"]
+    is_share = held_out_name(view.evals.values()) == "accuracy"  # else the mean reward says the same
     columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("reward", "reward/mean", "{:.3f}".format),
         ("loss", "sft/loss", small),
@@ -220,7 +223,7 @@ def plain_line(view: View, row: Row) -> str:
         ("tok/s", "perf/tokens_per_s", count),
         ("", "timing_s/step", duration),
         ("eval loss", "eval/loss", small),
-        ("eval accuracy", "eval/accuracy", "{:.3f}".format),
+        *([("eval accuracy", "eval/accuracy", "{:.3f}".format)] if is_share else []),
         ("eval reward", "eval/reward_mean", "{:.3f}".format),
     ]
     for name, key, show in columns:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gcore.observe.metrics import read_rows
-from gcore.observe.values import Row, count, duration, kind, number, stage_times, step_of
+from gcore.observe.values import Row, count, duration, held_out_name, kind, number, stage_times, step_of
 
 SAMPLES = "batch/samples"  # samples trained per step
 Ends = tuple[float, ...]  # first and last value; one entry if there is only one value
@@ -25,6 +25,7 @@ class Summary:
     steps: int
     samples: int | None
     accuracy: Ends | None
+    accuracy_name: str  # "reward" if it is no share
     reward: Ends | None
     total_s: float
     stages: dict[str, float]  # seconds by stage, over the run
@@ -60,6 +61,7 @@ def summarize(folder: Path) -> Summary:
         steps=max((step_of(row) for row in rl), default=0),
         samples=round(sum(samples)) if samples else None,
         accuracy=_first_last(rl, "eval/accuracy"),
+        accuracy_name=held_out_name(a for row in rl if (a := number(row, "eval/accuracy")) is not None),
         reward=_first_last(rl, "reward/mean"),
         total_s=sum(_seconds(row) for row in rows),
         stages={stage: seconds for stage, seconds in stages.items() if seconds > 0},
@@ -132,7 +134,14 @@ def plot_reward(folder: Path) -> Path | None:
         axes.plot(steps, smooth(values), color="#1f6f8b", linewidth=2.4, label="reward (training)")
     if evals:
         style = {"color": "#e07a3f", "markersize": 7, "markeredgecolor": "white", "markeredgewidth": 1.2}
-        axes.plot(list(evals), list(evals.values()), "o", label="accuracy (held out)", zorder=5, **style)
+        axes.plot(
+            list(evals),
+            list(evals.values()),
+            "o",
+            label=f"{held_out_name(evals.values())} (held out)",
+            zorder=5,
+            **style,
+        )
         for step in (min(evals), max(evals)):
             axes.annotate(
                 f"{evals[step]:.2f}", (step, evals[step]), xytext=(0, 9), textcoords="offset points", ha="center",
@@ -175,7 +184,7 @@ def _lines(facts: Summary, arrow: str) -> list[tuple[str, str]]:
         if ends is not None:
             lines.append((name, f" {arrow} ".join(f"{value:.3f}" for value in ends)))
 
-    change("held-out accuracy", facts.accuracy)
+    change(f"held-out {facts.accuracy_name}", facts.accuracy)
     change("reward", facts.reward)
     trained = f", {facts.samples:,} samples trained" if facts.samples is not None else ""
     lines.append(("steps", f"{facts.steps}{trained}"))

@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from gcore.config.secrets import hide
 from gcore.content.media import ArrayRef
+from gcore.observe.files import LineFile
 from gcore.observe.metrics import replace_lines, whole_lines
 from gcore.observe.pictures import keep
 from gcore.observe.prompt_images import thumbnails
@@ -26,14 +28,20 @@ FOLDER = "samples"
 MAX_GROUPS = 2000  # per run
 MAX_SIBLINGS = 16  # per group
 MAX_LENGTH = 6000  # characters of a text: two thirds of them from its beginning, the rest from its end
+HEAD, TAIL = MAX_LENGTH * 2 // 3, MAX_LENGTH // 3
+MAX_SPECIAL = 64  # special tokens per answer
 Phase = Literal["train", "eval"]
+Hidden = Callable[[Any, str], Sequence[tuple[int, str]]]  # Modality.hidden_steps of content/base.py
 
 
 class SampleLog:
     """SampleLog(Path("runs/a"), rank=0, seed=0, per_step=2, steps=150).write(12, [70, 71, 72], groups)"""
 
-    def __init__(self, folder: Path, rank: int, seed: int, per_step: int, steps: int) -> None:
-        self._path = folder / FOLDER / f"controller-{rank}.jsonl"
+    def __init__(
+        self, folder: Path, rank: int, seed: int, per_step: int, steps: int, hidden: Hidden = lambda content, output: []
+    ) -> None:
+        self._hidden, self._path = hidden, folder / FOLDER / f"controller-{rank}.jsonl"
+        self._file = LineFile(self._path)
         self._seed, self._per_step = seed, per_step
         self._stride = max(1, math.ceil(steps * per_step / MAX_GROUPS))
 
@@ -56,14 +64,12 @@ class SampleLog:
     ) -> None:
         named = {"set": eval_set} if eval_set else {}
         rows = [
-            _row(step, phase, group, self._path.parent) | named
+            _row(step, phase, group, self._path.parent, self._hidden) | named
             for group in groups
             if group and group[0].rollout.prompt.id in chosen
         ]
         if rows:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8", errors="replace") as file:
-                file.writelines(json.dumps(clean(row), ensure_ascii=False) + "\n" for row in rows)
+            self._file.append(hide(json.dumps(clean(row), ensure_ascii=False)) for row in rows)
 
 
 def read_samples(folder: Path) -> list[Row]:
@@ -89,28 +95,37 @@ def _hash(*key: int) -> bytes:
     return hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
 
 
-def _row(step: int, phase: Phase, group: Sequence[Scored], folder: Path) -> Row:
+def _row(step: int, phase: Phase, group: Sequence[Scored], folder: Path, hidden: Hidden) -> Row:
     prompt = group[0].rollout.prompt
+    messages = [(role, shortened(text)) for role, text in _messages(prompt)]
+    is_plain = [text for _, text in messages] == [shortened(prompt.text)]
     answer = prompt.columns.get("answer")
     return {
         "step": step,
         "phase": phase,
         "prompt": prompt.id,
         "row": prompt.row,
-        "messages": [[role, shortened(text)] for role, text in _messages(prompt)],
+        "messages": [list(message) for message in messages],
+        **({} if is_plain else {"input": shortened(prompt.text)}),  # after the chat template
         **({"images": shown} if (shown := thumbnails(prompt.columns.get("images"))) else {}),
         "answer": None if answer is None else shortened(str(answer)),
         "siblings": len(group),
-        "samples": [_sample(scored, folder) for scored in group[:MAX_SIBLINGS]],
+        "samples": [_sample(scored, folder, hidden) for scored in group[:MAX_SIBLINGS]],
     }
 
 
-def _sample(scored: Scored, folder: Path) -> Row:
+def _sample(scored: Scored, folder: Path, hidden: Hidden) -> Row:
     rollout, output = scored.rollout, scored.rollout.output
-    shown = {"text": "", "picture": keep(output, folder)} if isinstance(output, ArrayRef) else {}
+    if isinstance(output, ArrayRef):
+        shown: Row = {"text": "", "picture": keep(output, folder)}
+    else:
+        text = str(output)
+        places = [(_place_in_shortened(at, len(text)), name) for at, name in hidden(rollout.content, text)]
+        special = [[at, name] for at, name in places if at is not None][:MAX_SPECIAL]
+        shown = {"text": shortened(text), **({"special": special} if special else {})}
     return {
         "sibling": rollout.sibling,
-        **(shown or {"text": shortened(str(output))}),
+        **shown,
         "reward": scored.reward,
         "parts": dict(scored.parts),
         "notes": {name: [shortened(text) for text in texts] for name, texts in scored.notes.items()},
@@ -137,5 +152,16 @@ def _text(content: Any) -> str:
 def shortened(text: str) -> str:
     if len(text) <= MAX_LENGTH:
         return text
-    head, tail = MAX_LENGTH * 2 // 3, MAX_LENGTH // 3
-    return f"{text[:head]}\n[... {len(text) - head - tail:,} characters left out ...]\n{text[-tail:]}"
+    return f"{text[:HEAD]}{_left_out(len(text))}{text[-TAIL:]}"
+
+
+def _left_out(length: int) -> str:
+    return f"\n[... {length - HEAD - TAIL:,} characters left out ...]\n"
+
+
+def _place_in_shortened(place: int, length: int) -> int | None:
+    """Of a place in a text of this length. None: it is left out."""
+    if length <= MAX_LENGTH or place <= HEAD:
+        return place
+    after = place - (length - TAIL)
+    return HEAD + len(_left_out(length)) + after if after >= 0 else None

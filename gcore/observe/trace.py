@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import re
 import threading
 import time
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gcore.observe.files import LineFile
 from gcore.observe.values import clean
 
 FLUSH_EVENTS = 1000
@@ -32,14 +34,10 @@ class Tracer:
 
     def __init__(self, folder: Path | None, role: str):
         self._path = None if folder is None else folder / "trace" / f"{role.replace('/', '_')}.jsonl"
+        self._file = None if self._path is None else LineFile(self._path)
         self._lines: list[str] = []
         self._lock = threading.Lock()
         self._flushed = time.monotonic()
-        if self._path:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists():  # after a restart: its last line may be incomplete, and ours must not continue it
-                with self._path.open("a") as file:
-                    file.write("\n")
 
     @contextmanager
     def span(self, name: str, *, lane: str = MAIN, **args: Any) -> Iterator[None]:
@@ -79,14 +77,13 @@ class Tracer:
             self.flush()
 
     def flush(self) -> None:
-        if self._path is None:
+        if self._file is None:
             return
         with self._lock:
             lines, self._lines = self._lines, []
             self._flushed = time.monotonic()
             if lines:
-                with self._path.open("a") as file:
-                    file.write("\n".join(lines) + "\n")
+                self._file.append(lines)
 
 
 def merge_traces(folder: Path) -> Path | None:
@@ -99,7 +96,7 @@ def merge_traces(folder: Path) -> Path | None:
     if earliest is None:
         return None
     target = folder / "trace.json"
-    temp = target.with_name("trace.json.tmp")
+    temp = target.with_name(f"trace.json.{os.getpid()}.tmp")  # a run that ends and `gcore report` may write it
     with temp.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""

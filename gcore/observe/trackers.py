@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import itertools
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gcore.observe.files import RecordFile
 from gcore.types import UserError
 
 if TYPE_CHECKING:
     from gcore.config.tree import Observe
 
+_numbers = itertools.count()  # of event files of this process
 IDS = "trackers.json"  # ids of the remote runs, so that a resumed run continues the same one
 PARAMS_AT_ONCE = 100  # MLflow's limit per request
 PARAM_LENGTH = 500  # MLflow's limit per value, on old servers
@@ -55,28 +60,31 @@ def open_trackers(
 
 
 class TensorBoard:
-    """Event files by TensorBoard's own writer: torch's writer would import torch in the driver."""
+    """Event files of TensorBoard's own records: torch's writer would import torch in the driver, and the one of
+    TensorBoard writes in a thread, which a full disk ends with a traceback."""
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, last_step: int | None):
         self._folder = folder
-        self._writers: dict[bool, Any] = {}
+        self._writers: dict[bool, RecordFile] = {}
         writer = self._writer(warm_start=False)
         if last_step is not None:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
             # Makes TensorBoard hide points from this step on in older files: the resume undid them.
             start = SessionLog(status=SessionLog.START)
-            writer.add_event(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
+            _write(writer, Event(step=last_step + 1, wall_time=time.time(), session_log=start))
 
-    def _writer(self, warm_start: bool) -> Any:
+    def _writer(self, warm_start: bool) -> RecordFile:
         """The warm start has its own step count, so it is a separate run."""
         if warm_start not in self._writers:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.compat.proto.event_pb2 import Event
 
             folder = self._folder / "warm_start" if warm_start else self._folder
-            self._writers[warm_start] = EventFileWriter(str(folder))
+            place = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+            self._writers[warm_start] = file = RecordFile(folder / f"events.out.tfevents.{int(time.time())}.{place}")
+            _write(file, Event(wall_time=time.time(), file_version="brain.Event:2"))
         return self._writers[warm_start]
 
     def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None:
@@ -84,13 +92,11 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        writer = self._writer(warm_start)
-        writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
-        writer.flush()
+        _write(self._writer(warm_start), Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
 
     def close(self, ok: bool) -> None:
         for writer in self._writers.values():
-            writer.close()
+            writer.append([])  # what still waits
 
 
 class Wandb:
@@ -137,6 +143,14 @@ class MLflow:
 
     def close(self, ok: bool) -> None:
         self._mlflow.end_run(status="FINISHED" if ok else "FAILED")
+
+
+def _write(file: RecordFile, event: Any) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    framed = io.BytesIO()
+    RecordWriter(framed).write(event.SerializeToString())
+    file.write(framed.getvalue())
 
 
 def _installed(name: str) -> bool:

@@ -6,7 +6,7 @@ A row is flat: {"step": 12, "reward/mean": 0.43, "timing_s/training": 0.3, ...}.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +31,11 @@ def number(row: Mapping[str, Any], key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         return None
     return float(value) if math.isfinite(value) else None
+
+
+def held_out_name(values: Iterable[float]) -> str:
+    """What the means of `eval/accuracy` are. Outside of 0 to 1 they cannot be shares of right answers."""
+    return "accuracy" if all(0 <= value <= 1 for value in values) else "reward"
 
 
 def step_of(row: Mapping[str, Any]) -> int:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gcore.placement.baselines import colocated
-from gcore.placement.forecast import Forecast, best_static_split, poll_interval_s
+from gcore.placement.forecast import Forecast, best_static_split, mean_seconds, poll_interval_s
 from gcore.placement.grid import POLICY, Move, Split, neighbours
 from gcore.placement.rules import Costs, Decide, MovingRule, View
 
@@ -79,7 +79,7 @@ class GuardedRule:
         last = state.splits.get(STATIC) or self._initial_static_split(view, costs)
         seeds = range(self.num_forecasts * step, self.num_forecasts * (step + 1))
         forecasts = [Forecast(view, costs, seed).start_after(last) for seed in seeds]
-        best_s, static, regret = self._static_split(state, forecasts[0], last)
+        best_s, static, regret = self._static_split(state, forecasts, last)
         planned = {MOVING: moving, STATIC: static, COLOCATED: Split((POLICY,) * grid.num_blocks)}
         before = planned | dict(state.splits)
         seconds = {name: self._forecast_s(forecasts, before[name], name, best_s) for name in planned}
@@ -99,9 +99,7 @@ class GuardedRule:
         return self._choose(replace(state, static_s=seconds[STATIC]))
 
     def _forecast_s(self, forecasts: Sequence[Forecast], split: Split, candidate: str, best_s: float) -> float:
-        """Mean over the forecasts."""
-        found = [forecast.seconds(split, self.moves_of(candidate), poll_interval_s(best_s)) for forecast in forecasts]
-        return sum(found) / len(found)
+        return mean_seconds(forecasts, split, self.moves_of(candidate), poll_interval_s(best_s))
 
     def _record_error(self, state: GuardState, forecast_s: float, took_s: float) -> GuardState:
         """Compare the last rollout's forecast, made in hindsight, with the measured time."""
@@ -116,19 +114,22 @@ class GuardedRule:
     def _initial_static_split(self, view: View, costs: Costs) -> Split:
         return replace(self.rule, patience=math.inf).begin(view, costs)
 
-    def _static_split(self, state: GuardState, forecast: Forecast, last: Split) -> tuple[float, Split, float]:
+    def _static_split(
+        self, state: GuardState, forecasts: Sequence[Forecast], last: Split
+    ) -> tuple[float, Split, float]:
         """The best seconds without moves, the split to use, the regret. The lengths of one step are partly random, so
         the split changes by a small stride after several steps of regret, and at once if the regret is large."""
-        is_first = STATIC not in state.splits
-        best_s, best = best_static_split(forecast, last, max(1, len(last.owners) // (8 if is_first else 32)))
-        lost = math.log(forecast.seconds(last) / best_s)
+        is_first, first = STATIC not in state.splits, forecasts[0]
+        last = first.arranged(last)
+        best_s, best = best_static_split(forecasts, last, max(1, len(last.owners) // (8 if is_first else 32)))
+        lost = math.log(mean_seconds(forecasts, last) / best_s)
         regret = self.decay * state.regret + (1 - self.decay) * lost
         if is_first or lost > self.change_regret[1]:
             return best_s, best, 0.0
         if regret <= self.change_regret[0]:
             return best_s, last, regret
-        near = neighbours(last, forecast.costs.grid, max(1, len(last.owners) // 16))
-        return best_s, min(near, key=forecast.seconds), 0.0
+        near = neighbours(last, first.costs.grid, max(1, len(last.owners) // 16))
+        return best_s, min(map(first.arranged, near), key=lambda split: mean_seconds(forecasts, split)), 0.0
 
     def _choose(self, state: GuardState) -> GuardState:
         """The candidate with the least expected time, or a close one that has not been used for long."""

@@ -14,17 +14,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
+from gcore.placement.meters import DEFAULT_SPEED, GroupCounts, LinearFit, SpeedMeter
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Costs, Load, View
 from gcore.protocols import EngineStats, RoleReport
 
 QUANTILES = 64
 MAX_LENGTHS = 2048  # recent lengths that are kept per role
+MAX_CALLS = 512  # recent calls
 LEAST_RATE = 0.05  # lower bound of the acceptance rate when the missing groups are estimated
-DECAY = 0.98  # weight of the older speed measurements at each poll
-DEFAULT_SPEED = ReplicaSpeed(
-    0.02, 0.0005, prefill_s_per_token=0.0, max_concurrent=256, sleep_s=0.5, wake_s=0.5, weights_s=0.5
-)  # until measurements exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,48 +50,19 @@ class Report:
     done: bool = False  # its rollout has ended
 
 
-@dataclass
-class _LinearFit:
-    """Weighted least squares: step_s = base + per_sequence * running."""
-
-    n: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
-
-    def add(self, running: float, step_s: float) -> None:
-        self.n, self.x, self.y = DECAY * self.n + 1, DECAY * self.x + running, DECAY * self.y + step_s
-        self.xx, self.xy = DECAY * self.xx + running * running, DECAY * self.xy + running * step_s
-
-    def fit(self, default: ReplicaSpeed) -> tuple[float, float]:
-        """Base and slope. If the batch sizes differ little, the default's ratio of base and slope is used: it counts as
-        one measurement."""
-        if self.n < 1:
-            return default.base_s, default.per_sequence_s
-        mean_x, mean_y = self.x / self.n, self.y / self.n
-        spread = self.xx / self.n - mean_x**2
-        prior = default.per_sequence_s / default.step_s(round(mean_x)) * mean_y  # slope by the default's ratio
-        weight = (0.1 * mean_x**2 + 1e-9) / self.n
-        slope = (self.xy / self.n - mean_x * mean_y + weight * prior) / (spread + weight)
-        slope = min(max(0.0, slope), mean_y / max(mean_x, 1.0))
-        return max(mean_y - slope * mean_x, 0.05 * mean_y), slope
-
-
 class Monitor:
     """Keeps lengths and speeds over the run. All controllers add the same reports in the same order."""
 
     def __init__(self, grid: DeviceGrid, max_concurrent: Mapping[str, int]) -> None:
         self._grid, self._max_concurrent = grid, max_concurrent
         self._lengths: dict[str, list[int]] = {role: [] for role in grid.roles}
-        self._longest: dict[str, list[int]] = {role: [] for role in grid.roles}
-        self._fits = {role: _LinearFit() for role in grid.roles}
+        self._calls: dict[str, list[tuple[int, ...]]] = {role: [] for role in grid.roles}  # lengths of siblings
+        self._speeds = SpeedMeter()
         self._samples = 1  # responses per group
-        self._per_group: dict[str, float] = {}  # requests of a role per group; unknown: one per response
+        self._before_this = GroupCounts()
         self._ended: dict[str, int] = dict.fromkeys(grid.roles, 0)  # requests, in this rollout
         self._decided: dict[int, int] = {}  # controller -> groups, in this rollout
-        self._ended_before: dict[str, float] = dict.fromkeys(grid.roles, 0.0)  # in earlier rollouts, weights halved
-        self._decided_before = 0.0
+        self._judging = 0  # groups, at the last poll
         self._at_s: float | None = None
         self.switch_s: dict[str, float] = {}  # of the last move to a role
         self.latest: dict[tuple[str, int], EngineStats] = {}  # role, replica -> its last counters
@@ -103,34 +72,36 @@ class Monitor:
     @property
     def costs(self) -> Costs:
         speeds = {}
-        for role, fit in self._fits.items():
-            base_s, per_s = fit.fit(DEFAULT_SPEED)
+        for role in self._grid.roles:
+            base_s, per_s = self._speeds.fits.get(role, LinearFit()).fit(DEFAULT_SPEED)
             switch_s = self.switch_s.get(role, DEFAULT_SPEED.wake_s)
             speeds[role] = ReplicaSpeed(base_s, per_s, 0.0, self._max_concurrent[role], 0.0, switch_s, 0.0)
-        return Costs(self._grid, speeds)
+        return Costs(self._grid, speeds, self._speeds.relative())
 
     def saved(self) -> dict[str, Any]:
-        """For a checkpoint, between two rollouts: what `expected` and `costs` are made of."""
+        """For a checkpoint, between two rollouts: what `expected` and `costs` are made of. Not the speeds of blocks: a
+        resumed run may have other devices."""
         return {
-            "lengths": {role: list(found) for role, found in self._lengths.items()},
-            "longest": {role: list(found) for role, found in self._longest.items()},
-            "fits": {role: asdict(fit) for role, fit in self._fits.items()},
-            "ended_before": dict(self._ended_before),
-            "decided_before": self._decided_before,
+            "lengths": {role: list(lengths) for role, lengths in self._lengths.items()},
+            "calls": {role: list(calls) for role, calls in self._calls.items()},
+            "fits": {role: asdict(fit) for role, fit in self._speeds.fits.items()},
+            "groups": asdict(self._before_this),
             "switch_s": dict(self.switch_s),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """The roles and their tensor parallel sizes must be those of the saved monitor."""
-        self._lengths, self._longest = ({r: list(v) for r, v in saved[k].items()} for k in ("lengths", "longest"))
-        self._fits = {role: _LinearFit(**fit) for role, fit in saved["fits"].items()}
-        self._ended_before, self._decided_before = dict(saved["ended_before"]), saved["decided_before"]
+        if "groups" not in saved:  # of an earlier version: everything is measured again
+            return
+        self._lengths = {role: list(lengths) for role, lengths in saved["lengths"].items()}
+        self._calls = {role: [tuple(call) for call in calls] for role, calls in saved["calls"].items()}
+        self._speeds.fits = {role: LinearFit(**fit) for role, fit in saved["fits"].items()}
+        self._before_this = GroupCounts(**saved["groups"])
         self.switch_s = dict(saved["switch_s"])
-        self._count_per_group(0)
 
     def is_measured(self, role: str) -> bool:
         """Whether the speed of the role rests on enough measurements."""
-        return self._fits[role].n >= 8
+        return role in self._speeds.fits and self._speeds.fits[role].n >= 8
 
     def record_switch(self, target: str, seconds: float) -> None:
         self.switch_s[target] = seconds
@@ -162,25 +133,25 @@ class Monitor:
         needed = groups / max(rate, LEAST_RATE)
         loads = {}
         for role in self._grid.roles:
-            requests = needed * (samples if role == POLICY else self._requests_per_group(role))
+            requests = needed * (samples if role == POLICY else self._before_this.per_group(role, samples))
             waiting = round(requests) if role == POLICY else 0
-            lengths, longest = self._length_quantiles(role)
+            lengths, longest = self._recent(role)
             loads[role] = Load(waiting=waiting, needed=requests, lengths=lengths, longest=longest)
         known = all(self.is_measured(role) and self._lengths[role] for role in self._grid.roles)
-        return View(loads, groups=groups if known else 0.0, rate=min(1.0, max(rate, LEAST_RATE)), samples=samples)
+        rate, calls = min(1.0, max(rate, LEAST_RATE)), call_quantiles(self._calls[POLICY])
+        return View(loads, groups=groups if known else 0.0, rate=rate, samples=samples, calls=calls)
 
-    def _length_quantiles(self, role: str) -> tuple[list[float], list[float]]:
+    def _recent(self, role: str) -> tuple[list[float], list[float]]:
+        """Quantiles of the lengths of requests that ended recently, and of the longest in each call."""
         lengths = quantiles(self._lengths[role]) or [128.0]
-        return lengths, quantiles(self._longest[role]) or lengths
+        return lengths, quantiles([max(call) for call in self._calls[role]]) or lengths
 
     def _add_lengths(self, role: str, reports: Sequence[Report]) -> None:
-        for kept, new in (
-            (self._lengths[role], [n for report in reports for n in report.roles[role].ended]),
-            (self._longest[role], [n for report in reports for n in report.roles[role].longest]),
-        ):
-            kept.extend(new)
-            del kept[:-MAX_LENGTHS]
-        self._ended[role] += sum(len(report.roles[role].ended) for report in reports)
+        calls = [call for report in reports for call in report.roles[role].ended]
+        lengths = [length for call in calls for length in call]
+        self._calls[role] = [*self._calls[role], *calls][-MAX_CALLS:]
+        self._lengths[role] = [*self._lengths[role], *lengths][-MAX_LENGTHS:]
+        self._ended[role] += len(lengths)
 
     def _add_speeds(self, reports: Sequence[Report], split: Split, moving: Mapping[int, Move]) -> None:
         """Measure the seconds of a decoding step by batch size, and the busy share of the owners' replicas."""
@@ -188,7 +159,7 @@ class Monitor:
         passed = now - self._at_s if self._at_s is not None else 0.0
         self._at_s, before_all, self._before = now, self._before, {}
         for role in self._grid.roles:
-            busy, count = 0.0, 0
+            busy, count, polled = 0.0, 0, list[tuple[int, EngineStats, EngineStats]]()
             for report in reports:
                 for i, counters in report.roles[role].replicas.items():
                     before = before_all.get((role, i))
@@ -196,17 +167,12 @@ class Monitor:
                     block = i // self._grid.per_block(role)
                     if before is None or split[block] != role or block in moving:
                         continue
-                    busy_s, tokens = (
-                        counters.busy_s - before.busy_s,
-                        counters.generated_tokens - before.generated_tokens,
-                    )
-                    if busy_s < 0 or tokens < 0:  # the replica was restarted
+                    busy_s = counters.busy_s - before.busy_s
+                    if busy_s < 0 or counters.generated_tokens < before.generated_tokens:  # the replica was restarted
                         continue
                     busy, count = busy + busy_s, count + 1
-                    fewer, more = sorted((counters.running, before.running))
-                    if tokens > 0 and busy_s > 0 and fewer >= max(1, more / 2):  # else the batch size is uncertain
-                        running = (fewer + more) / 2
-                        self._fits[role].add(running, running * busy_s / tokens)
+                    polled.append((block, before, counters))
+            self._speeds.add(role, polled)
             if passed > 0 and count:
                 self.busy[role] = min(1.0, busy / (count * passed))
 
@@ -221,10 +187,12 @@ class Monitor:
         missing = max(0.0, groups - judging)  # still to generate
         for rank, report in enumerate(reports):
             self._decided[rank] = max(report.progress.decided, self._decided.get(rank, 0))
-        self._count_per_group(judging)
+        if active:
+            self._judging = judging
+        counts = self._counts()
         loads = {}
         for role in self._grid.roles:
-            per_group = self._requests_per_group(role)
+            per_group = counts.per_group(role, self._samples)
             sent = sum(r.roles[role].requests for r in reports)
             queued = sum(r.roles[role].waiting for r in reports)
             waiting = queued + sum(c.waiting for r in reports for c in r.roles[role].replicas.values())
@@ -237,32 +205,20 @@ class Monitor:
                 needed = min(1.0, groups / max(1, judging)) * requests + missing * per_group
             counters = [c for r in reports for c in r.roles[role].replicas.values()]
             age = sum(c.running_tokens for c in counters) / max(1.0, sum(c.running for c in counters))
-            lengths, longest = self._length_quantiles(role)
+            lengths, longest = self._recent(role)
             loads[role] = Load(running, round(waiting), needed, age, lengths, longest, busy=self.busy[role])
         return loads
 
-    def _requests_per_group(self, role: str) -> float:
-        return self._per_group.get(role, self._samples)
-
-    def _count_per_group(self, judging: int) -> None:
-        """Update the requests of each role per group, siblings and repeats included. Of groups being judged, all policy
-        requests have ended, and about half of the judges' requests."""
-        decided = self._decided_before + sum(self._decided.values())
-        for role in self._grid.roles:
-            groups = decided + (judging if role == POLICY else judging / 2)
-            if groups >= 4:
-                self._per_group[role] = max(1.0, (self._ended_before[role] + self._ended[role]) / groups)
+    def _counts(self) -> GroupCounts:
+        return self._before_this.plus(sum(self._decided.values()), self._judging, self._ended)
 
     def end_rollout(self) -> bool:
         """Halve the weight of what was counted so far. Returns False after an evaluation: it decides on no groups, so
         its requests are not counted."""
         if decided := sum(self._decided.values()):
-            self._decided_before = (self._decided_before + decided) / 2
-            self._ended_before = {role: (self._ended_before[role] + count) / 2 for role, count in self._ended.items()}
-        self._ended, self._decided = dict.fromkeys(self._ended, 0), {}
+            self._before_this = self._counts().halved()
+        self._ended, self._decided, self._judging = dict.fromkeys(self._ended, 0), {}, 0
         self._at_s, self._before = None, {}
-        self._per_group = {}
-        self._count_per_group(0)
         return decided > 0
 
 
@@ -273,3 +229,12 @@ def quantiles(lengths: Sequence[int]) -> list[float]:
         return [float(length) for length in ordered]
     last = len(ordered) - 1
     return [float(ordered[round(i * last / (QUANTILES - 1))]) for i in range(QUANTILES)]
+
+
+def call_quantiles(calls: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """At most QUANTILES calls that represent all, by their longest request."""
+    ordered = sorted(calls, key=max)
+    if len(ordered) <= QUANTILES:
+        return ordered
+    last = len(ordered) - 1
+    return [ordered[round(i * last / (QUANTILES - 1))] for i in range(QUANTILES)]

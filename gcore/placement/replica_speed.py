@@ -3,12 +3,12 @@
     a decoding step of b sequences takes   base_s + per_sequence_s * b
     the prefill of n tokens takes          prefill_s_per_token * n     (one prompt after another)
 
-`gcore.simulate.costs.serving` fits a ReplicaSpeed to a model on a GPU. Measured values can be used instead.
+`gcore.cost.costs.serving` fits a ReplicaSpeed to a model on a GPU. Measured values can be used instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class ReplicaSpeed:
     sleep_s: float  # free the device memory
     wake_s: float  # allocate it again; includes the weights if they come from host memory
     weights_s: float  # a weight update from the trainer
+
+    def scaled(self, factor: float) -> ReplicaSpeed:
+        """A replica that computes `factor` times as fast. Sleeping and waking take the same time."""
+        if factor == 1.0:
+            return self
+        base_s, per_s, prefill_s = (t / factor for t in (self.base_s, self.per_sequence_s, self.prefill_s_per_token))
+        return replace(self, base_s=base_s, per_sequence_s=per_s, prefill_s_per_token=prefill_s)
 
     def step_s(self, running: int) -> float:
         """Seconds of one decoding step. Sequences above max_concurrent wait and do not slow the step."""

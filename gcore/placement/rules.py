@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, split_by
@@ -89,6 +88,7 @@ class View:
     groups: float = 0.0  # before a rollout: groups that it must keep; 0: too little is known for a forecast
     rate: float = 1.0  # share of groups that are kept
     samples: int = 1  # before a rollout: responses per group
+    calls: Sequence[Sequence[float]] = ()  # before a rollout: lengths of siblings that ended recently, by the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,11 @@ class Costs:
 
     grid: DeviceGrid
     speeds: Mapping[str, ReplicaSpeed]
+    relative: Mapping[int, float] = field(default_factory=dict)  # speed of blocks that differ from the others
+
+    def power(self, blocks: Iterable[int]) -> float:
+        """The speed of these blocks together, in usual blocks."""
+        return sum(self.relative.get(block, 1.0) for block in blocks)
 
     def switch_s(self, move: Move) -> float:
         """Seconds of a move: sleep, wake, and for the policy the weight update."""
@@ -122,56 +127,41 @@ class MovingRule:
     def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
         if view.stopping or view.since_move_s < self.cool_down_s:
             return []
-        counts = {role: split.owners.count(role) for role in costs.grid.roles}
-        free = dict(counts)
-        for block in view.moving:
-            free[split[block]] -= 1
-        empty = Counter(split[block] for block, work in view.work.items() if not work and block not in view.moving)
-        budget = {role: min(count, max(1, int(count * self.max_share), empty[role])) for role, count in free.items()}
+        blocks = _Blocks(split, view, costs, self.max_share)
         estimate = EndEstimate(view, costs)
-        now = end = estimate.end_s(counts)
-        pairs = self._blocks_for_starved_roles(view, counts, budget)
-        if pairs:
-            end = estimate.end_s(counts)
-        while (best := self._best_pair(estimate, counts, budget, end)) is not None:
+        now = end = estimate.end_s(blocks.power())
+        moves = self._for_starved_roles(view, blocks)
+        if moves:
+            end = estimate.end_s(blocks.power())
+        while (best := self._best_pair(estimate, blocks, end)) is not None:
             end, source, target = best
-            counts[source] -= 1
-            counts[target] += 1
-            budget[source] -= 1
-            pairs.append((source, target))
-        if not pairs:
+            moves.append(blocks.take(source, target))
+        if not moves:
             return []
-        switch_s = {pair: costs.switch_s(Move(0, *pair)) for pair in set(pairs)}  # the same for every block
-        cost = sum(switch_s[pair] for pair in pairs) / costs.grid.num_blocks
-        from_policy = [pair for pair in pairs if pair[0] == POLICY]
-        if from_policy and not counts[POLICY] and view.rate < 1:  # if a group is dropped, another must be generated
-            cost += switch_s[from_policy[0]] + costs.switch_s(Move(0, from_policy[0][1], POLICY))
+        cost = sum(costs.switch_s(move) for move in moves) / costs.grid.num_blocks
+        from_policy = [move for move in moves if move.source == POLICY]
+        if from_policy and not blocks.counts[POLICY] and view.rate < 1:  # if a group is dropped, another is generated
+            cost += costs.switch_s(from_policy[0]) + costs.switch_s(Move(0, from_policy[0].target, POLICY))
         min_gain = max(self.min_gain_s, self.margin * now)
         if now < math.inf and now - end <= cost + min_gain:  # does not pay even if the blocks are empty
             return []
-        moves = _least_loaded_blocks(split, view, pairs)
-        cost += _prefill_again_s(moves, view, costs, counts)
+        cost += _prefill_again_s(moves, view, costs, blocks.counts)
         if now < math.inf and now - end <= cost + min_gain:
             return []
         gain = f"{now - end:.1f} s sooner, for {cost:.1f} s" if now < math.inf else "it had none"
         return [Move(m.block, m.source, m.target, f"{m.target} needs it: {gain}") for m in moves]
 
-    def _blocks_for_starved_roles(
-        self, view: View, counts: dict[str, int], budget: dict[str, int]
-    ) -> list[tuple[str, str]]:
+    def _for_starved_roles(self, view: View, blocks: _Blocks) -> list[Move]:
         """One block for each role that has requests but no block: without it the rollout cannot end. It comes from a
-        role that needs no block any more, else from the role with the most. Updates `counts` and `budget`."""
-        pairs = []
+        role that needs no block any more, else from the role with the most."""
+        moves, counts = list[Move](), blocks.counts
         starved = [r for r, load in view.loads.items() if load.in_progress and load.needed and not counts[r]]
         for target in starved:
-            sources = [r for r in counts if budget[r] and (counts[r] > 1 or view.loads[r].needed <= 0)]
+            sources = [r for r in counts if blocks.budget[r] and (counts[r] > 1 or view.loads[r].needed <= 0)]
             if sources:
                 source = max(sources, key=lambda r: (view.loads[r].needed <= 0, counts[r]))
-                counts[source] -= 1
-                counts[target] += 1
-                budget[source] -= 1
-                pairs.append((source, target))
-        return pairs
+                moves.append(blocks.take(source, target))
+        return moves
 
     def begin(self, view: View, costs: Costs) -> Split:
         """The split at the start of a rollout. All engines wake then anyway, so it costs nothing.
@@ -184,45 +174,44 @@ class MovingRule:
         counts = {POLICY: grid.num_blocks - len(judges)} | dict.fromkeys(judges, 1)
         if grid.num_blocks <= len(judges):
             return Split((POLICY,) * grid.num_blocks)
-        replicas = grid.num_blocks * grid.per_block(POLICY)
+        replicas = costs.power(range(grid.num_blocks)) * grid.per_block(POLICY)
         wait_s = generated_s(view.loads[POLICY], costs.speeds[POLICY], replicas, 0.1)
         back_s = max((costs.switch_s(Move(0, POLICY, judge)) for judge in judges), default=0.0)
         estimate = EndEstimate(view, costs)
-        end, path = estimate.end_s(counts), [counts]  # from few blocks for judges to the best split
+
+        def power(counts: Mapping[str, int]) -> Mapping[str, float]:
+            owners = arranged(split_by(grid, counts), view, costs) if costs.relative else None
+            return counts if owners is None else {role: costs.power(owners.blocks(role)) for role in grid.roles}
+
+        end, path = estimate.end_s(power(counts)), [counts]  # from few blocks for judges to the best split
         while judges and counts[POLICY] > 1:
             trials = [counts | {POLICY: counts[POLICY] - 1, judge: counts[judge] + 1} for judge in judges]
-            ends = [estimate.end_s(trial) for trial in trials]
+            ends = [estimate.end_s(power(trial)) for trial in trials]
             if min(ends) >= end:
                 break
             end = min(ends)
             counts = trials[ends.index(end)]
             path.append(counts)
         part = min(1.0, self.patience * back_s / wait_s) if wait_s > 0 else 1.0
-        return split_by(grid, path[int(part * (len(path) - 1))])
+        return arranged(split_by(grid, path[int(part * (len(path) - 1))]), view, costs)
 
-    def _best_pair(
-        self,
-        estimate: EndEstimate,
-        counts: Mapping[str, int],
-        budget: Mapping[str, int],
-        end: float,
-    ) -> tuple[float, str, str] | None:
+    def _best_pair(self, estimate: EndEstimate, blocks: _Blocks, end: float) -> tuple[float, str, str] | None:
         """The move of one block that brings the end nearest: end, source, target. None: no move does."""
         best: tuple[float, str, str] | None = None
-        for target in counts:
-            if not self._can_use_another_block(target, estimate, counts):
+        for target in blocks.counts:
+            if not self._can_use_another_block(target, estimate, blocks):
                 continue
-            for source in counts:
-                if source == target or not budget[source]:
+            for source in blocks.counts:
+                if source == target or not blocks.budget[source]:
                     continue
-                trial = estimate.end_s({**counts, source: counts[source] - 1, target: counts[target] + 1})
+                trial = estimate.end_s(blocks.power((source, target)))
                 if trial < (end if best is None else best[0]):
                     best = trial, source, target
         return best
 
-    def _can_use_another_block(self, role: str, estimate: EndEstimate, counts: Mapping[str, int]) -> bool:
+    def _can_use_another_block(self, role: str, estimate: EndEstimate, owned: _Blocks) -> bool:
         """Whether there is enough work for one more block now."""
-        load = estimate.view.loads[role]
+        load, counts = estimate.view.loads[role], owned.counts
         if not counts[role]:
             return load.in_progress > 0
         grid, per_block = estimate.costs.grid, estimate.per_block[role]
@@ -232,27 +221,80 @@ class MovingRule:
             requests, blocks = load.in_progress, counts[role] + 1
         if requests < blocks * per_block:  # less than one request per replica
             return False
-        need = useful_concurrency(load, estimate.costs.speeds[role], self._required_fill(role, estimate, counts))
+        fill = self._required_fill(role, estimate, owned.power())
+        need = useful_concurrency(load, estimate.costs.speeds[role], fill)
         fair = load.needed / (grid.num_blocks * per_block)  # requests per replica if this role had all blocks
         return requests >= blocks * (max(1.0, min(need, fair / 2)) * per_block)
 
-    def _required_fill(self, role: str, estimate: EndEstimate, counts: Mapping[str, int]) -> float:
+    def _required_fill(self, role: str, estimate: EndEstimate, power: Mapping[str, float]) -> float:
         """Share of its best throughput that a block needs work for. Judges wait for fuller batches while one pass is
         short compared with the rest of generation."""
         least, most = self.fill
         if role == POLICY:
             return least
-        to_come_s = estimate.generated_s(counts)
+        to_come_s = estimate.generated_s(power)
         pass_s = estimate.costs.speeds[role].base_s * estimate.view.loads[role].mean
         return min(most, max(least, 1 - self.passes * pass_s / to_come_s)) if to_come_s > 0 else least
 
 
-def _least_loaded_blocks(split: Split, view: View, pairs: Sequence[tuple[str, str]]) -> list[Move]:
-    """One move per pair of source and target: of the blocks that do not move yet, those with the least work first."""
-    free = {role: [b for b in split.blocks(role) if b not in view.moving] for role, _ in pairs}
-    for blocks in free.values():
-        blocks.sort(key=lambda b: view.work.get(b, 0.0), reverse=True)
-    return [Move(free[source].pop(), source, target) for source, target in pairs]
+class _Blocks:
+    """The blocks of each role while a decision is made: which it has, and which it may give, in order.
+
+    Blocks with the least work go first. If blocks differ in speed, the speed comes before the work: the role that needs
+    fast blocks gives the slowest first, the others give it the fastest.
+    """
+
+    def __init__(self, split: Split, view: View, costs: Costs, max_share: float) -> None:
+        self.counts = {role: split.owners.count(role) for role in costs.grid.roles}
+        self.budget: dict[str, int] = {}
+        self._relative, self._spare = costs.relative, dict[str, list[int]]()
+        first = needs_fast_blocks(view, costs)[0] if costs.relative else ""
+        for role in self.counts:
+            free = [block for block in split.blocks(role) if block not in view.moving]
+            empty = sum(block in view.work and not view.work[block] for block in free)
+            self.budget[role] = min(len(free), max(1, int(len(free) * max_share), empty))
+            sign = 1 if role == first else -1
+            free.sort(key=lambda b: (sign * self._relative.get(b, 1.0), view.work.get(b, 0.0)), reverse=True)
+            self._spare[role] = free
+        self._power = {role: costs.power(split.blocks(role)) for role in self.counts} if costs.relative else None
+
+    def power(self, pair: tuple[str, str] | None = None) -> Mapping[str, float]:
+        """Speed of the blocks of each role, in usual blocks. `pair`: after another block goes from the first role to
+        the second."""
+        power: Mapping[str, float] = self.counts if self._power is None else self._power
+        if pair is None:
+            return power
+        source, target = pair
+        moved = self._relative.get(self._spare[source][-1], 1.0)
+        rest = power[source] - moved if self.counts[source] > 1 else 0
+        return {**power, source: rest, target: power[target] + moved}
+
+    def take(self, source: str, target: str) -> Move:
+        if self._power is not None:
+            self._power = dict(self.power((source, target)))
+        self.counts[source] -= 1
+        self.counts[target] += 1
+        self.budget[source] -= 1
+        return Move(self._spare[source].pop(), source, target)
+
+
+def needs_fast_blocks(view: View, costs: Costs) -> list[str]:
+    """The roles by the time of their longest request, which cannot be shared by several replicas: the longest first."""
+
+    def longest_s(role: str) -> float:
+        load = view.loads[role]
+        return costs.speeds[role].base_s * (load.longest or load.lengths)[-1]
+
+    return sorted(costs.grid.roles, key=longest_s, reverse=True)
+
+
+def arranged(split: Split, view: View, costs: Costs) -> Split:
+    """The same number of blocks per role; the fastest blocks go to the role that needs them most."""
+    if not costs.relative:
+        return split
+    blocks = sorted(range(len(split.owners)), key=lambda block: -costs.relative.get(block, 1.0))
+    owners = [role for role in needs_fast_blocks(view, costs) for _ in split.blocks(role)]
+    return Split(tuple(owner for _, owner in sorted(zip(blocks, owners, strict=True))))
 
 
 def _prefill_again_s(moves: Sequence[Move], view: View, costs: Costs, counts: Mapping[str, int]) -> float:
@@ -280,7 +322,7 @@ def request_limit(load: Load, speed: ReplicaSpeed) -> int:
     return math.ceil(useful_concurrency(load, speed, FULL))
 
 
-def generated_s(load: Load, speed: ReplicaSpeed, replicas: int, share: float = 1.0) -> float:
+def generated_s(load: Load, speed: ReplicaSpeed, replicas: float, share: float = 1.0) -> float:
     """Seconds until this share of the needed responses is generated."""
     return _generation_s(_work_to(load, _at_start(load), share), speed, replicas)
 
@@ -312,7 +354,7 @@ def _work_to(load: Load, at_start: Load, share: float) -> tuple[float, float, fl
     return steps, tokens, (load.waiting + more) * load.prompt
 
 
-def _generation_s(work: tuple[float, float, float] | None, speed: ReplicaSpeed, replicas: int) -> float:
+def _generation_s(work: tuple[float, float, float] | None, speed: ReplicaSpeed, replicas: float) -> float:
     if work is None:
         return 0.0
     if not replicas:
@@ -329,9 +371,9 @@ def judged_s(load: Load, speed: ReplicaSpeed) -> float:
     return tokens * (speed.base_s / full + speed.per_sequence_s) + load.needed * load.prompt * speed.prefill_s_per_token
 
 
-def end_s(view: View, costs: Costs, counts: Mapping[str, int]) -> float:
-    """Seconds to the end of the rollout, with `counts` blocks per role."""
-    return EndEstimate(view, costs).end_s(counts)
+def end_s(view: View, costs: Costs, power: Mapping[str, float]) -> float:
+    """Seconds to the end of the rollout, with these blocks per role (a slow block counts less than one)."""
+    return EndEstimate(view, costs).end_s(power)
 
 
 class EndEstimate:
@@ -356,17 +398,17 @@ class EndEstimate:
             alone = speed.base_s * load.mean + speed.prefill_s_per_token * load.prompt
             self._judges.append((role, self.per_block[role], judged_s(load, speed), missing, alone))
 
-    def generated_s(self, counts: Mapping[str, int]) -> float:
+    def generated_s(self, power: Mapping[str, float]) -> float:
         """Seconds until all needed responses are generated."""
-        return _generation_s(self._generation[-1], self.costs.speeds[POLICY], counts[POLICY] * self.per_block[POLICY])
+        return _generation_s(self._generation[-1], self.costs.speeds[POLICY], power[POLICY] * self.per_block[POLICY])
 
-    def end_s(self, counts: Mapping[str, int]) -> float:
-        """Seconds to the end of the rollout, with `counts` blocks per role."""
-        speed, replicas = self.costs.speeds[POLICY], counts[POLICY] * self.per_block[POLICY]
+    def end_s(self, power: Mapping[str, float]) -> float:
+        """Seconds to the end of the rollout, with these blocks per role (a slow block counts less than one)."""
+        speed, replicas = self.costs.speeds[POLICY], power[POLICY] * self.per_block[POLICY]
         times = [_generation_s(work, speed, replicas) for work in self._generation]
         end = times[-1]
         for role, per_block, judged, missing, alone in self._judges:
-            judges = counts[role] * per_block
+            judges = power[role] * per_block
             if not judges:
                 return math.inf
             work = judged / judges

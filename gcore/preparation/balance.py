@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gcore.cost.workload import MICRO_BATCH_TOKENS, CostModel
 from gcore.preparation.assignment import (
     WIDTH_BLOCK,
     Bin,
@@ -37,7 +38,6 @@ from gcore.preparation.assignment import (
     greedy,
 )
 from gcore.preparation.refine import refine
-from gcore.preparation.workload import MICRO_BATCH_TOKENS, CostModel
 from gcore.types import Key, MicroBatch, MiniBatch, ObjectiveName, SampleMeta, TrainBatch
 
 UNIT = 1024  # integer costs per token
@@ -79,7 +79,7 @@ def make_layout(
     parts: Sequence[int] | None = None,
 ) -> list[TrainBatch]:
     """One TrainBatch per data-parallel rank. `together`: siblings are neighbours in one row of one micro-batch, in the
-    order of their numbers. `method`: instead of ours, without context parallelism (baselines.py). `parts`: only the
+    order of their numbers. `method`: instead of ours, without context parallelism (bench/layouts.py). `parts`: only the
     ranks of these parts, see `num_parts`; default: all."""
     ranks = Ranks(num_ranks, max_tokens, padded, sharded, max_context)
     count = 1 if method else num_parts(num_ranks, max_context)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from gcore.cost.workload import CostModel, Observation, fit
 from gcore.preparation.balance import idle_share
-from gcore.preparation.workload import CostModel, Observation, fit
 from gcore.protocols import TrainerInfo, UpdateStats
 from gcore.types import Key, MicroBatch, SampleMeta, TrainBatch
 

@@ -10,7 +10,7 @@ labelled answer and that of the next row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from gcore.config.preference import Needs
 from gcore.config.tree import Dataset
@@ -24,17 +24,6 @@ CONVERSATIONS = ("messages", "conversations", "conversation")
 COMPLETIONS = ("completion", "demonstration")
 ANSWERS = "answers"  # the column of the result
 LABEL = "label"  # of labelled answers (KTO): good or bad
-
-
-class PairColumns(Protocol):
-    """config.tree.Dataset or config.reward_model.Pairs."""
-
-    @property
-    def prompt_column(self) -> str: ...
-    @property
-    def chosen_column(self) -> str: ...
-    @property
-    def rejected_column(self) -> str: ...
 
 
 def load_answered(spec: Dataset, needs: Needs, key: str) -> Rows:
@@ -103,7 +92,7 @@ def pair_row(row: Row, spec: Dataset, key: str) -> Row:
     return {**row, _column(spec): prompt, ANSWERS: [chosen[shared:], rejected[shared:]]}
 
 
-def pair_of(row: Mapping[str, Any], spec: PairColumns, key: str) -> tuple[list[Message], list[Message]]:
+def pair_of(row: Mapping[str, Any], spec: Dataset, key: str) -> tuple[list[Message], list[Message]]:
     """The two conversations of a row. TRL's formats: a prompt and two answers, or two whole conversations."""
     column = _prompt_column(row, spec.prompt_column, PROMPTS)
     if column is None and spec.prompt_column != "auto":
@@ -113,6 +102,12 @@ def pair_of(row: Mapping[str, Any], spec: PairColumns, key: str) -> tuple[list[M
     prompt = [] if column is None else messages_of(row[column], "user", column)
     both = []
     for name in (spec.chosen_column, spec.rejected_column):
+        if row.get(name) is None:
+            what = "is empty (null)" if name in row else f"is not there; the row has {', '.join(sorted(row))}"
+            raise ValueError(
+                f"column {name!r} {what}; expected two answers, a better and a worse one (set {key}.chosen_column and "
+                "rejected_column, or another objective)"
+            )
         answer = messages_of(row.get(name), "assistant", name)
         if answer[0]["role"] == "assistant":
             if not prompt:

@@ -114,7 +114,7 @@ def templater_of(
     """For language models a Templater, for diffusion models a ConditionTemplater."""
     if config.generation.denoising is not None:
         return ConditionTemplater(config, split, eval_set)
-    return Templater(tokenizer, config.data, split, eval_set, vision)
+    return Templater(tokenizer, config.data, split, eval_set, vision, scored=config.objective == "reward_model")
 
 
 def pass_tokens(model: PolicyModel, spec: Denoising) -> int:

@@ -12,7 +12,6 @@ import base64
 import binascii
 import io
 import re
-import urllib.request
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy as np
 
 from gcore.config.media import MediaData
 from gcore.content.media import Video
+from gcore.http_body import download
 from gcore.types import Message, Pixels, UserError
 
 Kind = Literal["image", "video"]
@@ -216,7 +216,7 @@ class MediaReader:
                 picture.load()
                 return np.array(ImageOps.exif_transpose(picture).convert("RGB"), np.uint8)
         except (OSError, ValueError, SyntaxError, EOFError, UnidentifiedImageError, Warning) as error:
-            raise BadMedia(f"an image that cannot be decoded: {_line(error)}") from error
+            raise BadMedia(f"an image that cannot be decoded: {_why(error)}") from error
 
     def _opened(self, value: Any) -> Any:
         """A Pillow image whose pixels are not decoded yet; its size is checked."""
@@ -233,7 +233,7 @@ class MediaReader:
                     finally:
                         Image.MAX_IMAGE_PIXELS = limit
             except (OSError, ValueError, SyntaxError) as error:
-                raise BadMedia(f"{len(data)} bytes that are no image: {_line(error)}") from error
+                raise BadMedia(f"{len(data)} bytes that are no image: {_why(error)}") from error
         self._check_size(*value.size)
         return value
 
@@ -270,11 +270,10 @@ class MediaReader:
         if not self._limits.allow_urls:
             raise BadMedia(f"the address {url[:80]!r}; expected local images (or set data.media.allow_urls=true)")
         try:
-            with urllib.request.urlopen(url, timeout=URL_SECONDS) as answer:
-                data: bytes = answer.read(URL_BYTES + 1)
+            data = download(url, URL_BYTES, URL_SECONDS)
         except (OSError, ValueError) as error:
             raise BadMedia(f"the address {url[:80]!r} cannot be read: {_line(error)}") from error
-        if len(data) > URL_BYTES:
+        if data is None:
             raise BadMedia(f"the address {url[:80]!r} has more than {URL_BYTES >> 20} MB; expected an image")
         return data
 
@@ -287,6 +286,13 @@ def _of_data_url(url: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadMedia(f"a data URL that cannot be decoded: {_line(error)}") from error
+
+
+def _why(error: BaseException) -> str:
+    """Without the name of the object in memory that Pillow read."""
+    from PIL import UnidentifiedImageError
+
+    return "Pillow finds no format in them" if isinstance(error, UnidentifiedImageError) else _line(error)
 
 
 def _line(error: BaseException) -> str:

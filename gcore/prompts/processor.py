@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore import hub
+from gcore.config.engines import ENGINES, engines_with
 from gcore.config.tree import Model
 from gcore.content.vision import FAMILIES, VisionProcessor, built_processor, saved_processor
 from gcore.types import UserError
@@ -50,6 +51,6 @@ def load_processor(
         assert model.build.vision is not None
         return built_processor(model.build.vision, tokenizer, folder)
     found = saved_processor(family, hub.model_folder(model), tokenizer, folder)
-    if engine == "vllm":
-        found.no_videos = "generation.engine=vllm gets only images here; use embedded for videos"
+    if not ENGINES[engine].videos:
+        found.no_videos = f"generation.engine={engine} gets only images here; use {engines_with('videos')} for videos"
     return found

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gcore import user_files
-from gcore.config.base import Stored
+from gcore.config.base import Stored, non_finite
 from gcore.config.objects import is_object, object_of
 from gcore.config.tree import Dataset
 from gcore.hub import is_id
 from gcore.prompts.files import READERS, Row, Rows, read_file, short
-from gcore.prompts.media import COLUMNS, media_parts
+from gcore.prompts.media import COLUMNS, has_media, media_parts
 from gcore.prompts.tasks import make_task
 from gcore.types import Message, UserError
 
@@ -56,6 +56,8 @@ def prompt_of(row: Mapping[str, Any], spec: Dataset, key: str = "data.train") ->
     column = prompt_column(row, spec, key)
     value = row[column]
     if isinstance(value, str):
+        if not value.strip() and not has_media(row):
+            raise _empty_prompt(column, key)
         return value
     if not isinstance(value, Sequence) or not value:
         raise UserError(
@@ -71,7 +73,17 @@ def prompt_of(row: Mapping[str, Any], spec: Dataset, key: str = "data.train") ->
             f"{key}: the messages in column {column!r} end with an assistant message; expected only the prompt "
             f"(set {key}.prompt_column)"
         )
+    if all(not _text_of(message.get("content")) for message in messages) and not has_media(row, messages):
+        raise _empty_prompt(column, key)
     return messages
+
+
+def _text_of(content: Any) -> Any:
+    return content.strip() if isinstance(content, str) else content
+
+
+def _empty_prompt(column: str, key: str) -> UserError:
+    return UserError(f"{key}: column {column!r} holds an empty prompt; expected text (set {key}.prompt_column)")
 
 
 def answer_of(row: Mapping[str, Any], spec: Dataset) -> Any:
@@ -90,6 +102,18 @@ def prompt_column(row: Mapping[str, Any], spec: Dataset, key: str = "data.train"
         if row.get(name) is not None:
             return name
     raise _no_prompt(row, spec, key)
+
+
+def reward_columns(row: Mapping[str, Any], spec: Dataset, key: str) -> frozenset[str]:
+    """The columns that rewards receive for a row: see Templater.prompt."""
+    answer = {"answer"} if answer_of(row, spec) is not None else set()
+    return frozenset({name for name in row if name != prompt_column(row, spec, key)} | {"prompt"} | answer)
+
+
+def check_numbers(row: Mapping[str, Any], key: str) -> None:
+    """Raises UserError for NaN and infinity, which a reward would return or compare with."""
+    if place := non_finite(row):
+        raise UserError(f"{key}: column {place}; expected a finite number (null for a missing one)")
 
 
 def _check_columns(rows: Rows, spec: Dataset, key: str) -> None:

@@ -10,29 +10,39 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config.tree import Data, Dataset
-from gcore.content.answers import answer_steps
+from gcore.config.tree import Config, Data, Dataset
+from gcore.content.answers import answer_steps, scored_conversation
 from gcore.content.tokens import Tokens
 from gcore.content.vision import VisionProcessor
-from gcore.prompts.answers import ANSWERS
+from gcore.prompts.answers import ANSWERS, load_answered
 from gcore.prompts.media import COLUMNS, BadMedia, MediaReader, messages_with_media
-from gcore.prompts.rows import answer_of, check_media, media_folder, prompt_column, prompt_of
-from gcore.prompts.tokenizer import no_template
+from gcore.prompts.rows import (
+    answer_of,
+    check_media,
+    check_numbers,
+    load_rows,
+    media_folder,
+    prompt_column,
+    prompt_of,
+    reward_columns,
+)
+from gcore.prompts.tokenizer import no_template, stop_tokens
 from gcore.types import Bools, Ints, Message, Prompt, UserError
 
 Row = Mapping[str, Any]
+MAX_CHECKED = 200  # rows per dataset
 
 
 class Templater:
     """Row -> messages -> text -> tokens, for one of the datasets of `data`. `eval_set`: its name, of several. `vision`:
-    of a model that takes images."""
+    of a model that takes images. `scored`: answers are whole conversations, for a reward model."""
 
     def __init__(
         self,
@@ -41,6 +51,7 @@ class Templater:
         split: Literal["train", "eval"] = "train",
         eval_set: str = "",
         vision: VisionProcessor | None = None,
+        scored: bool = False,
     ):
         spec = data.train if split == "train" else data.eval_sets.get(eval_set)
         if spec is None:
@@ -51,6 +62,7 @@ class Templater:
         self.system_prompt = data.system_prompt
         self._alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
         self._chat = bool(tokenizer.chat_template)
+        self._scored = scored
         self._vision, self._media = vision, MediaReader(data.media, media_folder(spec))
         if vision is not None and not self._chat:
             raise no_template("a model that takes images")
@@ -132,12 +144,16 @@ class Templater:
         return answer_steps(self.tokenizer, (), (), str(answer))[0]
 
     def answers(self, row: Row, stop_tokens: Sequence[int]) -> list[tuple[Tokens, Bools]]:
-        """The answers of a row of prompts/answers.py: the steps of each one, and which of them count in the loss."""
+        """The answers of a row of prompts/answers.py: the steps of each one, or the whole conversations, and which of
+        the steps count in the loss."""
         found, messages = [], self.messages(row)
         for answer in row[ANSWERS]:
             self._check_alphabet([answer] if isinstance(answer, str) else [m.get("content") for m in answer])
             try:
-                found.append(answer_steps(self.tokenizer, stop_tokens, messages, answer))
+                if self._scored:
+                    found.append(scored_conversation(self.tokenizer, messages, answer))
+                else:
+                    found.append(answer_steps(self.tokenizer, stop_tokens, messages, answer))
             except UserError as error:
                 raise UserError(f"{self.key}: {error}") from None
         return found
@@ -186,6 +202,7 @@ class Measured:
 
     kept: list[int]
     too_long: list[int]
+    equal: list[int] = field(default_factory=list)  # pairs whose two answers are equal: neither is preferred
     digest: int = 0  # of the content of the kept rows; those of parts are added
     bad: dict[int, str] = field(default_factory=dict)  # rows whose images cannot be used, and why
     with_media: int = 0  # of the kept rows
@@ -194,6 +211,18 @@ class Measured:
 def add_digests(parts: Iterable[int]) -> str:
     """Of the content of a dataset; the same for any number of parts."""
     return f"{sum(parts) % 2**256:064x}"
+
+
+def sample_of(num_rows: int, most: int = MAX_CHECKED) -> tuple[int, ...]:
+    """Rows to check: all, or `most` of them, evenly from the first to the last. sample_of(9, 3) == (0, 4, 8)"""
+    if num_rows <= most:
+        return tuple(range(num_rows))
+    return tuple(i * (num_rows - 1) // (most - 1) for i in range(most))
+
+
+def sample_digest(rows: Sequence[Row]) -> str:
+    """Of the columns of a sample: tells most other datasets apart, without templates, and in a moment."""
+    return add_digests(_digest(index, rows[index], b"") for index in sample_of(len(rows)))
 
 
 def _digest(index: int, row: Row, context: bytes) -> int:
@@ -205,34 +234,70 @@ def _digest(index: int, row: Row, context: bytes) -> int:
     return int.from_bytes(content.digest(), "big")
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answers to train on of a row, to measure them."""
+
+    of: Callable[[Row], Sequence[Tokens]]
+    longest: int  # tokens of one
+    pairs: bool = False  # the two differ
+
+
+def rows_of(
+    config: Config, split: Literal["train", "eval"], templater: Templater, tokenizer: Any, media: bool
+) -> tuple[Sequence[Row], Answers | None]:
+    """The rows of a dataset, and how their answers are measured, if they have answers to train on."""
+    dataset, key, needs = templater.spec, templater.key, config.needs
+    if not config.trains_on_answers(split):
+        return load_rows(dataset, key, media), None
+    stops, longest = stop_tokens(config.model, tokenizer), config.generation.max_response_length
+    if config.objective == "reward_model":  # its answers are whole conversations
+        longest += config.data.max_prompt_length
+
+    def answers_of(row: Row) -> list[Tokens]:
+        return [answer for answer, _ in templater.answers(row, stops)]
+
+    return load_answered(dataset, needs, key), Answers(answers_of, longest, needs.pairs and not needs.labels)
+
+
 def measure(
     rows: Sequence[Row],
     templater: Templater,
     max_length: int,
     part: int = 0,
     parts: int = 1,
-    answers_fit: Callable[[Row], bool] | None = None,
+    answers: Answers | None = None,
+    check_columns: Callable[[Collection[str]], None] | None = None,
 ) -> Measured:
     """The rows that have at most `max_length` tokens after templating. A controller measures i % parts == part.
-    `answers_fit`: whether the answers to train on are short enough too."""
-    kept, too_long, digest, bad, with_media = list[int](), list[int](), 0, dict[int, str](), 0
+    `answers`: those to train on are short enough too. `check_columns`: raises UserError if the rewards need other
+    columns than a row has."""
+    kept, too_long, equal, digest, bad, with_media = list[int](), list[int](), list[int](), 0, dict[int, str](), 0
+    checked, longest = set[frozenset[str]](), answers.longest if answers is not None else 0
     for index in range(part, len(rows), parts):
         row = rows[index]
         try:
+            check_numbers(row, templater.key)
+            names = reward_columns(row, templater.spec, templater.key)
+            if check_columns is not None and names not in checked:
+                check_columns(names)
+                checked.add(names)
             _, _, content = templater.content(row)
-            fits = content.size <= max_length and (answers_fit is None or answers_fit(row))
+            own = answers.of(row) if answers is not None else ()
         except BadMedia as error:
             bad[index] = str(error)
             continue
         except UserError as error:
             raise UserError(f"row {index}: {error}") from None
-        if fits:
+        if answers is not None and answers.pairs and len({(a.context_bytes(), a.digest()) for a in own}) == 1:
+            equal.append(index)
+        elif content.size > max_length or any(answer.size > longest for answer in own):
+            too_long.append(index)
+        else:
             kept.append(index)
             with_media += bool(content.media)
             digest += _digest(index, row, content.context_bytes())
-        else:
-            too_long.append(index)
-    return Measured(kept, too_long, digest, bad, with_media)
+    return Measured(kept, too_long, equal, digest, bad, with_media)
 
 
 def check_bad_rows(bad: Mapping[int, str], num_rows: int, limit: int, key: str) -> str | None:

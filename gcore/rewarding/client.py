@@ -1,7 +1,7 @@
 """JSON client of reward servers and of judges behind a URL. It decides which failures are retried.
 
     payload ──> POST ──> JSON, parsed by the caller
-                  ├── timeout, 429, 5xx, no connection, invalid JSON: wait, then retry
+                  ├── timeout, 429, 5xx, no connection, invalid JSON, too much of it: wait, then retry
                   └── any other status: RewardError immediately, with the server's message
 
 The token is read from the environment for each request and never stored. It is removed from quoted server messages.
@@ -21,6 +21,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from gcore.http_body import JSON_BYTES, read_body
 from gcore.rewarding.source import BadAnswer, short
 from gcore.types import RewardError, UserError
 
@@ -45,7 +46,7 @@ class Reply:
     """The response of a server, unparsed: Reply(status=429, text="slow down", retry_after="2")"""
 
     status: int
-    text: str
+    text: str | None  # None: larger than the limit
     retry_after: str
 
 
@@ -137,6 +138,8 @@ class JsonClient:
                 raise ServerBusy(failure, _retry_after_s(reply.retry_after))
             hint = f"key: {self.key}.token_env" if reply.status in (401, 403) else self.hint
             raise RequestRejected(f"{failure} ({hint})")
+        if reply.text is None:
+            raise BadAnswer(f"sent more than {JSON_BYTES >> 20} MB; expected JSON of at most that size")
         try:
             return _redact(self._token(), json.loads(reply.text))
         except (ValueError, RecursionError):
@@ -149,7 +152,8 @@ class JsonClient:
             headers["Authorization"] = f"Bearer {token}"
         session, slots = self.connection()
         async with slots, session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
-            text = (await response.read()).decode("utf-8", "replace")
+            data = await read_body(response, JSON_BYTES)
+        text = None if data is None else data.decode("utf-8", "replace")
         return Reply(response.status, text, response.headers.get("Retry-After", ""))
 
     async def reach(self, path: str, timeout_s: float = REACH_S) -> Reply:
@@ -167,6 +171,8 @@ class JsonClient:
 
     def quote(self, reply: Reply) -> str:
         """Status and error message in one line. Most servers wrap the message in JSON; common wrappers are removed."""
+        if reply.text is None:
+            return f"{reply.status}, with more than {JSON_BYTES >> 20} MB"
         try:
             message = json.loads(reply.text)
         except (ValueError, RecursionError):

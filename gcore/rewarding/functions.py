@@ -117,7 +117,7 @@ def _check_binding(found: Function, args: Mapping[str, Any], key: str) -> None:
 def _construct(found: Function, args: Mapping[str, Any], key: str) -> Any:
     try:
         return found(**args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{key}.args: {describe(found)}{_signature(found)} raised {one_line(error)} (got {short(dict(args))})"
         ) from error
@@ -169,9 +169,9 @@ class Adapter:
     async def _run(self, calls: list[dict[str, Any]]) -> list[Any]:
         """Async functions run on this event loop, all calls at once; sync ones in one thread, in order."""
         if self.is_async:
-            return list(await asyncio.gather(*(self.invoke(call) for call in calls)))
-        answers = await asyncio.to_thread(lambda: [self.invoke(call) for call in calls])
-        return [await answer if inspect.isawaitable(answer) else answer for answer in answers]
+            return list(await asyncio.gather(*(_awaited(self.invoke(call)) for call in calls)))
+        answers = await asyncio.to_thread(_without_exit, lambda: [self.invoke(call) for call in calls])
+        return [await _awaited(answer) if inspect.isawaitable(answer) else answer for answer in answers]
 
     def _trl(self, group: Sequence[Rollout]) -> dict[str, Any]:
         """Columns become lists with one value per sibling. If prompts are messages, completions are messages too, as
@@ -209,6 +209,21 @@ class Adapter:
     def _accepted(self, columns: Mapping[str, Any], **own: Any) -> dict[str, Any]:
         given = {**columns, **self.args, **own}
         return {name: value for name, value in given.items() if self.takes_any or name in self.named}
+
+
+def _without_exit(call: Callable[[], Any]) -> Any:
+    """sys.exit() in a function of the user is a failed call. It must not end the process, as it would silently."""
+    try:
+        return call()
+    except SystemExit as error:
+        raise BadAnswer(f"raised {short(error)}") from error
+
+
+async def _awaited(answer: Any) -> Any:
+    try:
+        return await answer
+    except SystemExit as error:  # asyncio would end the event loop with it
+        raise BadAnswer(f"raised {short(error)}") from error
 
 
 def adapt(function: Function, args: Mapping[str, Any] | None = None, key: str = "rewards.functions") -> Adapter:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gcore.config.tree import ScalarReward
+from gcore.content.answers import render, tokens_of
 from gcore.observe.trace import Tracer
 from gcore.protocols import ScorerStats
 from gcore.rewarding.source import Answer, BadAnswer, number
@@ -45,12 +46,12 @@ class _Job:
 
 
 class ScalarModel:
-    """Implements protocols.Scorer: serves a sequence-classification model with one label (gcore.models.load_scorer)."""
+    """Implements protocols.Scorer: serves a sequence-classification model with one label (models/networks.py)."""
 
     def __init__(
         self, model: PreTrainedModel, *, max_tokens_per_batch: int, threads: int = 1, tracer: Tracer | None = None
     ) -> None:
-        from gcore.models import longest_text
+        from gcore.models.networks import longest_text
 
         self._model, self._threads, self._tracer = model, threads, tracer or Tracer(None, "scorer")
         self._max_tokens = max_tokens_per_batch
@@ -108,7 +109,9 @@ class ScalarModel:
     def _run(self) -> None:
         import torch
 
-        torch.set_num_threads(self._threads)
+        from gcore.threads import use_threads
+
+        use_threads(self._threads)
         reason = "was closed"
         try:
             with torch.inference_mode():
@@ -169,7 +172,7 @@ class ScalarModel:
         return found
 
     def _forward(self, texts: list[Ints], width: int) -> list[float]:
-        from gcore.models import score_texts
+        from gcore.models.networks import score_texts
 
         scores: list[float] = score_texts(self._model, texts, width).tolist()
         return scores
@@ -245,26 +248,6 @@ class ScalarSource:
                 "(key: rewards.models.max_length)"
             )
         return texts_tokens
-
-
-def render(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """A whole conversation as text. Raises ValueError if the template rejects it."""
-    from jinja2 import TemplateError
-
-    try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=False)
-    except (TemplateError, TypeError) as error:  # an unknown role, content that is not text, ...
-        roles = [message.get("role") for message in messages]
-        cause = " ".join(str(error).split())
-        raise ValueError(f"the chat template rejects messages of roles {roles}: {cause}") from None
-    return text
-
-
-def tokens_of(tokenizer: Any, texts: Sequence[str]) -> list[Ints]:
-    """Tokens of rendered conversations, the same in training and in serving. No special tokens are added: the template
-    contains them."""
-    ids = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    return [np.asarray(text, dtype=np.int32) for text in ids]
 
 
 def _user(content: str) -> Message:

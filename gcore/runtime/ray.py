@@ -15,9 +15,9 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -25,14 +25,26 @@ from gcore import faults
 from gcore.observe.logs import last_lines, trim
 from gcore.protocols import Rendezvous, RoleDied, RoleError
 from gcore.runtime.guard import Guard
-from gcore.runtime.ray_cluster import Place, Reservation, is_joined, join, quiet_ray
+from gcore.runtime.ray_cluster import (
+    Daemons,
+    Place,
+    Reservation,
+    is_alive,
+    is_joined,
+    join,
+    only_this_machine,
+    quiet_ray,
+)
 from gcore.runtime.ray_process import Process
 from gcore.types import UserError
 
 START_S = 300
+MEMORY_S = 0.5  # between two looks at the memory of the processes
 STOP_S = 10.0  # for killed processes to end
 NODE_GONE = "its node has left the Ray cluster"
+NODE_DIED = "its node has died"  # in Ray's text
 _TOKEN = secrets.token_hex(32)
+T = TypeVar("T")
 
 
 class RayHandle:
@@ -61,6 +73,8 @@ async def translate(name: str, ref: Any) -> Any:
     except exceptions.ActorUnschedulableError:
         raise RoleDied(name, NODE_GONE) from None
     except exceptions.RayActorError as error:
+        if getattr(error, "actor_init_failed", False):
+            raise RoleError(name, "its process could not be set up", str(error)) from None
         raise RoleDied(name, _first_lines(str(error))) from None
     except exceptions.RayTaskError as error:
         cause = getattr(error, "cause", None)
@@ -80,19 +94,23 @@ class RayRuntime:
         logs: Path | None = None,
         bundle_nodes: Sequence[str] = (),
         files: bytes = b"",
+        lock: Sequence[int] = (),
     ) -> None:
         """`bundles`: GPUs to reserve, those of each bundle on one machine. `bundle_nodes`: id of the node of each
         bundle; empty: any node. `place_of`: kind and rank -> where the process runs. `logs`: folder for the output of
-        the processes; None: Ray's own log folder. `files`: of the user, for all processes (user_files.pack)."""
+        the processes; None: Ray's own log folder. `files`: of the user, for all processes (user_files.pack).
+        `lock`: descriptors that stay open until all processes have ended, also if the driver is killed."""
         self._place_of, self._logs = place_of, logs
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
         self._unrelated = {p.pid for p in _descendants()}  # children of this process that `stop` must not end
         self._owns_cluster = not is_joined()
+        self._guard = Guard(lock) if self._owns_cluster else None  # before Ray, whose processes it may have to end
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if self._owns_cluster:  # before Ray is imported: a process keeps the first token that it reads
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN}
+            only_this_machine()
         quiet_ray(None if logs is None else logs / "ray.log")
         import ray
 
@@ -106,11 +124,13 @@ class RayRuntime:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                 )
-            except Exception as error:  # Ray has no type for it
+            except BaseException as error:
                 for process in _descendants():
                     if process.pid not in self._unrelated:
                         _kill(process)
-                raise UserError(
+                if not isinstance(error, Exception):  # Ctrl-C
+                    raise
+                raise UserError(  # Ray has no type for it
                     f"Ray did not start on this machine: {_first_lines(str(error))} Its logs are in "
                     "/tmp/ray/session_latest/logs. If the machine is busy, try again; runtime=local needs no Ray"
                 ) from error
@@ -124,9 +144,8 @@ class RayRuntime:
         self._killed: set[str] = set()  # by `kill`, and not reported yet
         self._build_args: dict[str, tuple[Any, ...]] = {}  # arguments of Process.build, by role
         self._memory: dict[str, float] = {}
-        self._daemons = {p.pid: p for p in _descendants() if p.name().startswith(("gcs_server", "raylet"))}
+        self._daemons = Daemons(_descendants() if self._owns_cluster else ())
         self._tracked: dict[int, psutil.Process] = {}  # signals go through these: never to a later process with this id
-        self._guard = Guard() if self._owns_cluster else None
         self._track_processes()
         self._reserved = Reservation(bundles, bundle_nodes) if bundles else None
 
@@ -152,16 +171,14 @@ class RayRuntime:
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
     ) -> list[RayHandle]:
-        if not args:
-            return []
+        return await self._unless_ray_fails(self._start_group(kind, factory, args)) if args else []
+
+    async def _start_group(
+        self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
+    ) -> list[RayHandle]:
         names, places = [f"{kind}-{rank}" for rank in range(len(args))], self._places(kind, len(args))
         actors = self._create(kind, len(args))
-        try:
-            address = await asyncio.wait_for(translate(names[0], actors[0].address.remote()), START_S)
-        except TimeoutError:
-            raise UserError(
-                f"{names[0]} was not started by the Ray cluster within {START_S} s (key: placement)"
-            ) from None
+        address = await self._started(names[0], actors[0].address.remote())
         build_args, secret = [], secrets.token_bytes(32)
         for rank, (arguments, place) in enumerate(zip(args, places, strict=True)):
             visible = None if self._reserved is None else await self._reserved.visible_gpus(place.bundles)
@@ -169,8 +186,8 @@ class RayRuntime:
 
         async def build(name: str, actor: Any, arguments: tuple[Any, ...]) -> None:
             """A process is in `processes()` as soon as it runs, and in `ready()` when its role is built."""
-            self._pids[name] = await translate(name, actor.pid.remote())
-            await translate(name, actor.build.remote(*arguments))
+            self._pids[name] = await self._started(name, actor.pid.remote())
+            await self._called(name, actor.build.remote(*arguments))
             self._ready.add(name)
 
         await asyncio.gather(*map(build, names, actors, build_args))
@@ -179,12 +196,46 @@ class RayRuntime:
         self._build_args |= dict(zip(names, build_args, strict=True))
         return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
 
+    async def _started(self, name: str, ref: Any) -> Any:
+        """The first answer of a process. Ray waits without a word for a free device, or for free memory."""
+        try:
+            return await asyncio.wait_for(self._called(name, ref), START_S)
+        except TimeoutError:
+            raise UserError(
+                f"{name} was not started by the Ray cluster within {START_S} s: Ray starts none on a machine "
+                "whose memory is full, or without the GPUs that it needs (key: placement)"
+            ) from None
+
+    async def _called(self, name: str, ref: Any) -> Any:
+        """The result of a call of a process that starts. If it dies: what is known here, not Ray's text."""
+        try:
+            return await translate(name, ref)
+        except RoleDied as error:
+            if error.detail == NODE_GONE or NODE_DIED in error.detail:
+                raise RoleDied(name, NODE_GONE) from None
+            self._daemons.check()
+            raise self._died(name) from None
+
+    async def _unless_ray_fails(self, work: Coroutine[Any, Any, T]) -> T:
+        """Ray's calls wait without end for a daemon that is stopped."""
+        tasks = working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._daemons.until_one_fails())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                failing.result()
+            return working.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     def _options(self, kind: str, place: Place) -> dict[str, Any]:
         """Options of an actor. Ray restarts a dead process on the same node, `revive` builds its role again."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         restarts = 0 if kind in ("controller", "trainer", "critic") else -1
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000, "max_restarts": restarts}
+        options["enable_task_events"] = False  # a record of each call stays in Ray's GCS, which grows by 50 kB per step
         if self._reserved is not None and place.bundles:
             options |= {"num_gpus": place.gpus, "scheduling_strategy": self._reserved.strategy(place.bundles[0])}
         elif place.node:  # not soft: then Ray also uses other nodes
@@ -203,9 +254,9 @@ class RayRuntime:
             raise self._died(name)
         up = [(name, actor) for name, actor in self._actors.items() if name not in self._down]
         gone = [asyncio.ensure_future(self._until_gone(name, actor)) for name, actor in up]
-        daemons = asyncio.ensure_future(self._watch_daemons())
+        others = [asyncio.ensure_future(self._daemons.until_one_fails()), asyncio.ensure_future(self._watch_memory())]
         try:
-            done, _ = await asyncio.wait([*gone, daemons], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([*gone, *others], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         except RoleDied as error:  # the next `watch` reports other roles that died at the same moment
@@ -213,11 +264,14 @@ class RayRuntime:
             self._killed.discard(error.role)
             raise
         finally:
-            for task in [*gone, daemons]:
+            for task in [*gone, *others]:
                 task.cancel()
 
     async def revive(self, name: str) -> None:
         """Ray restarts the process by itself. Build the role in it again."""
+        await self._unless_ray_fails(self._revive(name))
+
+    async def _revive(self, name: str) -> None:
         deadline = time.monotonic() + START_S
         while True:
             try:
@@ -279,7 +333,7 @@ class RayRuntime:
         try:
             await translate(name, actor.until_gone.remote())
         except RoleDied:
-            self._check_daemons()  # if Ray is dead, every role seems dead
+            self._daemons.check()  # if Ray is dead, every role seems dead
             raise self._died(name) from None
 
     def _died(self, name: str) -> RoleDied:
@@ -288,9 +342,9 @@ class RayRuntime:
         if name in self._memory:
             free = psutil.virtual_memory().available / 2**20
             known = f"; it held {self._memory[name]:.0f} MB when last seen, {free:.0f} MB are free on this machine"
-        pid, log = self._pids.get(name, "?"), self._log(name)
-        printed = "" if log is None else f"; its output is in {log}"
-        text = f"process {pid} is gone (killed, crashed, or out of memory{known}){printed}"
+        process, log = f"process {self._pids[name]}" if name in self._pids else "its process", self._log(name)
+        printed = "" if log is None or not log.is_file() else f"; its output is in {log}"
+        text = f"{process} is gone (killed, crashed, or out of memory{known}){printed}"
         error = RoleDied(name, text, observed=True)
         if log is not None and (lines := last_lines(log)):
             error.add_note("\n  ".join([f"last lines of {log}:", *lines]))
@@ -299,21 +353,14 @@ class RayRuntime:
     def _log(self, name: str) -> Path | None:
         return None if self._logs is None else self._logs / f"{name}.log"
 
-    def _check_daemons(self) -> None:
-        for process in self._daemons.values():
-            if not _alive(process):
-                text = f"its process {process.pid} is gone; no role can be called any more"
-                raise RoleDied("ray", text, observed=True)
-
-    async def _watch_daemons(self) -> None:
-        while True:
-            self._check_daemons()
-            if self._owns_cluster:
-                self._track_processes()
-                for name, pid in self._pids.items():
-                    with contextlib.suppress(psutil.Error, KeyError):
-                        self._memory[name] = self._tracked[pid].memory_info().rss / 2**20
-            await asyncio.sleep(0.5)
+    async def _watch_memory(self) -> None:
+        while self._owns_cluster:
+            self._track_processes()
+            for name, pid in self._pids.items():
+                with contextlib.suppress(psutil.Error, KeyError):
+                    self._memory[name] = self._tracked[pid].memory_info().rss / 2**20
+            await asyncio.sleep(MEMORY_S)
+        await asyncio.Event().wait()
 
     def stop(self) -> None:
         """Stop the cluster, then kill all processes of the run that are still alive. Calls in progress are lost."""
@@ -323,13 +370,13 @@ class RayRuntime:
         for actor in self._actors.values() if not self._owns_cluster else ():
             ray.kill(actor)
         self._actors.clear()
-        if all(_alive(p) for p in self._daemons.values()):
+        if self._daemons.all_work():
             ray.shutdown()
             deadline = time.monotonic() + 3
-        else:  # a shutdown would wait for dead daemons, here and once more at interpreter exit
+        else:  # a shutdown would wait for these daemons, here and once more at interpreter exit
             atexit.unregister(ray.shutdown)
             deadline = time.monotonic()
-        while time.monotonic() < deadline and any(_alive(p) for p in self._tracked.values()):
+        while time.monotonic() < deadline and any(is_alive(p) for p in self._tracked.values()):
             time.sleep(0.05)
         for process in self._tracked.values():
             _kill(process)
@@ -349,12 +396,6 @@ class RayRuntime:
 
 def _descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
-
-
-def _alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def _kill(process: psutil.Process) -> None:

@@ -1,16 +1,17 @@
-"""Ray outside of the roles: join a cluster, list its nodes, reserve GPUs on them.
+"""Ray outside of the roles: join a cluster, list its nodes, watch its daemons, reserve GPUs.
 
 RAY_ADDRESS ──join──> nodes ──> the plan (controller/) ──reserve──> Reservation ──strategy──> options of an actor
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -18,8 +19,12 @@ from typing import Any
 
 import psutil
 
+from gcore.protocols import RoleDied
 from gcore.types import UserError
 
+DAEMONS = ("gcs_server", "raylet")
+DAEMONS_S = 0.5  # between two looks at them
+STOPPED_LOOKS = 10  # that find one of them stopped, before the run ends
 PROBE_S = 5.0
 RESERVE_S = 60
 PROBE_GPUS = 0.01  # shares of roles leave at least 0.05 of a GPU
@@ -43,6 +48,12 @@ def is_joined() -> bool:
     """A cluster exists that the run should use: RAY_ADDRESS names it, or this process has joined it already."""
     ray = sys.modules.get("ray")
     return bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
+
+
+def only_this_machine() -> None:
+    """Ray and all roles listen on the loopback interface. By default Ray listens on all interfaces on Linux, and on
+    loopback elsewhere; this variable chooses. It must be set before Ray is imported."""
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 def join() -> None:
@@ -133,6 +144,46 @@ def quiet_ray(log: Path | None) -> None:
 
     log_and_print._original = original  # type: ignore[attr-defined]
     worker.print_to_stdstream = log_and_print
+
+
+class Daemons:
+    """Ray's own processes, without which no process of a run can be started. `processes`: those of a private cluster.
+    On a cluster that was joined there is nothing to look at here."""
+
+    def __init__(self, processes: Iterable[psutil.Process]) -> None:
+        self._all = {p.name(): p for p in processes if p.name().startswith(DAEMONS)}
+
+    def all_work(self) -> bool:
+        return all(is_alive(process) and not _is_stopped(process) for process in self._all.values())
+
+    def check(self, stopped_too: bool = True) -> None:
+        """RoleDied if Ray itself has failed: it, and no role, is to blame."""
+        for name, process in self._all.items():
+            if not is_alive(process):
+                text = f"its process {name} ({process.pid}) is gone; no role can be called any more"
+                raise RoleDied("ray", text, observed=True)
+            if stopped_too and _is_stopped(process):
+                text = f"its process {name} ({process.pid}) is stopped (SIGSTOP); no role can be started any more"
+                raise RoleDied("ray", text, observed=True)
+
+    async def until_one_fails(self) -> None:
+        looks = 0  # in a row that saw one stopped. Looks, not seconds: this process may have been stopped with it
+        while True:
+            looks = looks + 1 if any(map(_is_stopped, self._all.values())) else 0
+            self.check(stopped_too=looks > STOPPED_LOOKS)
+            await asyncio.sleep(DAEMONS_S)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() == psutil.STATUS_STOPPED
+    return False
 
 
 class Reservation:

@@ -15,18 +15,24 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from gcore.config.sampling import acceptance_rate
 from gcore.config.tree import Placement
+from gcore.emulate.device import Job, observe
 from gcore.placement.grid import POLICY, Move, Split
-from gcore.placement.monitor import LEAST_RATE, quantiles
+from gcore.placement.meters import GroupCounts, SpeedMeter
+from gcore.placement.monitor import LEAST_RATE, call_quantiles, quantiles
 from gcore.placement.placer import POLL_SHARE
-from gcore.placement.rules import Decide, Load, View
-from gcore.simulate.device import Job, observe
+from gcore.placement.rules import Costs, Decide, Load, View
+from gcore.protocols import EngineStats
 from gcore.simulate.fleet import Call, Clock, Fleet, Group, RecentLengths
 from gcore.simulate.scenario import Draw, Scenario, StepWork
 
+SPEED_POLLS = 4  # speeds are measured at every fourth poll only: faster
 POLL_INTERVAL_S = Placement().poll_interval_s  # scenarios use the default
 
 
@@ -49,6 +55,9 @@ class State:
     lengths: RecentLengths
     rate: float = 1.0  # recent share of groups that were kept; controllers also begin with 1
     seconds: float = 0.0  # of the last rollout
+    calls: Sequence[Sequence[float]] = ()  # lengths of siblings that ended recently: quantiles
+    counts: GroupCounts = field(default_factory=GroupCounts)
+    speeds: SpeedMeter = field(default_factory=SpeedMeter)
 
 
 @dataclass(slots=True)
@@ -68,6 +77,11 @@ class Rollout:
     lengths: list[int] = field(default_factory=list)  # of the responses that are trained on
     wasted_tokens: int = 0  # generated for groups that were dropped or aborted
     drawn: int = 0  # groups that were started, including those aborted in the step before
+
+
+def measured_costs(scenario: Scenario, step: int, state: State) -> Costs:
+    """The scenario's speed of each role; which blocks are slower is measured, as in a run."""
+    return replace(scenario.costs(step), relative=state.speeds.relative())
 
 
 class Controller:
@@ -96,7 +110,8 @@ class Simulation:
     def __init__(self, work: StepWork, split: Split, decide: Decide, state: State) -> None:
         scenario: Scenario = work.scenario
         self.scenario, self.work, self.decide, self.state = scenario, work, decide, state
-        self.costs = scenario.costs(work.step)
+        self.speeds = deepcopy(state.speeds)
+        self.costs = measured_costs(scenario, work.step, state)
         self.grid = self.costs.grid
         self.poll_interval_s = max(POLL_INTERVAL_S, POLL_SHARE * state.seconds)
         self.controllers = [Controller(cursor, len(state.cursors)) for cursor in state.cursors]
@@ -120,12 +135,12 @@ class Simulation:
                 longest_allowed=longest[role],
                 controllers=len(state.cursors),
                 repeats=repeats.get(role, 1),
+                relative=partial(scenario.replica_speed, role) if scenario.device_speed else None,
             )
             for role in self.grid.roles
         }
         self.policy = self.fleets[POLICY]
         self.judges = [self.fleets[judge.name] for judge in scenario.judges]
-        self._verdicts = sum(repeats.values())  # per response
         self.kept = self.dropped = self.running = self.judging = 0  # groups
         self._wanted = 0  # groups in progress per controller after the last fill
         self.result = Rollout(state)
@@ -135,6 +150,8 @@ class Simulation:
         self._busy_then = [0.0] * self.grid.num_blocks  # busy seconds of its replicas at that time
         self._busy_before: dict[str, float] = dict.fromkeys(self.fleets, 0.0)
         self._last_move = -math.inf
+        self._polls = 0
+        self._stats_before: dict[tuple[str, int], EngineStats] = {}
 
     def run(self) -> Rollout:
         for block in range(self.grid.num_blocks):
@@ -182,9 +199,10 @@ class Simulation:
 
     def _judge(self, group: Group) -> None:
         draw: Draw = group.draw
-        group.unfinished = self._verdicts * len(draw.tokens)
+        judges = [judge for judge in self.judges if judge.name in draw.verdicts]
+        group.unfinished = sum(judge.repeats for judge in judges) * len(draw.tokens)
         prompt = self.scenario.prompt_length
-        for judge in self.judges:
+        for judge in judges:
             for response, repeats in zip(draw.tokens, draw.verdicts[judge.name], strict=True):
                 # once; its other verdicts find it in the prefix cache
                 prefill = prompt + round(self.scenario.read_by_judges(response))
@@ -198,8 +216,8 @@ class Simulation:
         fleet, group = ended
         tokens: list[int] = group.draw.tokens
         if fleet is self.policy:
-            fleet.ended_longest.append(max(tokens))
-            if self.judges:
+            fleet.ended_calls.append(tuple(tokens))
+            if group.draw.verdicts:
                 self.judging += 1
                 self._judge(group)
                 return
@@ -220,9 +238,28 @@ class Simulation:
     # ---- placement ------------------------------------------------------------------------------------------------
 
     def _poll(self, _: None) -> None:
+        self._polls += 1
+        if self._polls % SPEED_POLLS == 0:
+            self._measure_speeds()
         for move in self.decide(self.split, self.view(), self.costs):
             self._move(move)
         self.clock.at(self.clock.now + self.poll_interval_s, self._poll, None)
+
+    def _measure_speeds(self) -> None:
+        before, self._stats_before = self._stats_before, {}
+        for role, fleet in self.fleets.items():
+            polled = []
+            for block in fleet.blocks:
+                for replica in fleet.by_block[block]:
+                    now = EngineStats(replica.running, 0, replica.busy_s, replica.generated)
+                    self._stats_before[role, replica.index] = now
+                    if (last := before.get((role, replica.index))) is not None:
+                        polled.append((block, last, now))
+            self.speeds.add(role, polled)
+
+    def counts(self) -> GroupCounts:
+        ended = {role: len(fleet.ended_lengths) for role, fleet in self.fleets.items()}
+        return self.state.counts.plus(self.kept + self.dropped, self.judging, ended)
 
     def view(self) -> View:
         """The view that the controllers would have now."""
@@ -232,11 +269,12 @@ class Simulation:
         share = missing / max(1, generating)
         responses = min(1.0, share) * self.policy.in_progress + max(0.0, missing - generating) * samples
         work: dict[int, float] = {}
-        loads = {}
+        counts, loads = self.counts(), {}
         for role, fleet in self.fleets.items():
             needed = responses
             if role != POLICY:
-                needed = min(1.0, groups / max(1, self.judging)) * fleet.in_progress + missing * samples * fleet.repeats
+                share = min(1.0, groups / max(1, self.judging))
+                needed = share * fleet.in_progress + missing * counts.per_group(role, samples * fleet.repeats)
             loads[role] = self._load(fleet, needed, work)
         since_s = self.clock.now - self._last_move
         stopping = self.kept >= self.scenario.prompts
@@ -316,9 +354,11 @@ class Simulation:
         result.idle = 1 - sum(result.busy_s.values()) / (now * self.grid.slots)
         result.wasted_tokens += self.policy.wasted()
         lengths = {role: quantiles(fleet.ended_lengths) or fleet.lengths for role, fleet in self.fleets.items()}
-        lengths[f"{POLICY}/longest"] = quantiles(self.policy.ended_longest) or self.policy.longest
+        calls = call_quantiles(self.policy.ended_calls) or self.state.calls
+        lengths[f"{POLICY}/longest"] = [max(call) for call in calls]
         cursors = tuple(controller.cursor() for controller in self.controllers)
-        result.state = State(cursors, lengths, self._rate_now(), now)
+        counts = self.counts().halved()
+        result.state = State(cursors, lengths, self._rate_now(), now, calls, counts, self.speeds)
         return result
 
     def _break_cycles(self) -> None:

@@ -20,10 +20,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from gcore.simulate import costs
-from gcore.simulate.costs import Gpu
+from gcore.cost import costs
+from gcore.cost.costs import Gpu
+from gcore.cost.training_memory import Offload, TrainingRank, training_memory
 from gcore.simulate.roles import Role
-from gcore.simulate.training_memory import Offload, TrainingRank, training_memory
 
 Mode = Literal["colocated", "static", "dynamic", "disaggregated"]
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gcore.emulate.device import Device, Job
 from gcore.generation.routing import Router, shared_limit
 from gcore.placement.grid import POLICY, DeviceGrid
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Load, request_limit
-from gcore.simulate.device import Device, Job
 
 RecentLengths = Mapping[str, Sequence[float]]  # of requests that ended recently, by role: quantiles
 
@@ -107,13 +107,15 @@ class Fleet:
         longest_allowed: int,
         controllers: int = 1,
         repeats: int = 1,
+        relative: Callable[[int], float] | None = None,
     ) -> None:
+        """`relative`: the relative speed of a replica, by number; None: all are equal."""
         self.name, self.speed, self.clock, self.prompt, self.repeats = name, speed, clock, prompt, repeats
         self.longest_allowed = longest_allowed
         self.per_block = grid.per_block(name)
         self.lengths, self.longest = recent[name], recent.get(f"{name}/longest", ())
         count = grid.num_blocks * self.per_block
-        self.devices = [Replica(speed, i) for i in range(count)]
+        self.devices = [Replica(speed if relative is None else speed.scaled(relative(i)), i) for i in range(count)]
         self.by_block = [self.devices[i : i + self.per_block] for i in range(0, count, self.per_block)]
         num_queues = min(controllers, MAX_QUEUES)
         if name == POLICY:
@@ -124,7 +126,7 @@ class Fleet:
         self.queues = [ControllerQueue(Router(count, rank, limit=part, opened=())) for rank in ranks]
         self.blocks: list[int] = []  # that the role owns, sorted
         self.ended_lengths: list[int] = []  # of requests
-        self.ended_longest: list[int] = []  # of groups
+        self.ended_calls: list[tuple[int, ...]] = []  # lengths of siblings
         self.in_progress = 0  # requests, queued or at a replica
         self.queued = 0  # requests that no replica has yet
         self.ended = ended

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gcore.simulate.costs import MEMORY_FRACTION
+from gcore.cost.costs import MEMORY_FRACTION
+from gcore.cost.shapes import Shape
+from gcore.cost.training_memory import Offload
 from gcore.simulate.estimate import MODES, POLICY, Mode
 from gcore.simulate.lengths import Lengths
-from gcore.simulate.shapes import Shape
-from gcore.simulate.training_memory import Offload
 from gcore.types import UserError
 
 WIDTHS = (1, 2, 4, 8)

@@ -14,14 +14,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from gcore.cost.backends import PARTS as BACKEND_PARTS
+from gcore.cost.backends import Layout
+from gcore.cost.costs import ENGINE, GB, REACH, Gpu, Shape
+from gcore.cost.training_memory import COMFORTABLE, PART_TITLES, Choice
+from gcore.cost.training_memory import PARTS as PARTS_OF_RANK
 from gcore.observe.values import count, duration
-from gcore.simulate.backends import PARTS as BACKEND_PARTS
-from gcore.simulate.backends import Layout
-from gcore.simulate.costs import ENGINE, GB, REACH, Gpu, Shape
 from gcore.simulate.estimate import Estimate
 from gcore.simulate.planner import PlanResult
-from gcore.simulate.training_memory import COMFORTABLE, PART_TITLES, Choice
-from gcore.simulate.training_memory import PARTS as PARTS_OF_RANK
 
 STAGES = {
     "generation": ("generate", "cyan"),

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gcore.simulate import costs
-from gcore.simulate.costs import GB, Gpu, Shape
+from gcore.cost import costs
+from gcore.cost.costs import GB, Gpu, Shape
+from gcore.cost.training_memory import OFFLOADS, Choice, Engines, Offload, TrainingRank, choose, training_memory
 from gcore.simulate.estimate import POLICY, Case, Estimate, Mode, estimate
 from gcore.simulate.plan_inputs import WIDTHS, at_least_one
 from gcore.simulate.plan_inputs import Constraints as Constraints
 from gcore.simulate.plan_inputs import Workload as Workload
 from gcore.simulate.roles import Role
-from gcore.simulate.training_memory import OFFLOADS, Choice, Engines, Offload, TrainingRank, choose, training_memory
 
 MIN_SEQUENCES = 32  # at the mean context; with a smaller KV cache a replica is too slow
 WIDTHS_TRIED = 2  # per role: the smallest width that fits, and the next
@@ -301,7 +301,7 @@ class _Inputs:
         sequences = min(int(tokens / self.context(name)), costs.ENGINE.max_sequences)
         problem = ""
         if weights > available:
-            problem = f"weights need {weights:.0f} GB per GPU, {available:.0f} GB are available"
+            problem = f"weights need {weights:.0f} GB per GPU, {max(0.0, available):.0f} GB are available"
         elif name == POLICY and weights + updating > self.usable:
             problem = f"a weight update needs {weights + updating:.0f} GB per GPU, {self.usable:.0f} GB can be used"
         elif tokens < longest:

@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from gcore.cost.costs import Shape
 from gcore.placement.replica_speed import ReplicaSpeed
-from gcore.simulate.costs import Shape
 from gcore.simulate.lengths import Array, Lengths
 
 

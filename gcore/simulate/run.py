@@ -20,7 +20,7 @@ from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, sh
 from gcore.placement.guard import GuardedRule, GuardState
 from gcore.placement.monitor import LEAST_RATE
 from gcore.placement.rules import Costs, Decide, Load, MovingRule, View
-from gcore.simulate.cluster import PromptCursor, Rollout, Simulation, State
+from gcore.simulate.cluster import PromptCursor, Rollout, Simulation, State, measured_costs
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError
 
@@ -210,7 +210,7 @@ def _steps(
     run, at = Run(scenario, name), 0.0
     state, last = first_state(scenario), None
     for step in range(1, scenario.steps + 1):
-        work, costs = StepWork(scenario, step), scenario.costs(step)
+        work, costs = StepWork(scenario, step), measured_costs(scenario, step, state)
         view = expected_view(scenario, state)
         tried = []
         for rule in rules:
@@ -255,12 +255,13 @@ def expected_view(scenario: Scenario, state: State) -> View:
         )
     }
     for judge in scenario.judges:
+        per_group = state.counts.per_group(judge.name, scenario.samples * judge.repeats)
         loads[judge.name] = Load(
-            needed=needed * judge.repeats,
+            needed=needed / scenario.samples * per_group,
             lengths=recent[judge.name],
             prompt=(scenario.prompt_length + response) / judge.repeats,
         )
-    return View(loads, groups=scenario.prompts, rate=state.rate, samples=scenario.samples)
+    return View(loads, groups=scenario.prompts, rate=state.rate, samples=scenario.samples, calls=state.calls)
 
 
 def first_state(scenario: Scenario) -> State:

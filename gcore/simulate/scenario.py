@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from gcore.config.base import Auto, Fraction, NonNegative, PositiveInt, Section
+from gcore.config.base import Auto, Fraction, NonNegative, PositiveInt, Section, Seed
 from gcore.config.load import load_config
 from gcore.config.sampling import MAX_OVERSAMPLING
 from gcore.placement.grid import POLICY, DeviceGrid
@@ -30,6 +31,9 @@ from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Costs
 
 Positive = Annotated[float, Field(gt=0)]
+Slot = Annotated[int, Field(ge=0)]
+NORMAL = NormalDist()
+_Floats = npt.NDArray[np.float64]
 
 
 class Drift(Section):
@@ -39,19 +43,45 @@ class Drift(Section):
     """At the last step; default: as at the first. It changes by the same factor at every step."""
     jitter: NonNegative = 0.0
     """Random variation per step: standard deviation of the logarithm."""
+    cycle: tuple[Positive, ...] = (1.0,)
+    """Factors of consecutive steps, repeated: [1, 0.5] halves every second step."""
 
-    def at(self, progress: float, noise: float) -> float:
+    def at(self, progress: float, noise: float, step: int = 1) -> float:
         end = self.start if self.end is None else self.end
-        return float(self.start * (end / self.start) ** progress * math.exp(self.jitter * noise))
+        factor = self.cycle[(step - 1) % len(self.cycle)]
+        return float(self.start * (end / self.start) ** progress * math.exp(self.jitter * noise) * factor)
+
+
+class Mode(Section):
+    share: Annotated[float, Field(gt=0, lt=1)]
+    """Share of the requests."""
+    factor: Positive
+    """Their mean length, in multiples of `start`."""
+    sigma: NonNegative = 0.3
+    """Their spread: standard deviation of the logarithm."""
 
 
 class Lengths(Drift):
     sigma: NonNegative = 0.7
-    """Spread of the lengths within a step: standard deviation of the logarithm. `start` and `end` are means."""
+    """Spread of the lengths within a step: standard deviation of the logarithm. `start` and `end` are means (of the
+    requests that belong to none of the `modes`)."""
     shared: Fraction = 0.5
     """Share of that variance that depends on the prompt: siblings have it in common."""
     longest: PositiveInt = 16384
     """Responses are cut at this length."""
+    modes: tuple[Mode, ...] = ()
+    """Further modes of a mixture: these shares of the requests have other lengths than the rest."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> Lengths:
+        if (total := sum(mode.share for mode in self.modes)) >= 1:
+            raise ValueError(f"modes: shares sum to {total:g}; expected less than 1, the rest has `start` and `sigma`")
+        return self
+
+    @property
+    def mean_factor(self) -> float:
+        """Mean of the mixture, in multiples of `start`."""
+        return 1 + sum(mode.share * (mode.factor - 1) for mode in self.modes)
 
 
 class Speed(Section):
@@ -87,6 +117,8 @@ class SimulatedJudge(Server):
     """Tokens per verdict."""
     repeats: PositiveInt = 1
     """Verdicts per response."""
+    prompts: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the prompts whose responses it judges; the others need no verdict of it."""
 
 
 class SimulatedDenoiser(Section):
@@ -115,7 +147,7 @@ class Scenario(Section):
     """Kind of accelerator, as in `gcore plan`."""
     steps: PositiveInt = 100
     """Training steps."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of lengths and acceptance."""
     controllers: PositiveInt | Auto = "auto"
     """Controllers, each with its share of the prompts; `auto`: one per 8 slots."""
@@ -143,6 +175,9 @@ class Scenario(Section):
     long_first: bool = False
     """Of prompts drawn at the same time, start those first that are expected to be long, by a hint with an error of
     about a third. Real runs have no such hint: this shows what it would be worth."""
+    device_speed: dict[Slot, Positive] = Field(default_factory=dict)
+    """Slots that are slower or faster than the others, with their relative speed: {3: 0.5} takes twice as long. A
+    replica over several slots is as slow as the slowest of them."""
     swap_s: NonNegative | None = None
     """Seconds to put one engine to sleep and wake another on the same slots; default: estimated."""
     rpc_s: NonNegative = 0.004
@@ -157,6 +192,8 @@ class Scenario(Section):
             raise ValueError(f"roles need different names, got {names}")
         if self.denoiser is not None and {"policy", "lengths"} & self.model_fields_set:
             raise ValueError("denoiser: expected neither policy nor lengths beside it")
+        if max(self.device_speed, default=0) >= self.slots:
+            raise ValueError(f"device_speed: got slot {max(self.device_speed)}; expected 0 to {self.slots - 1}")
         return self
 
     @property
@@ -171,12 +208,18 @@ class Scenario(Section):
     def costs(self, step: int) -> Costs:
         """The speeds of this step: longer responses mean longer contexts, which slow down decoding."""
         progress = self.progress(step)
-        response = self.read_by_judges(self.responses.at(progress, 0.0))
+        response = self.read_by_judges(self.responses.at(progress, 0.0, step) * self.responses.mean_factor)
         context = self.prompt_length + response / 2
         speeds = {POLICY: self._denoiser_speed() if self.denoiser else self._speed(self.policy, context)}
         for judge in self.judges:
-            speeds[judge.name] = self._speed(judge, self.prompt_length + response + judge.verdict.at(progress, 0.0) / 2)
+            verdict = judge.verdict.at(progress, 0.0, step) * judge.verdict.mean_factor
+            speeds[judge.name] = self._speed(judge, self.prompt_length + response + verdict / 2)
         return Costs(self.grid, speeds)
+
+    def replica_speed(self, role: str, replica: int) -> float:
+        """Relative speed of a replica: that of its slowest slot."""
+        width = self.grid.widths[role]
+        return min(self.device_speed.get(slot, 1.0) for slot in range(replica * width, (replica + 1) * width))
 
     @property
     def responses(self) -> Lengths:
@@ -197,8 +240,8 @@ class Scenario(Section):
 
     def _denoising(self) -> tuple[Any, Any, Any]:
         """Shape, GPU and work of a step of the denoiser."""
-        from gcore.simulate.costs import gpu_of
-        from gcore.simulate.denoisers import DenoisingWork, denoiser_of
+        from gcore.cost.costs import gpu_of
+        from gcore.cost.denoisers import DenoisingWork, denoiser_of
 
         spec = self.denoiser
         assert spec is not None
@@ -216,7 +259,7 @@ class Scenario(Section):
         return denoiser_of(spec.model, "denoiser.model"), gpu_of(self.gpu), work
 
     def _denoiser_speed(self) -> ReplicaSpeed:
-        from gcore.simulate.denoisers import replica_speed
+        from gcore.cost.denoisers import replica_speed
 
         speed = replica_speed(*self._denoising())
         return speed if self.swap_s is None else replace(speed, sleep_s=0.0, wake_s=self.swap_s, weights_s=0.0)
@@ -226,12 +269,12 @@ class Scenario(Section):
         if self.update_s is not None:
             return self.update_s
         if self.denoiser is not None:
-            from gcore.simulate.denoisers import update_s
+            from gcore.cost.denoisers import update_s
 
             shape, gpu, work = self._denoising()
             speed = self._denoiser_speed()
             return update_s(shape, gpu, self.slots, work) + speed.sleep_s + speed.wake_s + speed.weights_s
-        from gcore.simulate.costs import gpu_of, logprob_s, shape_of, training_s
+        from gcore.cost.costs import gpu_of, logprob_s, shape_of, training_s
 
         shape, gpu = shape_of(self.policy.model), gpu_of(self.gpu)
         tokens = sum(lengths) + len(lengths) * self.prompt_length
@@ -248,7 +291,7 @@ class Scenario(Section):
     def _speed(self, server: Server, context: float) -> ReplicaSpeed:
         if server.speed is not None:
             return ReplicaSpeed(**server.speed.model_dump())
-        from gcore.simulate.costs import serving
+        from gcore.cost.costs import serving
 
         speed = serving(server.model, self.gpu, server.tensor_parallel, context, is_policy=server is self.policy)
         if self.swap_s is None:
@@ -265,7 +308,7 @@ class Draw:
     """What one group will be: Draw(tokens=[812, 640], verdicts={"judge": [[300], [280]]}, good=True, hint=700.0)"""
 
     tokens: list[int]
-    verdicts: dict[str, list[list[int]]]
+    verdicts: dict[str, list[list[int]]]  # only of the judges that judge this prompt
     good: bool  # the group is accepted
     hint: float  # noisy estimate of its mean length
 
@@ -275,49 +318,72 @@ class StepWork:
     """The draws of all prompts in one step, by prompt number; computed on demand.
 
     Whether a prompt is long or short, good or not, *compared with the others* is a property of the prompt, the same in
-    all steps. The mean length and the acceptance rate are properties of the step. So a prompt that was aborted because
-    it is long will be long again.
+    all steps, and so is which judges it needs. The mean length and the acceptance rate are properties of the step. So a
+    prompt that was aborted because it is long will be long again.
     """
 
     scenario: Scenario
     step: int
 
     def __post_init__(self) -> None:
-        scenario = self.scenario
-        progress = scenario.progress(self.step)
-        jitter = np.random.default_rng([scenario.seed, 0, self.step]).standard_normal(3)
+        scenario, step = self.scenario, self.step
+        progress = scenario.progress(step)
+        jitter = np.random.default_rng([scenario.seed, 0, step]).standard_normal(3)
         spec = scenario.responses
-        self.mean = spec.at(progress, jitter[0])
-        self.acceptance = min(1.0, scenario.acceptance.at(progress, jitter[1]))
-        self.verdict_means = {j.name: j.verdict.at(progress, jitter[2]) for j in scenario.judges}
+        self.mean = spec.at(progress, jitter[0], step)
+        self.acceptance = min(1.0, scenario.acceptance.at(progress, jitter[1], step))
+        self.verdict_means = {j.name: j.verdict.at(progress, jitter[2], step) for j in scenario.judges}
         judged = [((scenario.samples, judge.repeats), judge.verdict.shared) for judge in scenario.judges]
         self._shapes = (((scenario.samples,), spec.shared), *judged)
-        self._response = _scale(spec, self.mean)
-        self._verdicts = [(j.name, j.repeats, _scale(j.verdict, self.verdict_means[j.name])) for j in scenario.judges]
+        self._needed = tuple(judge.prompts for judge in scenario.judges)
 
     def __getitem__(self, number: int) -> Draw:
-        (own, *others), acceptance_draws, hint_noise = _noise(self.scenario.seed, number // CHUNK, self._shapes)
+        scenario = self.scenario
+        (own, *others), acceptance_draws, hint_noise = _noise(scenario.seed, number // CHUNK, self._shapes)
+        needed = _needed(scenario.seed, number // CHUNK, self._needed)
         i = number % CHUNK
-        tokens, verdicts = _lengths(*self._response, own[i].tolist()), {}
-        for (name, repeats, scale), normal in zip(self._verdicts, others, strict=True):
-            flat = _lengths(*scale, normal[i].ravel().tolist())
-            verdicts[name] = [flat[k : k + repeats] for k in range(0, len(flat), repeats)]
+        tokens, verdicts = _lengths(scenario.responses, self.mean, own[i].tolist()), {}
+        for judge, normal, is_needed in zip(scenario.judges, others, needed, strict=True):
+            if is_needed[i]:
+                flat = _lengths(judge.verdict, self.verdict_means[judge.name], normal[i].ravel().tolist())
+                verdicts[judge.name] = [flat[k : k + judge.repeats] for k in range(0, len(flat), judge.repeats)]
         hint = sum(tokens) / len(tokens) * math.exp(0.3 * hint_noise[i])
         return Draw(tokens, verdicts, acceptance_draws[i] < self.acceptance, hint)
 
 
-def _scale(spec: Lengths, mean: float) -> tuple[float, float, int]:
-    """Median, sigma, longest."""
-    return mean * math.exp(-(spec.sigma**2) / 2), spec.sigma, spec.longest
-
-
-def _lengths(median: float, sigma: float, longest: int, normal: list[float]) -> list[int]:
-    drawn = [round(median * math.exp(sigma * n)) for n in normal]
+def _lengths(spec: Lengths, mean: float, normal: list[float]) -> list[int]:
+    longest = spec.longest
+    if spec.modes:
+        drawn = [round(mean * math.exp(x)) for x in np.interp(normal, *_mixture(spec)).tolist()]
+    else:
+        median, sigma = mean * math.exp(-(spec.sigma**2) / 2), spec.sigma
+        drawn = [round(median * math.exp(sigma * n)) for n in normal]
     return [1 if n < 1 else longest if n > longest else n for n in drawn]
 
 
+@lru_cache(maxsize=64)
+def _mixture(spec: Lengths) -> tuple[_Floats, _Floats]:
+    """Of a mixture of log-normal distributions: normal deviates, and the logarithms of length / mean at the same
+    quantiles. So siblings whose deviates are similar mostly belong to the same mode."""
+    rest = 1 - sum(mode.share for mode in spec.modes)
+    parts = [(rest, 1.0, spec.sigma), *((mode.share, mode.factor, mode.sigma) for mode in spec.modes)]
+    normals = [(share, NormalDist(math.log(factor) - sigma**2 / 2, max(sigma, 1e-3))) for share, factor, sigma in parts]
+    ends = [normal.mean + k * normal.stdev for _, normal in normals for k in (-6, 6)]
+    points = sorted(
+        {*np.linspace(min(ends), max(ends), 512).tolist()}.union(*(_around(normal) for _, normal in normals))
+    )
+    below = [sum(share * normal.cdf(x) for share, normal in normals) for x in points]
+    inside = [(NORMAL.inv_cdf(p), x) for p, x in zip(below, points, strict=True) if 1e-12 < p < 1 - 1e-12]
+    deviates, logs = zip(*inside, strict=True)
+    return np.array(deviates), np.array(logs)
+
+
+def _around(normal: NormalDist) -> list[float]:
+    return [normal.mean + normal.stdev * k / 8 for k in range(-48, 49)]
+
+
 _Shape = tuple[tuple[int, ...], float]  # shape of a prompt's numbers, share of their variance that they have in common
-_Floats = npt.NDArray[np.float64]
+
 CHUNK = 32  # prompts whose noise is drawn together
 
 
@@ -329,3 +395,10 @@ def _noise(seed: int, chunk: int, shapes: tuple[_Shape, ...]) -> tuple[list[_Flo
         own, common = rng.standard_normal((CHUNK, *shape)), rng.standard_normal((CHUNK, *([1] * len(shape))))
         normals.append(math.sqrt(shared) * common + math.sqrt(1 - shared) * own)
     return normals, rng.random(CHUNK).tolist(), rng.standard_normal(CHUNK).tolist()
+
+
+@lru_cache(maxsize=8192)
+def _needed(seed: int, chunk: int, shares: tuple[float, ...]) -> list[list[bool]]:
+    """Per judge, which prompts it judges: the same in all steps."""
+    draws = np.random.default_rng([seed, 2, chunk]).random((len(shares), CHUNK))
+    return [(draw < share).tolist() for draw, share in zip(draws, shares, strict=True)]

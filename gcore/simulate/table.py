@@ -5,7 +5,9 @@ scenario + names ──compare──> {"dynamic": Run, "colocated": Run, "best s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TextIO
 
 from rich import box
 from rich.console import Console
@@ -20,6 +22,7 @@ BEST_STATIC = "best-static"  # the fastest of all static splits, chosen in hinds
 USUAL = ("dynamic", "colocated", BEST_STATIC)
 ALL = 128  # up to this number of splits, all are tried
 TIMELINES = 8  # steps whose timeline is kept, per slot
+PROGRESS_S = 5.0  # between two lines of progress that are not on a terminal
 COLUMNS = ("rollout", "run", "against dynamic", "idle", "switching", "moves", "wasted")
 
 Report = Callable[[str], None]
@@ -31,12 +34,29 @@ def compare(scenario: Scenario, names: Sequence[str], report: Report = lambda _:
         if name not in (BEST_STATIC, "oracle"):
             rule_of(name, scenario)  # reject a wrong name before the first simulation
     shown = spread(scenario.steps, TIMELINES)
-    return {
+    runs = {
         name: best_static(scenario, report=report)
         if name == BEST_STATIC
         else simulate(scenario, name, keep_timeline=shown, report=report)
         for name in names
     }
+    report("")
+    return runs
+
+
+def progress_to(stream: TextIO) -> Report:
+    """Shows the latest line: on a terminal in place, elsewhere every PROGRESS_S seconds. "" ends it."""
+    last = time.monotonic()
+
+    def show(line: str) -> None:
+        nonlocal last
+        if stream.isatty():
+            print(f"\r{line}\033[K", end="", file=stream, flush=True)
+        elif line and (now := time.monotonic()) - last >= PROGRESS_S:
+            last = now
+            print(line, file=stream, flush=True)
+
+    return show
 
 
 def spread(steps: int, count: int) -> list[int]:

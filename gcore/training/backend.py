@@ -64,6 +64,10 @@ class Backend(Protocol):
         before clipping. If it is NaN or infinite, no weight changes."""
         ...
 
+    def is_finite(self, network: TrainedName = "policy") -> bool:
+        """No trained weight of this rank's share is NaN or infinite."""
+        ...
+
     def drop_gradients(self) -> None:
         """Of the policy, instead of a step."""
         ...

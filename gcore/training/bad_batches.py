@@ -18,6 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from gcore.content.tokens import tokens_of
+from gcore.observe.files import told
 from gcore.types import Key, Sample
 
 FOLDER = "bad_batches"
@@ -37,7 +38,6 @@ def dump(
     """`name`: step, mini-batch of the step, rank; `columns`: more values per response token, for some samples."""
     step, number, rank = name
     path = folder / FOLDER / f"step_{step}_update_{number}_rank_{rank}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {
             "prompt_id": s.prompt_id,
@@ -51,5 +51,7 @@ def dump(
         }
         for s in samples
     ]
-    path.write_text(json.dumps(rows) + "\n")
+    with told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows) + "\n")
     return path

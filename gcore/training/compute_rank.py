@@ -12,17 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
+import numpy as np
 
 from gcore.checkpoint.writer import BackgroundWriter
 from gcore.config.tree import Config
 from gcore.observe.trace import Tracer
 from gcore.protocols import TrainerInfo
+from gcore.threads import use_threads
 from gcore.training import bad_batches
-from gcore.training.backend import Backend, Snapshot
+from gcore.training.backend import Backend, Snapshot, TrainedName
 from gcore.training.micro import StepData
 from gcore.training.schedule import learning_rate
-from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch, Written
+from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch, UserError, Written
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class ComputeRank:
     ) -> None:
         self._config, self._rank, self._tracer, self._data = config, rank, tracer, StepData()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._pool.submit(torch.set_num_threads, threads).result()
+        self._pool.submit(use_threads, threads).result()
         self.backend = self._pool.submit(make_backend).result()
         self._writer = BackgroundWriter(rank, self.backend.device, config.checkpoint.asynchronous)
         self._about = dict[str, bytes]()
@@ -100,7 +101,7 @@ def learning_rate_of(config: Config, batch: TrainBatch, number: int, peak: float
     return learning_rate(
         updates,
         peak=peak,
-        total=config.run.steps * planned,
+        total=config.run.total_steps * planned,
         warmup=training.warmup_steps,
         schedule=training.schedule,
         min_ratio=training.min_lr_ratio,
@@ -113,9 +114,26 @@ def count_bad(config: Config, batch: TrainBatch, finite: bool, before: int, of_c
     in_a_row = 0 if finite else before + 1
     if in_a_row >= config.training.max_bad_updates:
         found = "" if of_critic else f"; the samples are in {config.run.folder / bad_batches.FOLDER}"
-        raise FloatingPointError(
+        raise UserError(
             f"{in_a_row} updates in a row{' of the critic' if of_critic else ''} had NaN or infinite gradients (step "
             f"{batch.step}{found}); lower {'critic' if of_critic else 'training'}.lr, or raise "
             "training.max_bad_updates to skip more"
         )
     return in_a_row
+
+
+def check_weights(
+    config: Config, backend: Backend, batch: TrainBatch, network: TrainedName = "policy", of_critic: bool = False
+) -> None:
+    """After the updates of a training step; a collective. UserError if the weights are ruined: all later updates would
+    be skipped. They must reach neither engines nor checkpoints."""
+    if not backend.sum_over_ranks(np.array([not backend.is_finite(network)], np.float64))[0]:
+        return
+    training = config.training
+    key, lr = ("critic.lr", config.critic.lr) if of_critic else ("training.lr", training.lr)
+    if batch.objective == "imitation" and training.warm_start is not None:
+        key, lr = "training.warm_start.lr", training.warm_start.lr
+    raise UserError(
+        f"the weights of the {'critic' if of_critic else 'policy'} became NaN or infinite in the update of step "
+        f"{batch.step} ({key}={lr:g}); expected finite weights: lower {key}, and check training.eps and weight_decay"
+    )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gcore.decoders import implementation, traits_of
+from gcore.models.decoders import implementation, traits_of
 from gcore.training.micro import Packed
 from gcore.training.varlen import Spans
 from gcore.types import UserError

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from gcore.config.tree import Config, Model
 from gcore.hub import model_folder
-from gcore.models import load_scorer, load_whole, make_empty
+from gcore.models.networks import load_scorer, load_whole, make_empty
+from gcore.models.towers import takes_images
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.shards import local_of, materialise, part_of, reshard
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import UserError
-from gcore.vision_models import takes_images
 from gcore.weights.files import WeightFiles
 from gcore.weights.pretrained import Read, stored_tensors
 

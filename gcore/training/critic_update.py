@@ -16,7 +16,7 @@ from gcore.config.tree import Config
 from gcore.protocols import Metric, UpdateStats, add_metrics
 from gcore.training import objective
 from gcore.training.backend import Backend, TrainedName
-from gcore.training.compute_rank import count_bad, learning_rate_of, micros_of, updates_of
+from gcore.training.compute_rank import check_weights, count_bad, learning_rate_of, micros_of, updates_of
 from gcore.training.micro import StepData
 from gcore.training.step_advantages import Ranks
 from gcore.types import Floats, Key, TrainBatch
@@ -45,6 +45,7 @@ class CriticUpdate:
             skipped += not finite
             more = {"grad_norm": grad_norm if finite else 0.0, "lr": lr}
             metrics = add_metrics(metrics, found, {f"critic/{name}": Metric(each) for name, each in more.items()})
+        check_weights(self._config, self._backend, batch, self._network, of_critic=True)
         metrics["critic/skipped_updates"] = Metric(float(skipped))  # all ranks count the same: their mean is the count
         busy = time.thread_time() - busy if self._backend.device.type == "cpu" else 0.0
         return UpdateStats(metrics=metrics, wall_s=time.perf_counter() - wall, busy_s=busy)

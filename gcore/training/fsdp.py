@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gcore.config.tree import Config, Training
+from gcore.models.towers import takes_images, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import loading, lora, state, tensor_parallel
 from gcore.training.backend import NetworkName, Snapshot, TrainedName
@@ -35,7 +36,6 @@ from gcore.training.shards import local_of, reshard
 from gcore.training.step_advantages import Array
 from gcore.training.step_model import Compute, StepBatch, Wrap
 from gcore.types import Key, MicroBatch
-from gcore.vision_models import takes_images, tower_parameters
 
 RECOMPILE_LIMIT = 64  # of the code of a layer
 LAYERS_PER_GROUP = 4  # that are cast together where no weights are sharded: fewer hooks on the host
@@ -80,7 +80,7 @@ class FsdpBackend:
         self._context_groups = ContextGroups(self._data_size, tensor)
         self._summed = dict[Any, tuple[str, ...]]()
         offload, compiles = config.training.offload, config.training.compile
-        self._offload = "none" if offload == "auto" else offload  # on GPUs, controller/build.py has decided
+        self._offload = "none" if offload == "auto" else offload  # on GPUs, launch/build.py has decided
         compiles = device.type == "cuda" if compiles == "auto" else compiles
         self._compute = Compute(device, dtype, compiles, tensor, config.training.context_attention)
         network, chosen = make_network(), config.model.lora
@@ -231,13 +231,17 @@ class FsdpBackend:
         return to_metrics(metrics)
 
     def step(self, lr: float, network: TrainedName = "policy") -> float:
-        model, optimizer = (
-            (self.policy, self.optimizer) if network == "policy" else (self.critic, self.critic_optimizer)
-        )
+        model, optimizer = self._trained(network)
         for gradient in (model.network.get_parameter(name).grad for name in self._summed.get(model, ())):
             if gradient is not None:
                 dist.all_reduce(local_of(gradient), group=self._mesh.get_group("tensor"))
         return float(optimizer.step(lr))
+
+    def is_finite(self, network: TrainedName = "policy") -> bool:
+        return self._trained(network)[1].is_finite()
+
+    def _trained(self, network: TrainedName) -> tuple[Any, Optimizer]:
+        return (self.policy, self.optimizer) if network == "policy" else (self.critic, self.critic_optimizer)
 
     def drop_gradients(self) -> None:
         self.optimizer.drop_gradients()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gcore.decoders import MASKED_LOGIT
+from gcore.models.decoders import MASKED_LOGIT
 
 ChunkFunction = Callable[..., Any]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gcore.decoders import MASKED_LOGIT, as_argument, implementation, routers_of, traits_of
+from gcore.models.decoders import MASKED_LOGIT, as_argument, implementation, routers_of, traits_of
 from gcore.training import attention, context, varlen
 from gcore.training.context import Sharing
 from gcore.training.fused_head import Scaling, token_logprobs

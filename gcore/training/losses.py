@@ -186,7 +186,7 @@ def _log_ratio(steps: Steps) -> Tensor:
 def _sample_sum(values_S: Tensor, steps: Steps) -> Tensor:
     """Sum over the actions of each sample."""
     zeros = torch.zeros(steps.num_samples, device=values_S.device, dtype=values_S.dtype)
-    return zeros.index_add(0, steps.sample_S, values_S * steps.mask_S)
+    return zeros.index_add(0, steps.sample_S, torch.where(steps.mask_S > 0, values_S, 0.0))
 
 
 def _sample_mean(values_S: Tensor, steps: Steps) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -87,6 +87,17 @@ class StepColumns:
     rewards_B: Tensor | None = None  # of each sample: of a pair, the chosen answer has the higher one
     values_S: Tensor | None = None  # of the critic before the update
     returns_S: Tensor | None = None  # what the critic should predict
+
+    def at_actions(self, values_S: Tensor) -> Tensor:
+        """0 at all other steps, whatever is there. A product with the mask would leave NaN: NaN x 0 is NaN."""
+        return torch.where(self.mask_S > 0, values_S, 0.0)
+
+    def masked(self) -> StepColumns:
+        """All columns at the actions."""
+        names = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
+        columns = {f"{name}_S": getattr(self, f"{name}_S") for name in names}
+        masked: dict[str, Any] = {name: self.at_actions(each) for name, each in columns.items() if each is not None}
+        return replace(self, **masked)
 
 
 @dataclass(slots=True)

@@ -49,11 +49,20 @@ class StepOutputs(NamedTuple):
 Objective = Callable[[Sequence[Tensor], StepColumns], tuple[Tensor, Metrics]]  # of the outputs of a StepModel
 
 
+def at_actions(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[StepOutputs, StepColumns]:
+    """What an objective computes with: 0 at steps that are no actions. Masks of the result would be too late, because
+    the gradient of NaN is NaN."""
+    found = StepOutputs(*outputs)
+    logprobs_S, entropy_S = columns.at_actions(found.logprobs_S), columns.at_actions(found.entropy_S)
+    return found._replace(logprobs_S=logprobs_S, entropy_S=entropy_S), columns.masked()
+
+
 def imitation(mini: MiniBatch) -> Objective:
     """Mean negative logprob of demonstrations."""
 
     def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
-        loss = -(StepOutputs(*outputs).logprobs_S * _weights(columns, mini, "token_mean")).sum()
+        found, columns = at_actions(outputs, columns)
+        loss = -(found.logprobs_S * _weights(columns, mini, "token_mean")).sum()
         return loss, {"warm_start/loss": _per_update(loss, columns, mini)}
 
     return objective
@@ -66,7 +75,7 @@ def policy(
     `own_loss`: of the user, instead of a built-in one."""
 
     def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
-        found = StepOutputs(*outputs)
+        found, columns = at_actions(outputs, columns)
         logprobs_S, entropy_S, mask_S = found.logprobs_S, found.entropy_S, columns.mask_S
         weights_S = _weights(columns, mini, algorithm.loss_aggregation, max_response_length)
         before_S = logprobs_S.detach() if columns.old_logprobs_S is None else columns.old_logprobs_S
@@ -78,7 +87,7 @@ def policy(
             loss_S, own_metrics = losses.call_own(own_loss, steps, algorithm)
         importance_S, capped_S, floored_S = losses.importance(before_S, columns.rollout_logprobs_S, steps, algorithm)
         applied_S = torch.ones_like(importance_S) if algorithm.importance == "none" else importance_S
-        pg_loss = (loss_S * applied_S * weights_S).sum()
+        pg_loss = (columns.at_actions(loss_S) * applied_S * weights_S).sum()
         loss = pg_loss - algorithm.entropy_coef * (entropy_S * weights_S).sum()
         diff_S = (before_S - columns.rollout_logprobs_S).abs()
         metrics = {
@@ -108,7 +117,7 @@ def policy(
 def _kl(outputs: StepOutputs, before_S: Tensor, columns: StepColumns, algorithm: Algorithm) -> Tensor | None:
     """KL of each step to the reference, if there is one: estimated from logprobs, or that of two Gaussians."""
     if columns.ref_location_SD is not None and outputs.location_SD is not None:
-        return (outputs.location_SD - columns.ref_location_SD).square().sum(-1) / 2
+        return columns.at_actions((outputs.location_SD - columns.ref_location_SD).square().sum(-1) / 2)
     if columns.ref_logprobs_S is None:
         return None
     policy_S = before_S if algorithm.kl_in_reward else outputs.logprobs_S
@@ -119,7 +128,8 @@ def value(mini: MiniBatch, clip: float | None) -> Objective:
     """The loss of the critic, a mean over all actions. Its StepModel returns one value per step."""
 
     def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
-        (values_S,) = outputs
+        columns = columns.masked()
+        values_S = columns.at_actions(outputs[0])
         returns_S, old_S = columns.returns_S, columns.values_S
         assert returns_S is not None and old_S is not None, "no values: `prepare` computes them"
         loss_S, clipped_S = losses.value_loss(values_S, old_S, returns_S, clip)
@@ -139,7 +149,7 @@ def value(mini: MiniBatch, clip: float | None) -> Objective:
 
 def _per_action(values_S: Tensor, columns: StepColumns) -> Part:
     """The mean over all actions."""
-    return Part((values_S.detach() * columns.mask_S).double().sum(), columns.mask_S.double().sum())
+    return Part(columns.at_actions(values_S.detach()).double().sum(), columns.mask_S.double().sum())
 
 
 def _per_update(part: Tensor, columns: StepColumns, mini: MiniBatch) -> Part:
@@ -149,7 +159,7 @@ def _per_update(part: Tensor, columns: StepColumns, mini: MiniBatch) -> Part:
 
 def _maximum(values_S: Tensor, columns: StepColumns) -> Part:
     """The largest value of an action; values are not negative."""
-    return Part((values_S.detach() * columns.mask_S).double().max(), torch.ones((), device=values_S.device), "max")
+    return Part(columns.at_actions(values_S.detach()).double().max(), torch.ones((), device=values_S.device), "max")
 
 
 def _weights(columns: StepColumns, mini: MiniBatch, aggregation: str, max_response_length: int = 0) -> Tensor:

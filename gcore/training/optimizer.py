@@ -76,6 +76,9 @@ class Optimizer:
         self.drop_gradients()
         return float(norm)
 
+    def is_finite(self) -> bool:
+        return is_finite(self._parameters)
+
     def drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
@@ -129,6 +132,12 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     total = (torch.stack(norms).double() ** 2 / copies).sum()
     dist.all_reduce(total)
     return total.sqrt().float()
+
+
+def is_finite(tensors: Iterable[Tensor]) -> bool:
+    """What this rank holds of them. The largest element of a tensor tells, and needs no memory."""
+    held = [local for tensor in tensors if (local := local_of(tensor)).numel()]
+    return not held or bool(torch.stack(torch._foreach_norm(held, torch.inf)).isfinite().all())
 
 
 def _num_copies(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gcore.config.preference import Preference
 from gcore.training.micro import StepColumns, StepData, step_columns
-from gcore.training.objective import Metrics, Objective, Part, StepOutputs
+from gcore.training.objective import Metrics, Objective, Part, at_actions
 from gcore.types import Key, MicroBatch, MiniBatch
 
 
@@ -139,7 +139,7 @@ def kto(settings: Preference, mini: MiniBatch, kl: float) -> Objective:
     """
 
     def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
-        logprobs_S, entropy_S, *_ = StepOutputs(*outputs)
+        (logprobs_S, entropy_S, *_), columns = at_actions(outputs, columns)
         if columns.num_samples < 2:  # padding
             return 0.0 * logprobs_S.sum(), {}
         pairs, rewards_B = to_pairs(logprobs_S, columns), columns.rewards_B
@@ -157,7 +157,7 @@ def kto(settings: Preference, mini: MiniBatch, kl: float) -> Objective:
             "preference/rejected_reward": _mean(reward_P[~good_P]),
             "preference/chosen_logp": _mean(pairs.chosen_P[good_P]),
             "preference/rejected_logp": _mean(pairs.chosen_P[~good_P]),
-            "actor/entropy": Part((entropy_S.detach() * columns.mask_S).double().sum(), columns.mask_S.double().sum()),
+            "actor/entropy": Part(entropy_S.detach().double().sum(), columns.mask_S.double().sum()),
         }
 
     return objective
@@ -171,7 +171,7 @@ def mismatched_kl(keys: Iterable[Key], data: StepData) -> dict[Key, float]:
         sample = data.samples[key]
         if sample.reward is not None and sample.reward < 0:
             mask_S = torch.from_numpy(sample.mask_S).to(old[key].device)
-            found[key] = float(((old[key] - ref[key]) * mask_S).double().sum())
+            found[key] = float(torch.where(mask_S, old[key] - ref[key], 0.0).double().sum())
     return found
 
 
@@ -179,7 +179,7 @@ def preference(loss: str, settings: Preference, mini: MiniBatch) -> Objective:
     """The mean over the pairs of the mini-batch."""
 
     def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
-        logprobs_S, entropy_S, *_ = StepOutputs(*outputs)
+        (logprobs_S, entropy_S, *_), columns = at_actions(outputs, columns)
         if columns.num_samples < 2:  # padding
             return 0.0 * logprobs_S.sum(), {}
         pairs = to_pairs(logprobs_S, columns)
@@ -197,7 +197,7 @@ def preference(loss: str, settings: Preference, mini: MiniBatch) -> Objective:
             "preference/rejected_reward": _mean(values.rejected_reward_P),
             "preference/chosen_logp": _mean(pairs.chosen_P),
             "preference/rejected_logp": _mean(pairs.rejected_P),
-            "actor/entropy": Part((entropy_S.detach() * columns.mask_S).double().sum(), columns.mask_S.double().sum()),
+            "actor/entropy": Part(entropy_S.detach().double().sum(), columns.mask_S.double().sum()),
         }
 
     return objective
@@ -207,12 +207,12 @@ def demonstrations(mini: MiniBatch) -> Objective:
     """Mean negative logprob of the tokens of the answers."""
 
     def objective(outputs: Sequence[Tensor], columns: StepColumns) -> tuple[Tensor, Metrics]:
-        logprobs_S, entropy_S, *_ = StepOutputs(*outputs)
-        nll = -(logprobs_S * columns.mask_S).sum()
+        (logprobs_S, entropy_S, *_), columns = at_actions(outputs, columns)
+        nll = -logprobs_S.sum()
         count = columns.mask_S.double().sum()
         metrics = {
             "sft/loss": Part(nll.detach().double(), count),
-            "actor/entropy": Part((entropy_S.detach() * columns.mask_S).double().sum(), count),
+            "actor/entropy": Part(entropy_S.detach().double().sum(), count),
         }
         return nll / max(mini.num_actions, 1), metrics
 
@@ -264,7 +264,7 @@ def to_pairs(logprobs_S: Tensor, columns: StepColumns) -> Pairs:
 def _sums(values_S: Tensor, columns: StepColumns) -> Tensor:
     """Sum over the actions of each sample."""
     zeros_B = torch.zeros(columns.num_samples, device=values_S.device, dtype=values_S.dtype)
-    return zeros_B.index_add(0, columns.sample_S, values_S * columns.mask_S)
+    return zeros_B.index_add(0, columns.sample_S, columns.at_actions(values_S))
 
 
 def _mean(values_P: Tensor) -> Part:

@@ -23,7 +23,7 @@ from gcore.protocols import Metric, Receivers, UpdateStats, WeightPlan, Weights
 from gcore.training import bad_batches, losses, objective, preference, state
 from gcore.training.backend import Backend, NetworkName, Snapshot
 from gcore.training.coefficients import Coefficients, next_entropy_coef, next_kl_coef
-from gcore.training.compute_rank import ComputeRank, count_bad, learning_rate_of, micros_of, updates_of
+from gcore.training.compute_rank import ComputeRank, check_weights, count_bad, learning_rate_of, micros_of, updates_of
 from gcore.training.critic_update import CriticUpdate, ranks_of, to_column, to_numpy
 from gcore.training.micro import ColumnName
 from gcore.training.objective import ENTROPY, KL, UPDATE_KL
@@ -191,6 +191,7 @@ class TrainerRank(ComputeRank):
             if found is None:
                 break
             totals += found
+        check_weights(self._config, self.backend, batch)
         if self._config.algorithm.early_stop_kl is None:
             return totals
         return totals + UpdateStats(metrics={"actor/stopped_early": Metric(float(stopped))})

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gcore.checkpoint.tensors import Place, Shard, ShardFiles, assign, shapes
-from gcore.models import LORA_A, Adapters
+from gcore.models.networks import LORA_A, Adapters
 from gcore.training.lora import trainable_parameters
 from gcore.training.optimizer import MOMENTS, Optimizer
 from gcore.training.shards import local_of, part_of

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -22,29 +23,22 @@ from gcore.types import Bools, Floats, Key, Sample
 Array = npt.NDArray[np.float64]
 
 
+EXPONENTS = 2100  # of float64, from -1074 to 1024
+LOW = 2.0**27  # the lower half of a mantissa of 53 bits
+
+
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, sum and sum of squares of the advantages of actions. They add up over ranks."""
+    """Of the advantages of all actions: Moments(count=4, mean=1.25, squares=6.75). `squares`: of the deviations."""
 
-    count: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
-
-    @staticmethod
-    def of(values: Array) -> Moments:
-        return Moments(float(len(values)), float(values.sum()), float((values**2).sum()))
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count >= 2 else 0.0
+    count: float
+    mean: float
+    squares: float
 
     @property
     def spread(self) -> float:
         """Standard deviation (n - 1). 1e-8 is added to the variance so that it is never 0."""
-        if self.count < 2:
-            return 1.0
-        variance = (self.squares - self.count * self.mean**2) / (self.count - 1)
-        return float(np.sqrt(max(variance, 0.0) + 1e-8))
+        return float(np.sqrt(self.squares / (self.count - 1) + 1e-8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +61,32 @@ class Ranks:
         """The sum over the samples of all ranks."""
         shares = (values / self.holders.get(key, 1) for key, values in own.items())
         return self.sum(sum(shares, np.zeros(width)))
+
+    def moments(self, own: Mapping[Key, Array]) -> Moments | None:
+        """Of all values of the samples of all ranks, the same for any number of ranks. In two passes: the squares of
+        values that are large beside their spread would cancel. None: fewer than two values."""
+        values = np.concatenate([np.zeros(0), *own.values()])
+        shares = np.concatenate([np.zeros(0), *(np.full(len(v), 1 / self.holders.get(k, 1)) for k, v in own.items())])
+        count = float(self.total({key: np.array([float(len(v))]) for key, v in own.items()}, 1)[0])
+        if count < 2:
+            return None
+        mean = float(self._exact(values, shares) / Fraction(count))
+        return Moments(count, mean, float(self._exact((values - mean) ** 2, shares)))
+
+    def _exact(self, values: Array, shares: Array) -> Fraction | float:
+        """The sum of shares x values over all ranks, without rounding, so that their order does not matter; NaN if one
+        is not finite. Mantissas of the same exponent add up as whole numbers. `shares`: 1, 1/2, 1/4, ..."""
+        mantissas, exponents = np.frexp(values)
+        whole = np.ldexp(mantissas, 53)
+        high = np.floor(whole / LOW)
+        halves = [np.bincount(exponents + 1074, part * shares, EXPONENTS) for part in (high, whole - high * LOW)]
+        high_E, low_E = self.sum(np.concatenate(halves)).reshape(2, -1)
+        if not np.isfinite(high_E).all():
+            return float("nan")
+        used = np.flatnonzero((high_E != 0) | (low_E != 0))
+        parts = (Fraction(high_E[e]) * int(LOW) + Fraction(low_E[e]) for e in used)
+        scales = (Fraction(2) ** (int(e) - 1074 - 53) for e in used)
+        return sum((part * scale for part, scale in zip(parts, scales, strict=True)), Fraction(0))
 
 
 def step_targets(
@@ -96,8 +116,7 @@ def step_targets(
         counted = ranks.total({key: np.array([1.0, a != 0]) for key, a in advantages.items()}, 2)
         found = {key: each * (counted[0] / max(counted[1], 1.0)) for key, each in found.items()}
     if estimator.whiten:
-        own = {key: Moments.of(each[samples[key].mask_S]) for key, each in found.items()}
-        moments = Moments(*ranks.total({key: np.array([m.count, m.total, m.squares]) for key, m in own.items()}, 3))
+        moments = ranks.moments({key: each[samples[key].mask_S] for key, each in found.items()})
         found = {key: whiten(each, moments) for key, each in found.items()}
     return Targets(_float32(found), _float32(returns))
 
@@ -157,9 +176,9 @@ def _to_steps(backwards_A: Array, actions: npt.NDArray[np.int64], num_steps: int
     return padded[np.searchsorted(actions, np.arange(num_steps))]
 
 
-def whiten(values: Array, moments: Moments) -> Array:
-    """Zero mean and unit variance (n - 1) over all actions of the global batch."""
-    return (values - moments.mean) / moments.spread
+def whiten(values: Array, moments: Moments | None) -> Array:
+    """Zero mean and unit variance (n - 1) over all actions of the global batch. A single action stays as it is."""
+    return values if moments is None else (values - moments.mean) / moments.spread
 
 
 def explained_variance(
@@ -167,14 +186,12 @@ def explained_variance(
 ) -> float:
     """1 - var(returns - values) / var(returns) over the actions of the global batch: 1 for perfect values, 0 if they
     are no better than a constant."""
-    own: dict[Key, Array] = {}
-    for key, mask_S in masks.items():
-        targets_A, values_A = (column[key][mask_S].astype(np.float64) for column in (returns, values))
-        errors, targets = Moments.of(targets_A - values_A), Moments.of(targets_A)
-        own[key] = np.array([errors.count, errors.total, errors.squares, targets.total, targets.squares])
-    count, *sums = ranks.total(own, 5)
-    error, target = Moments(count, sums[0], sums[1]), Moments(count, sums[2], sums[3])
-    return 1.0 - error.spread**2 / target.spread**2
+    targets, predicted = (
+        {key: column[key][mask_S].astype(np.float64) for key, mask_S in masks.items()} for column in (returns, values)
+    )
+    target = ranks.moments(targets)
+    error = ranks.moments({key: targets[key] - predicted[key] for key in masks})
+    return 0.0 if target is None or error is None else 1.0 - error.spread**2 / target.spread**2
 
 
 def _float32(columns: Mapping[Key, Array]) -> dict[Key, Floats]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gcore.decoders import implementation
+from gcore.models.decoders import implementation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

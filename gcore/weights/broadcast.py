@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -56,7 +57,9 @@ class BroadcastSender:
         """Send the next blocks to these engines, by name. The group is reused if they are the same as before.
         `restarted`: some of them are new processes with an old name."""
         if self._store is None:
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            listener = socket.create_server((self._host, 0))  # not all interfaces, as the store would
+            port, given = listener.getsockname()[1], listener.detach()
+            self._store = TCPStore(self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=given)
         broken = self._group.done() and self._group.exception() is not None
         if tuple(receivers) == self._receivers and not restarted and not broken:
             return

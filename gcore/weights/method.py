@@ -1,7 +1,7 @@
 """How the bytes of a weight update get from the trainer to the engines.
 
 in_process    the tensors themselves: trainer and engines share one process (runtime: local)
-cuda_ipc      a handle to GPU memory: rank i and engine i share GPU i (controller/gpu_assignment.py)
+cuda_ipc      a handle to GPU memory: rank i and engine i share GPU i (launch/gpu_assignment.py)
 broadcast     one collective from rank 0 to the engines: they are on different GPUs, or placement.weights=broadcast
 host_memory   an array in the shared memory of the machine, which Ray copies to other nodes: all other cases
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gcore.config.tree import Model
 from gcore.hub import model_folder
-from gcore.models import LORA_A, LORA_B, load_whole
+from gcore.models.networks import LORA_A, LORA_B, load_whole
 from gcore.types import UserError
 from gcore.weights.files import Part, WeightFiles
 

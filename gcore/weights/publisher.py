@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gcore.models import LORA_A, LORA_B
+from gcore.models.networks import LORA_A, LORA_B
 from gcore.protocols import Receivers, WeightPlan, Weights
 from gcore.weights.broadcast import BroadcastSender
 from gcore.weights.bucket import CudaHandle, bucket_names, pack_bucket, to_host_memory

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcore.models import LORA_A, LORA_B, Adapters
+from gcore.models.networks import LORA_A, LORA_B, Adapters
 from gcore.protocols import Weights
 from gcore.types import UserError
 from gcore.weights.bucket import unpack_bucket

@@ -20,7 +20,7 @@ import torch
 from gcore.config.tree import Lora, PolicyModel
 from gcore.generation.embedded import EmbeddedBackend, EmbeddedEngine
 from gcore.generation.engine_shell import SteppedEngine
-from gcore.models import Adapters, adapters_in, adapters_of
+from gcore.models.networks import Adapters, adapters_in, adapters_of
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, UserError
 from gcore.weights import receiver

@@ -25,15 +25,16 @@ import torch
 
 from gcore.config.tree import BuildModel, Model
 from gcore.content.tokens import Tokens
+from gcore.emulate.engine import EmulatedEngine, log_normal
 from gcore.generation import sampling
 from gcore.generation.embedded import EmbeddedBackend, EmbeddedEngine
 from gcore.generation.engine_shell import Step, SteppedEngine
 from gcore.generation.noise import noise_key
-from gcore.models import load_model
+from gcore.models.networks import load_model
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import EngineStats
-from gcore.simulate.engine import EmulatedEngine, log_normal
+from gcore.threads import use_threads
 from gcore.types import Completion, Request, SamplingParams, UserError
 from tests.seeds import seeds
 
@@ -968,3 +969,26 @@ def test_a_failure_reaches_everyone_who_waits(networks):
         run(engine, ask(prompt(4)))
     assert str(error.value.__cause__) == "no more memory"
     engine.close()
+
+
+def test_roles_of_one_process_keep_their_own_numbers_of_threads():
+    """With runtime=local the trainer has other threads than the engine, which was there before it."""
+    seen = []
+
+    class Watched(EmbeddedBackend):
+        def step(self) -> Step:
+            made = super().step()
+            seen.append(torch.get_num_threads())
+            return made
+
+    before = torch.get_num_threads()
+    engine = SteppedEngine(Watched(network_of(), 32, MAX_LENGTH, threads=1))
+    trainer = threading.Thread(target=use_threads, args=(3,))
+    trainer.start()
+    trainer.join()
+    try:
+        asyncio.run(engine.generate([Request(Tokens(np.array([1, 5], np.int32)), SamplingParams(max_tokens=4), 0)]))
+    finally:
+        engine.close()
+        torch.set_num_threads(before)
+    assert set(seen) == {1}

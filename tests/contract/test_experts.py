@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
-from gcore.decoders import find_routers
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
+from gcore.models.decoders import find_routers
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.micro import StepData
 from gcore.types import MicroBatch, Request, Sample, SamplingParams

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from gcore.config.tree import Model
 from gcore.content.tokens import Tokens
-from gcore.decoders import traits_of
 from gcore.generation import embedded
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
-from gcore.models import load_model, load_scorer, score_texts
+from gcore.models.decoders import traits_of
+from gcore.models.networks import load_model, load_scorer, score_texts
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import to_tensors
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError

@@ -20,8 +20,8 @@ import torch
 
 from gcore.clients import EngineClient
 from gcore.content.media import raw_image
-from gcore.decoders import forbid
 from gcore.generation.pool import EnginePool
+from gcore.models.decoders import forbid
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, Pixels, Request, UserError
 from tests.contract.test_engine import (

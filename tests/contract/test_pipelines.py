@@ -19,7 +19,7 @@ from gcore.diffusion.denoiser import stacked, tensors_of
 from gcore.diffusion.load import check_denoiser, load_denoiser
 from gcore.diffusion.pipelines import FAMILIES, PipelineDenoiser
 from gcore.generation.diffusion import DiffusionEngine
-from gcore.models import LORA_A, LORA_B, adapters_of
+from gcore.models.networks import LORA_A, LORA_B, adapters_of
 from gcore.prompts.conditions import ConditionTemplater
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from gcore.checkpoint import tensors
+from gcore.cost.workload import CostModel
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
-from gcore.preparation.workload import CostModel
 from gcore.protocols import Metric, add_metrics
 from gcore.training.rank import TrainerRank
 from gcore.types import Topology

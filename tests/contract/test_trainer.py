@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from gcore.config.tree import Config
-from gcore.models import make_empty
+from gcore.cost.workload import CostModel
+from gcore.models.networks import make_empty
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
-from gcore.preparation.workload import CostModel
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Metric, Receivers, Rendezvous, add_metrics
 from gcore.runtime.gloo import join

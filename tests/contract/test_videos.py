@@ -22,10 +22,11 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from gcore.config.tree import Data, Dataset, Model
 from gcore.content.media import Media, Video
 from gcore.content.video import VideoProcessor, edges_of_video
-from gcore.decoders import forbid, forbidden_tokens
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
-from gcore.models import load_model, make_empty
+from gcore.models.decoders import forbid, forbidden_tokens
+from gcore.models.networks import load_model, make_empty
+from gcore.models.towers import positions_of
 from gcore.prompts.media import BadMedia
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
@@ -33,7 +34,6 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.critic import fill_from_folder, value_model
 from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import Completion, Pixels, Request, Sample, SamplingParams, UserError
-from gcore.vision_models import positions_of
 from tests.vision_families import HALF, VIDEOS, computed, made_once, off, picture, save
 
 CPU = torch.device("cpu")

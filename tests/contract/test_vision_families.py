@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from gcore.config.tree import Data, Dataset, Lora, Model, PolicyModel
-from gcore.decoders import forbid, forbidden_tokens
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.vllm_core import vision_weights
-from gcore.models import Adapters, adapters_in, load_model, make_empty
+from gcore.models.decoders import forbid, forbidden_tokens
+from gcore.models.networks import Adapters, adapters_in, load_model, make_empty
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer

@@ -91,7 +91,7 @@ def test_errors_of_a_run_are_exceptions(tmp_path):
     async def notebook():
         train(recipe(tmp_path), workflow=wrong)
 
-    with pytest.raises(UserError, match="workflow returned list for prompt"):
+    with pytest.raises(UserError, match="workflow returned a list of int for prompt"):
         asyncio.run(notebook())
 
 

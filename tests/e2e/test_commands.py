@@ -68,6 +68,14 @@ def test_export(finished, tmp_path):
     assert more.returncode == 0, more.stderr
 
 
+@pytest.mark.parametrize("place", ["/proc/model", "/sys/model", "file", "file/model"])
+def test_export_to_a_place_that_cannot_be_written(finished, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    done = gcore("export", str(finished), str(tmp_path / place))
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert f"{tmp_path / place}: cannot write to it: " in done.stderr
+
+
 def test_sft_only(tmp_path):
     done = gcore("sft", str(write_recipe(tmp_path)), "runtime=local")
     assert done.returncode == 0, done.stderr
@@ -190,6 +198,15 @@ def test_no_disk_space(tmp_path):
 def test_run_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     assert_refused(bad(tmp_path, lambda r: None, f"run.dir={tmp_path}/file/runs"), "run.dir", "cannot write")
+
+
+def test_a_run_that_is_ruined_ends_with_one_line(tmp_path):
+    """Whatever `max_bad_updates` says: later updates would all be skipped, and the run would end as a success."""
+    recipe, ruin = str(write_recipe(tmp_path)), ("training.lr=1e20", "training.weight_decay=1e20")
+    done = gcore("train", recipe, "runtime=local", *ruin, "training.max_bad_updates=100")
+    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("gcore: the weights of the policy became NaN or infinite in the update of step 1 ")
 
 
 def test_workflow_of_the_wrong_shape(tmp_path):

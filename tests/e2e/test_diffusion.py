@@ -13,6 +13,8 @@ import torch
 import yaml
 
 from gcore.checkpoint.tensors import read, shapes
+from gcore.config import load_config
+from gcore.diffusion.samplers import schedule_of
 from gcore.observe.samples import read_samples
 from tests.e2e import helpers
 from tests.e2e.helpers import gcore, gcore_process, rows, steps
@@ -297,6 +299,13 @@ def check_export(folder: Path, original: Path, has_adapters: bool) -> None:
         StableDiffusion3Pipeline.from_pretrained(str(path), **parts) for path in (folder / "exported", original)
     )
     after = latents(trained)
+    assert "sampling.json: how to sample as in training" in done.stdout
+    arguments = json.loads((folder / "exported" / "sampling.json").read_text())
+    spec = load_config(folder / "runs" / "sd3" / "config.yaml").generation.denoising
+    trained("a cat", height=32, width=32, output_type="latent", **arguments)
+    schedule = [*schedule_of(spec).time.tolist(), 0.0]
+    assert trained.scheduler.sigmas.tolist() == pytest.approx(schedule, abs=1e-6) and spec.shift != 1
+    before.scheduler = type(before.scheduler).from_config(trained.scheduler.config)
     assert not torch.allclose(after, latents(before), atol=1e-3)
     assert (folder / "exported-adapter").exists() is has_adapters
     if has_adapters:

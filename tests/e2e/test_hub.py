@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from gcore.config.tree import Model
-from gcore.models import load_model, load_scorer
+from gcore.models.networks import load_model, load_scorer
 from gcore.prompts.tokenizer import load_tokenizer
 from tests.e2e.helpers import RECIPE, environment, rows
 from tests.fakehub import DATASETS, serving
@@ -113,17 +113,20 @@ def test_everything_goes_on_without_the_hub(hub, trained):
         assert hub.asked[asked:] == []
 
 
-def test_train_rm_and_plan_take_ids(hub, tmp_path):
+def test_a_reward_model_and_plan_take_ids(hub, tmp_path):
     tree = {
-        "run": {"name": "rm", "dir": str(tmp_path)},
+        "run": {"name": "rm", "dir": str(tmp_path), "steps": 1},
         "model": {"path": "org/policy"},
-        "data": {"train": {"path": "org/pairs"}},
-        "training": {"steps": 1, "batch_size": 4},
+        "data": {"train": {"path": "org/pairs"}, "max_prompt_length": 12},
+        "generation": {"max_response_length": 11},
+        "objective": "reward_model",
+        "runtime": "local",
+        "sampling": {"prompts_per_step": 4},
     }
     (tmp_path / "rm.yaml").write_text(yaml.safe_dump(tree))
-    done = gcore(hub, tmp_path / "home", "train-rm", str(tmp_path / "rm.yaml"))
+    done = gcore(hub, tmp_path / "home", "train", str(tmp_path / "rm.yaml"))
     assert done.returncode == 0, done.stderr
-    config = yaml.safe_load((tmp_path / "rm" / "train_rm.yaml").read_text())
+    config = yaml.safe_load((tmp_path / "rm" / "config.yaml").read_text())
     assert config["model"]["revision"] == commits(hub)["org/policy"]
     assert config["data"]["train"]["revision"] == commits(hub)["org/pairs"]
     done = gcore(hub, tmp_path / "home", "plan", "--model", "org/policy", "--gpus", "1")

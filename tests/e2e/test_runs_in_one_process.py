@@ -44,6 +44,41 @@ run("second")
 """
 
 
+RECORDED = """
+import asyncio
+from gcore.runtime.ray import RayRuntime
+
+class Role:
+    def __init__(self, rendezvous):
+        pass
+
+    async def say(self):
+        pass
+
+async def main():
+    runtime = RayRuntime(128)
+    try:
+        (role,) = await runtime.start_group("role", Role, [()])
+        for _ in range(100):
+            await role.call("say")
+        from ray._private.state import state  # not before the runtime has chosen a token
+        await asyncio.sleep(3)  # processes report once per second
+        print(len(list(state._connect_and_get_accessor().get_task_events())))
+    finally:
+        runtime.stop()
+
+asyncio.run(main())
+"""
+
+
+def test_ray_keeps_no_record_of_the_calls(tmp_path):
+    """Its GCS would grow with every call of a role: by 50 MB per 1,000 steps of a small run."""
+    file = tmp_path / "recorded.py"
+    file.write_text(RECORDED)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0 and int(done.stdout) < 5, done.stdout + done.stderr[-2000:]
+
+
 def test_a_second_cluster_starts_in_the_same_process(tmp_path):
     """Ray keeps the first token that it reads: each cluster of a process must ask for the same."""
     file = tmp_path / "two.py"

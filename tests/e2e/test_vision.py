@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from gcore.config.tree import Config, Model
 from gcore.content.media import png_url
@@ -108,6 +109,7 @@ def test_videos_train(tmp_path):
 def test_a_critic_that_takes_no_images_is_refused(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "config.json").write_text('{"model_type": "qwen3"}')
+    save_file({"lm_head.weight": np.zeros((2, 2), np.float32)}, tmp_path / "text" / "model.safetensors")
     critic = {"model": {"path": str(tmp_path / "text")}}
     recipe = write_recipe(tmp_path, **{**SMALL, "algorithm": {"preset": "ppo"}, "critic": critic})
     ended = gcore("train", str(recipe), "runtime=local")

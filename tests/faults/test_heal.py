@@ -12,8 +12,8 @@ import pytest
 
 from gcore.config import load_config
 from gcore.config.tree import Run
-from gcore.controller import supervise
-from gcore.controller.heal import RestartBudget, RoleWatch, is_healable
+from gcore.driver import supervise
+from gcore.driver.heal import RestartBudget, RoleWatch, is_healable
 from gcore.observe.events import EventLog, read_events
 from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.types import UserError
@@ -226,7 +226,7 @@ def test_what_a_rollback_can_heal():
 def test_a_death_explains_the_collective_that_it_broke(monkeypatch, dies):
     """Also if it is noticed later than the broken connection: Ray needs seconds for that on a busy machine."""
     monkeypatch.setattr(supervise, "GRACE_S", 0.01)
-    monkeypatch.setattr("gcore.controller.heal.DEATH_S", 60.0 if dies else 0.3)
+    monkeypatch.setattr("gcore.driver.heal.DEATH_S", 60.0 if dies else 0.3)
 
     async def broken() -> None:
         raise RoleError("controller-0", "TimeoutError: the connection to controller-1 broke", "", kind="TimeoutError")
@@ -259,7 +259,7 @@ class FakeRuntime:
 def test_a_replica_that_a_controller_cannot_call(tmp_path, monkeypatch):
     """Restarted once, if the runtime does not report its death first; after `run.hang_s` if it only does not answer."""
     now = [0.0]
-    monkeypatch.setattr("gcore.controller.heal.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("gcore.driver.heal.time.monotonic", lambda: now[0])
     runtime, progress = FakeRuntime(), SimpleNamespace(note=lambda text: None)
     watch: Any = RoleWatch(runtime, progress, EventLog(tmp_path), Run(hang_s=60))  # type: ignore[arg-type]
 
@@ -285,7 +285,7 @@ def test_a_replica_that_a_controller_cannot_call(tmp_path, monkeypatch):
 @pytest.mark.parametrize("failures", [2, 9])
 def test_a_replica_that_cannot_be_built_again_at_once(tmp_path, monkeypatch, failures):
     """Another role may use the memory that it needs. It is tried again; in the end, a rollback frees the memory."""
-    monkeypatch.setattr("gcore.controller.heal.REVIVE_S", 0.0)
+    monkeypatch.setattr("gcore.driver.heal.REVIVE_S", 0.0)
     notes, tries = list[str](), list[str]()
 
     class Full(FakeRuntime):
@@ -351,7 +351,7 @@ def watch_of(runtime: FakeRuntime, folder: Any, **run: Any) -> RoleWatch:
 
 def test_replicas_that_died_before_a_rollback(tmp_path, monkeypatch):
     """They are built again. A build that fails once is repeated: the memory of its device may not be free yet."""
-    monkeypatch.setattr("gcore.controller.heal.REVIVE_S", 0.0)
+    monkeypatch.setattr("gcore.driver.heal.REVIVE_S", 0.0)
     runtime = Interrupted(engine_1=["full"])
     asyncio.run(watch_of(runtime, tmp_path).revive_dead())
     assert sorted(runtime.tries) == ["engine-1", "engine-1", "judge-strict-0"] and runtime.killed == ["engine-1"]
@@ -360,7 +360,7 @@ def test_replicas_that_died_before_a_rollback(tmp_path, monkeypatch):
 @pytest.mark.parametrize("failures", [["gone"], ["full"] * 9])
 def test_a_replica_that_cannot_be_restarted_in_a_rollback(tmp_path, monkeypatch, failures):
     """Another rollback may help. The restart of the other replica does not run into it."""
-    monkeypatch.setattr("gcore.controller.heal.REVIVE_S", 0.0)
+    monkeypatch.setattr("gcore.driver.heal.REVIVE_S", 0.0)
 
     async def main() -> None:
         runtime = Interrupted(engine_1=failures, judge_strict_0=["hang"])

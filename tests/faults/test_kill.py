@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -10,11 +11,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from gcore.observe.events import read_events
 from tests.e2e.helpers import environment, write_recipe
 
 LIMIT_S = 240  # for an event on a busy machine; no test asserts how fast it comes
@@ -122,6 +125,26 @@ def running(tmp_path, request):
 COMPUTED = ((), signal.SIG_DFL)
 
 
+def listening(processes: Iterable[psutil.Process]) -> set[str]:
+    """Addresses, IPv4 also where it is mapped into IPv6."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            sockets = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            found |= {c.laddr.ip.removeprefix("::ffff:") for c in sockets}
+    return found
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes that have inherited this environment variable, under any parent."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError, psutil.Error):
+            if f"{mark}=".encode() in path.read_bytes() and alive(process := psutil.Process(int(path.parent.name))):
+                found.append(process)
+    return found
+
+
 @pytest.mark.parametrize(
     ("running", "role"),
     [
@@ -134,7 +157,7 @@ COMPUTED = ((), signal.SIG_DFL)
     indirect=["running"],
     ids=["trainer", "controller", "gcs", "raylet", "controller-computed"],
 )
-def test_kill_minus_nine(running, role):
+def test_kill_minus_nine(running, role, tmp_path):
     running.wait_for_steps()
     time.sleep(random.random())
     running.find(role).send_signal(signal.SIGKILL)
@@ -142,7 +165,67 @@ def test_kill_minus_nine(running, role):
     assert running.process.returncode == 1, output
     name = "ray" if role in ("raylet", "gcs_server") else role
     assert re.search(rf"gcore: {name} died", output), output
+    gave_up = [event["cause"] for event in read_events(tmp_path / "runs" / "tiny") if event["event"] == "gave_up"]
+    if name == "ray":
+        assert gave_up == []
+    else:
+        assert output.splitlines()[-1].endswith("at most run.max_restarts=0 times per hour")
+        assert len(gave_up) == 1 and gave_up[0].startswith(f"{role} died")
     assert running.survivors() == []
+
+
+@pytest.mark.parametrize("role", ["raylet", pytest.param("gcs_server", marks=pytest.mark.release)])
+def test_a_daemon_of_ray_that_is_stopped(running, role):
+    """No role is blamed, and nothing waits for it. A role that dies then cannot be started again."""
+    running.wait_for_steps()
+    daemon = running.find(role)
+    daemon.send_signal(signal.SIGSTOP)
+    output = running.end()
+    assert running.process.returncode == 1, output
+    assert f"gcore: ray died: its process {role} ({daemon.pid}) is stopped (SIGSTOP)" in output
+    assert running.survivors() == []
+
+
+def test_kill_a_role_while_it_starts(running, tmp_path):
+    """One line with its name and its log, and not Ray's text."""
+    log, deadline = tmp_path / "runs" / "tiny" / "logs" / "controller-0.log", time.monotonic() + LIMIT_S
+    while not (log.exists() and (started := re.search(r"controller-0, process (\d+)", log.read_text()))):
+        assert running.process.poll() is None and time.monotonic() < deadline, "".join(running.lines)
+        time.sleep(0.05)
+    running.family = {p.pid: p for p in psutil.Process(running.process.pid).children(recursive=True)}
+    os.kill(int(started[1]), signal.SIGKILL)
+    output = running.end()
+    line = next(line for line in output.splitlines() if line.startswith("gcore: "))
+    assert running.process.returncode == 1 and "ready in" not in output, output
+    assert re.match(r"gcore: controller-0 died: (its process|process \d+) is gone \(killed, crashed, or out of", line)
+    assert f"its output is in {log}" in line and "class_name" not in output
+    assert running.survivors() == []
+
+
+@pytest.mark.parametrize("delay_s", [0.05, pytest.param(0.5, marks=pytest.mark.release)])
+def test_kill_the_driver_while_ray_starts(tmp_path, monkeypatch, delay_s):
+    """Agents that the raylet has just started do not see that it is gone."""
+    monkeypatch.setenv(mark := f"GCORE_TEST_{os.getpid()}_{time.monotonic_ns()}", "1")
+    run, deadline = Running(tmp_path, *EMULATED), time.monotonic() + LIMIT_S
+    driver = psutil.Process(run.process.pid)
+    while not any(p.name().startswith("raylet") for p in driver.children(recursive=True)):
+        assert run.process.poll() is None and time.monotonic() < deadline, "".join(run.lines)
+        time.sleep(0.01)
+    time.sleep(delay_s)
+    assert len(marked(mark)) > 2
+    driver.kill()
+    run.process.wait(timeout=LIMIT_S)
+    deadline = time.monotonic() + 60
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+def test_one_machine_listens_on_loopback_only(running):
+    running.wait_for_steps()
+    assert listening([psutil.Process(running.process.pid), *running.family.values()]) == {"127.0.0.1"}
 
 
 def test_kill_the_driver(running):

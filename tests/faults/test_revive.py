@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gcore.config.tree import BuildModel, Model
-from gcore.models import load_scorer
+from gcore.models.networks import load_scorer
 from gcore.observe.metrics import read_rows
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous, RoleDied

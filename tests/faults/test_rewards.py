@@ -18,7 +18,6 @@ from gcore.config.tree import Config, HttpReward, Judge, Model, Rewards
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
 from gcore.controller.collect import Collected, Collector, spread
-from gcore.controller.workflow import SharedContext, generate_and_reward
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
 from gcore.rewarding.client import RetryDelays
@@ -29,6 +28,7 @@ from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.workers import sources_of
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.types import Completion, Prompt
+from gcore.workflows.context import SharedContext, generate_and_reward
 from tests.e2e.helpers import RECIPE
 
 TOKENIZER = build_char_tokenizer("0123456789+=")

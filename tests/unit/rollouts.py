@@ -21,10 +21,10 @@ from gcore.config.tree import Sampling
 from gcore.content.tokens import Tokens
 from gcore.controller.collect import Collected, Collector, Filter, spread
 from gcore.controller.step_ledger import REWARD_ERROR
-from gcore.controller.workflow import StageClock
 from gcore.protocols import Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.types import Prompt, RewardError, Rollout, Scored
+from gcore.workflows.context import StageClock
 
 FOREVER = 1e9
 

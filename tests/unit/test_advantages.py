@@ -1,6 +1,9 @@
 """Advantages: numbers worked out by hand, and parity with verl (tests/parity/make_verl_golden.py)."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -81,14 +84,61 @@ def test_reinforce_pp_has_no_baseline_but_the_batch():
 
 def test_whiten_by_hand():
     # actions 2 2 2 -1: mean 5/4, variance (3 * 9/16 + 81/16) / 3 = 9/4, spread 3/2
-    moments = Moments.of(of(2, 2, 2, -1))
-    assert moments == Moments(count=4, total=5, squares=13)
+    moments = moments_of(of(2, 2, 2, -1))
+    assert moments == Moments(count=4, mean=1.25, squares=6.75)
     assert whiten(of(2, -1), moments) == pytest.approx(of(0.5, -1.5), abs=1e-8)
 
 
 def test_whiten_leaves_a_single_action_and_survives_no_spread():
-    assert whiten(of(3), Moments.of(of(3))).tolist() == [3.0]
-    assert whiten(of(3, 3), Moments.of(of(3, 3))).tolist() == [0.0, 0.0]
+    assert whiten(of(3), moments_of(of(3))).tolist() == [3.0]
+    assert whiten(of(3, 3), moments_of(of(3, 3))).tolist() == [0.0, 0.0]
+    assert whiten(of(0.1, 0.1, 0.1), moments_of(of(0.1, 0.1, 0.1))).tolist() == [0.0] * 3  # 0.1 * 3 / 3 != 0.1
+    assert np.isnan(whiten(of(1, 2), moments_of(of(1, np.nan)))).all()  # the update is skipped
+
+
+def moments_of(values, ranks: Ranks | None = None) -> Moments:
+    return (ranks or Ranks()).moments({(0, 0): values})
+
+
+@pytest.mark.parametrize(("mean", "spread"), [(1e6, 1.0), (1e8, 1.0), (1e3, 1e-3), (0.0, 1e-300), (-3e200, 1e150)])
+def test_moments_against_exact_arithmetic(mean, spread):
+    """A difference of squares has an error of 4e4 for N(1e8, 1)."""
+    values = np.random.default_rng(0).normal(mean, spread, 512)
+    exact = [Fraction(value) for value in values.tolist()]
+    center = sum(exact) / 512
+    squares = sum((value - center) ** 2 for value in exact)
+    found = moments_of(values)
+    assert found.mean == float(center) and found.squares == pytest.approx(float(squares), rel=1e-12, abs=0)
+
+
+def over_ranks(shares: list[dict], function, holders=None) -> list:
+    """`function(share, ranks)` on one thread per rank, whose sums are added up in the order in which they arrive."""
+    waiting, sums, lock = threading.Barrier(len(shares)), list[np.ndarray](), threading.Lock()
+
+    def sum_over_ranks(own: np.ndarray) -> np.ndarray:
+        with lock:
+            sums.append(own)
+        waiting.wait()
+        total = sum(sums[-len(shares) :])
+        waiting.wait()
+        return total
+
+    ranks = Ranks(sum_over_ranks, holders or {})
+    with ThreadPoolExecutor(len(shares)) as pool:
+        return list(pool.map(lambda share: function(share, ranks), shares))
+
+
+def test_moments_do_not_depend_on_the_ranks_to_the_last_bit():
+    """In any order, also of values that differ by 300 orders of magnitude, and of samples that two ranks share."""
+    rng = np.random.default_rng(1)
+    own = {(i, 0): rng.normal(size=rng.integers(0, 9)) * 10.0 ** rng.integers(-150, 150) for i in range(60)}
+    whole, keys = Ranks().moments(own), list(own)
+    for size in (1, 2, 3, 7):
+        rng.shuffle(keys)
+        shares = [{tuple(key): own[tuple(key)] for key in keys[rank::size]} for rank in range(size)]
+        assert over_ranks(shares, lambda share, ranks: ranks.moments(share)) == [whole] * size
+    both = over_ranks([own, own], lambda share, ranks: ranks.moments(share), dict.fromkeys(own, 2))
+    assert both == [whole] * 2
 
 
 def sample(prompt: int, mask) -> Sample:
@@ -235,19 +285,10 @@ def test_whitening_does_not_depend_on_the_split_over_ranks():
     whole = step_targets(samples, given, algorithm, Ranks()).advantages
     keys = list(samples)
     shares = [keys[:7], [], keys[7:31], keys[31:]]  # one rank has nothing
-    own: list[np.ndarray] = []
-
-    def keep(sums):
-        own.append(sums)
-        return sums
-
-    for share in shares:
-        step_targets(samples, {key: given[key] for key in share}, algorithm, Ranks(keep))
-    for share in shares:
-        some = {key: given[key] for key in share}
-        found = step_targets(samples, some, algorithm, Ranks(lambda sums: sum(own))).advantages
-        for key in share:
-            assert found[key] == pytest.approx(whole[key], abs=1e-6)
+    parts = [{key: given[key] for key in share} for share in shares]
+    targets = over_ranks(parts, lambda some, ranks: step_targets(samples, some, algorithm, ranks))
+    for share, found in zip(shares, targets, strict=True):
+        assert all(np.array_equal(found.advantages[key], whole[key]) for key in share)
     actions = np.concatenate([whole[key][samples[key].mask_S] for key in keys])
     assert actions.mean() == pytest.approx(0, abs=1e-6) and actions.std(ddof=1) == pytest.approx(1, abs=1e-6)
 

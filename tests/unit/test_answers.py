@@ -10,11 +10,11 @@ from gcore.config.preference import OBJECTIVES
 from gcore.config.tree import Data, Dataset
 from gcore.content.answers import answer_steps
 from gcore.content.tokens import Tokens
-from gcore.controller.workflow import stored_answers
 from gcore.prompts.answers import demonstration_row, load_answered, pair_row
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Prompt, UserError
+from gcore.workflows.context import stored_answers
 
 SPEC = Dataset(path="x.jsonl")
 # as ChatML: a header and an end for every turn; `;` takes the place of the newline after <|im_end|>
@@ -139,7 +139,7 @@ def test_a_bad_row_is_named(tmp_path):
     file.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n{"prompt": "1+1=", "chosen": "2"}\n')
     rows = load_answered(Dataset(path=str(file)), OBJECTIVES["dpo"], "data.train")
     assert rows[0]["answers"] == ["2", "3"]
-    with pytest.raises(UserError, match=r"data\.train: row 1: column 'rejected' holds None; expected a string"):
+    with pytest.raises(UserError, match=r"data\.train: row 1: column 'rejected' is not there; the row has "):
         rows[1]
 
 

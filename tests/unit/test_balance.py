@@ -5,16 +5,17 @@ import itertools
 
 import numpy as np
 
-from gcore.preparation import assignment, balance, baselines
+from bench import layouts
+from gcore.cost.workload import CostModel
+from gcore.preparation import assignment, balance
 from gcore.preparation.assignment import WIDTH_BLOCK, Items
 from gcore.preparation.balance import UNIT, Idle, Ranks, context_degrees, equal_shares, idle_share, make_layout, split
 from gcore.preparation.refine import refine
-from gcore.preparation.workload import CostModel
 from gcore.types import MicroBatch, MiniBatch, SampleMeta, TrainBatch
 
 COST = CostModel(crossover=100.0)
 LIMIT = 1e18  # of costs: only samples that do not fit are split
-METHODS = {"ours": None, "naive": baselines.naive, "sort": baselines.sort, "kk": baselines.karmarkar_karp}
+METHODS = {"ours": None, "naive": layouts.naive, "sort": layouts.sort, "kk": layouts.karmarkar_karp}
 
 
 def draw(seed: int) -> tuple[list[SampleMeta], dict]:
@@ -217,7 +218,7 @@ def test_at_most_four_thirds_of_the_best_possible():
             for choice in itertools.product(range(items.ranks), repeat=8)
             if choice[0] == 0
         )
-        for shares in (assignment.greedy(items), baselines.differencing(items.costs, items.ranks), equal_shares(items)):
+        for shares in (assignment.greedy(items), layouts.differencing(items.costs, items.ranks), equal_shares(items)):
             assert sorted(itertools.chain(*shares)) == list(range(8))
             highest = max(sum(items.costs[i] for i in share) for share in shares)
             assert best <= highest <= (4 / 3 - 1 / (3 * items.ranks)) * best + 1e-9, seed
@@ -354,7 +355,7 @@ def test_lay_out_pads_with_empty_micro_batches():
     assert {(b.mini_batches[0].num_actions, b.mini_batches[0].num_samples) for b in batches} == {(5, 2)}
 
 
-def test_baselines_by_hand():
+def test_layouts_of_others_by_hand():
     items = Items([50, 40, 30, 20], [50, 40, 30, 20], 2, 60, False, arrival=(3, 0, 2, 1))
     rows = {name: [[b.rows for b in bins] for bins in METHODS[name](items)] for name in ("naive", "sort", "kk")}
     assert rows["naive"] == [[[[3]], [[2]]], [[[0]], [[1]]]]

@@ -6,19 +6,19 @@ import dataclasses
 import pytest
 import torch
 
-from gcore.preparation import baselines
+from bench import layouts
+from gcore.cost.workload import CostModel
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
-from gcore.preparation.workload import CostModel
 from gcore.protocols import add_metrics
 from tests.unit.test_training import config_of, gradients_of, samples_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 LAYOUTS = {
     "one rank": {"num_ranks": 1, "max_tokens": 10_000},
-    "naive": {"method": baselines.naive},
-    "sort": {"method": baselines.sort},
-    "karmarkar_karp": {"method": baselines.karmarkar_karp},
+    "naive": {"method": layouts.naive},
+    "sort": {"method": layouts.sort},
+    "karmarkar_karp": {"method": layouts.karmarkar_karp},
     "ours": {},
     "ours, sharded": {"sharded": True},
     "ours, one row": {"sharded": True, "padded": False},

@@ -252,8 +252,11 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch
     save(tmp_path, 1)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100 << 20, 90 << 20, 10 << 20))
-    with pytest.raises(UserError, match="step 2 needs 11 MB, 10 MB are free"):
+    with pytest.raises(UserError, match="10 MB are free; the last complete checkpoint, step_1, is kept"):
         store.begin(tmp_path, 2, 11 << 20)
+    with pytest.raises(UserError, match="10 MB are free; no earlier checkpoint is there"):
+        store.begin(tmp_path / "empty", 2, 11 << 20)
+    (tmp_path / "empty").rmdir()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1"]
     assert store.begin(tmp_path, 2, 10 << 20).is_dir()
 

@@ -11,8 +11,8 @@ import pytest
 
 import gcore
 from gcore.clients import Client, ControllerClient, EngineClient, ScorerClient, TrainerClient
-from gcore.controller.build import Roles
 from gcore.controller.loop import Controller
+from gcore.launch.build import Roles
 from gcore.protocols import Engine, Scorer, Trainer
 from gcore.runtime.local import LocalHandle
 
@@ -32,7 +32,7 @@ def test_a_client_has_the_methods_of_its_role(client, role):
 def test_the_controller_has_what_its_client_calls():
     assert {"run", "evaluate"} <= methods(Controller).keys()
     of_replicas = {"mark_dead", "begin_restart", "restore", "mark_alive"}
-    assert methods(ControllerClient).keys() == {"run", "evaluate", "status", *of_replicas}
+    assert methods(ControllerClient).keys() == {"run", "evaluate", "status", "finished_step", "go_on", *of_replicas}
 
 
 def test_clients_travel_to_other_processes():

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from gcore.config import load_config
-from gcore.controller import heal
-from gcore.controller.auto_placement import choose_mode
-from gcore.controller.build import see_cluster, sleep_level
-from gcore.controller.gpu_assignment import TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
-from gcore.controller.machines import Cluster, Machine, check_shared_folder, cluster_of
-from gcore.controller.plan import Plan, make_plan
-from gcore.controller.preflight import light_checks
+from gcore.driver import heal
+from gcore.launch.auto_placement import choose_mode
+from gcore.launch.build import see_cluster, sleep_level
+from gcore.launch.gpu_assignment import TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
+from gcore.launch.machines import Cluster, Machine, check_shared_folder, cluster_of
+from gcore.launch.plan import Plan, make_plan
+from gcore.launch.preflight import light_checks
 from gcore.placement.grid import DeviceGrid
 from gcore.types import UserError
 from gcore.weights.method import choose_method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import random
 from collections import Counter
@@ -14,12 +15,12 @@ import pytest
 
 from gcore.config import curriculum as config
 from gcore.config.tree import Algorithm, Sampling
-from gcore.controller.build import load_filter
 from gcore.controller.collect import Collected, answer_all, merge_places, no_filter
-from gcore.controller.workflow import StageClock, generate_and_reward
+from gcore.launch.build import load_filter
 from gcore.preparation.samples import make_samples
 from gcore.prompts.curriculum import Curriculum
 from gcore.types import Prompt, RewardError, Scored, UserError
+from gcore.workflows.context import StageClock, generate_and_reward
 from tests.seeds import seeds
 from tests.unit.rollouts import (
     FOREVER,
@@ -121,6 +122,7 @@ def test_a_curriculum_knows_prompts_that_fail(mode):
         ([scored(0, 0), scored(0, 0)], "twice"),
         ([scored(0, 0), scored(7, 1)], "another prompt"),
         ([scored(0, 0), scored(0, 1, versions=())], "without steps"),
+        ([scored(0, 0), dataclasses.replace(scored(0, 1), reward=np.nan)], "the reward nan for prompt 0; expected a"),
         ([], "expected a non-empty list"),
         (None, "returned NoneType for prompt 0; expected a non-empty list"),
         ([1.0, 2.0], "expected a non-empty list"),

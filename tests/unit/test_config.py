@@ -11,7 +11,7 @@ from gcore.cli import main
 from gcore.config import dump_config, load_config
 from gcore.config.load import all_keys, parse_yaml
 from gcore.config.reference import reference
-from gcore.config.reward_model import RewardModelConfig
+from gcore.config.tree import Training
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -101,7 +101,11 @@ def test_contradictions(recipe, overrides, words):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a: [", "not valid YAML"), ("- 1", "got list; expected keys and values at the top level"), ("", "got NoneType")],
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1", "got list; expected keys and values at the top level"),
+        ("", "got an empty file"),
+    ],
 )
 def test_files_that_are_no_recipe(tmp_path, text, words):
     path = tmp_path / "bad.yaml"
@@ -120,8 +124,6 @@ def test_no_such_file(tmp_path):
     ("command", "file", "words"),
     [
         ("train", "scenarios/drift-64.yaml", "got a file for `gcore simulate`; expected one for `gcore train`"),
-        ("train", "recipes/reward_model.yaml", "got a file for `gcore train-rm`; expected one for `gcore train`"),
-        ("train-rm", "recipes/dpo.yaml", "got a file for `gcore train`; expected one for `gcore train-rm`"),
         ("simulate", "recipes/dpo.yaml", "got a file for `gcore train`; expected one for `gcore simulate`"),
         ("simulate", "none.yaml", "no such scenario; expected a YAML file (see scenarios/)"),
         ("eval", "runs/none", "no such run or recipe; expected runs/NAME, runs/NAME/step_N or a YAML file"),
@@ -170,6 +172,42 @@ def test_only_the_file_is_required(capsys):
 )
 def test_overrides(recipe, override, get, value):
     assert get(load_config(recipe, [override])) == value
+
+
+@pytest.mark.parametrize("number", [".inf", "-.inf", ".nan", "1e999"])
+@pytest.mark.parametrize(
+    "key", ["training.lr", "algorithm.entropy_coef", "rewards.functions.0.weight", "rewards.timeout_s", "run.hang_s"]
+)
+def test_numbers_are_finite(recipe, key, number):
+    assert re.fullmatch(
+        rf"{recipe}: {key}: input should be a finite number, got (-?inf|nan)", refused(recipe, f"{key}={number}")
+    )
+
+
+def test_numbers_in_arguments_and_unions_are_finite(recipe):
+    assert refused(recipe, "data.train.args.deep=[1.0, {a: .nan}]") == (
+        f"{recipe}: data.train.args: deep.1.a is nan; expected a finite number"
+    )
+    assert refused(recipe, "evaluation.temperature=.inf") == (
+        f"{recipe}: evaluation.temperature: input should be a finite number, got inf; "
+        "or input should be 'auto', got inf"
+    )
+    with pytest.raises(ValueError, match="finite number"):
+        Training(lr=float("inf"))
+
+
+@pytest.mark.parametrize("seed", [-5, 2**63])
+def test_a_seed_that_torch_does_not_take(recipe, seed):
+    assert refused(recipe, f"run.seed={seed}").startswith(f"{recipe}: run.seed: input should be ")
+
+
+def test_a_run_has_something_to_train(recipe):
+    """0 steps are only the warm start, as in `gcore sft`."""
+    assert load_config(recipe, ["run.steps=0"]).run.steps == 0
+    for override in ("training.warm_start=null", "training.warm_start.steps=0"):
+        assert refused(recipe, "run.steps=0", override) == (
+            f"{recipe}: run.steps=0 without training.warm_start: nothing is trained; expected at least 1 step"
+        )
 
 
 def test_the_last_override_wins(recipe):
@@ -249,10 +287,7 @@ def test_numbers_and_the_tokenizer_are_no_secrets(recipe):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.name)
 def test_recipes_parse(path):
-    if path.name == "reward_model.yaml":
-        assert load_config(path, into=RewardModelConfig).training.steps > 0
-    else:
-        assert load_config(path).run.steps > 0
+    assert load_config(path).run.steps > 0
 
 
 def test_there_are_recipes():
@@ -285,9 +320,6 @@ def test_a_run_has_a_plain_name(recipe, name):
     shown = repr(name.strip("'"))
     expected = f"run.name: got {shown}; expected a folder name without / or \\ (its parent folder is run.dir)"
     assert refused(recipe, f"run.name={name}") == f"{recipe}: {expected}"
-    with pytest.raises(UserError) as error:
-        load_config(ROOT / "recipes" / "reward_model.yaml", [f"run.name={name}"], into=RewardModelConfig)
-    assert str(error.value).endswith(expected)
 
 
 def test_a_key_that_is_given_twice_is_refused_with_both_lines(tmp_path):

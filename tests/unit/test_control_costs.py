@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from gcore.simulate.control_plane import ControlCosts, Observation, Step, fit, fit_layout, predict
+from bench.control_costs import ControlCosts, Observation, Step, fit, fit_layout, predict
 
 
 def test_calls_of_a_step():

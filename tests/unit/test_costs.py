@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
+from gcore.cost import costs
+from gcore.cost.costs import ENGINE, GPUS, REACH, SHAPES, Shape, gpu_of, shape_of
 from gcore.placement.replica_speed import ReplicaSpeed
-from gcore.simulate import costs
-from gcore.simulate.costs import ENGINE, GPUS, REACH, SHAPES, Shape, gpu_of, shape_of
 from gcore.simulate.lengths import Lengths
 from gcore.types import UserError
 

@@ -16,7 +16,7 @@ from gcore.config.critic import CriticPlacement
 from gcore.config.tree import Config, Model, Placement
 from gcore.content.tokens import tokens_of
 from gcore.controller.record import actor_row
-from gcore.models import load_scorer
+from gcore.models.networks import load_scorer
 from gcore.observe.trace import Tracer
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.critic import HEAD, new_critic
@@ -213,14 +213,29 @@ def test_bad_updates_of_policy_and_critic_are_counted_apart(monkeypatch):
     monkeypatch.setattr(trainer, "_dump", lambda *_: None)
     for _ in range(2):
         assert update(trainer, samples, batch_of(samples)).skipped == 1
-    with pytest.raises(FloatingPointError, match="3 updates in a row"):
+    with pytest.raises(UserError, match="3 updates in a row"):
         update(trainer, samples, batch_of(samples))
     trainer = trainer_of(ppo_config())
     real, bad = trainer.backend.step, {"critic"}
     monkeypatch.setattr(trainer.backend, "step", step)
     stats = [update(trainer, samples, batch_of(samples)) for _ in range(2)]
     assert [s.metrics["critic/skipped_updates"].value for s in stats] == [1.0, 1.0] and trainer.critic.updates == 0
-    with pytest.raises(FloatingPointError, match="3 updates in a row"):
+    with pytest.raises(UserError, match="3 updates in a row"):
+        update(trainer, samples, batch_of(samples))
+
+
+def test_a_critic_whose_weights_are_infinite_ends_the_run(monkeypatch):
+    trainer, samples = trainer_of(ppo_config()), samples_of()
+    real = trainer.backend.step
+
+    def step(lr, network="policy"):
+        norm = real(lr, network)
+        if network == "critic":
+            next(trainer.backend.critic.network.parameters()).data.fill_(math.inf)
+        return norm
+
+    monkeypatch.setattr(trainer.backend, "step", step)
+    with pytest.raises(UserError, match=r"the weights of the critic became NaN or infinite in the update of step 1"):
         update(trainer, samples, batch_of(samples))
 
 

@@ -87,3 +87,25 @@ def test_the_event_loop_runs_while_text_is_decoded() -> None:
         assert tokenizer.order == [0, 10, 1, 11, 2, 12]
 
     asyncio.run(main())
+
+
+def test_special_tokens_that_a_text_leaves_out_have_places() -> None:
+    tokenizer = build_char_tokenizer("0123456789+=")
+    decoder, eos, pad = TextDecoder(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id
+    digits = tokenizer("12", add_special_tokens=False)["input_ids"]
+    tokens = np.array([eos, *digits, pad, pad, pad, digits[0], eos], np.int32)
+    names = tokenizer.convert_ids_to_tokens([eos, pad])
+    assert decoder.decode(tokens.tolist()) == "121"
+    assert decoder.hidden(tokens, "121") == [(0, names[0]), (2, f"{names[1]} x 3"), (3, names[0])]
+    assert decoder.hidden(np.array(digits, np.int32), "12") == decoder.hidden(np.zeros(0, np.int32), "") == []
+    assert decoder.hidden(tokens, "what a workflow wrote") == []  # not the text of the tokens
+
+
+def test_places_in_texts_whose_parts_depend_on_what_is_before_them() -> None:
+    """WordPiece joins `##ping` to the word before it, and a clean-up removes spaces."""
+    tokenizer = word_pieces()
+    tokens = np.array([1, 2, 0, 3, 5, 4], np.int32)  # do n't [UNK] stop ##ping .
+    decoder = TextDecoder(tokenizer)
+    text = decoder.decode(tokens.tolist())
+    ((place, name),) = decoder.hidden(tokens, text)
+    assert (text[:place], name) == (decoder.decode([1, 2]), "[UNK]")

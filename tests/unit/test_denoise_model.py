@@ -10,9 +10,9 @@ import torch
 
 from gcore.config.tree import Algorithm
 from gcore.content.latents import Latents
+from gcore.cost.workload import CostModel
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
-from gcore.preparation.workload import CostModel
 from gcore.prompts.conditions import ConditionTemplater
 from gcore.training import objective
 from gcore.training.context import Ranks

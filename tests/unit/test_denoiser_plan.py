@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
 from gcore.cli import main
-from gcore.simulate.costs import REACH, gpu_of
-from gcore.simulate.denoisers import (
+from gcore.cost.costs import REACH, gpu_of
+from gcore.cost.denoisers import (
     DENOISERS,
     DenoisingWork,
     denoising_step_s,

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from gcore.content.tokens import Tokens
+from gcore.emulate.engine import EmulatedEngine, log_normal
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import EngineStats, MemoryChange
 from gcore.simulate import VirtualLoop
-from gcore.simulate.engine import EmulatedEngine, log_normal
 from gcore.types import Completion, Request, SamplingParams, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -705,6 +705,6 @@ def test_time_does_not_jump_while_a_task_is_ready():
 
 
 def test_it_needs_no_torch():
-    code = "import sys, gcore.simulate.engine; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    code = "import sys, gcore.emulate.engine; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
+from gcore.cost.workload import CostModel
+from gcore.emulate.trainer import EmulatedTrainer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
-from gcore.preparation.workload import CostModel
 from gcore.protocols import Metric, Receivers, TrainerInfo, WeightPlan
 from gcore.simulate import VirtualLoop
-from gcore.simulate.trainer import EmulatedTrainer
 from gcore.types import Sample, TrainBatch, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -181,14 +181,16 @@ def test_emulated_roles_are_built_without_torch():
     code = f"""
 import sys
 from gcore.config.tree import Config
-from gcore.controller.build import build_engine, build_judge
-from gcore.controller.build_ranks import build_trainer
+from gcore.launch.build import build_engine, build_judge
+from gcore.launch.build_ranks import build_trainer
+from gcore.launch.plan import detect_machine, make_plan
 from gcore.protocols import Rendezvous
 config = Config.model_validate({recipe()!r} | {{"rewards": {{"judges": [{{"name": "judge", "model": {{"build": {{}}}},
     "template": "{{{{ response }}}}", "engine": "emulated", "emulated": {{"mean_tokens": 7, "sigma": 0}}}}]}}}})
 here = Rendezvous(1, 2, None)
-engine, judge = build_engine(config, None, here), build_judge(config, None, "judge", here)
-trainer = build_trainer(config, None, here)
+plan = make_plan(config, detect_machine())
+engine, judge = build_engine(config, plan, here), build_judge(config, plan, "judge", here)
+trainer = build_trainer(config, plan, here)
 print(engine.max_length, judge.speed.max_concurrent, trainer.rank, trainer.hidden_size)
 print([m for m in ("torch", "ray", "transformers") if m in sys.modules])
 """

@@ -14,11 +14,11 @@ import pytest
 from gcore.config.tree import Generation
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
-from gcore.controller.openai_format import identity
-from gcore.controller.workflow import SampleContext, SharedContext
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import RoleDied
 from gcore.types import Completion, Prompt, Request
+from gcore.workflows.context import SampleContext, SharedContext
+from gcore.workflows.openai_format import identity
 from tests.unit.test_evaluation import config_of
 
 ALPHABET = '0123456789+=[]; {}":,_<>/abcdefghijklmnopqrstuvwxyz'
@@ -247,6 +247,22 @@ def test_refusals_say_what_is_wrong():
     for text, (status, body) in found.items():
         assert status == 400 and text in body["error"]["message"], (text, body)
     assert found["expected at most data.max_prompt_length=40"][1]["error"]["code"] == "context_length_exceeded"
+    assert not world.engines.made
+
+
+def test_other_routes_are_answered_with_those_that_there_are():
+    world = World("12")
+
+    async def agent(http: Any, session: Any) -> Any:
+        found = [await post(http, session, "responses", input="5"), await post(http, session, "models")]
+        session.base_url = session.base_url.removesuffix("/v1")
+        return [*found, await post(http, session, messages=[user("5")])]
+
+    found, _ = world.run(agent)
+    routes = "expected POST chat/completions, POST completions or GET models, at session.base_url"
+    for (status, body), asked in zip(found, ("POST responses", "POST models", "POST /p7-"), strict=True):
+        assert status == 404 and body["error"]["code"] == "unsupported_route"
+        assert body["error"]["message"].startswith(asked) and body["error"]["message"].endswith(routes)
     assert not world.engines.made
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
+from gcore.cost.workload import CostModel
 from gcore.generation.pool import EnginePool
-from gcore.preparation.workload import CostModel
 from gcore.types import Request, SamplingParams
 
 

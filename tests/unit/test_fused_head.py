@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gcore.decoders import forbid
+from gcore.models.decoders import forbid
 from gcore.training.fused_head import Scaling, token_logprobs
 
 

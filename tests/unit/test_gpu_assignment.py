@@ -7,10 +7,10 @@ import yaml
 
 from gcore.config import load_config
 from gcore.config.load import dump_config
-from gcore.controller.auto_placement import choose_mode
-from gcore.controller.build import sleep_level
-from gcore.controller.gpu_assignment import GpuAssignment, separate_gpus, shared_gpus
-from gcore.controller.plan import Machine, make_plan
+from gcore.launch.auto_placement import choose_mode
+from gcore.launch.build import sleep_level
+from gcore.launch.gpu_assignment import GpuAssignment, separate_gpus, shared_gpus
+from gcore.launch.plan import Machine, make_plan
 from gcore.simulate import planner
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
@@ -119,7 +119,7 @@ def test_auto_takes_what_the_planner_ranks_first(config):
 def test_auto_plans_the_degrees_of_the_trainer(config, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "gcore.controller.auto_placement.plan", lambda *args: (seen.append(args[-1]), planner.plan(*args))[1]
+        "gcore.launch.auto_placement.plan", lambda *args: (seen.append(args[-1]), planner.plan(*args))[1]
     )
     ranks = "placement.trainer.ranks=8", "placement.trainer.tensor_parallel=2"
     auto(config("placement.mode=auto", *ranks, "training.context_parallel=2"))
@@ -127,7 +127,7 @@ def test_auto_plans_the_degrees_of_the_trainer(config, monkeypatch):
 
 
 def test_auto_with_a_static_split_names_it(config, monkeypatch):
-    monkeypatch.setattr("gcore.controller.auto_placement.SLOT_MODES", ("static",))
+    monkeypatch.setattr("gcore.launch.auto_placement.SLOT_MODES", ("static",))
     found, _ = auto(config("placement.mode=auto"))
     assert found.placement.mode == "static" and sum(found.placement.split.values()) == 8
     assert set(found.placement.split) == {"policy", "critic"}

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from gcore.config import load_config
-from gcore.controller import gpu_memory
-from gcore.controller.footprint import parts
-from gcore.controller.gpu_memory import decide, decide_critic, engines_beside, memory_lines, rank_of
-from gcore.controller.plan import Machine, make_plan
-from gcore.simulate.costs import SHAPES
-from gcore.simulate.training_memory import adapter_parameters
+from gcore.cost.costs import SHAPES
+from gcore.cost.training_memory import adapter_parameters
+from gcore.launch import gpu_memory
+from gcore.launch.footprint import parts
+from gcore.launch.gpu_memory import decide, decide_critic, engines_beside, memory_lines, rank_of
+from gcore.launch.plan import Machine, make_plan
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE, gcore, write_recipe
 

@@ -41,6 +41,8 @@ class Server:
         item = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if callable(item):
             item = await item(request)
+        if isinstance(item, web.StreamResponse):
+            return item
         if isinstance(item, tuple):
             status, text, *headers = item
             return web.Response(status=status, text=text, headers=headers[0] if headers else None)
@@ -87,6 +89,53 @@ def score(server: Server, group=None, **spec):
         return [s.reward for s in scored], blend.take_counts()
 
     return http(server, scenario, **spec)
+
+
+# --- servers that send without end
+
+
+def endless(sent: list[int], status: int = 200):
+    """A body that ends only when the client closes the connection. `sent`: its bytes, by request."""
+
+    async def handle(request):
+        response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        sent.append(0)
+        with contextlib.suppress(ConnectionError):
+            while sent[-1] < 1 << 30:
+                await response.write(b"[" * (1 << 20))
+                sent[-1] += 1 << 20
+        return response
+
+    return handle
+
+
+def test_an_endless_body_is_retried_and_then_an_error():
+    sent: list[int] = []
+    said, counts = score(Server(endless(sent)), attempts=2)
+    assert "/score sent more than 8 MB; expected JSON of at most that size (tried 2 times)" in said
+    assert counts == {"http_retries": 1}
+    assert len(sent) == 2 and max(sent) < 64 << 20  # what fits in the buffers of the connection is sent, too
+    assert score(Server(endless([]), GOOD), attempts=2) == ([1.0, 0.0], {"http_retries": 1})
+
+
+@pytest.mark.parametrize(("status", "tries"), [(500, 2), (404, 1)])
+def test_an_endless_error_is_an_error(status, tries):
+    sent: list[int] = []
+    said, _ = score(Server(endless(sent, status)), attempts=2)
+    assert f"answered {status}, with more than 8 MB" in said
+    assert len(sent) == tries and max(sent) < 64 << 20
+
+
+def test_an_answer_below_the_limit_is_read():
+    big = {**GOOD, "note": "x" * (7 << 20)}
+    assert score(Server(big)) == ([1.0, 0.0], {})
+
+
+def test_an_endless_body_before_the_run_is_an_answer():
+    sent: list[int] = []
+    http(Server(endless(sent)), lambda blend, source: source.reach())
+    assert len(sent) == 1 and sent[0] < 64 << 20
 
 
 # --- what is sent, what comes back

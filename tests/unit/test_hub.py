@@ -179,10 +179,20 @@ def test_one_line_for_a_model_that_is_not_there(hub, tmp_path, path, more, env, 
 def test_plan_needs_the_config_alone(hub, tmp_path):
     config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     hub.add(MODELS, "org/model", {**MODEL, "config.json": json.dumps({**config, "intermediate_size": 128}).encode()})
-    code = "from gcore.simulate.shapes import shape_of\nshape = shape_of('org/model')\nprint(shape.name, shape.hidden)"
+    code = "from gcore.cost.shapes import shape_of\nshape = shape_of('org/model')\nprint(shape.name, shape.hidden)"
     assert run(hub, tmp_path, code) == ["model 64"]
     assert hub.downloads() == ["config.json"]
     assert run(hub, tmp_path, code, HF_HUB_OFFLINE="1") == ["model 64"]
+
+
+def test_plan_does_not_repeat_a_request_that_no_hub_answers(tmp_path):
+    """The download of huggingface_hub repeats it five times, with growing delays and a warning for each."""
+    code = "import time\nwaits = []\ntime.sleep = waits.append\n"
+    code += "from gcore.cost.shapes import shape_of\ntry:\n  shape_of('org/model')\nfinally:\n  print(waits)"
+    nowhere = FakeHub()
+    nowhere.url = NOWHERE
+    [waits, said] = run(nowhere, tmp_path, code)
+    assert waits == "[]" and "does not respond" in said
 
 
 # --- datasets

@@ -56,5 +56,5 @@ def test_the_report_draws_them(tmp_path: Path):
     rows = [{"step": step, "reward/mean": 0.5, "link/samples_between_mb": 2.0 * step} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     charts = {chart["title"]: chart for chart in page_model([read_source(tmp_path)])["charts"]}
-    series = charts["Payloads through controllers"]["series"][0]
+    series = charts["Payloads through controllers, MB per step"]["series"][0]
     assert series["y"] == [2.0, 4.0] and "to ranks, between nodes" in series["name"]

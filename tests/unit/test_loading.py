@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gcore.config.tree import Lora, Model
-from gcore.models import load_model, make_empty
+from gcore.models.networks import load_model, make_empty
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
 from gcore.training.loading import fill, fill_from

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gcore.config.secrets import learn
 from gcore.config.tree import Rewards
-from gcore.observe.logs import Log, OutputPreview, last_lines, trim
+from gcore.observe import logs
+from gcore.observe.logs import NOT_USERS, Log, OutputPreview, blocking_line, last_lines, trim
 from gcore.rewarding.workers import WorkerPool
 from tests.unit.rollouts import scored
 
@@ -132,3 +134,54 @@ def test_the_autoscalers_complaint_stays_off_the_screen(tmp_path: Path, capsys) 
     screen = "".join(capsys.readouterr())
     assert "autoscaler" not in screen and screen.count("a node ran out of memory") == 1
     assert (tmp_path / "ray.log").read_text() == f"{complaint}\na node ran out of memory\n"
+
+
+def test_secrets_are_overwritten_in_place(tmp_path: Path, monkeypatch) -> None:
+    """While a process appends, and after the middle of the log was removed. The terminal does not show them either."""
+    learn({"args": {"api_key": "planted-key"}})
+    log = tmp_path / "rewards-0.log"
+    log.write_text("of the run before: planted-key\n")
+    preview = OutputPreview(tmp_path)
+    with log.open("ab", buffering=0) as file:
+        file.write(b"with planted-key\nand Bearer abcdefgh12345678, pla")
+        assert preview.poll() == [f"rewards print to {log}:", "  with ***********"]
+        file.write(b"nted-key *** not a secret\n")
+        preview.mask_all()
+    expected = f"of the run before: {11 * '*'}\nwith {11 * '*'}\nand Bearer {16 * '*'}, {11 * '*'} *** not a secret\n"
+    assert log.read_text() == expected
+    log.write_text("planted-key\n")  # shorter, as `trim` leaves it
+    preview.mask_all()
+    assert log.read_text() == 11 * "*" + "\n"
+    monkeypatch.setattr(logs, "MASK_BYTES", 64)
+    monkeypatch.setattr(logs, "MASK_OVERLAP", 32)
+    log.write_text("a line with planted-key\n" * 100)
+    preview.mask_all()
+    assert log.read_text() == f"a line with {11 * '*'}\n" * 100
+
+
+def test_the_line_that_blocks_an_event_loop(tmp_path: Path) -> None:
+    """Written by a process whose event loop is blocked, with another thread beside it."""
+    flow = tmp_path / "flow.py"
+    flow.write_text(
+        "import asyncio, faulthandler, os, signal, threading, time\n"
+        "async def workflow():\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    time.sleep(0)\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        "faulthandler.register(signal.SIGUSR1, file=2)\n"
+        "asyncio.run(workflow())\n"
+    )
+    log = tmp_path / "controller-0.log"
+    with log.open("wb") as file:
+        file.write(b"an older line\n")
+        file.flush()
+        subprocess.run([sys.executable, str(flow)], stderr=file, check=True)
+    assert blocking_line(log) == "flow.py:3 in workflow"
+    other = NOT_USERS[0] / "controller" / "run_workflow.py"  # with uvloop, as in Ray
+    log.write_text(log.read_text().replace(asyncio.base_events.__file__, str(other)))
+    assert blocking_line(log) == "flow.py:3 in workflow"
+    stacks = log.read_text().replace(str(flow), str(Path(asyncio.__file__)))  # no line of a user
+    log.write_text(stacks)
+    assert blocking_line(log) == ""
+    log.write_text("nothing\n")
+    assert blocking_line(log) == blocking_line(tmp_path / "none.log") == ""

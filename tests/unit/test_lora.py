@@ -16,14 +16,14 @@ import torch
 import yaml
 
 from gcore.checkpoint import store, tensors
+from gcore.checkpoint.export import adapter_folder, export
 from gcore.config import load_config
 from gcore.config.tree import Config, Lora
-from gcore.controller.export import adapter_folder, export
-from gcore.models import LORA_A, LORA_B, adapters_of
+from gcore.cost.workload import CostModel
+from gcore.models.networks import LORA_A, LORA_B, adapters_of
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
-from gcore.preparation.workload import CostModel
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join
 from gcore.training.fsdp import FsdpBackend
@@ -113,8 +113,8 @@ def test_a_judge_has_no_lora(tmp_path):
 
 
 def test_engines_keep_their_weights_while_they_sleep():
-    from gcore.controller.build import sleep_level
-    from gcore.controller.plan import Machine, make_plan
+    from gcore.launch.build import sleep_level
+    from gcore.launch.plan import Machine, make_plan
 
     for config, level in ((config_of(), 2), (lora_of(), 1)):
         on_gpu = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import http.server
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from gcore.config.media import MediaData
 from gcore.config.tree import BuildModel, Data, Dataset, Model
 from gcore.content.media import ArrayRef
 from gcore.content.vision import saved_processor
+from gcore.prompts import media
 from gcore.prompts.media import BadMedia, MediaReader, Value, has_media, messages_with_media
 from gcore.prompts.processor import load_processor
 from gcore.prompts.rows import load_rows
@@ -137,7 +141,7 @@ def truncated() -> bytes:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (b"no image", "8 bytes that are no image"),
+        (b"no image", "8 bytes that are no image: Pillow finds no format in them"),
         (b"", "0 bytes that are no image"),
         (truncated(), "cannot be decoded"),
         ("../secret.png", "is outside of"),
@@ -160,6 +164,49 @@ def test_bad_images(value, message, tmp_path):
     with pytest.raises(BadMedia, match=message) as caught:
         reader(tmp_path / "data").image(value)
     assert "\n" not in str(caught.value)
+
+
+def test_images_behind_addresses_have_a_largest_size_and_a_longest_time(monkeypatch):
+    monkeypatch.setattr(media, "URL_BYTES", 1 << 20)
+    served, sent = png(picture(3)), list[int]()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(404 if "missing" in self.path else 200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                match self.path:
+                    case "/good.png":
+                        self.wfile.write(served)
+                    case "/endless":
+                        for _ in range(1 << 10):
+                            sent.append(self.wfile.write(bytes(1 << 20)))
+                    case "/slow":
+                        while not done.wait(0.01):
+                            self.wfile.write(b"x")
+
+        def log_message(self, *_):
+            pass
+
+    done = threading.Event()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        allowed = MediaReader(MediaData(allow_urls=True), None)
+        assert np.array_equal(allowed.image(f"{address}/good.png"), picture(3))
+        with pytest.raises(BadMedia, match="has more than 1 MB; expected an image"):
+            allowed.image(f"{address}/endless")
+        assert sum(sent) < 64 << 20
+        with pytest.raises(BadMedia, match="cannot be read: HTTP status 404"):
+            allowed.image(f"{address}/missing")
+        monkeypatch.setattr(media, "URL_SECONDS", 0.2)
+        with pytest.raises(BadMedia, match=r"cannot be read: it took more than 0\.2 s"):
+            allowed.image(f"{address}/slow")
+    finally:
+        done.set()
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_link_out_of_the_folder_is_bad(tmp_path):

@@ -13,12 +13,12 @@ import yaml
 
 from gcore.config.load import load_config
 from gcore.config.megatron import check_family, check_shape
-from gcore.controller.gpu_memory import decide
-from gcore.controller.machines import Machine
-from gcore.controller.plan import make_plan
-from gcore.simulate.backends import Work, compare, megatron_memory, parameters_of_rank
-from gcore.simulate.costs import gpu_of
-from gcore.simulate.shapes import shape_of
+from gcore.cost.backends import Work, compare, megatron_memory, parameters_of_rank
+from gcore.cost.costs import gpu_of
+from gcore.cost.shapes import shape_of
+from gcore.launch.gpu_memory import decide
+from gcore.launch.machines import Machine
+from gcore.launch.plan import make_plan
 from gcore.training.megatron.layout import Block, Shape, blocks_of, boxes
 from gcore.types import Topology, UserError
 from tests.e2e.helpers import RECIPE

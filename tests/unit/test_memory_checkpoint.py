@@ -77,6 +77,43 @@ def test_a_folder_whose_owner_could_not_be_written_breaks_no_later_run(run):
     assert save(run / memory.LINK, 1).is_dir()
 
 
+def test_the_memory_of_another_run_is_neither_used_nor_deleted(run):
+    """As `cp -a` of a run's folder leaves it."""
+    save(run / memory.LINK, 3)
+    held, copy = (run / memory.LINK).resolve(), run.with_name("copy")
+    shutil.copytree(run, copy, symlinks=True)
+    assert memory.complete(copy) == []
+    memory.drop(copy)
+    memory.close_memory(copy)
+    memory.open_memory(copy)
+    save(copy / memory.LINK, 7)
+    assert [path.name for path in held.iterdir() if path.is_dir()] == ["step_3"]
+    assert [path.name for path in memory.complete(run)] == ["step_3"]
+    assert [path.name for path in memory.complete(copy)] == ["step_7"]
+
+
+@pytest.mark.parametrize("name", [f"{memory.PREFIX}link", "other"])
+def test_only_folders_that_a_run_has_made_are_deleted(run, tmp_path, name):
+    """A link in shared memory, and a folder of another name, both with an owner file that names this run."""
+    given = tmp_path / "elsewhere"
+    given.mkdir()
+    (given / memory.OWNER).write_text(str(run / memory.LINK))
+    memory.close_memory(run)
+    target = memory.SHARED_MEMORY / name
+    target.symlink_to(given) if name != "other" else shutil.copytree(given, target)
+    (run / memory.LINK).symlink_to(target)
+    memory.close_memory(run)
+    assert (target / memory.OWNER).is_file() and (given / memory.OWNER).is_file()
+    memory._delete_abandoned()
+    assert (target / memory.OWNER).is_file() and (given / memory.OWNER).is_file()
+
+
+def test_a_kill_before_the_owner_is_written(run):
+    ((run / memory.LINK).resolve() / memory.OWNER).unlink()
+    memory.open_memory(run)
+    assert save(run / memory.LINK, 1).is_dir() and len(memory.complete(run)) == 1
+
+
 def test_nodes_share_no_memory(run, monkeypatch):
     memory.check_memory(1)
     with pytest.raises(UserError, match=r"checkpoint.memory_every: got a run on 2 nodes"):

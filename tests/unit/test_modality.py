@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import math
+import typing
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,16 +31,15 @@ from gcore.controller.checkpointing import Checkpointer
 from gcore.controller.collect import Collector, no_filter, spread
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.evaluation import Evaluator
-from gcore.controller.own_algorithm import make_scoring
 from gcore.controller.placement import AllEngines
 from gcore.controller.record import Recorder
 from gcore.controller.replicas import Replicas, WeightResender
 from gcore.controller.services import Services
 from gcore.controller.setup import Setup
 from gcore.controller.status import LiveStatus
-from gcore.controller.workflow import generate_and_reward
 from gcore.generation.noise import uniforms
 from gcore.generation.pool import EnginePool
+from gcore.launch.own_algorithm import make_scoring
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.trace import Tracer
 from gcore.protocols import (
@@ -56,6 +56,7 @@ from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import Answer
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle
 from gcore.types import Completion, Finish, Prompt, Request, Rollout, Sample, SamplingParams, TrainBatch, Written
+from gcore.workflows.context import generate_and_reward
 
 GOAL, STEPS, SIGMA = 6.0, 6, 0.5  # the best policy pushes by GOAL / STEPS
 NO_PUSHES = np.zeros(0, np.float32)
@@ -270,6 +271,7 @@ class Goals:
     """Prompts, in place of prompts.source.PromptSource."""
 
     digest = "goals"
+    rows: typing.ClassVar[list[dict[str, Any]]] = [{}] * 64
 
     def __len__(self) -> int:
         return 64

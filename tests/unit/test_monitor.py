@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
-from gcore.placement.monitor import DEFAULT_SPEED, QUANTILES, Monitor, Report, RolloutProgress
+from gcore.placement.meters import DEFAULT_SPEED, GroupCounts, LinearFit, SpeedMeter
+from gcore.placement.monitor import QUANTILES, Monitor, Report, RolloutProgress
 from gcore.protocols import EngineStats, RoleReport
 
 GRID = DeviceGrid(4, {POLICY: 1, "judge": 2})  # two blocks, of two engines or one judge
@@ -157,6 +160,55 @@ def test_busy_is_the_share_of_the_time_since_the_last_poll_over_all_replicas():
     assert monitor.busy == {POLICY: 2.5 / 4, "judge": 0.0}
 
 
+# ---- the speed of every block
+
+
+def measure(slowness: list[float], polls: int, noise: float = 0.0) -> SpeedMeter:
+    """A meter that has polled one replica per block. Prefill makes all of them slower at every third poll."""
+    meter, rng = SpeedMeter(), random.Random(0)
+    busy, tokens = [0.0] * len(slowness), [0.0] * len(slowness)
+    for n in range(polls):
+        polled = []
+        for i, slower in enumerate(slowness):
+            before = EngineStats(20, 0, busy[i], tokens[i])
+            step_s = (0.01 + 0.002 * 20) * slower * (3 if n % 3 == 0 else 1) * math.exp(rng.gauss(0, noise))
+            busy[i], tokens[i] = busy[i] + 10 * step_s, tokens[i] + 10 * 20
+            polled.append((i, before, EngineStats(20, 0, busy[i], tokens[i])))
+        meter.relative()
+        meter.add(POLICY, polled)
+    return meter
+
+
+def test_a_slow_block_stands_out():
+    assert measure([1.0, 1.0, 2.5, 1.0], 40).relative() == {2: 0.4}
+    assert measure([1.0, 1.0, 2.5, 1.0], 10).relative() == {}, "too few measurements"
+    assert measure([1.0, 1.1, 1.15, 0.95], 40).relative() == {}, "nearly as fast as the others"
+    assert measure([1.0, 1.0, 1.0, 1.0], 40, noise=0.5).relative() == {}, "chance"
+    assert set(measure([1.0, 1.0, 2.5, 1.0], 80, noise=0.3).relative()) == {2}
+    assert measure([2.5], 40).relative() == {}, "there is nothing to compare it with"
+
+
+def test_the_speed_of_a_role_is_that_of_its_usual_blocks():
+    fit = measure([1.0, 1.0, 2.5, 1.0], 300).fits[POLICY]
+    usual = measure([1.0, 1.0, 1.0, 1.0], 300).fits[POLICY]
+    assert fit.y / fit.n == pytest.approx(usual.y / usual.n, rel=0.03)
+
+
+def test_a_new_devices_speed_is_measured_again_after_a_resume():
+    monitor = make()
+    monitor._speeds = measure([1.0, 2.5, 1.0], 40)
+    found = make()
+    found.restore(json.loads(json.dumps(monitor.saved())))
+    assert monitor.costs.relative == {1: 0.4} and found.costs.relative == {}
+
+
+def test_requests_per_group_of_a_judge_that_judges_half_of_the_prompts():
+    counts = GroupCounts().plus(decided=40, judging=8, ended={POLICY: 48 * 8, "judge": 22 * 8})
+    assert (counts.per_group(POLICY, 1.0), counts.per_group("judge", 1.0)) == (8.0, 4.0)
+    assert counts.halved().per_group("judge", 1.0) == 4.0
+    assert GroupCounts().plus(1, 0, {"judge": 8}).per_group("judge", 5.0) == 5.0, "too few groups"
+
+
 # ---- loads
 
 
@@ -220,11 +272,11 @@ def test_lengths_are_quantiles_of_the_latest():
     monitor = make()
     view = poll(monitor, report())
     assert view.loads[POLICY].lengths == [128.0]
-    reports = report(policy={"ended": (30, 10), "longest": (30,)}), report(policy={"ended": (20,), "longest": (20,)})
+    reports = report(policy={"ended": ((30, 10),)}), report(policy={"ended": ((20,),)})
     view = poll(monitor, *reports)
     assert (view.loads[POLICY].lengths, view.loads[POLICY].longest) == ([10.0, 20.0, 30.0], [20.0, 30.0])
     assert view.loads["judge"].lengths == view.loads["judge"].longest == [128.0]
-    view = poll(monitor, report(policy={"ended": tuple(range(1000, 1000 + 2 * 2048))}))
+    view = poll(monitor, report(policy={"ended": tuple((n,) for n in range(1000, 1000 + 2 * 2048))}))
     assert len(view.loads[POLICY].lengths) == QUANTILES
     assert (view.loads[POLICY].lengths[0], view.loads[POLICY].lengths[-1]) == (1000.0 + 2048, 999.0 + 2 * 2048)
 
@@ -234,8 +286,8 @@ def test_lengths_are_quantiles_of_the_latest():
 
 def rollout(monitor: Monitor, groups: int, each: int, verdicts: int) -> None:
     """A whole rollout in one poll; then the controller is done."""
-    ended = {"ended": (5,) * (groups * each)}
-    judged = {"ended": (3,) * (groups * verdicts)}
+    ended = {"ended": ((5,) * each,) * groups}
+    judged = {"ended": ((3,),) * (groups * verdicts)}
     poll(monitor, report(decided=groups, kept=groups, target=groups, policy=ended, judge=judged))
     poll(monitor, report(done=True))
     monitor.end_rollout()
@@ -263,7 +315,7 @@ def test_requests_of_an_evaluation_are_not_counted(first):
     monitor = make()
     if not first:
         rollout(monitor, 8, each=4, verdicts=12)
-    poll(monitor, report(in_progress=50, policy={"ended": (5,) * 100}, judge={"ended": (5,) * 900}))
+    poll(monitor, report(in_progress=50, policy={"ended": ((5,) * 100,)}, judge={"ended": ((5,),) * 900}))
     poll(monitor, report(done=True))
     monitor.end_rollout()
     assert per_group(monitor) == ((7.0, 7.0) if first else (4.0, 12.0))
@@ -271,10 +323,12 @@ def test_requests_of_an_evaluation_are_not_counted(first):
 
 def test_groups_that_are_being_judged_have_their_responses():
     """Eight groups of four have been generated, none is decided on: four requests per group, not more."""
-    judging = report(target=8.0, in_progress=8, policy={"ended": (5,) * 32}, judge={"ended": (3,) * 8, "calls": 24})
+    judging = report(
+        target=8.0, in_progress=8, policy={"ended": ((5,) * 4,) * 8}, judge={"ended": ((3,),) * 8, "calls": 24}
+    )
     monitor = make()
     poll(monitor, judging)
-    assert monitor._per_group == {POLICY: 4.0, "judge": 2.0}
+    assert [monitor._counts().per_group(role, 7.0) for role in (POLICY, "judge")] == [4.0, 2.0]
 
 
 def test_expected():
@@ -292,7 +346,8 @@ def test_a_forecast_needs_measurements():
     monitor = make()
     rollout(monitor, 8, each=4, verdicts=12)
     assert monitor.expected(16, 0.5, 4).groups == 0.0
-    for fit in monitor._fits.values():
+    for role in (POLICY, "judge"):
+        fit = monitor._speeds.fits[role] = LinearFit()
         for running in range(1, 10):
             fit.add(running, 0.01)
     view = monitor.expected(16, 0.5, 4)
@@ -314,13 +369,12 @@ def test_equal_reports_make_equal_views():
                 policy={
                     "requests": 20 + at,
                     "calls": 3,
-                    "ended": (at, 2 * at),
-                    "longest": (2 * at,),
+                    "ended": ((at, 2 * at),),
                     "replicas": {0: engine.decode(1 + at)},
                 },
                 judge={"requests": 3, "replicas": {1: judge.decode(3)}},
             ),
-            report(at + 0.3, target=8.0, judge={"ended": (4,)}),
+            report(at + 0.3, target=8.0, judge={"ended": ((4,),)}),
         ]
         assert poll(one, *reports) == poll(other, *[replace(one) for one in reports])
         assert one.costs == other.costs
@@ -334,6 +388,8 @@ def test_a_restored_monitor_expects_the_same():
     monitor.record_switch("judge", 1.5)
     found = make()
     assert found.costs != monitor.costs
+    found.restore({"lengths": {}, "longest": {}, "fits": {}, "ended_before": {}, "decided_before": 0, "switch_s": {}})
+    assert found.costs == make().costs, "of an earlier version: measured again"
     found.restore(json.loads(json.dumps(monitor.saved())))
     assert found.costs == monitor.costs and found.expected(16, 0.5, 4) == monitor.expected(16, 0.5, 4)
     for each in (found, monitor):

@@ -14,9 +14,9 @@ import pytest
 
 from gcore import user_files
 from gcore.config import load_config
-from gcore.controller import node_checks
-from gcore.controller.machines import Cluster, Machine
-from gcore.controller.node_checks import Difference, NodeGate, check_nodes, differences, needed_files, sent_files
+from gcore.launch import node_checks
+from gcore.launch.machines import Cluster, Machine
+from gcore.launch.node_checks import Difference, NodeGate, check_nodes, differences, needed_files, sent_files
 from gcore.runtime import nodes as probes
 from gcore.runtime.protocol import NodeFacts
 from gcore.runtime.ray_cluster import interface_of

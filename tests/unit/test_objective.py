@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcore.config.tree import Algorithm
+from gcore.config.tree import Algorithm, Preference
 from gcore.protocols import Metric, add_metrics
-from gcore.training import objective
+from gcore.training import objective, preference
 from gcore.training.micro import StepColumns
 from gcore.types import MiniBatch
 
@@ -120,6 +120,75 @@ def test_metrics_of_parts_add_up():
     for name, metric in whole.items():
         assert found[name].value == pytest.approx(metric.value, abs=1e-9), name
         assert metric.value != 0 or name.endswith("frac"), name
+
+
+MINI = MiniBatch((), 17, 4)
+OBJECTIVES = {
+    **{
+        f"{loss}/{importance}/{estimator}/{aggregation}": objective.policy(
+            Algorithm(
+                policy_loss=loss,
+                importance=importance,
+                kl_estimator=estimator,
+                loss_aggregation=aggregation,
+                kl_coef=0.1,
+                kl_in="reward" if estimator == "k1" else "loss",
+                entropy_coef=0.01,
+                early_stop_kl=1.0,
+            ),
+            MINI,
+            8,
+        )
+        for loss, importance, estimator, aggregation in [
+            ("ppo", "token", "k3", "token_mean"),
+            ("gspo", "sequence", "k3+", "sequence_mean"),
+            ("cispo", "geometric", "k2", "fixed_length"),
+            ("sapo", "none", "k1", "token_mean"),
+            ("reinforce", "token", "k1+", "token_mean"),
+        ]
+    },
+    "own": objective.policy(
+        Algorithm(),
+        MINI,
+        8,
+        lambda steps, _: (-steps.advantages_S * steps.logprobs_S / steps.mask_S, {"x": 1 / steps.mask_S}),
+    ),
+    "imitation": objective.imitation(MINI),
+    "value": objective.value(MINI, 0.2),
+    "demonstrations": preference.demonstrations(MINI),
+    "dpo": preference.preference("dpo", Preference(sft_coef=0.1), MINI),
+    "orpo": preference.preference("orpo", Preference(), MINI),
+    "kto": preference.kto(Preference(), MINI, 0.3),
+}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_is_at_masked_steps_does_not_matter(name, bad):
+    """Tokens of a tool may have no logprob. Loss, gradient and metrics are those with zeros there, to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    mask_S = (torch.rand(24, generator=generator) > 0.3).float()
+    names = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
+    values = {f"{each}_S": -torch.rand(24, generator=generator) for each in names}
+    outputs = [-torch.rand(24, generator=generator) for _ in range(1 if name == "value" else 2)]
+
+    def computed(hole):
+        filled = {key: torch.where(mask_S > 0, each, hole) for key, each in values.items()}
+        columns = StepColumns(
+            mask_S=mask_S,
+            sample_S=torch.arange(24) // 6,
+            num_samples=4,
+            rewards_B=torch.tensor([1.0, 0.0, 0.0, 1.0]),
+            **filled,
+        )
+        leaves = [torch.where(mask_S > 0, each, hole).requires_grad_() for each in outputs]
+        loss, parts = OBJECTIVES[name](leaves, columns)
+        loss.backward()
+        gradients = [torch.zeros(24) if leaf.grad is None else leaf.grad for leaf in leaves]
+        return loss.item(), [g[mask_S > 0].tolist() for g in gradients], objective.to_metrics([parts])
+
+    expected = computed(0.0)
+    assert computed(bad) == expected and torch.tensor(expected[0]).isfinite() and any(map(any, expected[1]))
 
 
 def test_metrics_by_hand():

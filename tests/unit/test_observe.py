@@ -33,6 +33,7 @@ from gcore.observe import (
     summary_text,
 )
 from gcore.observe import trace as trace_module
+from gcore.observe.files import take_notes
 from gcore.observe.placement_log import PlacementLog, rewind_placement
 from gcore.observe.progress import View, plain_line, resolve_mode, round_stride
 from gcore.observe.report import smooth
@@ -79,11 +80,11 @@ def test_rewind_drops_later_rows_and_a_torn_line_but_keeps_the_warm_start(tmp_pa
 
 
 def test_rewind_that_is_killed_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path, {"step": 1}, {"step": 2})
+    written(tmp_path, {"step": 2}, {"step": 1})  # the rows that stay are not the first ones, which are cut off at once
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         rewind(tmp_path, 1)
-    assert read_rows(tmp_path) == [{"step": 1}, {"step": 2}]
+    assert read_rows(tmp_path) == [{"step": 2}, {"step": 1}]
 
 
 def test_rewind_without_metrics_is_nothing(tmp_path: Path) -> None:
@@ -214,8 +215,9 @@ def test_mlflow_gets_parameters_once_metrics_and_how_it_ended(tmp_path: Path, mo
 
 
 def test_a_tracker_that_fails_is_reported_once_and_the_file_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    take_notes()
     run = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
     mlflow = Recorder("mlflow", {"start_run": run, "log_metrics": OSError("server is gone")})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
@@ -223,9 +225,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_file_goes_on(
         writer.log({"step": 1, "reward/mean": 0.5})
         writer.log({"step": 2, "reward/mean": 0.5})
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "MLflow failed at step 1 and is disabled"
-    ]
+    assert take_notes() == ["MLflow failed at step 1 and is disabled: OSError('server is gone')"]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
@@ -494,6 +494,14 @@ def test_summary_numbers(tmp_path: Path) -> None:
     assert facts.total_s == 58.0
     assert facts.stages == {"warm start": 4.0, "eval": 4.0, "generation": 36.0, "training": 13.0, "other": 1.0}
     assert facts.tokens_per_s == (1000 * 10 + 2000 * 30) / 40 and facts.peak_memory_gb == 1.5 and facts.files == {}
+
+
+def test_a_mean_reward_is_no_accuracy(tmp_path: Path) -> None:
+    folder = tmp_path / "scores"
+    folder.mkdir()
+    lines = [json.dumps({"step": step, "eval/accuracy": value}) for step, value in ((0, -0.2), (1, 0.5))]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert "  held-out reward  -0.200 -> 0.500" in summary_text(folder).splitlines()
 
 
 def test_summary_text_and_panel(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gcore.cli import main
 from gcore.observe import page_samples
 from gcore.observe.page import write_page
 from gcore.observe.page_samples import samples_model, samples_page, thinned
@@ -48,6 +49,20 @@ def test_run_report_and_samples_link_to_each_other(tmp_path: Path) -> None:
     assert ("a", "href", "report.html") in samples.attributes
     assert samples.model == {"parts": ["exact"], "groups": [row(1), row(2)]}
     assert not list(folder.glob("*.tmp"))
+
+
+def test_gcore_report_names_both_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = with_samples(a_run(tmp_path / "sums"), row(1))
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"wrote {folder / 'report.html'}\nwrote {folder / 'samples.html'}\n"
+    assert main(["report", str(folder), "-o", str(tmp_path / "alone.html")]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'alone.html'}\n"
+
+
+def test_only_a_finger_taps(tmp_path: Path) -> None:
+    """A browser without a pointer has no hover either: `hover: none` is true on a desktop without a mouse."""
+    page = write_page([a_run(tmp_path / "sums")], tmp_path / "report.html").read_text()
+    assert 'matchMedia("(pointer: coarse)")' in page and "hover: none" not in page
 
 
 def test_no_samples_no_page(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gcore.config.tree import Config
-from gcore.controller.pins import check_models, context_window, pin
+from gcore.launch.pins import check_models, context_window, pin
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -91,7 +91,7 @@ def test_windows_are_checked_without_torch(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 8}))
     tree = {**RECIPE, "model": {"path": str(tmp_path)}}
     code = (
-        "import sys\nfrom gcore.config.tree import Config\nfrom gcore.controller.supervise import run\n"
+        "import sys\nfrom gcore.config.tree import Config\nfrom gcore.driver.supervise import run\n"
         f"try:\n  run(Config.model_validate({tree!r}))\nexcept ValueError as error:\n  print(error)\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
@@ -108,7 +108,7 @@ def test_a_resumed_run_keeps_its_commits(tmp_path, monkeypatch):
         seen[key] = model.revision
         return model
 
-    monkeypatch.setattr("gcore.controller.pins.pin_model", pin_model)
+    monkeypatch.setattr("gcore.launch.pins.pin_model", pin_model)
     scorer = {"name": "taste", "model": {"path": "org/scorer"}}
     tree = {**RECIPE, "model": {"path": "org/model"}, "rewards": {"models": [scorer]}}
     tree["run"] = {**RECIPE["run"], "dir": str(tmp_path)}

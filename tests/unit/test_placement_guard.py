@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gcore.placement.forecast import Forecast, best_static_split
-from gcore.placement.grid import POLICY, DeviceGrid, Split, all_splits, neighbours, num_splits, split_by
+from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, neighbours, num_splits, split_by
 from gcore.placement.guard import COLOCATED, MOVING, STATIC, GuardedRule, GuardState
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Costs, Load, View
@@ -91,11 +91,42 @@ def test_aborted_groups_start_first():
     assert after.first_new >= 4 and all(0 <= number < after.first_new for number in after.resumed)
 
 
+def test_a_slow_replica_makes_its_groups_late():
+    """Two groups of two, one on each policy block: 100 steps of 12 ms, on the slow block twice as long. Its verdicts
+    are the last: 20 steps of 12 ms."""
+    slow = replace(COSTS, relative={1: 0.5})
+    assert Forecast(expected(groups=2), COSTS).seconds(TWO) == pytest.approx(1.2 + 20 * 0.012)
+    assert Forecast(expected(groups=2), slow).seconds(TWO) == pytest.approx(2.4 + 20 * 0.011)
+    judges = replace(COSTS, relative={3: 0.5})
+    assert 1.44 < Forecast(expected(groups=2), judges).seconds(TWO) < 1.8, "the fast judge gets as many verdicts"
+
+
+def test_requests_leave_a_slow_pool_that_loses_its_last_block():
+    """They continue on the fast block, from the tokens they have."""
+    slow = replace(COSTS, relative={1: 0.5})
+
+    def to_judge(split, view, costs):
+        return [Move(1, POLICY, JUDGE)] if split[1] == POLICY and view.elapsed_s > 0.9 else []
+
+    moved = Forecast(expected(groups=2), slow).seconds(TWO, to_judge, poll_interval_s=1.0)
+    assert 1.4 < moved < Forecast(expected(groups=2), slow).seconds(TWO)
+
+
+def test_siblings_of_the_last_rollout_are_replayed():
+    """Two kinds of groups: all short, or all long. Their mean, or the longest of each, says less."""
+    calls = [(10.0, 10.0), (400.0, 400.0)]
+    forecast = Forecast(replace(expected(), calls=calls), COSTS)
+    drawn = [tuple(forecast.lengths_of(group)) for group in range(64)]
+    assert set(drawn) == set(calls) and 24 <= drawn.count(calls[0]) <= 40
+    alone = Forecast(replace(expected(), calls=[(10.0,), (400.0,)]), COSTS)  # a workflow that asks one by one
+    assert {len(alone.lengths_of(group)) for group in range(8)} == {2}
+
+
 def test_the_best_static_split():
     """Judging is three times the work: one block for the policy, three for the judge, of all three splits."""
     forecast = Forecast(expected(groups=40, verdict=300.0), COSTS)
     seconds = {split: forecast.seconds(split) for split in all_splits(COSTS.grid)}
-    best_s, best = best_static_split(forecast, TWO, 1)
+    best_s, best = best_static_split([forecast], TWO, 1)
     assert best_s == seconds[best] == min(seconds.values()) and best.counts() == {POLICY: 1, JUDGE: 3}
 
 
@@ -231,6 +262,9 @@ def test_best_static_searches_all_splits(request):
         ("large-judge", 8, ("1",), 1.03),
         ("constant", 12, ("5",), 1.03),
         ("three-judges", 5, ("2-4-1-1",), 1.03),
+        ("slow-device", 16, ("2",), 1.03),
+        ("half-judged", 16, ("4",), 1.03),
+        ("bimodal", 12, ("3",), 1.03),
     ],
 )
 def test_never_far_behind_the_best_static_split(name, steps, best, bound, request):

@@ -15,6 +15,7 @@ from gcore.placement.rules import (
     Load,
     MovingRule,
     View,
+    arranged,
     end_s,
     generated_s,
     judged_s,
@@ -143,6 +144,34 @@ def test_a_backlog_takes_the_blocks_with_the_least_work():
         (5, POLICY, JUDGE),
     ]
     assert "judge needs it" in moves[0].reason and "sooner" in moves[0].reason
+
+
+def test_the_slowest_block_goes_first_from_the_role_with_the_longest_requests():
+    """Responses are longer than verdicts, so the policy gives its slow block, although it has the most work; and the
+    judge gives a fast one. At the same speed, the block with the least work goes."""
+    known = replace(costs(), relative={2: 0.4, 7: 0.5})
+    split = split_by(known.grid, {POLICY: 6, JUDGE: 2})
+    view = replace(BACKLOG, work={0: 9, 1: 0, 2: 12, 3: 1, 4: 9, 5: 9})
+    moves = MovingRule(max_share=0.5)(split, view, known)
+    assert [(m.block, m.target) for m in moves] == [(2, JUDGE), (1, JUDGE), (3, JUDGE)]
+    loads = {POLICY: replace(BACKLOG.loads[POLICY], running=0, waiting=40), JUDGE: Load(needed=1, lengths=(400,))}
+    back = MovingRule()(split_by(known.grid, {POLICY: 2, JUDGE: 6}), View(loads), known)
+    assert back and all(m.target == POLICY for m in back) and 7 not in [m.block for m in back]
+
+
+def test_a_slow_block_counts_less():
+    """Half of a block's speed in the estimate of the end, and in the start of a rollout."""
+    known = replace(costs(), relative={0: 0.5, 3: 0.5})
+    assert known.power([0, 1, 2, 3]) == 3.0
+    assert end_s(BACKLOG, known, {POLICY: 6.0, JUDGE: 1.5}) > end_s(BACKLOG, known, {POLICY: 6, JUDGE: 2})
+    view = View({POLICY: Load(waiting=100, needed=100, lengths=(1000,)), JUDGE: Load(needed=100, lengths=(500,))})
+    found = MovingRule().begin(view, known)
+    assert found[0] == found[3] == JUDGE, "the judge has the slow blocks"
+    assert arranged(split_by(known.grid, {POLICY: 5, JUDGE: 3}), view, known).blocks(JUDGE) == [0, 3, 7]
+    verdicts = replace(view, loads={**view.loads, JUDGE: Load(needed=100, lengths=(5000,))})
+    assert arranged(split_by(known.grid, {POLICY: 5, JUDGE: 3}), verdicts, known).blocks(JUDGE) == [1, 2, 4]
+    plain = split_by(known.grid, {POLICY: 5, JUDGE: 3})
+    assert arranged(plain, view, costs()) == plain
 
 
 def test_one_decision_takes_a_limited_share():

@@ -21,6 +21,7 @@ import pytest
 from gcore.clients import EngineClient, TrainerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import Replicas, WeightResender
+from gcore.emulate.engine import EmulatedEngine, _sampled
 from gcore.generation.pool import EnginePool
 from gcore.generation.routing import shared_limit
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
@@ -32,7 +33,6 @@ from gcore.placement.rules import Costs, View, request_limit
 from gcore.protocols import Rendezvous, RoleDied, WeightPlan
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.simulate import VirtualLoop
-from gcore.simulate.engine import EmulatedEngine, _sampled
 from gcore.types import Request, SamplingParams
 from gcore.weights.transfer import WeightTransfer
 
@@ -279,7 +279,7 @@ class World:
         self.counts["answered"] += 1
 
     def kill(self, replica: Replica, restart_s: float = 3.0, notice_s: float = 0.1) -> None:
-        """Kill a replica and restart it as controller/supervise.py does."""
+        """Kill a replica and restart it as driver/supervise.py does."""
         if replica.gone.is_set():
             return
         replica.gone.set()

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from gcore.cli import main
+from gcore.cost import costs
+from gcore.cost.costs import GPUS, SHAPES
 from gcore.placement.replica_speed import ReplicaSpeed
-from gcore.simulate import costs
-from gcore.simulate.costs import GPUS, SHAPES
 from gcore.simulate.estimate import MODES, Case, estimate, missing_after, training_layouts
 from gcore.simulate.lengths import Lengths
 from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
@@ -243,6 +243,8 @@ def test_a_width_that_does_not_fit():
     result = plan(SHAPES["7B"], [SHAPES["72B"]], 8, H100, constraints=Constraints(judge_tp=2))
     assert result.problems == ("judge (rollout): weights need 73 GB per GPU, 66 GB are available",)
     assert "without --policy-tp and --judge-tp" in result.changes
+    none_left = plan(SHAPES["72B"], [], 1, H100).problems[0]
+    assert none_left.endswith("GB per GPU, 0 GB are available"), none_left
     assert any("--gpu h200" in change for change in result.changes)
     three = plan(SHAPES["7B"], [], 3, H100, constraints=Constraints(policy_tp=2))
     assert three.problems == ("policy (rollout): none of tensor parallel 2 divides 3 GPUs",)

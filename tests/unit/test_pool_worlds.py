@@ -17,13 +17,13 @@ import pytest
 
 from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
+from gcore.emulate.engine import EmulatedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import RoleDied
 from gcore.runtime.local import LocalHandle
 from gcore.simulate import VirtualLoop
-from gcore.simulate.engine import EmulatedEngine
 from gcore.types import Completion, Request, SamplingParams
 from tests.contract.test_engine import embedded, network_of
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from gcore.config.tree import Config, Lora
 from gcore.content.tokens import Tokens
-from gcore.controller.build import build_engine, build_judge, build_scorer
-from gcore.controller.build_ranks import build_trainer
-from gcore.controller.plan import Machine, make_plan
 from gcore.generation.noise import noise_key
-from gcore.models import score_texts
+from gcore.launch.build import build_engine, build_judge, build_scorer
+from gcore.launch.build_ranks import build_trainer
+from gcore.launch.plan import Machine, make_plan
+from gcore.models.networks import score_texts
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
 from gcore.training.lora import adapt

@@ -10,9 +10,9 @@ import torch
 
 from gcore.config.preference import Preference
 from gcore.content.tokens import tokens_of
+from gcore.cost.workload import CostModel
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import best_and_worst, meta_of
-from gcore.preparation.workload import CostModel
 from gcore.protocols import add_metrics
 from gcore.training.logprob_model import LogprobModel
 from gcore.training.micro import StepColumns, StepData, step_columns, to_tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import http.server
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -17,12 +18,12 @@ import yaml
 from gcore.cli import main
 from gcore.config import load_config
 from gcore.content.tokens import Tokens
-from gcore.controller import preflight as checks
-from gcore.controller.dry_run import answers, shortened
-from gcore.controller.footprint import check_sizes, num_parameters, parts
-from gcore.controller.plan import Machine, make_plan
-from gcore.controller.preflight import preflight, sample_of
-from gcore.controller.start_report import starting_statuses
+from gcore.driver.start_report import starting_statuses
+from gcore.launch import preflight as checks
+from gcore.launch.dry_run import answers, shortened
+from gcore.launch.footprint import check_sizes, num_parameters, parts
+from gcore.launch.plan import Machine, make_plan
+from gcore.launch.preflight import preflight, sample_of
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Prompt, UserError
 from tests.e2e.helpers import RECIPE, environment
@@ -109,7 +110,7 @@ TENSOR_3 = "placement.trainer={tensor_parallel: 3, ranks: 3}"
         (["train", "RECIPE", "rewards.functions.0.path=PLACE/rewards.py:fail"], 2, "did you mean fails?"),
         (["train", "RECIPE", "placement.trainer.ranks=100000"], 2, "lower placement.trainer.ranks=100000"),
         (["train", "RECIPE", 'rewards.http=[{name: s, url: "http://127.0.0.1:1/"}]'], 2, "no server answers"),
-        (["train-rm", "RM", "data.train.path=none.jsonl"], 2, NO_FILE),
+        (["train", "RM", "data.train.path=none.jsonl"], 2, NO_FILE),
         (["train", "RECIPE", TENSOR_3], 2, "tensor_parallel=3 must divide the 2 attention heads of model"),
         (["export", "PLACE/none", "PLACE/out"], 2, "no such folder; expected runs/NAME or runs/NAME/step_N"),
         (["export", "PLACE", "PLACE/out"], 2, "no complete checkpoint there"),
@@ -157,7 +158,8 @@ def test_unknown_lora_targets_of_a_folder(place, capsys):
 
     build_char_tokenizer("0123456789+=").save_pretrained(place / "model")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    LlamaConfig(vocab_size=16, **sizes).save_pretrained(place / "model")  # and no weights: they are not needed
+    LlamaConfig(vocab_size=16, **sizes).save_pretrained(place / "model")
+    (place / "model" / "model.safetensors").write_bytes(safetensors())  # other weights: they are not read
     model = f"model={{path: {place}/model, lora: {{targets: [foo]}}}}"
     assert refused(capsys, place, model).startswith("model.lora.targets: no linear layer named foo; expected")
 
@@ -210,6 +212,56 @@ def test_a_reward_that_needs_a_column_that_is_not_there(place, capsys):
     assert "right needs answer; the dataset has prompt" in refused(capsys, place)
 
 
+def test_a_column_that_one_row_has_not(place, capsys):
+    rows = rows_of(place)
+    del rows[7]["answer"]
+    write_rows(place / "rows.jsonl", rows)
+    said = "data.train: row 7: rewards.functions: right needs answer; the dataset has prompt "
+    assert refused(capsys, place, "--dry-run", "training.warm_start=null").startswith(said)
+
+
+# --- weights
+
+
+def safetensors(num_bytes: int = 8) -> bytes:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "model.path=FOLDER: no weights there; expected files *.safetensors"),
+        ({"model.safetensors": safetensors()[:-3]}, "model.safetensors is no complete safetensors file: 73 bytes; its"),
+        (
+            {"model.safetensors": b""},
+            "model.path: FOLDER/model.safetensors is no complete safetensors file: 0 bytes, and",
+        ),
+        ({"model.safetensors": bytes([255] * 99)}, "is no complete safetensors file: 99 bytes, and no header"),
+        ({"model.safetensors": safetensors().replace(b"w", b"\xff")}, "its header is damaged: UnicodeDecodeError"),
+        ({"model.safetensors": safetensors().replace(b"data_off", b"data_of_")}, "its header is damaged: KeyError"),
+        (
+            {
+                "a.safetensors": safetensors(),
+                "model.safetensors.index.json": b'{"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}',
+            },
+            "model.path=FOLDER: no file b.safetensors, which model.safetensors.index.json names",
+        ),
+        ({"a.safetensors": b"", "model.safetensors.index.json": b"{}"}, "index.json cannot be read: KeyError"),
+    ],
+)
+def test_a_model_without_its_weights(place, capsys, files, said):
+    folder = place / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 999}))
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    assert said.replace("FOLDER", str(folder)) in refused(capsys, place, "--dry-run", f"model={{path: {folder}}}")
+    judge = {"name": "judge", "model": {"path": str(folder)}, "template": "{{ response }}", "max_prompt_length": 9}
+    said = said.replace("model.path", "rewards.judges.0.model.path").replace("FOLDER", str(folder))
+    assert said in refused(capsys, place, "--dry-run", f"rewards={json.dumps({'judges': [judge]})}")
+
+
 # --- rows
 
 
@@ -226,6 +278,10 @@ def test_the_sample_reaches_from_the_first_row_to_the_last():
         ({"prompt": 5}, "data.train: row 7: column 'prompt' holds 5; expected a string or messages"),
         ({"prompt": "a+b="}, "data.train: row 7: no token for the characters 'ab'"),
         ({"answer": None}, "data.train: row 7: no answer to demonstrate in this row"),
+        ({"answer": math.nan}, "data.train: row 7: column answer is nan; expected a finite number"),
+        ({"more": {"a": [1, -math.inf]}}, "data.train: row 7: column more.a.1 is -inf; expected a finite number"),
+        ({"prompt": " "}, "data.train: row 7: column 'prompt' holds an empty prompt; expected text"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "data.train: row 7: column 'prompt' holds an empty prompt"),
     ],
 )
 def test_a_row_that_is_wrong_is_named(place, capsys, change, said):

@@ -543,6 +543,27 @@ def test_characters_without_a_token(tokenizer):
         measure([{"prompt": "1"}, {"prompt": "ZQ1"}], Templater(tokenizer, data_for(path="x")), 9)
 
 
+def test_all_rows_are_checked_when_they_are_measured(tokenizer):
+    """The checks before the start look at 200 rows."""
+    templater = Templater(tokenizer, data_for(path="x"))
+    rows = [{"prompt": "1", "answer": 2}] * 3
+    with pytest.raises(UserError, match=r"row 3: data\.train: column answer is nan; expected a finite number"):
+        measure([*rows, {"prompt": "1", "answer": float("nan")}], templater, 9)
+    seen = list[set[str]]()
+    measure(
+        [*rows, {"prompt": "1"}, {"prompt": "2"}], templater, 9, check_columns=lambda names: seen.append(set(names))
+    )
+    assert seen == [{"prompt", "answer"}, {"prompt"}]
+
+
+def test_an_empty_prompt_may_have_a_picture():
+    spec = Dataset(path="x")
+    for prompt in ("", [{"role": "user", "content": ""}]):
+        assert prompt_of({"prompt": prompt, "image": b"png"}, spec) == prompt
+        with pytest.raises(UserError, match="holds an empty prompt"):
+            prompt_of({"prompt": prompt}, spec)
+
+
 def test_template_that_refuses_a_role(tokenizer):
     strict = build_char_tokenizer(ALPHABET)
     strict.chat_template = "{{ raise_exception('no system role') }}"

@@ -14,11 +14,12 @@ import pytest
 from gcore.checkpoint import store
 from gcore.checkpoint.remote import Remote
 from gcore.config import load_config
-from gcore.controller import supervise
 from gcore.controller.checkpointing import Checkpointer
-from gcore.controller.heal import RestartBudget
-from gcore.controller.run_folder import Restarts
-from gcore.controller.score_ranks import Alone
+from gcore.driver import supervise
+from gcore.driver.heal import RestartBudget
+from gcore.driver.run_folder import Restarts
+from gcore.protocols import Rendezvous
+from gcore.runtime.local import Hub, LocalGroup
 from gcore.types import UserError
 from tests.e2e.helpers import write_recipe
 
@@ -124,7 +125,9 @@ def test_a_rollback_does_not_fetch_the_copies_of_an_older_run(tmp_path, resume):
     restarted = Restarts(config, RestartBudget(1)).from_last_checkpoint(config)
     assert restarted.run.resume == "auto"
     status = SimpleNamespace(show=print, note=print)
-    one: Any = SimpleNamespace(_config=restarted, _group=Alone(), _folder=folder, _status=status)
+    one: Any = SimpleNamespace(
+        _config=restarted, _group=LocalGroup(Rendezvous(0, 1, None, Hub(1))), _folder=folder, _status=status
+    )
     assert asyncio.run(Checkpointer.find(one)) == found[0]
 
 

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import inspect
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from gcore.config.tree import RewardFunction
 from gcore.content.tokens import Tokens
 from gcore.prompts.tasks import make_task
 from gcore.rewarding import rules
-from gcore.rewarding.functions import adapt, load_function
+from gcore.rewarding.functions import adapt, load_function, load_reward
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.threads import FunctionSource
 from gcore.types import Prompt, RewardError, Rollout, UserError
@@ -382,6 +383,12 @@ def test_weighted_sum_and_parts():
     assert rewarder.counts["retries"] == 0
 
 
+def test_a_sum_that_overflows_is_a_failure():
+    rewarder = rewarder_of(lambda completions: [1e308, 1.0], weights=(10.0,))
+    with pytest.raises(RewardError, match=r"prompt 70: the weighted sum of {'f0': 1e\+308} is not finite"):
+        score(rewarder, group_of("2", "3"))
+
+
 def test_none_does_not_apply_and_is_left_out():
     rewarder = rewarder_of(lambda completions: [None, 1.0], lambda completions: [0.5, None])
     first, second = score(rewarder, group_of("2", "3"))
@@ -477,3 +484,41 @@ def test_groups_are_scored_concurrently():
         return await asyncio.gather(*(rewarder.reward(group_of("2")) for _ in range(3)))
 
     assert [scored[0].reward for scored in asyncio.run(together())] == [1.0, 1.0, 1.0]
+
+
+# --- sys.exit() must not end the process
+
+
+def leaves(prompts, completions):
+    sys.exit(3)
+
+
+async def leaves_later(prompts, completions):
+    await asyncio.sleep(0)
+    raise SystemExit("enough")
+
+
+async def leaves_in_an_awaitable(prompts, completions):
+    sys.exit(5)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (leaves, r"SystemExit\(3\)"),
+        (leaves_later, r"SystemExit\('enough'\)"),
+        (lambda prompts, completions: leaves_in_an_awaitable(prompts, completions), r"SystemExit\(5\)"),
+    ],
+)
+def test_sys_exit_in_a_function_is_a_failed_call(function, what):
+    with pytest.raises(RewardError, match=f"raised {what}"):
+        score(rewarder_of(function), group_of("2"))
+
+
+def test_sys_exit_at_import_or_construction_is_an_error_of_the_user(tmp_path):
+    (tmp_path / "leaving.py").write_text("import sys\ndef make(scale): sys.exit(4)\n")
+    (tmp_path / "gone.py").write_text("import sys\nsys.exit(4)\n")
+    with pytest.raises(UserError, match=r"raised SystemExit: 4"):
+        load_reward(f"{tmp_path}/leaving.py:make", {"scale": 1})
+    with pytest.raises(UserError, match=r"does not import: SystemExit: 4"):
+        load_reward(f"{tmp_path}/gone.py:make", {})

@@ -12,11 +12,11 @@ import torch
 
 from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
 from gcore.content.tokens import Tokens
-from gcore.controller.router_replay import replay_warning, replays_experts
-from gcore.decoders import Routers, find_routers
 from gcore.generation import embedded
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
+from gcore.launch.router_replay import replay_warning, replays_experts
+from gcore.models.decoders import Routers, find_routers
 from gcore.training.critic import ValueModel
 from gcore.training.logprob_model import LogprobModel, own_experts
 from gcore.training.micro import to_tensors

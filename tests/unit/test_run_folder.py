@@ -1,13 +1,27 @@
 """The folder of a run: an older run is renamed, and the driver says so. Checkpoints that a restart loads."""
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from gcore.checkpoint import store
-from gcore.config import load_config
-from gcore.controller.heal import RestartBudget
-from gcore.controller.run_folder import Restarts, open_folder
+from gcore import __version__
+from gcore.checkpoint import memory, store
+from gcore.checkpoint.export import export, locate
+from gcore.config import dump_config, load_config
+from gcore.config.load import parse_yaml
+from gcore.driver.heal import RestartBudget
+from gcore.driver.run_folder import (
+    WRITTEN,
+    Restarts,
+    check_resume,
+    open_evaluation_folder,
+    open_folder,
+    write_private,
+)
+from gcore.launch.pins import pin
+from gcore.launch.preflight import DatasetCheck, light_checks
+from gcore.types import UserError
 from tests.e2e.helpers import write_recipe
 
 
@@ -52,3 +66,222 @@ def test_a_rollback_loads_the_last_checkpoint(tmp_path, resume):
     assert restarts.from_last_checkpoint(config) == config
     checkpoint(open_folder(config), 2)
     assert restarts.from_last_checkpoint(config).run.resume == "auto"
+
+
+# ---- symbolic links -------------------------------------------------------------------------------------------------
+
+
+def elsewhere(tmp_path: Path) -> Path:
+    """A folder of the user, with a checkpoint in it."""
+    found = tmp_path / "elsewhere"
+    checkpoint(found, 5)
+    (found / "precious").write_text("text")
+    return found
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_link_in_the_place_of_the_memory_is_never_followed(tmp_path, resume, every):
+    """`ln -s /somewhere runs/demo/memory`: nothing is deleted there, or read as a checkpoint."""
+    more = ["run.name=demo", f"run.resume={resume}", f"checkpoint.memory_every={every}"]
+    config = load_config(write_recipe(tmp_path), more)
+    given, folder = elsewhere(tmp_path), config.run.folder
+    before = contents(given)
+    folder.mkdir(parents=True)
+    checkpoint(folder, 1)
+    (folder / memory.LINK).symlink_to(given)
+    assert memory.complete(folder) == [folder / "step_1"]
+    if every and resume == "auto":
+        with pytest.raises(UserError, match=r"memory: got a link to .*elsewhere.*move it away"):
+            open_folder(config)
+    else:
+        open_folder(config)
+    memory.drop(folder)
+    memory.close_memory(folder)
+    assert contents(given) == before
+    aside = folder.with_name("demo.1") if resume == "never" else folder
+    assert (aside / memory.LINK).is_symlink()
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "metrics.jsonl.tmp", "logs/engine-0.log", "samples/controller-0.jsonl"])
+def test_a_run_writes_through_no_link(tmp_path, name):
+    config = load_config(write_recipe(tmp_path), ["run.name=demo", "run.resume=auto"])
+    given, link = elsewhere(tmp_path), config.run.folder / name
+    checkpoint(config.run.folder, 1)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(given / "precious" if "." in name else given)
+    with pytest.raises(UserError, match=rf"{name}: got a symbolic link to .*elsewhere.*remove the link"):
+        open_folder(config)
+    assert (given / "precious").read_text() == "text"
+
+
+def test_links_of_the_user_are_no_problem(tmp_path):
+    config = load_config(write_recipe(tmp_path), ["run.name=demo", "run.resume=auto"])
+    checkpoint(config.run.folder, 1)
+    (config.run.folder / "latest").symlink_to("step_1")
+    (config.run.folder / "notes").symlink_to(elsewhere(tmp_path))
+    open_folder(config)
+
+
+def test_of_a_linked_checkpoint_only_the_link_is_deleted(tmp_path):
+    """A checkpoint that was moved to another disk."""
+    given, folder = elsewhere(tmp_path), tmp_path / "runs" / "demo"
+    before = contents(given)
+    folder.mkdir(parents=True)
+    (folder / "step_5").symlink_to(given / "step_5")
+    (folder / "step_6.partial").symlink_to(given)
+    store.retain(checkpoint(folder, 7), store.Retention(last=1))
+    assert [path.name for path in folder.iterdir()] == ["step_7"] and contents(given) == before
+    (folder / "step_5").symlink_to(given / "step_5")
+    (folder / "step_5.damaged").symlink_to(given)
+    store.set_aside(folder / "step_5", "damaged")
+    assert sorted(path.name for path in folder.iterdir()) == ["step_5.damaged", "step_7"] and contents(given) == before
+
+
+def test_of_a_linked_run_only_the_link_is_renamed(tmp_path):
+    config = load_config(write_recipe(tmp_path), ["run.name=demo"])
+    given = elsewhere(tmp_path)
+    before = contents(given)
+    config.run.folder.parent.mkdir()
+    config.run.folder.symlink_to(given)
+    open_folder(config)
+    assert contents(given) == before and config.run.folder.with_name("demo.1").is_symlink()
+    assert not config.run.folder.is_symlink()
+
+
+def test_the_configuration_is_private_and_replaces_a_link(tmp_path):
+    (tmp_path / "config.yaml").symlink_to(tmp_path / "other")
+    (tmp_path / "other").write_text("text")
+    write_private(tmp_path / "config.yaml", "new")
+    assert (tmp_path / "config.yaml").read_text() == "new" and (tmp_path / "other").read_text() == "text"
+    assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "other"]
+
+
+# ---- what a resume refuses ------------------------------------------------------------------------------------------
+
+TRAIN, SHORTER, OTHER = (
+    DatasetCheck("data.train", rows, rows, (), 5, None, digest)
+    for rows, digest in ((80, "digest"), (50, "x"), (80, "x"))
+)
+
+
+def saved(made_by, **changes) -> Path:
+    state = {"config": parse_yaml(dump_config(made_by)), "version": __version__, "rows": 80, "sampled": "digest"}
+    state = {name: value for name, value in {**state, **changes}.items() if value is not None}
+    return store.commit(store.begin(made_by.run.folder, 4, 0), {}, state)
+
+
+@pytest.mark.parametrize(
+    ("override", "train", "state", "message"),
+    [
+        ("run.seed=9", TRAIN, {}, "run.seed: 3 -> 9"),
+        ("model.build.layers=1", TRAIN, {}, "model.build.layers: 2 -> 1"),
+        (
+            "run.steps=9",
+            DatasetCheck("data.train", 50, 50, (), 5, None, "x"),
+            {},
+            "data.train now has 50 rows, before 80",
+        ),
+        ("run.steps=9", OTHER, {}, "data.train: the content"),
+        ("run.steps=9", TRAIN, {"version": "0.1"}, "the version of G-Core: 0.1 -> "),
+    ],
+)
+@pytest.mark.parametrize("resume", ["auto", "step"])
+def test_a_changed_run_is_refused_before_anything_is_written(tmp_path, override, train, state, message, resume):
+    first = load_config(write_recipe(tmp_path), ["run.name=demo"])
+    made = saved(first, **state)
+    resume = "auto" if resume == "auto" else str(made)
+    config = load_config(write_recipe(tmp_path), ["run.name=demo", f"run.resume={resume}", override])
+    with pytest.raises(UserError, match=rf"step_4 was made by a run that differs: {message}.*run\.resume_anyway=true"):
+        check_resume(config, train)
+    check_resume(load_config(write_recipe(tmp_path), ["run.name=demo", override]), train)  # a new run
+    anyway = [f"run.resume={resume}", "run.resume_anyway=true", override]
+    check_resume(load_config(write_recipe(tmp_path), ["run.name=demo", *anyway]), train)
+
+
+def test_an_unchanged_run_is_resumed(tmp_path):
+    """Also from checkpoints of earlier versions of this code: with secrets, and without a digest of a sample."""
+    secret = "rewards.functions.0.args.openai_key=hush-hush"
+    config = load_config(write_recipe(tmp_path), ["run.name=demo", "run.resume=auto", secret])
+    saved(config)
+    check_resume(config, TRAIN)
+    saved(config, config=config.model_dump(mode="json"), sampled=None, rows=None)
+    check_resume(config, TRAIN)
+
+
+# ---- a folder that another run is writing ---------------------------------------------------------------------------
+
+
+def test_an_evaluation_writes_into_a_folder_of_its_own(tmp_path):
+    config = load_config(write_recipe(tmp_path), ["run.name=demo"])
+    assert open_evaluation_folder(config).run.folder == config.run.folder and not config.run.folder.exists()
+    made = checkpoint(config.run.folder, 4)
+    config = load_config(write_recipe(tmp_path), ["run.name=demo", f"run.resume={made}"])
+    found = open_evaluation_folder(config)
+    assert found.run.folder == config.run.folder / "eval" / "step_4" and found.run.resume == str(made)
+    assert sorted(path.name for path in config.run.folder.iterdir()) == ["eval", "step_4"]
+
+
+def test_files_of_another_user_are_one_line(tmp_path, monkeypatch):
+    """config.yaml is private. Tests may run as root, who can read everything."""
+    config = load_config(write_recipe(tmp_path), ["run.name=demo"])
+    made = checkpoint(open_folder(config), 4)
+    config = load_config(write_recipe(tmp_path), ["run.name=demo", f"run.resume={made}"])
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert pin(config) == config  # without the commits of the other run
+    found = open_evaluation_folder(config)
+    assert found.run.folder == config.run.folder and not found.observe.logs
+    read = Path.read_text
+
+    def private(path: Path) -> str:
+        if path.name == "config.yaml":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", private)
+    with pytest.raises(UserError, match=r"config\.yaml: cannot be read: Permission denied"):
+        export(config.run.folder, tmp_path / "out")
+
+
+def test_a_checkpoint_that_a_run_deletes_while_it_is_read(tmp_path, monkeypatch):
+    run = tmp_path / "demo"
+    old, damage = checkpoint(run, 4), store.damage
+
+    def deleted(path):
+        if path == old:
+            checkpoint(run, 5)
+            store.remove(old)
+        return damage(path)
+
+    monkeypatch.setattr(store, "damage", deleted)
+    assert locate(run) == (run, run / "step_5")  # the newer one is used
+    monkeypatch.setattr(store, "damage", damage)
+    with pytest.raises(UserError, match=r"step_5: deleted while it was read.*keep_last"), store.reading(run / "step_5"):
+        store.remove(run / "step_5")
+        (run / "step_5" / "weights").read_text()
+    with pytest.raises(FileNotFoundError), store.reading(checkpoint(run, 6)):
+        (run / "none").read_text()
+
+
+def test_an_export_of_a_checkpoint_that_is_deleted_is_one_line(tmp_path, monkeypatch):
+    config = load_config(write_recipe(tmp_path), ["run.name=demo"])
+    made = checkpoint(open_folder(config), 4)
+    monkeypatch.setattr("gcore.models.networks.make_empty", lambda *_, **__: store.remove(made))
+    with pytest.raises(UserError, match="step_4: deleted while it was read"):
+        export(config.run.folder, tmp_path / "out")
+
+
+def test_what_a_run_has_not_saved_must_be_given(tmp_path):
+    secrets = ["rewards.functions.0.args.openai_key=hush-hush", "data.train.args.hf_token=hush-hush"]
+    secrets.append("checkpoint.copy_to=memory://key:hush@bucket")
+    path = open_folder(load_config(write_recipe(tmp_path), ["run.name=demo", *secrets])) / "config.yaml"
+    assert "hush" not in path.read_text()
+    with pytest.raises(UserError, match=r"expected the value of rewards\.functions\.0\.args\.openai_key \(on the"):
+        light_checks(load_config(path), None, trains=False)
+    with pytest.raises(UserError, match=r"expected the value of data\.train\.args\.hf_token \(on the"):
+        light_checks(load_config(path, [secrets[0], secrets[2]]), None)

@@ -28,8 +28,8 @@ def test_a_row(tmp_path: Path) -> None:
     SampleLog(tmp_path, rank=0, seed=0, per_step=1, steps=5).write(4, [70], [group_of(70, 1)])
     assert read_samples(tmp_path) == [
         {
-            "step": 4, "phase": "train", "prompt": 70, "row": 0, "messages": [["user", "27+58="]], "answer": "85",
-            "siblings": 1,
+            "step": 4, "phase": "train", "prompt": 70, "row": 0, "messages": [["user", "27+58="]],
+            "input": "<s>27+58=", "answer": "85", "siblings": 1,
             "samples": [
                 {"sibling": 0, "text": "85", "reward": 0.0, "parts": {"exact": 1.0, "critic": 0.9},
                  "notes": {"critic": ["Right. Score: 9"]}, "version": 3, "finish": "stop", "length": 3}
@@ -109,3 +109,14 @@ def test_text_of_any_kind(tmp_path: Path) -> None:
     (row,) = read_samples(tmp_path)
     assert row["messages"] == [["user", "[image]\nwhat?"]]
     assert row["samples"][0]["text"] == "half ?" and row["samples"][0]["parts"] == {"x": None}
+
+
+def test_special_tokens_are_logged_with_their_places(tmp_path: Path) -> None:
+    """Also in a text whose middle is left out: 4,000 characters, a line that says so, 2,000 characters."""
+    text = "a" * 5000 + "b" * 5000
+    places = [(0, "<s>"), (6000, "<|im_end|>"), (9999, "</s>")]
+    log = SampleLog(tmp_path, 0, 0, per_step=1, steps=1, hidden=lambda content, output: places)
+    log.write(1, [1], [group_of(1, 1, text)])
+    (sample,) = read_samples(tmp_path)[0]["samples"]
+    assert [name for _, name in sample["special"]] == ["<s>", "</s>"]
+    assert sample["special"][0][0] == 0 and sample["special"][1][0] == len(sample["text"]) - 1

@@ -16,12 +16,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from gcore.config import load_config
-from gcore.config.reward_model import Pairs, RewardModelConfig
-from gcore.config.tree import BuildModel, Model, ScalarReward
+from gcore.config.preference import OBJECTIVES
+from gcore.config.tree import BuildModel, Config, Data, Dataset, Model, ScalarReward
 from gcore.content.tokens import Tokens
-from gcore.controller.train_rm import pair_of, read_pairs
-from gcore.models import load_model, load_scorer, score_texts
+from gcore.models.networks import load_model, load_scorer, score_texts
 from gcore.observe.trace import Tracer
+from gcore.prompts.answers import load_answered, pair_of
+from gcore.prompts.source import Answers, Measured, Templater, measure
 from gcore.prompts.tokenizer import load_tokenizer, with_padding
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.scalar import ScalarModel, ScalarSource, padded_width
@@ -520,11 +521,11 @@ ANSWER = [{"role": "assistant", "content": "2", "name": None}]  # as parquet fil
     ids=["strings", "question", "messages", "mixed", "implicit", "both", "null"],
 )
 def test_forms_of_pairs(row):
-    assert pair_of(row, Pairs(path="x"), "data.train") == (said("1+1=", "2"), said("1+1=", "3"))
+    assert pair_of(row, Dataset(path="x"), "data.train") == (said("1+1=", "2"), said("1+1=", "3"))
 
 
 def test_columns_by_name():
-    spec = Pairs(path="x", prompt_column="q", chosen_column="yes", rejected_column="no")
+    spec = Dataset(path="x", prompt_column="q", chosen_column="yes", rejected_column="no")
     row = {"q": "1+1=", "yes": "2", "no": "3", "prompt": "not me", "chosen": "nor me", "rejected": "nor me"}
     assert pair_of(row, spec, "data.train") == (said("1+1=", "2"), said("1+1=", "3"))
 
@@ -537,7 +538,7 @@ def test_columns_by_name():
             "no prompt for the answer in column 'chosen' (set data.train.prompt_column)",
         ),
         ({"prompt": "1", "chosen": 5, "rejected": "3"}, "column 'chosen' holds 5; expected a string or messages"),
-        ({"prompt": "1", "chosen": "2"}, "column 'rejected' holds None"),
+        ({"prompt": "1", "chosen": "2"}, "column 'rejected' is not there; the row has chosen, prompt"),
         ({"prompt": "1", "chosen": "2", "rejected": []}, "column 'rejected' holds []"),
         ({"chosen": said("1", "2", "3"), "rejected": said("1", "3")}, "ends with a message of 'user'"),
         ({"chosen": said("1", "2"), "rejected": said("4", "3")}, "start with different messages"),
@@ -550,63 +551,68 @@ def test_rows_that_are_no_pair(tmp_path, row, words):
     good = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     file.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(UserError) as error:
-        read_pairs(Pairs(path=str(file)), TOKENIZER, "data.train")
-    assert str(error.value).startswith("data.train: row 1: ") and words in str(error.value)
+        measured(file)
+    assert "data.train: row 1: " in str(error.value) and words in str(error.value)
 
 
-def test_pairs_become_tokens(tmp_path):
+def templater_of(file: Path) -> Templater:
+    return Templater(TOKENIZER, Data(train=Dataset(path=str(file))), scored=True)
+
+
+def measured(file: Path) -> Measured:
+    templater = templater_of(file)
+    rows = load_answered(templater.spec, OBJECTIVES["reward_model"], "data.train")
+    return measure(
+        rows, templater, 20, answers=Answers(lambda row: [a for a, _ in templater.answers(row, ())], 9, True)
+    )
+
+
+def test_pairs_become_conversations(tmp_path):
+    """Whole ones, of one step; the second pair has nothing to prefer, and the fourth is too long."""
     file = tmp_path / "pairs.jsonl"
-    rows = [("2", "3"), ("2", "2"), ("2", "11")]  # the second has nothing to prefer
+    rows = [("2", "3"), ("2", "2"), ("2", "11"), ("2", "1111")]
     file.write_text("".join(json.dumps({"prompt": "1+1=", "chosen": c, "rejected": r}) + "\n" for c, r in rows))
-    found = read_pairs(Pairs(path=str(file)), TOKENIZER, "data.train")
-    expected = [(tokens("1+1=2"), tokens("1+1=3")), (tokens("1+1=2"), tokens("1+1=11"))]
-    assert [[t.tolist() for t in pair] for pair in found] == [[t.tolist() for t in pair] for pair in expected]
+    found = measured(file)
+    assert (found.kept, found.equal, found.too_long) == ([0, 2], [1], [3])
+    templater = templater_of(file)
+    pairs = load_answered(templater.spec, OBJECTIVES["reward_model"], "data.train")
+    for index, (chosen, rejected) in ((0, ("2", "3")), (2, ("2", "11"))):
+        answers = [answer for answer, _ in templater.answers(pairs[index], ())]
+        assert [a.tokens_T.tolist() for a in answers] == [tokens(f"1+1={t}").tolist() for t in (chosen, rejected)]
+        assert [a.num_steps for a in answers] == [1, 1]
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"prompt": "1", "chosen": "2", "rejected": "2"}', "data.train: no pairs"),
         ('{"prompt": "1", "chosen": "2x", "rejected": "2"}', "no token for the characters 'x'"),
-        ('{"prompt": "1", "good": "2", "rejected": "2"}', "data.train.chosen_column: no column 'chosen'; .* has good,"),
-        ("", "data.train: no pairs"),
+        ('{"prompt": "1", "good": "2", "rejected": "2"}', "data.train: row 0: column 'chosen' is not there"),
+        ("", "data.train.* no rows"),
     ],
-    ids=["equal", "alphabet", "column", "empty"],
+    ids=["alphabet", "column", "empty"],
 )
 def test_files_without_pairs(tmp_path, content, words):
     file = tmp_path / "pairs.jsonl"
     file.write_text(content)
     with pytest.raises(UserError, match=words):
-        read_pairs(Pairs(path=str(file)), TOKENIZER, "data.train")
+        measured(file)
 
 
 # --- configuration
 
 
-def test_the_recipe_parses():
-    config = load_config(ROOT / "recipes" / "reward_model.yaml", into=RewardModelConfig)
-    assert config.run.folder == Path("runs/adder")
-
-
 @pytest.mark.parametrize(
-    ("wrong", "meant"),
+    ("override", "words"),
     [
-        ("training.lrr", "training.lr"),
-        ("data.train.choosen_column", "data.train.chosen_column"),
-        ("lr", "training.lr"),
-        ("training.learning_rate", "training.lr"),
-        ("run.batch_size", "training.batch_size"),
+        ("rewards.functions=[{name: x, path: 'a:b'}]", "got rewards; expected none: nothing is generated"),
+        ("model.lora={}", "got model.lora; expected none: all weights are trained"),
+        ("training.warm_start={steps: 1}", "got training.warm_start; expected none"),
+        ("placement.trainer={ranks: 2, tensor_parallel: 2}", "got placement.trainer.tensor_parallel; expected 1"),
+        ("training.context_parallel=2", "got training.context_parallel; expected 1"),
     ],
 )
-def test_unknown_keys_are_named_with_the_nearest_of_this_tree(wrong, meant):
+def test_what_a_reward_model_has_no_part_in(override, words):
     recipe = ROOT / "recipes" / "reward_model.yaml"
     with pytest.raises(UserError) as error:
-        load_config(recipe, [f"{wrong}=3"], into=RewardModelConfig)
-    assert str(error.value) == f"{recipe}: {wrong}: unknown key; did you mean {meant}?"
-
-
-def test_advice_stays_within_the_tree():
-    recipe = ROOT / "recipes" / "reward_model.yaml"
-    with pytest.raises(UserError) as error:
-        load_config(recipe, ["num_generations=3"], into=RewardModelConfig)  # a familiar name of another command
-    assert str(error.value) == f"{recipe}: num_generations: unknown key"
+        load_config(recipe, [override, "runtime=ray"], into=Config)
+    assert f"objective=reward_model: {words}" in str(error.value)

@@ -1,4 +1,4 @@
-"""Reward models on a trainer rank: scores, the Bradley-Terry loss, its gradient, checkpoints of `gcore train-rm`."""
+"""Reward models on a trainer rank: scores, the Bradley-Terry loss, its gradient; an evaluation changes nothing."""
 
 import asyncio
 import math
@@ -9,21 +9,20 @@ import pytest
 import torch
 
 from gcore.config.preference import Preference
-from gcore.config.reward_model import RewardModelConfig
 from gcore.config.tree import Config
-from gcore.controller.score_ranks import _samples as samples_of_pairs
-from gcore.controller.score_ranks import run_config
-from gcore.models import load_scorer, score_texts
+from gcore.content.tokens import Tokens
+from gcore.cost.workload import CostModel
+from gcore.models.networks import load_scorer, score_texts
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
-from gcore.preparation.workload import CostModel
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import add_metrics
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.preference import Pairs, bradley_terry
 from gcore.training.rank import TrainerRank
 from gcore.training.score_model import ScoreModel
+from gcore.types import Sample
 from tests.e2e.helpers import RECIPE
 from tests.unit.test_training import CPU, gradients_of
 
@@ -38,8 +37,23 @@ PAIRS = [(text(n, 1), text(n + n % 3, 2)) for n in range(3, 19)]
 
 
 def config_of() -> Config:
-    tree = {"model": RECIPE["model"], "data": {"train": {"path": "pairs.jsonl"}}, "training": {"lr": 1e-3}}
-    return run_config(RewardModelConfig.model_validate(tree), 23)
+    tree = {
+        "objective": "reward_model",
+        "model": RECIPE["model"],
+        "data": {"train": {"path": "pairs.jsonl"}, "max_prompt_length": 12},
+        "generation": {"max_response_length": 11},
+        "training": {"lr": 1e-3},
+    }
+    return Config.model_validate(tree)
+
+
+def samples_of_pairs(pairs):
+    one, zero = np.ones(1, np.bool_), np.zeros(1, np.float32)
+    return [
+        Sample(i, sibling, Tokens.split(tokens, 1), one, zero, reward=1.0 - sibling)
+        for i, pair in enumerate(pairs)
+        for sibling, tokens in enumerate(pair)
+    ]
 
 
 def scorer_of(config: Config):

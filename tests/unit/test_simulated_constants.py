@@ -1,7 +1,7 @@
 """The planner and the simulator have copies of a run's constants that they may not import (a stage does not import
 another). They are equal."""
 
-from gcore.simulate import training_memory
+from gcore.cost import training_memory
 from gcore.training import fsdp, logprob_model, optimizer
 from gcore.weights import bucket
 

@@ -1,10 +1,12 @@
 """A simulated rollout: a tiny one against a calculation by hand, larger ones against invariants."""
 
 import gc
+import io
 import itertools
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +28,7 @@ from gcore.simulate.scenario import (
     StepWork,
     load_scenario,
 )
-from gcore.simulate.table import best_static, compare, spread
+from gcore.simulate.table import best_static, compare, progress_to, spread
 from gcore.types import UserError
 from tests.seeds import seeds
 
@@ -34,6 +36,7 @@ SPEED = Speed(
     base_s=0.01, per_sequence_s=0.0005, prefill_s_per_token=0.0001, max_concurrent=12, sleep_s=0.1, wake_s=0.4
 )
 JUDGE = "judge"
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
 
 def scenario(**changes):
@@ -435,6 +438,71 @@ def test_drift_and_jitter():
     assert Drift(start=3.0).at(0.7, 1.0) == 3.0
 
 
+def test_a_cycle_of_loads():
+    drift = Drift(start=100, cycle=(1, 1, 0.5))
+    assert [drift.at(0.0, 0.0, step) for step in (1, 2, 3, 4)] == [100, 100, 50, 100]
+    case = scenario(acceptance=Drift(start=0.8, cycle=(1, 0.5)))
+    assert [StepWork(case, step).acceptance for step in (1, 2, 3)] == pytest.approx([0.8, 0.4, 0.8])
+
+
+def test_a_mixture_of_lengths():
+    """A fifth of the responses is twenty times as long. If a prompt decides on the length, it decides on the kind."""
+    mode = {"share": 0.2, "factor": 20, "sigma": 0.1}
+    for shared, (least, most) in ((1.0, (1.0, 1.0)), (0.0, (0.0, 0.6))):
+        spec = Lengths(start=100, sigma=0.2, shared=shared, longest=9000, modes=(mode,))
+        work = StepWork(scenario(lengths=spec, samples=4), 1)
+        groups = [work[number].tokens for number in range(400)]
+        tokens = [n for group in groups for n in group]
+        assert sum(n > 700 for n in tokens) / len(tokens) == pytest.approx(0.2, abs=0.05)
+        assert sum(tokens) / len(tokens) == pytest.approx(100 * spec.mean_factor, rel=0.15)
+        assert not any(300 < n < 1300 for n in tokens), "nothing lies between the two kinds"
+        assert least <= sum(len({n > 700 for n in group}) == 1 for group in groups) / 400 <= most
+
+
+def test_a_judge_of_some_prompts():
+    judge = SimulatedJudge(speed=SPEED, tensor_parallel=2, prompts=0.5)
+    work = StepWork(scenario(judges=(judge,)), 1)
+    judged = [JUDGE in work[number].verdicts for number in range(400)]
+    assert sum(judged) / 400 == pytest.approx(0.5, abs=0.1)
+    assert judged == [JUDGE in StepWork(scenario(judges=(judge,)), 2)[number].verdicts for number in range(400)]
+    simulation, found = rollout(scenario(judges=(judge,)))
+    assert simulation.kept == 24 and simulation.judging >= 0
+    sent = found.state.counts.per_group(JUDGE, 99.0)
+    assert sent == pytest.approx(2.0, rel=0.3), "half of four, measured"
+    assert expected_view(scenario(), found.state).loads[JUDGE].needed == pytest.approx(
+        sent / 4 * expected_view(scenario(), found.state).loads[POLICY].needed
+    )
+
+
+def test_a_slow_device_is_slow_and_noticed():
+    """Device 5 has half of the speed: a replica of the policy, and a half of a judge's."""
+    case = scenario(device_speed={5: 0.5}, prompts=48)
+    simulation, _ = rollout(case)
+    assert [device.step_s for device in simulation.policy.devices[4:6]] == [SPEED.base_s, 2 * SPEED.base_s]
+    assert simulation.fleets[JUDGE].devices[2].step_s == 2 * simulation.fleets[JUDGE].devices[3].step_s
+    case = scenario(device_speed={5: 0.5}, policy=Server(speed=SPEED, tensor_parallel=2), prompts=96)
+    state = first_state(case)
+    for step in (1, 2, 3):
+        state = rollout(case, split_by(case.grid, {POLICY: 3, JUDGE: 1}), step=step, state=state)[1].state
+    assert state.speeds.relative() == {2: 0.5}
+    state = first_state(scenario())
+    for step in (1, 2, 3):
+        state = rollout(scenario(), step=step, state=state)[1].state
+    assert state.speeds.relative() == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device_speed": {8: 0.5}}, "device_speed: got slot 8; expected 0 to 7"),
+        ({"lengths": {"start": 1, "modes": [{"share": 0.6, "factor": 2}] * 2}}, "shares sum to 1.2"),
+    ],
+)
+def test_impossible_loads(changes, words):
+    with pytest.raises(ValueError, match=words):
+        scenario(**changes)
+
+
 def test_quantiles_keep_the_longest():
     assert quantiles([3, 1, 2]) == [1.0, 2.0, 3.0] and quantiles([]) == []
     many = quantiles(list(range(1000)))
@@ -524,6 +592,17 @@ def test_command_prints_a_table_and_writes_what_the_report_reads(tiny, tmp_path,
     assert main(["report", str(file)]) == 0
 
 
+def test_progress_in_a_pipe(monkeypatch):
+    """A line now and then; none at the end, and none from a short command."""
+    stream, now = io.StringIO(), [0.0]
+    monkeypatch.setattr("gcore.simulate.table.time.monotonic", lambda: now[0])
+    show = progress_to(stream)
+    for seconds, line in ((1.0, "a"), (6.0, "b"), (7.0, "c"), (20.0, "d"), (30.0, "")):
+        now[0] = seconds
+        show(line)
+    assert stream.getvalue().splitlines() == ["b", "d"]
+
+
 def test_command_with_named_rules(tiny, capsys):
     assert main(["simulate", str(tiny), "--rule", "paper", "--rule", "static:2", "steps=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -547,30 +626,8 @@ def test_command_reports_errors_in_one_line(tiny, capsys, arguments, words):
     assert words in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "drift-64",
-        "drift-512",
-        "stationary-64",
-        "variable-64",
-        "slow-swap-64",
-        "no-tail",
-        "two-judges",
-        "equal-lengths",
-        "heavy-tail",
-        "few-prompts",
-        "large-judge",
-        "constant",
-        "three-judges",
-        "unseen-jumps",
-        "unseen-prefill-judge",
-        "unseen-shrinking",
-        "unseen-nearly-equal",
-        "unseen-wide-policy",
-    ],
-)
-def test_shipped_scenarios_load(name, request):
-    case = load_scenario(request.config.rootpath / "scenarios" / f"{name}.yaml")
+@pytest.mark.parametrize("name", sorted(file.stem for file in SCENARIOS.glob("*.yaml")))
+def test_shipped_scenarios_load(name):
+    case = load_scenario(SCENARIOS / f"{name}.yaml")
     assert case.name == name and case.grid.num_blocks >= 2
     case.costs(1), case.costs(case.steps)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gcore.controller import start_report
-from gcore.controller.start_report import ready_kinds, reporting_start
+from gcore.driver import start_report
+from gcore.driver.start_report import ready_kinds, reporting_start
 
 WANTED = {"engine": 2, "trainer": 1, "judge-critic": 1, "scorer-nice": 0, "controller": 1}
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM
 
+from gcore.checkpoint import export as exporting
 from gcore.checkpoint import store, tensors
-from gcore.controller import export as exporting
-from gcore.models import load_model
+from gcore.models.networks import load_model
 from gcore.observe.trace import Tracer
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
-from gcore.models import load_model
+from gcore.cost.workload import CostModel
+from gcore.models.networks import load_model
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
-from gcore.preparation.workload import CostModel
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Receivers, UpdateStats
 from gcore.training import logprob_model as policy_module
@@ -31,7 +31,7 @@ from gcore.training.lora import trainable_parameters
 from gcore.training.micro import StepData, step_columns, to_tensors
 from gcore.training.rank import TrainerRank
 from gcore.training.schedule import learning_rate
-from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch, Written
+from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch, UserError, Written
 from gcore.weights.bucket import PACKED, pack_bucket, to_host_memory, unpack_bucket
 from tests.e2e.helpers import RECIPE
 
@@ -450,7 +450,7 @@ def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row(tmp_path):
     assert good.skipped == 0.0 and not same(weights_of(trainer), before)
     assert trainer.updates == 2
     update(trainer, poisoned(samples), batch_of(samples))
-    with pytest.raises(FloatingPointError, match=r"2 updates in a row .*training\.max_bad_updates"):
+    with pytest.raises(UserError, match=r"2 updates in a row .*training\.max_bad_updates"):
         update(trainer, poisoned(samples), batch_of(samples))
 
 
@@ -482,6 +482,17 @@ def test_the_samples_of_a_bad_update_are_written_down(tmp_path):
 
 
 PATIENT = {"max_bad_updates": 100}
+
+
+@pytest.mark.parametrize("objective", ["policy", "imitation"])
+def test_weights_that_became_nan_end_the_run_at_once(objective):
+    """AdamW multiplies the weights by 1 - lr x decay, more than float32 holds. The norm of the gradients is finite."""
+    rates = {"lr": 1e20, "weight_decay": 1e20, "warm_start": {"steps": 2, "lr": 1e20}}
+    trainer = trainer_of(config_of(training={**rates, **PATIENT}))
+    batch = dataclasses.replace(batch_of(samples_of()), objective=objective)
+    key = r"training.lr=1e\+20" if objective == "policy" else "training.warm_start.lr="
+    with pytest.raises(UserError, match=rf"the weights of the policy became NaN or .* of step 1 \({key}"):
+        update(trainer, samples_of(), batch)
 
 
 def test_the_number_of_files_is_bounded(tmp_path):

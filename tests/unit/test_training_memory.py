@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from gcore.simulate.costs import GPUS, SHAPES
-from gcore.simulate.plan_inputs import Constraints, Workload
-from gcore.simulate.planner import memory_by_width
-from gcore.simulate.shapes import Shape
-from gcore.simulate.training_memory import (
+from gcore.cost.costs import GPUS, SHAPES
+from gcore.cost.shapes import Shape
+from gcore.cost.training_memory import (
     OFFLOADS,
     Engines,
     TrainingRank,
@@ -18,6 +16,8 @@ from gcore.simulate.training_memory import (
     kept_per_token,
     training_memory,
 )
+from gcore.simulate.plan_inputs import Constraints, Workload
+from gcore.simulate.planner import memory_by_width
 
 GIB = 2**30
 # a layer: 2 * 8 * 4 * (2 + 1) + 3 * 8 * 16 + 2 * 8 = 592 parameters; tables: 2 * 800; all: 2 * 592 + 1600 + 8 = 2792

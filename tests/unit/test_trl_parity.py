@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gcore.config.tree import Algorithm
-from gcore.models import load_model
+from gcore.models.networks import load_model
 from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.logprob_model import LogprobModel

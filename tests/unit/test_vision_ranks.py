@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from gcore.config.tree import Config, Lora
+from gcore.cost.workload import CostModel
 from gcore.generation.embedded import EmbeddedEngine
-from gcore.models import LORA_A, LORA_B, adapters_of
+from gcore.models.networks import LORA_A, LORA_B, adapters_of
+from gcore.models.towers import tower_parameters
 from gcore.observe.trace import Tracer
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import meta_of
-from gcore.preparation.workload import CostModel
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.protocols import Receivers, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
@@ -29,7 +30,6 @@ from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
 from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
-from gcore.vision_models import tower_parameters
 from gcore.weights.bucket import unpack_bucket
 from tests.e2e.test_vision import SMALL
 from tests.ranks import finish_ranks, free_address, start_ranks

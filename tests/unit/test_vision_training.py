@@ -18,23 +18,23 @@ from gcore.config.tree import Config, Data
 from gcore.content.media import store
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
+from gcore.cost.shapes import model_shape, shape_of
+from gcore.cost.workload import CostModel
 from gcore.generation.embedded import EmbeddedEngine
-from gcore.models import load_model
+from gcore.models.networks import load_model
+from gcore.models.towers import _encode_grids, tower_parameters
 from gcore.observe.trace import Tracer
 from gcore.preparation.samples import meta_of
-from gcore.preparation.workload import CostModel
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.simulate.plan_inputs import Workload
-from gcore.simulate.shapes import model_shape, shape_of
 from gcore.training import logprob_model
 from gcore.training.critic import new_critic
 from gcore.training.fsdp import FsdpBackend
 from gcore.training.rank import TrainerRank
 from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, TrainBatch, UserError
-from gcore.vision_models import _encode_grids, tower_parameters
 from tests.e2e.test_vision import SMALL
 from tests.unit.test_training import batch_of, config_of
 from tests.unit.test_training import update as train

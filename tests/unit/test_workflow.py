@@ -13,11 +13,12 @@ import pytest
 from gcore.config.tree import Config
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
-from gcore.controller import workflow
-from gcore.controller.workflow import SampleContext, SharedContext, StageClock, generate_and_reward
+from gcore.controller.run_workflow import run_workflow
 from gcore.generation.noise import noise_key
 from gcore.prompts.tokenizer import build_char_tokenizer
-from gcore.types import Completion, Prompt, Request, Rollout, Scored, UserError
+from gcore.types import Completion, Prompt, Request, Rollout, Scored, UserError, WorkflowError
+from gcore.workflows import context as workflow
+from gcore.workflows.context import SampleContext, SharedContext, StageClock, generate_and_reward
 from tests.e2e.helpers import RECIPE
 
 TOKENIZER = build_char_tokenizer("0123456789+=?! abc")
@@ -415,3 +416,33 @@ def test_what_the_clock_counts(monkeypatch):
     run(ctx.score("x", [first]))
     run(ctx.ask("x", []))
     assert shared.clock.take() == {"rewarding": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (["hi"], "a list of str"),
+        ([], "a list without items"),
+        ("hi", "str"),
+        (None, "NoneType"),
+        ([1, "a"], "a list of int, str"),
+    ],
+)
+def test_a_workflow_that_returns_something_else(returned, said):
+    async def flow(ctx, prompt):
+        return returned
+
+    shared = make_shared(Engine(), greedy=True)
+    with pytest.raises(
+        UserError, match=f"^workflow returned {said} for prompt 70; expected a non-empty list of Scored"
+    ):
+        asyncio.run(run_workflow(flow, shared, PROMPT))
+
+
+def test_sys_exit_in_a_workflow_is_a_failed_sample():
+    async def flow(ctx, prompt):
+        raise SystemExit(4)
+
+    shared = make_shared(Engine(), greedy=True)
+    with pytest.raises(WorkflowError, match=r"^test_workflow\.py:\d+ in flow: SystemExit: 4 \(workflow, prompt 70\)"):
+        asyncio.run(run_workflow(flow, shared, PROMPT))

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from gcore.cost.shapes import SHAPES, Shape, shape_of
+from gcore.cost.workload import CostModel, Observation, fit
 from gcore.preparation.balance import make_layout
 from gcore.preparation.step_times import StepTimes, observe
-from gcore.preparation.workload import CostModel, Observation, fit
 from gcore.protocols import TrainerInfo, UpdateStats
-from gcore.simulate.shapes import SHAPES, Shape, shape_of
 from gcore.types import SampleMeta
 
 TINY = Shape("tiny", layers=2, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4, vocab=10)

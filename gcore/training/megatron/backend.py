@@ -235,6 +235,9 @@ class MegatronBackend:
     def step(self, lr: float, network: TrainedName = "policy") -> float:
         return float(self._trained(network).optimizer.step(lr))
 
+    def is_finite(self, network: TrainedName = "policy") -> bool:
+        return bool(self._trained(network).optimizer.is_finite())
+
     def drop_gradients(self) -> None:
         self.policy.optimizer.zero_grad()
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gcore.decoders import MASKED_LOGIT
+from gcore.models.decoders import MASKED_LOGIT
 
 LOGITS_AT_ONCE = 1 << 26  # elements of this rank
 

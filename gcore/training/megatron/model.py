@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from gcore.config.megatron import check_family, is_uneven
-from gcore.decoders import traits_of
+from gcore.models.decoders import traits_of
 from gcore.training import attention
 from gcore.training.context import Sharing
 from gcore.training.micro import Packed

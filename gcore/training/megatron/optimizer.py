@@ -19,7 +19,7 @@ from torch import Tensor
 from gcore.checkpoint.tensors import Shard
 from gcore.config.tree import Training
 from gcore.training.megatron.weights import Parameter
-from gcore.training.optimizer import MOMENTS
+from gcore.training.optimizer import MOMENTS, is_finite
 
 
 class Range(NamedTuple):
@@ -97,6 +97,9 @@ class DistributedAdamW:
             self.has_moments = True
         self.zero_grad()
         return float(norm)
+
+    def is_finite(self) -> bool:
+        return is_finite(each.main.detach() for each in self._ranges)
 
     def clear(self) -> None:
         self.has_moments = False

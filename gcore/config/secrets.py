@@ -1,0 +1,154 @@
+"""Secrets are not written to files: config.yaml, checkpoints, logs, samples, events, trackers.
+
+    tree of a configuration ──redacted──> the same tree with <redacted> in the place of secrets
+                            ──learn─────> secrets that this process knows ──hide──> any text without them
+
+What is a secret: below `args` and `extra`, whose keys are the user's, a value whose key says so; in any text a value of
+a known form (`hf_...`, `Bearer ...`, a JWT, a PEM key), the user and password of a URL, and parameters of a URL whose
+names say so. A name says so by its words, not by parts of them: `api_key`, but not `tokenizer` or `answer_key`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+REDACTED = "<redacted>"
+FREE_FORM = ("args", "extra")  # sections without keys of our own
+MIN_LENGTH = 8  # of a secret that `hide` searches for: a shorter one is a part of other words
+
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+ENDS = "token|secret|password|passwd|passphrase|pwd|credential|authorization|cookie|jwt|apikey|accesskey|secretkey"
+STRONG = re.compile(rf"(?:{ENDS}|privatekey|accountkey|bearer)s?$|^creds?$")  # of a word at any place of a name
+WEAK = frozenset(
+    ("auth", "oauth", "authentication", "session", "signature", "sig", "sas", "pass", "pat", "key", "keys")
+)
+AFTER_WEAK = frozenset(("id", "value", "header", "headers", "string", "base", "b", "json", "pem"))  # access_key_id
+ABOUT = frozenset(  # last words: what is said about a secret is none
+    (
+        *("env", "file", "path", "folder", "dir", "name", "names", "column", "columns", "field", "type", "kind"),
+        *("method", "mode", "scheme", "format", "limit", "budget", "count", "size", "length", "timeout", "ttl"),
+        *("ids", "index"),
+    )
+)
+PLAIN_KEYS = frozenset(  # words before `key`: the name of a column or of an entry
+    (
+        *("answer", "column", "sort", "primary", "foreign", "public", "label", "field", "dict", "json", "prompt"),
+        *("output", "response", "input", "reward", "score", "metric", "group", "cache", "partition", "join", "row"),
+        *("text", "image"),
+    )
+)
+OPAQUE = re.compile(r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+/_=.-]{16,}")
+FORMS = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|[sr]k_(?:live|test)_\w{8,}|(?:AKIA|ASIA)[0-9A-Z]{12,}"
+    r"|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|AIza[\w-]{30,}"
+    r"|nvapi-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+    r"|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[A-Za-z0-9+/]{8,}={0,2}",
+    re.DOTALL,
+)
+MARKS: tuple[str, ...] = (  # one of them is in any text of these forms, or in a URL
+    *("-----BEGIN", "hf_", "sk-", "k_", "AKIA", "ASIA", "gh", "glpat-", "xox", "AIza", "nvapi-", "eyJ"),
+    *("Bearer ", "Basic ", "://"),
+)
+USER = re.compile(r"(?<=://)(?:[^\s/?#@:]*:([^\s/?#@]*)|[^\s/?#@:]{16,})(?=@)")
+PARAMETER = re.compile(r"(?<=[?&;])([\w.-]+)=([^\s&;#\"'<>\\]+)")
+IN_URLS = ("key", "code")  # parameters that are secrets only there
+To = Callable[[str], str]
+
+_known: set[str] = set()
+
+
+def redacted(tree: Any) -> Any:
+    """A tree of JSON values without its secrets. Nothing else changes."""
+    return _mapped(tree, lambda secret: REDACTED)
+
+
+def learn(tree: Any) -> None:
+    """Remember the secrets of a configuration, for `hide` in this process; also those in environment variables that it
+    names."""
+
+    def remember(secret: str) -> str:
+        if len(secret) >= MIN_LENGTH and REDACTED not in secret:
+            _known.update((secret, json.dumps(secret)[1:-1]))  # also as a part of a line of JSON
+        return REDACTED
+
+    _mapped(tree, remember)
+    for name in _named(tree, "token_env"):
+        remember(os.environ.get(name, ""))
+
+
+def hide(text: str) -> str:
+    """The text without secrets of known forms, and without those that this process has learned."""
+    return _without(text, lambda secret: REDACTED, sorted(_known, key=len, reverse=True))
+
+
+def mask(data: bytes) -> bytes:
+    """The same for a part of a file, which keeps its length."""
+    known = [secret.encode().decode("latin-1") for secret in sorted(_known, key=len, reverse=True)]
+    return _without(data.decode("latin-1"), lambda secret: "*" * len(secret), known).encode("latin-1")
+
+
+def places(tree: Any, path: str = "") -> Iterator[str]:
+    """The keys whose values a run has not saved: "rewards.functions.0.args.api_key"."""
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else None
+    if items is None and isinstance(tree, str) and REDACTED in tree:
+        yield path
+    for name, value in items or ():
+        yield from places(value, f"{path}.{name}" if path else str(name))
+
+
+def _named(tree: Any, key: str) -> Iterator[str]:
+    if isinstance(tree, Mapping) and isinstance(tree.get(key), str):
+        yield tree[key]
+    for value in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ():
+        yield from _named(value, key)
+
+
+def _mapped(value: Any, to: To, is_free: bool = False, is_secret: bool = False) -> Any:
+    """`is_free`: below a section without keys of our own; `is_secret`: below a key that says so."""
+    if isinstance(value, Mapping):
+        return {
+            k: _mapped(v, to, is_free or k in FREE_FORM, is_secret or (is_free and _says_so(str(k), v)))
+            for k, v in value.items()
+        }
+    if isinstance(value, list):
+        return [_mapped(v, to, is_free, is_secret) for v in value]
+    if is_secret and value is not None and not isinstance(value, bool):
+        return to(str(value))
+    return _without(value, to) if isinstance(value, str) else value
+
+
+def _says_so(name: str, value: Any) -> bool:
+    """Whether a value of this name is a secret."""
+    words = [word.lower() for word in WORD.findall(name)]
+    if not words or words[-1] in ABOUT:
+        return False
+    if isinstance(value, int | float):  # max_completion_tokens, session_weight; but also a password of digits
+        return words[-1] == "key" != name.lower() or (STRONG.search(words[-1]) is not None and words[-1][-1] != "s")
+    if any(STRONG.search(word) for word in words):
+        return True
+    while len(words) > 1 and words[-1] in AFTER_WEAK:
+        words.pop()
+    if words[-1] not in WEAK and not words[-1].endswith("key"):
+        return False
+    is_plain = words[-1] not in WEAK or (words[-1].startswith("key") and PLAIN_KEYS.issuperset(words[-2:-1]))
+    return not is_plain or (isinstance(value, str) and OPAQUE.fullmatch(value) is not None)
+
+
+def _without(text: str, to: To, known: list[str] | None = None) -> str:
+    for secret in known or ():
+        text = text.replace(secret, to(secret))
+    if any(mark in text for mark in MARKS):
+        text = FORMS.sub(lambda found: to(found[0]), text)
+        text = USER.sub(lambda found: (to(found[1] or ""), to(found[0]))[1], text)
+    if "=" in text and ("?" in text or "&" in text):
+        text = PARAMETER.sub(lambda found: f"{found[1]}={to(found[2])}" if _in_url(found[1]) else found[0], text)
+    return text
+
+
+def _in_url(name: str) -> bool:
+    return name.lower() in IN_URLS or _says_so(name, "")

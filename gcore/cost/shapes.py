@@ -1,0 +1,260 @@
+"""The dimensions of a language model that determine time and memory: from a size such as 32B, or from a config.json.
+
+    "32B", "30B-A3B" ──┐
+                       ├──> Shape ──> parameters, bytes of weights, bytes of KV cache per token, FLOPs per token
+    folder, config.json┘
+
+No weights are read. Biases (0.02 % of Qwen2.5) are not counted. Of a vision tower, only the FLOPs per patch are known.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gcore.config.base import Model
+from gcore.cost.workload import CostModel
+from gcore.hub import config_file, is_id, model_folder
+from gcore.types import UserError
+
+BYTES = 2  # bfloat16: the weights of engines, and the arithmetic of the trainer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder. In a mixture of experts, `intermediate` is the size of one expert.
+
+    Shape("1.5B", layers=28, hidden=1536, intermediate=8960, heads=12, kv_heads=2, head_dim=128, vocab=151936)
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    experts: int = 0  # 0: dense
+    active_experts: int = 0
+    vision: CostModel | None = None  # of the vision tower
+    source: str = "given dimensions"
+
+    @property
+    def _attention(self) -> int:
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)  # q and o, k and v
+
+    @property
+    def _expert(self) -> int:
+        return 3 * self.hidden * self.intermediate  # gate, up, down
+
+    @property
+    def layer_parameters(self) -> int:
+        mlp = self._expert * max(1, self.experts) + self.hidden * self.experts  # with its router
+        return self._attention + mlp + 2 * self.hidden
+
+    @property
+    def table_parameters(self) -> int:
+        """Of the embedding; the head is a second table of this size, or the same one if tied."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        tables = self.table_parameters * (1 if self.tied else 2)
+        return self.layers * self.layer_parameters + tables + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses: all of them in a dense model."""
+        return self.parameters - self.layers * self._expert * (max(1, self.experts) - max(1, self.active_experts))
+
+    @property
+    def weight_bytes(self) -> int:
+        return BYTES * self.parameters
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES
+
+    @property
+    def product_parameters(self) -> int:
+        """Parameters in matrix products per token: the head is multiplied, the embedding is only looked up."""
+        return self.active_parameters - (0 if self.tied else self.table_parameters)
+
+    @functools.cached_property
+    def cost(self) -> CostModel:
+        """The cost model of samples, which training uses for its layout too."""
+        head = 2.0 * self.table_parameters
+        token = 2.0 * self.product_parameters - head
+        pair = 4.0 * self.layers * self.heads * self.head_dim
+        return CostModel(crossover=2 * token / pair, head=head / token, flops=token, vision=self.vision)
+
+    def forward_flops(self, context: float) -> float:
+        """FLOPs of one token that attends to `context` others."""
+        return self.cost.flops * self.cost.of_token(context)
+
+    def read_bytes(self, running: float) -> float:
+        """Bytes of weights that a decoding step with `running` sequences reads; of experts, only the used ones."""
+        rest = BYTES * (self.product_parameters - self.layers * self._expert * max(1, self.active_experts))
+        touched: float = 1
+        if self.experts:
+            touched = self.experts * (1 - (1 - self.active_experts / self.experts) ** running)
+        return rest + BYTES * self.layers * self._expert * touched
+
+
+def _qwen(size: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **other: Any) -> Shape:
+    rest = {"head_dim": 128, "vocab": 152064, "source": f"shape of Qwen2.5-{size}", **other}
+    return Shape(size, layers, hidden, intermediate, heads, kv_heads, **rest)
+
+
+def _small(**other: Any) -> dict[str, Any]:
+    return {"vocab": 151936, "tied": True, **other}
+
+
+def _mixture(size: str) -> dict[str, Any]:
+    return {"vocab": 151936, "experts": 128, "active_experts": 8, "source": f"shape of Qwen3-{size}"}
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        _qwen("0.5B", 24, 896, 4864, 14, 2, **_small(head_dim=64)),
+        _qwen("1.5B", 28, 1536, 8960, 12, 2, **_small()),
+        _qwen("3B", 36, 2048, 11008, 16, 2, **_small()),
+        _qwen("7B", 28, 3584, 18944, 28, 4),
+        _qwen("14B", 48, 5120, 13824, 40, 8),
+        _qwen("32B", 64, 5120, 27648, 40, 8),
+        _qwen("72B", 80, 8192, 29568, 64, 8),
+        _qwen("30B-A3B", 48, 2048, 768, 32, 4, **_mixture("30B-A3B")),
+        _qwen("235B-A22B", 94, 4096, 1536, 64, 4, **_mixture("235B-A22B")),
+    )
+}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)([BM])", re.IGNORECASE)
+
+
+def shape_of(text: str, option: str = "--model") -> Shape:
+    """A size ("32B", "1.5B", "30B-A3B"), a folder with a config.json, such a file, or a hub id ("Qwen/Qwen3-8B")."""
+    if named := SHAPES.get(text.strip().upper()):
+        return named
+    path = Path(text)
+    if path.exists():
+        return _from_config(path / "config.json" if path.is_dir() else path, option)
+    if (match := SIZE.fullmatch(text.strip())) and float(match[1]) > 0:
+        billions = float(match[1]) * (1 if match[2].upper() == "B" else 1e-3)
+        if 0.05 <= billions <= 2000:
+            return _scaled(text.strip().upper(), billions * 1e9)
+    if "/" in text and is_id(text):
+        return replace(_from_config(config_file(text, option), option), name=text.rpartition("/")[2])
+    raise UserError(
+        f"{option} {text}: neither a folder nor a known size; expected a size from 0.05B to 2000B such as "
+        f"7B, one of the mixtures 30B-A3B and 235B-A22B, a folder with config.json, or a hub id such as "
+        f"Qwen/Qwen3-8B"
+    )
+
+
+def model_shape(model: Model, key: str) -> Shape:
+    """Of a model in a recipe. `key`: of the recipe, for messages."""
+    if model.path is not None:
+        return shape_of(str(model_folder(model)), key)
+    build = model.build
+    if build is None:
+        raise UserError(f"{key}: a diffusion model has no shape of a language model")
+    return Shape(
+        key,
+        layers=build.layers,
+        hidden=build.hidden_size,
+        intermediate=build.intermediate_size,
+        heads=build.heads,
+        kv_heads=build.kv_heads,
+        head_dim=build.hidden_size // build.heads,
+        vocab=len(build.alphabet) + 4,
+        tied=True,
+        experts=build.experts if build.architecture == "qwen3_moe" else 0,
+        active_experts=build.active_experts if build.architecture == "qwen3_moe" else 0,
+        vision=_vision(build.vision.model_dump() if build.vision else None),
+    )
+
+
+def _scaled(name: str, parameters: float) -> Shape:
+    """The nearest dense shape, its width scaled by the cube root of the ratio, with as many layers as needed."""
+    dense = [shape for shape in SHAPES.values() if not shape.experts]
+    near = min(dense, key=lambda shape: abs(math.log(parameters / shape.parameters)))
+    factor = (parameters / near.parameters) ** (1 / 3)
+    heads = near.kv_heads * max(1, round(near.heads / near.kv_heads * factor))
+    wide = replace(
+        near,
+        name=name,
+        heads=heads,
+        hidden=heads * near.head_dim,
+        intermediate=128 * max(1, round(near.intermediate * factor / 128)),
+        source=f"scaled from Qwen2.5-{near.name}: an estimate; use a config.json for the real shape",
+    )
+    tables = wide.parameters - wide.layers * wide.layer_parameters
+    return replace(wide, layers=max(1, round((parameters - tables) / wide.layer_parameters)))
+
+
+def _from_config(file: Path, option: str) -> Shape:
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"{option} {file}: cannot be read as JSON ({error}); expected a model's config.json") from error
+    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+        config = {**config, **config["text_config"]}
+    if not isinstance(config, dict):
+        raise UserError(f"{option} {file}: got {type(config).__name__}; expected a model's config.json, an object")
+    for key in ("kv_lora_rank", "linear_num_value_heads", "ssm_cfg", "mamba_d_state"):
+        if config.get(key):
+            raise UserError(
+                f"{option} {file}: {key}={config[key]}: the KV cache of this kind of attention is not supported; "
+                f"expected a decoder with grouped-query attention"
+            )
+
+    def number(*keys: str, default: int | None = None) -> int:
+        value = next((config[key] for key in keys if config.get(key) is not None), default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UserError(f"{option} {file}: {' or '.join(keys)} is {value!r}; expected an integer, at least 0")
+        return value
+
+    heads, shared = number("num_attention_heads"), number("n_shared_experts", default=0)
+    experts = number("num_experts", "num_local_experts", "n_routed_experts", default=0)
+    if heads < 1:
+        raise UserError(f"{option} {file}: num_attention_heads is 0; expected at least 1")
+    intermediate = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
+    return Shape(
+        name=file.parent.resolve().name,
+        layers=number("num_hidden_layers"),
+        hidden=(hidden := number("hidden_size")),
+        intermediate=number(*intermediate),
+        heads=heads,
+        kv_heads=number("num_key_value_heads", default=heads),
+        head_dim=number("head_dim", default=hidden // heads),
+        vocab=number("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=experts + shared if experts else 0,
+        active_experts=number("num_experts_per_tok") + shared if experts else 0,  # shared experts are always used
+        vision=_vision(config.get("vision_config")),
+        source=str(file),
+    )
+
+
+def _vision(config: Any) -> CostModel | None:
+    """Of an encoder of patches that all attend to each other. None: there is none, or its names are unknown."""
+    if not isinstance(config, dict):
+        return None
+
+    def number(*keys: str) -> float:
+        return next((float(config[key]) for key in keys if isinstance(config.get(key), int | float)), 0.0)
+
+    layers, hidden = number("depth", "num_hidden_layers", "layers"), number("embed_dim", "hidden_size")
+    mlp = number("intermediate_size") or hidden * number("mlp_ratio")
+    if not (layers and hidden and mlp):
+        return None
+    side = int(number("patch_size") or 14)
+    token = 2 * layers * (4 * hidden * hidden + 2 * hidden * mlp)
+    return CostModel(2 * token / (4 * layers * hidden), causal=False, flops=token, patch_pixels=side * side)

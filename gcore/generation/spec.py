@@ -1,0 +1,76 @@
+"""What an engine replica is made of: launch/build.py makes an EngineSpec for `make_engine` of the engine's file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gcore.config.base import Lora, Model, Serving
+from gcore.hub import model_folder
+from gcore.observe.trace import Tracer
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """EngineSpec("engine-0", model, serving, max_length=2048, seed=0, device="auto", index=0, ...)"""
+
+    name: str  # of the role
+    model: Model
+    serving: Serving
+    max_length: int  # tokens of a sequence
+    seed: int
+    device: str
+    index: int  # of the replica, among those of its role
+    load_tokenizer: Callable[[Model], Any]
+    trace: Path | None = None  # folder of the timeline
+    threads: int = 1  # on CPU
+    memory_fraction: float = 0.4  # of the GPU
+    sleeps: bool = False  # between rollouts
+    restarts: bool = False  # the driver starts it again if its process ends
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters that weight updates consist of; None: whole weights, or a judge, which gets no updates."""
+        return getattr(self.model, "lora", None)
+
+    def open_tracer(self) -> Tracer:
+        return Tracer(self.trace, self.name)
+
+    def placed(self) -> tuple[torch.device, torch.dtype]:
+        from gcore.models.networks import pick_device, pick_dtype
+
+        device = pick_device(self.device, self.index)
+        return device, pick_dtype(self.serving.dtype, device)
+
+
+def library_options(spec: EngineSpec) -> tuple[Path, dict[str, Any], torch.device]:
+    """For engines that read the model from a folder: this folder, the options that all of them have, and the device."""
+    from gcore.models.networks import adapters_in, save_built
+
+    device, dtype = spec.placed()
+    if spec.model.path is not None:
+        folder = model_folder(spec.model, weights=True)
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the files are complete: no process needs the network
+    else:
+        folder = save_built(spec.model, spec.load_tokenizer(spec.model), spec.seed)
+    serving = spec.serving
+    options = {
+        "max_concurrent": serving.max_concurrent,
+        "max_length": spec.max_length,
+        "dtype": str(dtype).removeprefix("torch."),
+        "memory_fraction": spec.memory_fraction,
+        "threads": spec.threads,
+        "tensor_parallel": serving.tensor_parallel,
+        "eager": serving.eager,
+        "sleep": spec.sleeps,
+        "seeds": serving.seeds if serving.seeds != "auto" else device.type == "cpu",
+        "seed": spec.seed % 2**31,
+        "adapters": adapters_in(folder, spec.model),
+    }
+    return folder, options, device

@@ -1,0 +1,270 @@
+"""Builds the objects of every role from the configuration: chooses runtimes, engines, trainers and reward sources.
+
+    config ──> see_cluster (driver)
+    config, plan ──> build_runtime (driver), build_engine, build_judge, build_scorer, build_controller
+                     build_trainer, build_critic: see build_ranks.py
+
+The runtime calls each `build_*` of a role in the process of that role, with the group's rendezvous as last argument.
+Backends are imported inside the functions, so only those in use must be installed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gcore import faults
+from gcore.clients import CriticClient, EngineClient, ScorerClient, TrainerClient
+from gcore.config.base import Serving
+from gcore.config.tree import Config, Model
+from gcore.launch.environment import cache_folder as cache_folder
+from gcore.launch.environment import quiet as quiet
+from gcore.launch.machines import Cluster, Machine, check_shared_folder, cluster_of, detect_machine
+from gcore.launch.plan import Plan
+from gcore.protocols import Group, Rendezvous
+from gcore.runtime.protocol import NodeFacts, Runtime
+from gcore.types import Scored, UserError
+
+if TYPE_CHECKING:
+    from gcore.controller.collect import Filter
+    from gcore.controller.loop import Controller
+    from gcore.protocols import Engine
+    from gcore.rewarding.scalar import ScalarModel
+    from gcore.workflows.context import Workflow
+
+
+def see_cluster(config: Config) -> Cluster:
+    """The machines of the run: the nodes of the Ray cluster at RAY_ADDRESS, which is joined, or this machine."""
+    from gcore.runtime.ray_cluster import is_joined, list_nodes
+
+    is_alone = config.runtime == "local" or not is_joined()
+    return Cluster((detect_machine(),)) if is_alone else cluster_of(*list_nodes())
+
+
+def see_nodes() -> Cluster:
+    """The nodes of the Ray cluster at RAY_ADDRESS, which is joined."""
+    from gcore.runtime.ray_cluster import is_joined, list_nodes
+
+    if not is_joined():
+        raise UserError("RAY_ADDRESS is not set; expected the address of a Ray cluster, HOST:PORT or auto")
+    return cluster_of(*list_nodes())
+
+
+def look_at_nodes(
+    nodes: Sequence[Machine], paths: Sequence[str] = (), folder: Path | None = None, megabytes: int = 0
+) -> tuple[NodeFacts, list[NodeFacts]]:
+    """Facts of the driver's machine, and of the nodes of the cluster that this process has joined."""
+    from gcore.runtime import nodes as probes
+
+    addresses = {node.node_id: node.address for node in nodes}
+    return probes.look_here(paths), probes.look_at_nodes(addresses, paths, folder, megabytes)
+
+
+def build_runtime(config: Config, plan: Plan, user_files: bytes = b"", lock: Sequence[int] = ()) -> Runtime:
+    """`lock`: descriptors of the lock of the run folder."""
+    if config.runtime == "local":
+        from gcore.runtime.local import LocalRuntime
+
+        return LocalRuntime()
+    from gcore.runtime.ray import RayRuntime
+    from gcore.runtime.ray_cluster import Place
+
+    def place_of(kind: str, rank: int) -> Place:
+        return Place(plan.nodes[plan.role_nodes[kind][rank]].node_id, *gpus.of(kind, rank))
+
+    gpus = plan.gpu_assignment
+    bundle_nodes = [plan.nodes[node].node_id for node in gpus.nodes]
+    return RayRuntime(plan.object_store_mb, gpus.bundles, place_of, log_folder(config), bundle_nodes, user_files, lock)
+
+
+def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
+    generation = config.generation
+    name = f"engine-{rendezvous.rank}"
+    if generation.denoising is not None:
+        from gcore.launch.build_diffusion import diffusion_engine
+
+        arm_faults(config, name, rendezvous)
+        quiet()
+        return diffusion_engine(config, plan, name, rendezvous.rank)
+    longest = config.data.max_prompt_length + generation.max_response_length
+    return _engine(config, plan, name, rendezvous, config.model, generation, longest)
+
+
+def build_judge(config: Config, plan: Plan, judge_name: str, rendezvous: Rendezvous) -> Engine:
+    """A replica of the judge `judge_name`: an engine whose weights never change."""
+    judge = next(judge for judge in config.rewards.judges if judge.name == judge_name)
+    assert judge.model is not None
+    longest = judge.max_prompt_length + judge.max_response_length
+    if judge.mode == "teacher":  # it reads whole samples of the policy
+        longest = config.data.max_prompt_length + config.generation.max_response_length
+        longest += judge.traits.scores_at_one
+    name = f"judge-{judge.name}-{rendezvous.rank}"
+    return _engine(config, plan, name, rendezvous, judge.model, judge, longest)
+
+
+def _engine(
+    config: Config,
+    plan: Plan,
+    name: str,
+    rendezvous: Rendezvous,
+    model: Model,
+    serving: Serving,
+    max_length: int,
+) -> Engine:
+    from gcore.generation.spec import EngineSpec
+    from gcore.prompts.tokenizer import load_tokenizer
+
+    arm_faults(config, name, rendezvous)
+    if serving.traits.computes:
+        quiet()
+    is_policy = serving is config.generation
+    spec = EngineSpec(
+        name,
+        model,
+        serving,
+        max_length,
+        seed=config.run.seed,
+        device=role_device(config, serving.device),
+        index=rendezvous.rank,
+        load_tokenizer=load_tokenizer,
+        trace=trace_folder(config),
+        threads=plan.engine_threads,
+        memory_fraction=serving.gpu_memory_utilization / (plan.engines_per_gpu if is_policy else 1),
+        sleeps=bool(sleep_level(config, plan)) and (is_policy or plan.grid is not None),
+        restarts=config.runtime == "ray",
+    )
+    engine: Engine = importlib.import_module(serving.traits.module).make_engine(spec)
+    return engine
+
+
+def sleep_level(config: Config, plan: Plan) -> int:
+    """Sleep level of the policy's engines while the trainer works; 0: they do not sleep."""
+    level = config.generation.sleep
+    sleeps = config.generation.traits.sleeps or config.generation.denoising is not None
+    if not sleeps or config.sampling.max_staleness:
+        return 0
+    if config.placement.mode == "disaggregated":  # the trainer does not need their memory
+        return 0
+    if level != "auto":
+        return level
+    on_gpu = any(node.gpus for node in plan.nodes) and role_device(config, config.generation.device) != "cpu"
+    return (1 if config.model.lora else 2) if on_gpu else 0  # adapters need the base weights, which level 1 keeps
+
+
+def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous) -> ScalarModel:
+    """A replica of the scalar reward model rewards.models[index]."""
+    quiet()
+    arm_faults(config, f"scorer-{config.rewards.models[index].name}-{rendezvous.rank}", rendezvous)
+    from gcore.models.networks import load_scorer, pick_device, pick_dtype
+    from gcore.observe.trace import Tracer
+    from gcore.prompts.tokenizer import load_tokenizer, with_padding
+    from gcore.rewarding.scalar import ScalarModel
+
+    spec = config.rewards.models[index]
+    device = pick_device(role_device(config, spec.device), rendezvous.rank)
+    tokenizer = with_padding(load_tokenizer(spec.model, f"rewards.models.{index}.model"), spec.model)
+    dtype = pick_dtype(spec.dtype, device)
+    network = load_scorer(spec.model, config.run.seed, dtype, device, tokenizer=tokenizer)
+    return ScalarModel(
+        network,
+        max_tokens_per_batch=spec.max_tokens_per_batch,
+        threads=plan.engine_threads,
+        tracer=Tracer(trace_folder(config), f"scorer-{spec.name}-{rendezvous.rank}"),
+    )
+
+
+def role_device(config: Config, device: str) -> str:
+    return device if device != "auto" else config.training.device
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Clients of the replicas that the controllers call."""
+
+    engines: Sequence[EngineClient] = ()
+    trainers: Sequence[TrainerClient] = ()
+    judges: Mapping[str, Sequence[EngineClient]] = field(default_factory=dict)
+    scorers: Mapping[str, Sequence[ScorerClient]] = field(default_factory=dict)
+    critics: Sequence[CriticClient] = ()  # ranks of a critic that has its own
+
+
+def import_controller() -> None:
+    """What build_controller imports. Done while the other roles load their models."""
+    quiet()
+    importlib.import_module("gcore.controller.loop")
+    importlib.import_module("gcore.controller.setup")
+
+
+def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rendezvous) -> Controller:
+    quiet()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # thousands of live samples make collections slow, and free nothing
+    from gcore.controller.loop import Controller
+    from gcore.controller.setup import make_setup
+
+    arm_faults(config, f"controller-{rendezvous.rank}", rendezvous)
+    if roles.trainers:
+        check_shared_folder(config.run.folder, plan.nodes)
+    return Controller(make_setup(config, plan, roles, build_group(rendezvous)))
+
+
+def arm_faults(config: Config, role: str, rendezvous: Rendezvous) -> None:
+    if rendezvous.address is not None:  # each role has its own process
+        faults.arm(config.faults.plan, role, config.run.folder)
+
+
+def build_group(rendezvous: Rendezvous) -> Group:
+    if rendezvous.address is None:
+        from gcore.runtime.local import LocalGroup
+
+        return LocalGroup(rendezvous)
+    from gcore.runtime.tree import TreeGroup
+
+    return TreeGroup(rendezvous)
+
+
+def load_workflow(path: str) -> Workflow:
+    from gcore.rewarding.functions import load_function
+
+    function = load_function(path, key="workflow")
+    if not inspect.iscoroutinefunction(function) or len(inspect.signature(function).parameters) != 2:
+        raise UserError(f"workflow={path}: expected `async def {path.rpartition(':')[2]}(ctx, prompt)`")
+    workflow: Workflow = function
+    return workflow
+
+
+def load_filter(path: str) -> Filter:
+    """sampling.filter: a built-in one by name, or a user's function, which may return only a bool."""
+    from gcore.controller.collect import no_filter, spread
+    from gcore.rewarding.functions import load_function
+
+    if path in ("none", "spread"):
+        return no_filter if path == "none" else spread
+    function = load_function(path, key="sampling.filter")
+
+    def keep(group: list[Scored]) -> tuple[bool, str]:
+        match function(group):
+            case bool() | np.bool_() as keep:
+                return bool(keep), "filter"
+            case (bool() | np.bool_() as keep, str(reason)):
+                return bool(keep), reason or "filter"
+            case other:
+                raise UserError(f"sampling.filter={path} returned {other!r}; expected (keep, reason) or a bool")
+
+    return keep
+
+
+def trace_folder(config: Config) -> Path | None:
+    return config.run.folder if config.observe.trace else None
+
+
+def log_folder(config: Config) -> Path | None:
+    """Where processes write their output. With runtime=local the only process writes to the terminal."""
+    return config.run.folder / "logs" if config.observe.logs and config.runtime == "ray" else None

@@ -1,0 +1,102 @@
+"""Builds the ranks of the trainer and of the critic. The runtime calls these functions in the process of a rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gcore.config.tree import Config
+from gcore.launch.build import arm_faults, quiet, role_device, trace_folder
+from gcore.launch.machines import check_shared_folder
+from gcore.launch.plan import Plan
+from gcore.protocols import Critic, Rendezvous, Trainer
+
+if TYPE_CHECKING:
+    import torch
+
+    from gcore.weights.publisher import WeightPublisher
+
+
+def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer:
+    name = f"trainer-{rendezvous.rank}"
+    arm_faults(config, name, rendezvous)
+    if config.training.emulated is not None:
+        from gcore.emulate.trainer import trainer_of
+
+        return trainer_of(config, config.training.emulated, rendezvous.rank)
+    quiet()
+    check_shared_folder(config.run.folder, plan.nodes)
+    from gcore.launch.build_backend import build_backend
+    from gcore.launch.gpu_memory import decide
+    from gcore.launch.own_algorithm import load_policy_loss
+    from gcore.models.networks import pick_dtype
+    from gcore.observe.trace import Tracer
+    from gcore.prompts.tokenizer import load_tokenizer
+    from gcore.training.rank import TrainerRank
+
+    device, gpu_bytes = _join(config, rendezvous)
+    if gpu_bytes and "auto" in (config.training.activation_checkpointing, config.training.offload):
+        config = decide(config, plan, gpu_bytes).config  # the driver saw no GPU
+    tokenizer = None if config.generation.denoising else load_tokenizer(config.model)
+    return TrainerRank(
+        config,
+        partial(build_backend, config, plan, device, pick_dtype(config.training.dtype, device), tokenizer),
+        rendezvous.rank,
+        plan.trainer_threads,
+        Tracer(trace_folder(config), name),
+        _publisher(config, plan, device, rendezvous),
+        load_policy_loss(config.algorithm.policy_loss),
+    )
+
+
+def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> Critic:
+    """A rank of a critic that has its own ranks."""
+    name = f"critic-{rendezvous.rank}"
+    arm_faults(config, name, rendezvous)
+    quiet()
+    check_shared_folder(config.run.folder, plan.nodes)
+    from gcore.launch.build_backend import build_critic_backend
+    from gcore.launch.gpu_memory import decide_critic
+    from gcore.models.networks import pick_dtype
+    from gcore.observe.trace import Tracer
+    from gcore.prompts.tokenizer import load_tokenizer
+    from gcore.training.critic_rank import CriticRank
+
+    device, gpu_bytes = _join(config, rendezvous)
+    config, dtype = decide_critic(config, plan, gpu_bytes), pick_dtype(config.training.dtype, device)
+    make = partial(build_critic_backend, config, plan, device, dtype, load_tokenizer(config.model))
+    return CriticRank(config, make, rendezvous.rank, plan.critic_threads, Tracer(trace_folder(config), name))
+
+
+def _join(config: Config, rendezvous: Rendezvous) -> tuple[torch.device, float]:
+    """Join the process group of the ranks. Returns the device of this one and the bytes of its memory; 0 on a CPU."""
+    import torch
+
+    from gcore.models.networks import pick_device
+    from gcore.runtime.gloo import join
+
+    device, gpu_bytes = pick_device(config.training.device, rendezvous.rank), 0.0
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        gpu_bytes = float(torch.cuda.get_device_properties(device).total_memory)
+    join(rendezvous, "nccl" if device.type == "cuda" else "gloo", device=device)
+    return device, gpu_bytes
+
+
+def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Rendezvous) -> WeightPublisher:
+    """`device`: of the trainer rank that publishes its weights."""
+    from gcore.models.networks import pick_device, pick_dtype
+    from gcore.weights.broadcast import BroadcastSender
+    from gcore.weights.method import choose_method
+    from gcore.weights.publisher import WeightPublisher
+
+    engine_device = pick_device(role_device(config, config.generation.device))
+    on_gpu = device.type == engine_device.type == "cuda"
+    same_gpu, one_process = plan.gpu_assignment.engines_share_gpus, rendezvous.address is None
+    method = choose_method(config.placement, one_process=one_process, on_gpu=on_gpu, same_gpu=same_gpu)
+    sender = None
+    if method == "broadcast" and rendezvous.rank == 0:
+        assert rendezvous.address is not None
+        common = device if engine_device.type == device.type else pick_device("cpu")
+        sender = BroadcastSender(common, rendezvous.address.rpartition(":")[0])
+    return WeightPublisher(rendezvous.rank, method, pick_dtype(config.generation.dtype, engine_device), sender)

@@ -1,0 +1,190 @@
+"""A lower bound of the memory that the processes of a run need, checked against this machine. Does not import torch.
+
+    config, plan ──parts──> [Part(what, count, MB each, key)] ──check_sizes──> UserError | warnings
+
+A part is a kind of process: a measured constant plus the weights that it holds in host memory. Activations, KV caches,
+CUDA contexts and messages are not counted. If even this lower bound exceeds the memory of the machine, the run is
+refused. GPU memory: gpu_memory.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gcore.config.base import Serving
+from gcore.config.tree import Config, Model, PolicyModel, ScalarReward
+from gcore.cost.training_memory import off_gpu, state_bytes
+from gcore.hub import model_folder
+from gcore.launch.plan import Machine, Plan
+from gcore.types import UserError
+
+# private memory in MB of each kind of process without weights, in a run of a 30k-parameter model (torch 2.13, CPU)
+ENGINE_MB, TRAINER_MB, CONTROLLER_MB, EMULATED_MB, WORKER_MB = 290, 295, 215, 65, 20
+DRIVER_MB = 450  # including the processes of Ray
+COPY_KEY = "checkpoint.asynchronous"
+MAX_PER_CORE = 8  # processes per core; more give a warning
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part("engine", count=64, each_mb=290, key="placement.policy.replicas", idle=False)"""
+
+    what: str
+    count: int
+    each_mb: float
+    key: str
+    idle: bool = False  # not a process, or one that uses almost no CPU
+
+    @property
+    def total_mb(self) -> float:
+        return self.count * self.each_mb
+
+
+def parts(config: Config, plan: Plan, trains: bool = True) -> list[Part]:
+    """Every kind of process of the run. `trains`: with trainer ranks. With runtime=local only weights count."""
+    local = config.runtime == "local"
+
+    def part(what: str, count: int, key: str, base_mb: float, weights_mb: float = 0.0, idle: bool = False) -> Part:
+        return Part(what, count, weights_mb + (0 if local else base_mb), key, idle or local)
+
+    def served(what: str, count: int, key: str, model: Model, by: Serving | ScalarReward) -> Part:
+        if isinstance(by, Serving) and by.emulated is not None:
+            return part(what, count, key, EMULATED_MB, idle=True)
+        on_gpu = plan.gpus > 0 and (by.device if by.device != "auto" else config.training.device) != "cpu"
+        width = 0 if on_gpu else 2 if by.dtype == "bfloat16" else 4
+        return part(what, count, key, ENGINE_MB, num_parameters(model) * width / 2**20)
+
+    def key(own: str) -> str:
+        return own if plan.grid is None else "placement.slots"
+
+    found = [Part("driver", 1, DRIVER_MB, "runtime", idle=True)]
+    found.append(served("engine", plan.engines, key("placement.policy.replicas"), config.model, config.generation))
+    for i, judge in enumerate(config.rewards.judges):
+        if judge.model is not None:
+            count = plan.judges[judge.name]
+            found.append(served(f"judge {judge.name}", count, key(f"rewards.judges.{i}.replicas"), judge.model, judge))
+    for i, scorer in enumerate(config.rewards.models):
+        count = plan.scorers[scorer.name]
+        found.append(served(f"scorer {scorer.name}", count, f"rewards.models.{i}.replicas", scorer.model, scorer))
+    if trains and config.training.emulated is not None:
+        found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", EMULATED_MB, idle=True))
+    elif trains:
+        held_mb, copied_mb = _trained_mb(config, plan)
+        found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", TRAINER_MB, held_mb))
+        if copied_mb >= 1:
+            found.append(Part("copy for checkpoints", plan.trainers, copied_mb, COPY_KEY, idle=True))
+        if plan.critics:
+            held_mb, copied_mb = _critic_mb(config, plan)
+            found.append(part("critic rank", plan.critics, "placement.critic.ranks", TRAINER_MB, held_mb))
+            found.append(Part("copy for checkpoints", plan.critics, copied_mb, COPY_KEY, idle=True))
+    found.append(part("controller", plan.controllers, "controllers", CONTROLLER_MB))
+    workers = plan.controllers * plan.reward_workers
+    found.append(Part("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))
+    return [each for each in found if each.count]
+
+
+def check_sizes(found: Sequence[Part], machine: Machine) -> list[str]:
+    """UserError if the run needs more memory than the machine has. Returns warnings about free memory and cores."""
+    total = sum(part.total_mb for part in found)
+    largest = max(found, key=lambda part: part.total_mb)
+    if machine.memory_mb and total > machine.memory_mb:
+        fewer = f"lower {largest.key}={largest.count}" if largest.count > 1 else "use a smaller model or more memory"
+        if total - sum(part.total_mb for part in found if part.key == COPY_KEY) <= machine.memory_mb:
+            fewer = f"set {COPY_KEY}=false, which needs no copy"
+        raise UserError(
+            f"this run needs at least {size(total)} of memory, and this machine has {size(machine.memory_mb)}: "
+            f"{_listed(found)}; {fewer}"
+        )
+    warnings = []
+    if machine.free_mb and total > machine.free_mb:
+        warnings.append(f"this run needs at least {size(total)} of memory, and {size(machine.free_mb)} are free now")
+    busy = [part for part in found if not part.idle]
+    count = sum(part.count for part in busy)
+    if count > MAX_PER_CORE * machine.cores:
+        most = max(busy, key=lambda part: part.count)
+        warnings.append(
+            f"{count} processes share {machine.cores} core(s) ({_listed(busy)}): they take minutes to start, and more "
+            f"processes than cores do not make a run faster; lower {most.key}={most.count}"
+        )
+    return warnings
+
+
+def memory_line(found: Sequence[Part], machine: Machine) -> str:
+    """For --dry-run: at least 2.2 GB of 24 GB"""
+    of = f" of {size(machine.memory_mb)}" if machine.memory_mb else ""
+    return f"at least {size(sum(part.total_mb for part in found))}{of}"
+
+
+def num_parameters(model: Model) -> int:
+    """From the size of its files, or from the shape to build; 0 if the files are not downloaded yet."""
+    if model.path is not None:
+        folder = model_folder(model)
+        if (folder / "transformer").is_dir():  # a diffusers pipeline
+            folder = folder / "transformer"
+        files = list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin"))
+        return sum(file.stat().st_size for file in files) // _bytes_per_weight(folder / "config.json")
+    if isinstance(model, PolicyModel) and model.denoiser is not None:
+        return 18 * model.denoiser.layers * model.denoiser.hidden_size**2 + 200 * model.denoiser.hidden_size
+    build = model.build
+    assert build is not None
+    copies = build.experts if build.architecture == "qwen3_moe" else 1
+    per_layer = 4 * build.hidden_size**2 + 3 * copies * build.hidden_size * build.intermediate_size
+    return build.layers * per_layer + 200 * build.hidden_size
+
+
+def _bytes_per_weight(file: Path) -> int:
+    try:
+        config = json.loads(file.read_text())
+        kind = config.get("dtype") or config.get("torch_dtype") or config["text_config"]["dtype"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        kind = ""
+    return {"float32": 4, "float64": 8}.get(str(kind), 2)
+
+
+def _trained_mb(config: Config, plan: Plan) -> tuple[float, float]:
+    """What a trainer rank holds, and its copy of what it writes of a checkpoint (if checkpoint.asynchronous).
+
+    On a CPU it holds weights, gradients, moments and the reference; with adapters only the weights count. On a GPU:
+    what training.offload keeps in host memory (`auto`: not decided yet, counted as nothing)."""
+    offload, trainer = config.training.offload, config.placement.trainer
+    on_gpu, adapters = plan.gpus > 0 and config.training.device != "cpu", config.model.lora is not None
+    own = num_parameters(config.model) / plan.shard / trainer.tensor_parallel
+    state = state_bytes(own, 0 if adapters else own, 2 if on_gpu else 4, config.has_reference, adapters)
+    state |= {"critic": 0.0, "critic moments": 0.0, "critic gradients": 0.0}
+    if config.algorithm.estimator.critic and not config.critic_ranks:
+        critic = num_parameters(config.critic.model or config.model) / plan.shard / trainer.tensor_parallel
+        state |= {"critic": 4 * critic, "critic moments": 8 * critic, "critic gradients": 4 * critic}
+    held = tuple(state) if not on_gpu else () if offload == "auto" else off_gpu(offload)
+    snapshot = state["critic"] + state["critic moments"]
+    snapshot += 0.0 if adapters else state["weights"] + state["moments"] + state["reference"]
+    snapshot *= config.checkpoint.asynchronous
+    ranks = len(plan.role_nodes.get("trainer", ())) or plan.trainers  # of all nodes
+    copies = max(1.0, ranks / plan.shard / trainer.tensor_parallel)  # of the weights: each writes a part
+    return sum(state[name] for name in held) / 2**20, snapshot / copies / 2**20
+
+
+def _critic_mb(config: Config, plan: Plan) -> tuple[float, float]:
+    """The same for a rank of a critic that has its own ranks."""
+    offload, on_gpu = config.training.offload, plan.gpus > 0 and config.training.device != "cpu"
+    own = num_parameters(config.critic.model or config.model) / plan.critic_shard / 2**20
+    copies = max(1.0, config.critic_ranks / plan.critic_shard)
+    state = {"weights": 4 * own, "moments": 8 * own, "gradients": 4 * own}
+    held = tuple(state) if not on_gpu else () if offload == "auto" else off_gpu(offload)
+    return sum(state.get(name, 0.0) for name in held), 12 * own / copies * config.checkpoint.asynchronous
+
+
+def _listed(found: Sequence[Part]) -> str:
+    """Largest first: 64 x engine of 290 MB, 1 x driver of 450 MB"""
+    ordered = sorted(found, key=lambda part: -part.total_mb)
+    return ", ".join(f"{part.count} x {part.what} of {size(part.each_mb)}" for part in ordered)
+
+
+def size(megabytes: float) -> str:
+    """290 MB, 1.5 GB, 24 GB"""
+    if megabytes < 1000:
+        return f"{megabytes:.0f} MB"
+    gigabytes = megabytes / 1024
+    return f"{gigabytes:.0f} GB" if gigabytes >= 10 else f"{gigabytes:.1f} GB"

@@ -1,0 +1,380 @@
+"""GPU memory of a run, before any process starts: decides `auto` of training.activation_checkpointing and
+training.offload, refuses what cannot fit, warns of what is close. Does not import torch.
+
+    config, plan, model's shape ──rank_of──> TrainingRank ──┐
+    config, plan, GPU memory ──engines_beside──> Engines ───┴─choose──> config without `auto`, lines for --dry-run
+
+The driver uses the memory that nvidia-smi reports on its own machine. If it cannot know the GPUs (a joined Ray cluster,
+no nvidia-smi), `auto` stays in the configuration, and every trainer rank decides with what torch reports of its GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gcore.config.base import Serving
+from gcore.config.tree import Config, ScalarReward
+from gcore.cost.backends import megatron_memory
+from gcore.cost.costs import ENGINE
+from gcore.cost.denoisers import MOST_ACTIVATIONS
+from gcore.cost.shapes import Shape, model_shape
+from gcore.cost.training_memory import (
+    COMFORTABLE,
+    GB,
+    PART_TITLES,
+    PARTS,
+    Choice,
+    Engines,
+    Parts,
+    TrainingRank,
+    adapter_parameters,
+    choose,
+)
+from gcore.launch.footprint import num_parameters
+from gcore.launch.plan import Plan
+from gcore.prompts.conditions import pass_tokens, transformer_config
+from gcore.types import UserError
+
+NEGLIGIBLE = 0.05  # of a GPU: a smaller peak needs no table
+WORTH_CHANGING = 0.05  # share of the peak of parts that advice is about
+MEGATRON_STATE = ("weights", "gradients", "optimizer", "reference")  # on the GPU at all times
+BYTES = 2  # engines and scorers on a GPU: bfloat16
+ACTIVATION_SHARE = 0.25  # of a GPU: a denoiser whose samples need more recomputes its activations
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The configuration without `auto`, the memory it was decided by (None: not planned), and a line for the user."""
+
+    config: Config
+    choice: Choice | None = None
+    note: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        return [self.note] if self.note else []
+
+
+def decide(config: Config, plan: Plan, gpu_bytes: float | None = None) -> Decided:
+    """Raises UserError if the trainer and the engines on its GPU cannot fit. `gpu_bytes`: of one GPU; by default those
+    of this machine."""
+    training = config.training
+    if training.emulated is not None:
+        return Decided(config)
+    if not _on_gpu(config, plan):
+        return Decided(_with(config, training.activation_checkpointing is True, "none"))
+    if gpu_bytes is None and (gpu_bytes := detect_gpu_bytes()) is None:
+        return Decided(config, note=_later(config))
+    if config.generation.denoising is not None:
+        return _decide_denoiser(config, gpu_bytes)
+    if config.critic_ranks:
+        decide_critic(config, plan, gpu_bytes)  # a UserError now, not after the start of all processes
+    try:
+        shape = model_shape(config.model, "model.path")
+    except UserError as error:  # a kind of model that the planner does not know
+        chosen = training.activation_checkpointing is True, "none" if training.offload == "auto" else training.offload
+        return Decided(_with(config, *chosen), note=f"GPU memory is not planned: {error}")
+    if training.backend == "megatron":
+        return _decide_megatron(config, plan, shape, gpu_bytes)
+    choice = resolve(config, plan, shape, gpu_bytes)
+    free = resolve(_with(config, "auto", "auto"), plan, shape, gpu_bytes)
+    if not choice.fits:
+        raise UserError(f"this run does not fit on its GPUs: {_needed(choice)}; {_advice(config, choice, free)}")
+    note = ""
+    if choice.is_tight:
+        note = (
+            f"GPU memory is close to its limit: {_needed(choice)}; if it runs out of memory, "
+            f"{_advice(config, choice, free)}"
+        )
+    return Decided(_with(config, choice.rank.checkpointing, choice.rank.offload), choice, note)
+
+
+def _decide_denoiser(config: Config, gpu_bytes: float) -> Decided:
+    """Recomputation, if the activations of one sample, which are in one micro-batch, need a large part of the GPU.
+    Nothing is off-loaded, and nothing is refused: `gcore plan --denoiser` estimates the rest."""
+    training, spec = config.training, config.generation.denoising
+    assert spec is not None
+    offload = "none" if training.offload == "auto" else training.offload
+    if training.activation_checkpointing != "auto" or config.model.path is None:
+        return Decided(_with(config, training.activation_checkpointing is True, offload))
+    about = transformer_config(config.model)
+    width = int(about["num_attention_heads"]) * int(about["attention_head_dim"])
+    depth = int(about["num_layers"]) + int(about.get("num_single_layers") or 0)
+    passes = spec.window.size if spec.window else spec.steps - 1
+    kept = passes * pass_tokens(config.model, spec) * width * depth * MOST_ACTIVATIONS
+    note = f"a sample needs {kept / GB:.1f} GB of activations without training.activation_checkpointing"
+    return Decided(_with(config, kept > ACTIVATION_SHARE * gpu_bytes, offload), note=note)
+
+
+def _decide_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Decided:
+    """Recomputation, if activations do not fit without it. Nothing is off-loaded: the trainer's state is on the GPU
+    while engines generate."""
+    rank, beside = rank_of(config, plan, shape), engines_beside(config, plan, shape, gpu_bytes)
+    wanted = config.training.activation_checkpointing
+    for recompute in (False, True) if wanted == "auto" else (wanted,):
+        found = [megatron_memory(shape, plan.topology, rank.max_tokens, recompute, rank.kl)]
+        if rank.critic is not None:
+            critic = megatron_memory(rank.critic, plan.topology, rank.max_tokens, recompute)
+            found.append({name: critic[name] for name in ("weights", "gradients", "optimizer")})
+        state = sum(sum(parts.get(n, 0.0) for n in MEGATRON_STATE) for parts in found)
+        needed = max(state + beside.rollout, sum(sum(parts.values()) for parts in found) + beside.training)
+        if needed <= COMFORTABLE * gpu_bytes:
+            break
+    decided = _with(config, recompute, "none")
+    text = f"training.backend=megatron and the engines need {needed / GB:.1f} of {gpu_bytes / GB:.1f} GB of a GPU"
+    if needed > gpu_bytes:
+        raise UserError(
+            f"this run does not fit on its GPUs: {text}; expected more ranks or higher degrees in placement.trainer, a "
+            "lower generation.gpu_memory_utilization, or placement.mode=disaggregated"
+        )
+    return Decided(
+        decided, note=f"GPU memory is close to its limit: {text}" if needed > COMFORTABLE * gpu_bytes else ""
+    )
+
+
+def resolve(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Choice:
+    """Checkpointing and off-load for these GPUs, with the memory of every phase. Pure."""
+    training = config.training
+    beside = engines_beside(config, plan, shape, gpu_bytes)
+    checkpointing, offload = training.activation_checkpointing, training.offload
+    return choose(rank_of(config, plan, shape), beside, gpu_bytes, checkpointing, offload)
+
+
+def rank_of(config: Config, plan: Plan, shape: Shape) -> TrainingRank:
+    training, lora = config.training, config.model.lora
+    longest = config.data.max_prompt_length + config.generation.max_response_length
+    return TrainingRank(
+        shape,
+        shard=plan.shard,
+        tensor_parallel=config.placement.trainer.tensor_parallel,
+        max_tokens=max(training.max_tokens_per_gpu, -(-longest // training.context_parallel)),
+        kl=config.has_reference,
+        critic=critic_shape(config, shape),
+        # Those of a vision tower are few beside its activations: they are not counted, but not 0.
+        adapters=max(1, "text" in lora.parts and adapter_parameters(shape, lora.rank, lora.targets)) if lora else 0,
+        cpu=not _on_gpu(config, plan),
+        float32=training.dtype == "float32",
+        compiled=training.compile is not False,
+    )
+
+
+def decide_critic(config: Config, plan: Plan, gpu_bytes: float) -> Config:
+    """The configuration of a critic rank that has its GPU for itself, without `auto`: that of the trainer if it fits
+    there, else what does. UserError if nothing does. `gpu_bytes`: 0 on a CPU."""
+    training = config.training
+    checkpointing, offload = training.activation_checkpointing, training.offload
+    try:
+        shape = model_shape(config.critic.model or config.model, "critic.model.path")
+    except UserError:  # a kind of model that the planner does not know
+        gpu_bytes = 0.0
+    if not gpu_bytes:
+        return _with(config, checkpointing is True, "none" if offload == "auto" else offload)
+    longest = config.data.max_prompt_length + config.generation.max_response_length  # critic ranks share no sample
+    rank = replace(
+        rank_of(config, plan, shape),
+        shape=replace(shape, tied=True),
+        shard=plan.critic_shard,
+        tensor_parallel=1,
+        max_tokens=max(training.max_tokens_per_gpu, longest),
+        kl=False,
+        adapters=0,
+    )
+    choice = choose(rank, Engines(), gpu_bytes, checkpointing, offload)
+    if choice.is_tight:  # the driver may have replaced `auto` by what fits the trainer
+        choice = choose(rank, Engines(), gpu_bytes)
+    if not choice.fits:
+        raise UserError(
+            f"the critic does not fit on its GPUs: {_needed(choice)}; raise placement.critic.ranks, or lower "
+            "training.max_tokens_per_gpu"
+        )
+    return _with(config, choice.rank.checkpointing, choice.rank.offload)
+
+
+def critic_shape(config: Config, policy: Shape) -> Shape | None:
+    """Of a critic on the trainer ranks. `policy`: the shape of the policy, from which it starts by default."""
+    if not config.algorithm.estimator.critic or config.critic_ranks:
+        return None
+    return model_shape(config.critic.model, "critic.model.path") if config.critic.model else policy
+
+
+def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Engines:
+    """What policy engines, judges and scorers hold on the trainer's most crowded GPU.
+
+    vLLM and SGLang take their share of the GPU; asleep, what was measured of vLLM. The embedded engine never sleeps: it
+    has its weights, and the KV cache of as many sequences as a replica can get, at full length.
+    """
+    if config.placement.mode == "disaggregated" or not plan.gpus:
+        return Engines()
+    asleep, generation = ENGINE.asleep_gb * GB, config.generation
+    longest = config.data.max_prompt_length + generation.max_response_length
+    samples = config.sampling.prompts_per_step * config.sampling.samples_per_prompt
+    rows = min(generation.max_concurrent, -(-samples // max(1, plan.engines)))
+    cache = rows * longest * shape.kv_bytes_per_token if not generation.traits.loads_folder else 0
+    policy = _awake(config, generation, shape.parameters, gpu_bytes) + (cache if _uses_gpu(config, generation) else 0)
+    if generation.traits.loads_folder:
+        policy /= plan.engines_per_gpu
+    judges = {
+        judge.name: _awake(config, judge, num_parameters(judge.model), gpu_bytes)
+        for judge in config.rewards.engine_judges
+        if judge.model is not None
+    }
+    if plan.grid is not None:  # one role at a time has a slot, the others sleep there
+        awake = [size for size in (policy, *judges.values()) if size]
+        sleeping = asleep * len(awake)
+        weights = BYTES * shape.parameters / generation.tensor_parallel
+        return Engines(max(awake, default=0.0) + sleeping - asleep * bool(awake), sleeping, sleeping + weights)
+
+    def each(count: int, width: int) -> int:
+        return -(-count * width // plan.gpus)
+
+    others = sum(
+        each(plan.judges[judge.name], judge.tensor_parallel) * judges[judge.name]
+        for judge in config.rewards.engine_judges
+    )
+    for scorer in config.rewards.models:
+        weights = BYTES * num_parameters(scorer.model) if _uses_gpu(config, scorer) else 0
+        others += each(plan.scorers[scorer.name], 1) * weights
+    replicas = each(plan.engines, generation.tensor_parallel)
+    if not (policy and _sleeps(config)):
+        return Engines(*[replicas * policy + others] * 3)
+    weights = BYTES * shape.parameters / generation.tensor_parallel
+    return Engines(
+        replicas * policy + others, replicas * asleep + others, replicas * min(policy, asleep + weights) + others
+    )
+
+
+def detect_gpu_bytes() -> float | None:
+    """Memory of this machine's smallest GPU; None if it is unknown, or if the GPUs are those of a joined cluster."""
+    if os.environ.get("RAY_ADDRESS"):
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        query = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return min(float(line) for line in query.stdout.split()) * 2**20
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return None
+
+
+# ---- lines --------------------------------------------------------------------------------------------------------
+
+
+def memory_lines(decided: Decided) -> list[str]:
+    """For --dry-run: a table of phases and parts in GB, and what was chosen and why."""
+    choice = decided.choice
+    if choice is None:
+        return decided.notes
+    if choice.peak < NEGLIGIBLE * choice.total:
+        return [f"at most {choice.peak / GB:.1f} of {choice.total / GB:.0f} GB per GPU", *decided.notes]
+    rows = table(choice.gpu)
+    host = f"; {choice.host_peak / GB:.0f} GB of host memory per rank" if choice.host_peak else ""
+    return [
+        f"{choice.total / GB:.0f} GB per GPU, at most {choice.peak / GB:.0f} GB used{host}; GB by part:",
+        *rows,
+        *(f"training.{reason}" for reason in choice.reasons),
+        *decided.notes,
+    ]
+
+
+def table(phases: Mapping[Any, Parts]) -> list[str]:
+    """One line per phase, with the parts that occur and their sum, in GB."""
+    names = [name for name in PARTS if any(parts.get(name) for parts in phases.values())]
+    head = ["", *(PART_TITLES.get(name, name) for name in names), "sum"]
+    rows = [head]
+    for phase, parts in phases.items():
+        cells = [f"{parts[name] / GB:.1f}" if parts.get(name) else "·" for name in names]
+        rows.append([phase, *cells, f"{sum(parts.values()) / GB:.1f}"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return [
+        "  ".join(
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _needed(choice: Choice) -> str:
+    """the phase `backward` needs 141 of 150 GB (weights 30, activations 73, ...)"""
+    parts = sorted(choice.gpu[choice.worst].items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{PART_TITLES.get(name, name)} {size / GB:.0f}" for name, size in parts if size >= 0.5 * GB)
+    return (
+        f"the phase `{choice.worst}` needs {choice.peak / GB:.0f} of {choice.total / GB:.0f} GB per GPU ({listed}) "
+        f"with training.activation_checkpointing={str(choice.rank.checkpointing).lower()} and "
+        f"training.offload={choice.rank.offload}"
+    )
+
+
+def _advice(config: Config, choice: Choice, free: Choice) -> str:
+    """Keys to change: first those that would help if they were `auto` (`free`), then those of the largest parts."""
+    training, parts, rank = config.training, choice.gpu[choice.worst], choice.rank
+    longest = config.data.max_prompt_length + config.generation.max_response_length
+    state = sum(parts.get(name, 0.0) for name in ("weights", "gradients", "moments", "copies", "reference", "critic"))
+    activations = parts.get("activations", 0.0) + parts.get("work", 0.0)
+    more = f"use more GPUs (placement.trainer.ranks, shard={rank.shard})"
+    tips = [(state, more if rank.adapters else f"{more} or train adapters (model.lora)")]
+    if free.peak < choice.peak:
+        for key, better in (
+            ("offload", free.rank.offload != rank.offload),
+            ("activation_checkpointing", free.rank.checkpointing != rank.checkpointing),
+        ):
+            tips += [(choice.peak, f"set training.{key}=auto")] if better and getattr(training, key) != "auto" else []
+    if rank.kl and parts.get("reference"):
+        tips.append((parts["reference"], "set algorithm.kl_coef=0"))
+    if training.max_tokens_per_gpu > longest:
+        lower = f"lower training.max_tokens_per_gpu={training.max_tokens_per_gpu} (at least {longest})"
+        tips.append((activations, lower))
+    elif longest > training.max_tokens_per_gpu * training.context_parallel:
+        raised = f"raise training.context_parallel={training.context_parallel}: a sample has up to {longest:,} tokens"
+        tips.append((activations, raised))
+    if parts.get("engines"):
+        key = "gpu_memory_utilization" if config.generation.traits.loads_folder else "max_concurrent"
+        share = f"lower generation.{key}={getattr(config.generation, key)}"
+        keeps = choice.worst not in ("start", "rollout")
+        if config.generation.sleep == 0 and keeps:
+            tips.append((choice.peak, "set generation.sleep=auto"))
+        else:
+            tips.append((parts["engines"], "use placement.mode=disaggregated" if keeps else share))
+    tips = [tip for tip in tips if tip[0] > WORTH_CHANGING * choice.peak]
+    return "; or ".join(text for _, text in sorted(tips, key=lambda tip: -tip[0]))
+
+
+def _later(config: Config) -> str:
+    training = config.training
+    keys = [f"training.{key}" for key in ("activation_checkpointing", "offload") if getattr(training, key) == "auto"]
+    what = f"{' and '.join(keys)} are decided by each trainer rank at its start" if keys else "nothing is checked"
+    return f"GPU memory is unknown on this machine: {what}"
+
+
+# ---- parts of the configuration -----------------------------------------------------------------------------------
+
+
+def _with(config: Config, checkpointing: bool | str, offload: str) -> Config:
+    changes = {"activation_checkpointing": checkpointing, "offload": offload}
+    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+
+
+def _on_gpu(config: Config, plan: Plan) -> bool:
+    return plan.gpus > 0 and config.training.device != "cpu"
+
+
+def _uses_gpu(config: Config, by: Serving | ScalarReward) -> bool:
+    device = by.device if by.device != "auto" else config.training.device
+    return device != "cpu" and not (isinstance(by, Serving) and by.emulated is not None)
+
+
+def _awake(config: Config, serving: Serving, parameters: int, gpu_bytes: float) -> float:
+    """Bytes of one replica on each of its GPUs while it generates, without the KV cache of the embedded engine."""
+    if not _uses_gpu(config, serving):
+        return 0.0
+    if serving.traits.loads_folder:
+        return serving.gpu_memory_utilization * gpu_bytes
+    return float(BYTES * parameters)
+
+
+def _sleeps(config: Config) -> bool:
+    """Whether policy engines free their memory while the trainer works; as sleep_level in build.py, on GPUs."""
+    generation = config.generation
+    return generation.traits.sleeps and not config.sampling.max_staleness and generation.sleep != 0

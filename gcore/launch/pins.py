@@ -1,0 +1,176 @@
+"""Resolves and checks the models and datasets of a recipe before any process starts. Does not import torch.
+
+    recipe ──pin──> ids with commits ──check_models──> long enough? ──(other checks)──> fetch: weights to the cache
+
+The driver resolves every hub id to a commit once and writes it to the run's config.yaml. Each process then opens this
+commit in the cache of its own machine (gcore/hub.py), and downloads missing files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gcore.config.load import parse_yaml
+from gcore.config.tree import Config, Model
+from gcore.hub import is_id, model_folder, pin_model
+from gcore.prompts.rows import pin_rows
+from gcore.types import UserError
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+PINNED = (("path", "revision"), ("tokenizer", "tokenizer_revision"))
+
+
+def pin(config: Config) -> Config:
+    """The recipe with a commit for every hub id. A resumed run keeps its commits."""
+    config = _with_commits_of_resumed_run(config)
+    rewards = config.rewards
+    scorers = [
+        spec.model_copy(update={"model": pin_model(spec.model, f"rewards.models.{i}.model")})
+        for i, spec in enumerate(rewards.models)
+    ]
+    judges = [
+        spec.model_copy(update={"model": pin_model(spec.model, f"rewards.judges.{i}.model")}) if spec.model else spec
+        for i, spec in enumerate(rewards.judges)
+    ]
+    critic = config.critic
+    if critic.model is not None:
+        critic = critic.model_copy(update={"model": pin_model(critic.model, "critic.model")})
+    return config.model_copy(
+        update={
+            "model": pin_model(config.model),
+            "critic": critic,
+            "data": _pin_data(config.data),
+            "rewards": rewards.model_copy(update={"models": scorers, "judges": judges}),
+        }
+    )
+
+
+def check_models(config: Config) -> None:
+    """UserError if a path is not a model, or if its context window is too short for the recipe."""
+    whole = config.data.max_prompt_length + config.generation.max_response_length
+    keys_of_whole = "data.max_prompt_length + generation.max_response_length"
+    _check(config.model, "model", keys_of_whole, whole)
+    for i, judge in enumerate(config.rewards.judges):
+        if judge.model is not None and judge.mode == "teacher":  # it reads whole samples of the policy
+            more = judge.traits.scores_at_one  # needs room for one more token
+            _check(judge.model, f"rewards.judges.{i}.model", keys_of_whole, whole + more)
+        elif judge.model is not None:
+            key = f"rewards.judges.{i}"
+            longest = judge.max_prompt_length + judge.max_response_length
+            _check(judge.model, f"{key}.model", f"{key}.max_prompt_length + {key}.max_response_length", longest)
+    if config.critic.model is not None and config.algorithm.estimator.critic:
+        longest = config.data.max_prompt_length + config.generation.max_response_length
+        _check(config.critic.model, "critic.model", "data.max_prompt_length + generation.max_response_length", longest)
+    for i, scorer in enumerate(config.rewards.models):
+        key, longest = f"rewards.models.{i}", 0 if scorer.max_length == "auto" else scorer.max_length
+        _check(scorer.model, f"{key}.model", f"{key}.max_length", longest)
+
+
+def fetch(config: Config) -> None:
+    """Download the weights of all hub models into the cache of this machine."""
+    for model, key in _with_weights(config):
+        if is_id(str(model.path)):
+            model_folder(model, key, weights=True)
+
+
+def check_weights(config: Config) -> None:
+    """UserError if the folder of a model has no weights, or an incomplete file. The others are fetched later."""
+    for model, key in _with_weights(config):
+        if not is_id(str(model.path)):
+            model_folder(model, key, weights=True)
+
+
+def _with_weights(config: Config) -> Iterator[tuple[Model, str]]:
+    """The models whose weights the run reads, and their keys."""
+    emulated = config.training.emulated is not None and config.generation.emulated is not None
+    for model, key, needed in (
+        (config.model, "model", not emulated),
+        (config.critic.model, "critic.model", config.algorithm.estimator.critic),
+        *((spec.model, f"rewards.models.{i}.model", True) for i, spec in enumerate(config.rewards.models)),
+        *(
+            (spec.model, f"rewards.judges.{i}.model", spec.emulated is None)
+            for i, spec in enumerate(config.rewards.judges)
+        ),
+    ):
+        if needed and model is not None and model.path is not None:
+            yield model, key
+
+
+def context_window(config: dict[str, Any]) -> int | None:
+    """Longest sequence by a model's config.json; None if the file does not have it.
+
+    RoPE scaling of the kinds linear, dynamic and yarn multiplies it by a factor. For the other kinds (llama3, longrope)
+    the number in config.json is already scaled.
+    """
+    text = {**config, **(config.get("text_config") or {})}
+    window = next((text[name] for name in POSITIONS if isinstance(text.get(name), int)), None)
+    if window is None:
+        return None
+    return max([window, *_scaled(text.get("rope_scaling"), window), *_scaled(text.get("rope_parameters"), window)])
+
+
+def _scaled(rope: Any, window: int) -> Iterator[int]:
+    if not isinstance(rope, dict):
+        return
+    for part in rope.values():  # one section per kind of layer
+        yield from _scaled(part, window)
+    factor = rope.get("factor")
+    if rope.get("rope_type", rope.get("type")) in ("linear", "dynamic", "yarn") and isinstance(factor, int | float):
+        yield int((rope.get("original_max_position_embeddings") or window) * factor)
+
+
+def _check(model: Model, key: str, length_keys: str, longest: int) -> None:
+    if model.path is None:
+        return
+    file = model_folder(model, key) / "config.json"
+    if (file.parent / "model_index.json").is_file():  # a pipeline of diffusers: its prompts have no tokens here
+        return
+    if not file.is_file():
+        raise UserError(f"{key}.path={model.path}: no config.json there; expected the folder of a Hugging Face model")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{key}.path={model.path}: its config.json is not JSON: {error}") from None
+    window = context_window(config) if isinstance(config, dict) else None
+    if window is not None and longest > window:
+        raise UserError(
+            f"{length_keys} = {longest} exceeds the context window of {key}.path={model.path}: {window} tokens"
+        )
+
+
+def _pin_data(data: Any) -> Any:
+    def pinned(part: Any, key: str) -> Any:
+        if isinstance(part, dict):  # several evaluation sets
+            return {name: pin_rows(spec, f"{key}.{name}") for name, spec in part.items()}
+        return pin_rows(part, key)
+
+    parts = {name: getattr(data, name) for name in ("train", "eval")}
+    return data.model_copy(update={n: pinned(part, f"data.{n}") for n, part in parts.items() if part is not None})
+
+
+def _with_commits_of_resumed_run(config: Config) -> Config:
+    """The recipe with the commits of the resumed run, for ids without a revision in the recipe."""
+    resume = config.run.resume
+    file = (config.run.folder if resume == "auto" else Path(resume).parent) / "config.yaml"
+    if resume == "never" or not os.access(file, os.R_OK):
+        return config
+    tree = config.model_dump(exclude_unset=True)
+    _copy_revisions(parse_yaml(file.read_text()), tree)
+    return Config.model_validate(tree)
+
+
+def _copy_revisions(old: Any, new: Any) -> None:
+    if isinstance(old, list) and isinstance(new, list):
+        for old_item, new_item in zip(old, new, strict=False):
+            _copy_revisions(old_item, new_item)
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return
+    for path, revision in PINNED:
+        if new.get(path) is not None and new[path] == old.get(path) and new.get(revision) is None and old.get(revision):
+            new[revision] = old[revision]
+    for name in new:
+        _copy_revisions(old.get(name), new[name])

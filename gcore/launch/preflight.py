@@ -1,0 +1,411 @@
+"""Checks a run before any process starts. A UserError is one line that names the key to change.
+
+    light_checks   without torch, transformers and ray: folders, packages, devices, sizes, datasets, users' functions,
+                   servers. They take about a second.
+    heavy_checks   with transformers, and torch if needed: tokenizers, templates, the layers of the network.
+
+Both check a sample of the rows. `gcore train --dry-run` prints the results (launch/dry_run.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import pickle
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gcore.checkpoint.memory import check_memory
+from gcore.checkpoint.remote import Remote
+from gcore.checkpoint.store import MANIFEST
+from gcore.config.advice import warnings as advice
+from gcore.config.megatron import check_family, check_shape, check_tensor_parallel
+from gcore.config.secrets import REDACTED, places
+from gcore.config.tree import Config, Dataset
+from gcore.cost.shapes import model_shape
+from gcore.hub import model_folder
+from gcore.launch.build import Roles, load_filter, load_workflow, quiet
+from gcore.launch.build_rewarder import build_rewarder
+from gcore.launch.footprint import Part, check_sizes, num_parameters, parts
+from gcore.launch.machines import Cluster, Machine
+from gcore.launch.own_algorithm import load_policy_loss, make_scoring
+from gcore.launch.pins import check_weights
+from gcore.launch.plan import Plan
+from gcore.launch.router_replay import model_type, replay_warning, replays_experts
+from gcore.launch.vision_checks import check_vision
+from gcore.observe.trackers import check_trackers
+from gcore.prompts.answers import load_answered
+from gcore.prompts.conditions import templater_of
+from gcore.prompts.media import BadMedia
+from gcore.prompts.processor import load_processor, vision_family
+from gcore.prompts.rows import PROMPTS, check_numbers, load_rows, prompt_of, reward_columns
+from gcore.prompts.source import check_bad_rows, sample_digest, sample_of
+from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
+from gcore.rewarding.http import HttpSource
+from gcore.rewarding.judge import JudgeSource
+from gcore.rewarding.judge_backend import RemoteBackend
+from gcore.rewarding.threads import FunctionSource
+from gcore.types import Prompt, UserError
+
+ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
+DatasetSplit = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDataset:
+    """A dataset and the numbers of the rows to check. OpenDataset("train", Dataset(...), [...], (0, 1, 3, ...))"""
+
+    split: DatasetSplit
+    spec: Dataset
+    rows: Sequence[dict[str, Any]]
+    sample: tuple[int, ...]
+    eval_set: str = ""  # its name, of several
+
+    @property
+    def key(self) -> str:
+        return _key(self.split, self.eval_set)
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetCheck:
+    """Result for the checked rows. DatasetCheck("data.train", num_rows=7473, num_checked=200, too_long=(3, 9), ...)"""
+
+    key: str
+    num_rows: int
+    num_checked: int
+    too_long: tuple[int, ...]  # row numbers
+    longest: int  # tokens
+    prompt: Prompt | None  # the first one that is not too long
+    digest: str = ""  # sample_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Result of all checks, if none failed."""
+
+    warnings: list[str]
+    datasets: list[DatasetCheck]
+    tokenizer: Any
+
+
+def preflight(config: Config, plan: Plan, trains: bool = True) -> Checked:
+    """Raises UserError for the first check that fails. `trains`: the run has trainer ranks."""
+    warnings, datasets = light_checks(config, plan, trains)
+    tokenizer, checked = heavy_checks(config, plan, datasets)
+    for data in checked:
+        if data.prompt is None:
+            warnings.append(
+                f"{data.key}: all {data.num_checked} checked prompts are longer than "
+                f"data.max_prompt_length={config.data.max_prompt_length}"
+            )
+    return Checked(warnings, checked, tokenizer)
+
+
+# ---- light: without torch, transformers and ray ---------------------------------------------------------------------
+
+
+def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[str], list[OpenDataset]]:
+    """Warnings, and the open datasets. The cheapest checks come first."""
+    _saved_values(config, trains)
+    _disk(config)
+    _resume(config.run.resume)
+    if trains and config.checkpoint.copy_to is not None:
+        Remote(config.checkpoint.copy_to, config.run.name).check()
+    if trains and config.checkpoint.memory_every:
+        check_memory(len(plan.nodes))
+    _packages(config)
+    check_weights(config)
+    warnings = advice(config) if trains else []
+    _devices(config, plan)
+    if trains and config.training.backend == "megatron":
+        check_family(model_type(config))
+        check_shape(plan.topology, model_shape(config.model, "model"))
+    warnings += _sizes(config, plan, trains)
+    media = check_vision(config)
+    if trains and config.training.backend == "fsdp" and plan.tensor_parallel > 1:
+        try:
+            shape = model_shape(config.model, "model")
+        except UserError:  # a kind of model that the planner does not know: trainer ranks check it
+            pass
+        else:
+            check_tensor_parallel(plan.tensor_parallel, shape)
+    if trains:
+        replays_experts(config)
+        warnings += replay_warning(config)
+    datasets = [_open(config, "train", config.data.train, media)]
+    datasets += [_open(config, "eval", spec, media, name) for name, spec in config.data.eval_sets.items()]
+    if config.runtime == "ray" or plan.reward_workers:
+        pickle.dumps(config)  # UserError if it holds a Python object that cannot be sent to other processes
+    load_workflow(config.workflow)
+    load_filter(config.sampling.filter)
+    make_scoring(config)
+    load_policy_loss(config.algorithm.policy_loss)
+    _sources(config, [data for data in datasets if not config.trains_on_answers(data.split)])
+    return warnings, datasets
+
+
+def _disk(config: Config) -> None:
+    folder = Path(config.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"run.dir={folder}: cannot write to it: {error.strerror or error}") from None
+    free = shutil.disk_usage(folder).free / 2**20
+    if free < config.observe.min_free_disk_mb:
+        raise UserError(
+            f"run.dir={folder}: {free:.0f} MB free, expected at least observe.min_free_disk_mb="
+            f"{config.observe.min_free_disk_mb}; free some space or choose another run.dir"
+        )
+
+
+def _saved_values(config: Config, trains: bool) -> None:
+    """A run's config.yaml has no secrets. Some of them an evaluation does not need."""
+    unused = () if trains else ("data.train.", "checkpoint.")
+    missing = [key for key in places(config.model_dump(mode="json")) if not key.startswith(unused)]
+    if missing:
+        raise UserError(
+            f"got {REDACTED}, because a run does not save secrets; expected the value of {', '.join(missing)} "
+            f"(on the command line: {missing[0]}=...)"
+        )
+
+
+def _resume(resume: str) -> None:
+    """The checkpoint exists. The controller verifies its checksums later, because that takes long."""
+    if resume not in ("never", "auto") and not (Path(resume) / MANIFEST).is_file():
+        raise UserError(
+            f"run.resume={resume}: no complete checkpoint there (expected `auto`, `never` or a folder step_N)"
+        )
+
+
+def _packages(config: Config) -> None:
+    check_trackers(config.observe)
+    if config.runtime == "ray" and importlib.util.find_spec("ray") is None:
+        raise UserError("runtime=ray: Ray is not installed; `pip install ray`, or use runtime=local")
+    missing = [name for name in ("megatron", "mbridge") if importlib.util.find_spec(name) is None]
+    if config.training.backend == "megatron" and missing:
+        raise UserError(
+            f"training.backend=megatron: {missing[0]} is not installed; `pip install 'gcore-rl[megatron]'`, or use "
+            "training.backend=fsdp"
+        )
+    judges = ((f"rewards.judges.{i}", judge) for i, judge in enumerate(config.rewards.judges))
+    for key, serving in (("generation", config.generation), *judges):
+        traits = serving.traits
+        if traits.packages and importlib.util.find_spec(traits.packages[0]) is None:
+            raise UserError(
+                f"{key}.engine={serving.engine}: {traits.library} is not installed (see docs/engines.md), or use "
+                "engine=embedded"
+            )
+
+
+def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[Part]]]:
+    """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
+    found = []
+    for i, node in enumerate(plan.nodes):
+        own = parts(config, plan.on_node(i), trains)
+        found.append((node, own if i == 0 else [part for part in own if part.what != "driver"]))
+    return [(node, own) for node, own in found if own]
+
+
+def _sizes(config: Config, plan: Plan, trains: bool) -> list[str]:
+    """Memory and cores of every node."""
+    warnings = []
+    for node, own in node_parts(config, plan, trains):
+        before, after = (f"node {node.address}: ", " (counts of this node)") if len(plan.nodes) > 1 else ("", "")
+        try:
+            warnings += [before + warning + after for warning in check_sizes(own, node)]
+        except UserError as error:
+            raise UserError(f"{before}{error}{after}") from None
+    return warnings
+
+
+def _devices(config: Config, plan: Plan) -> None:
+    """If a key says `cuda`, the machine has a GPU and PyTorch was built for CUDA. On a cluster the nodes have GPUs."""
+    keys = _on_cuda(config)
+    if not keys:
+        return
+    if Cluster(plan.nodes).is_joined:
+        if not any(node.gpus for node in plan.nodes):
+            raise UserError(f"{keys[0]}=cuda: no node of the Ray cluster has a GPU; use {keys[0]}=cpu (or auto)")
+        return
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or not any(any(Path("/dev").glob(name)) for name in ACCELERATORS):
+        why = "CUDA_VISIBLE_DEVICES hides all GPUs" if hidden else "this machine has no GPU"
+        raise UserError(f"{keys[0]}=cuda: {why}; use {keys[0]}=cpu (or auto)")
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if version.endswith("+cpu"):
+        raise UserError(f"{keys[0]}=cuda: PyTorch {version} is built only for CPUs; use {keys[0]}=cpu (or auto)")
+
+
+def _on_cuda(config: Config) -> list[str]:
+    """The keys that are set to `cuda`."""
+    rewards = config.rewards
+    devices = {"training.device": config.training.device, "generation.device": config.generation.device}
+    devices |= {f"rewards.judges.{i}.device": judge.device for i, judge in enumerate(rewards.judges)}
+    devices |= {f"rewards.models.{i}.device": scorer.device for i, scorer in enumerate(rewards.models)}
+    return [key for key, device in devices.items() if device == "cuda"]
+
+
+def _key(split: DatasetSplit, eval_set: str) -> str:
+    return f"data.{split}.{eval_set}" if eval_set else f"data.{split}"
+
+
+def _open(config: Config, split: DatasetSplit, spec: Dataset, media: bool, eval_set: str = "") -> OpenDataset:
+    """Open the dataset; each row of the sample has a prompt."""
+    key = _key(split, eval_set)
+    rows = load_answered(spec, config.needs, key) if config.trains_on_answers(split) else load_rows(spec, key, media)
+    data = OpenDataset(split, spec, rows, sample_of(len(rows)), eval_set)
+    for index in data.sample:
+        row = rows[index]
+        names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
+        if (empty := [name for name in names if name in row]) and all(row[name] is None for name in empty):
+            raise UserError(f"{data.key}: row {index} has no prompt: its column {empty[0]!r} is empty (null)")
+        try:
+            check_numbers(row, data.key)
+            prompt_of(row, spec, data.key)
+        except UserError as error:
+            raise _of_row(error, data, index) from None
+    return data
+
+
+def _of_row(error: UserError, data: OpenDataset, index: int) -> UserError:
+    return UserError(f"{data.key}: row {index}: {str(error).removeprefix(f'{data.key}: ')}")
+
+
+def _sources(config: Config, datasets: Sequence[OpenDataset]) -> None:
+    """Rewards that need no tokenizer: import the user's functions, and connect to the servers."""
+    rewards = config.rewards
+    functions = [FunctionSource(spec, 1, f"rewards.functions.{i}") for i, spec in enumerate(rewards.functions)]
+    servers: list[HttpSource | JudgeSource] = [
+        HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)
+    ]
+    for i, judge in enumerate(rewards.judges):
+        if judge.url is not None:
+            place = f"rewards.judges.{i}"
+            servers.append(JudgeSource(judge, RemoteBackend(judge, lambda key: 0, place), place))
+    for data in datasets:
+        rows_of: dict[frozenset[str], int] = {}  # the first row that has these columns
+        for index in data.sample:
+            rows_of.setdefault(reward_columns(data.rows[index], data.spec, data.key), index)
+        for (names, index), source in itertools.product(rows_of.items(), (*functions, *servers)):
+            try:
+                source.check(names)
+            except UserError as error:
+                raise UserError(str(error) if index == 0 else f"{data.key}: row {index}: {error}") from None
+    if servers:
+        asyncio.run(_reach(servers))
+
+
+async def _reach(servers: Sequence[HttpSource | JudgeSource]) -> None:
+    try:
+        await asyncio.gather(*(server.reach() for server in servers))
+    finally:
+        for server in servers:
+            server.close()
+
+
+# ---- heavy: with transformers, and torch if needed ------------------------------------------------------------------
+
+
+def heavy_checks(config: Config, plan: Plan, datasets: Sequence[OpenDataset]) -> tuple[Any, list[DatasetCheck]]:
+    """The policy's tokenizer, and the result for each dataset."""
+    quiet()
+    scores = config.objective == "reward_model"
+    tokenizer = None if config.generation.denoising else load_tokenizer(config.model, chat=scores)
+    checked = [_render(config, data, tokenizer) for data in datasets]
+    rewarder = build_rewarder(config, plan, Roles())
+    try:
+        for data in checked:
+            if data.prompt is not None:
+                rewarder.check(data.prompt.columns)
+    finally:
+        rewarder.close()
+    _network(config, plan, tokenizer)
+    return tokenizer, checked
+
+
+def _network(config: Config, plan: Plan, tokenizer: Any) -> None:
+    """Checks that need torch. It is not imported for built models without adapters, which need no check."""
+    if config.generation.denoising is not None:
+        _denoiser(config)
+    elif config.objective == "reward_model":
+        pass  # a trainer rank loads a language model or a scorer
+    elif config.training.emulated is None and (config.model.path is not None or config.model.lora is not None):
+        from gcore.models.networks import check_policy
+
+        longest = config.data.max_prompt_length + config.generation.max_response_length
+        check_policy(config.model, tokenizer, longest)
+    if _on_cuda(config) and not Cluster(plan.nodes).is_joined:
+        from gcore.models.networks import pick_device
+
+        pick_device("cuda")
+
+
+def _denoiser(config: Config) -> None:
+    """The classes of model.lora.targets and the kind of transformer, without weights."""
+    from gcore.diffusion.load import check_denoiser
+
+    check_denoiser(config)
+
+
+def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
+    """Render the sampled rows with the template, and their demonstrations if there is a warm start."""
+    denoises = config.generation.denoising is not None
+    vision = None if denoises else load_processor(config.model, tokenizer, None, engine=config.generation.engine)
+    templater = templater_of(config, tokenizer, data.split, data.eval_set, vision)
+    limit, longest = config.data.max_prompt_length, 0
+    too_long: list[int] = []
+    bad: dict[int, str] = {}
+    num_media = 0
+    first: Prompt | None = None
+    for index in data.sample:
+        try:
+            prompt = templater.prompt(data.rows[index], index, 0)
+            if config.trains_on_answers(data.split):
+                templater.answers(data.rows[index], stop_tokens(config.model, tokenizer))
+            if data.split == "train" and config.training.warm_start is not None:
+                templater.demonstration(data.rows[index])
+        except BadMedia as error:
+            bad[index] = str(error)
+            continue
+        except UserError as error:
+            raise _of_row(error, data, index) from None
+        num_media += len(prompt.content.image_pixels)
+        longest = max(longest, templater.length(prompt))
+        if templater.length(prompt) > limit:
+            too_long.append(index)
+        elif first is None:
+            first = prompt
+    check_bad_rows(bad, len(data.rows), config.data.media.max_bad_rows, data.key)
+    is_text = config.generation.denoising is None
+    if is_text and vision_family(config.model) and not num_media and not config.data.media.optional:
+        raise UserError(
+            f"{data.key}: no image in {len(data.sample)} rows, and the model takes images; expected a column image or "
+            "images, or image parts of messages (a text-only dataset needs data.media.optional=true)"
+        )
+    if first is None and len(data.sample) == len(data.rows):
+        raise UserError(
+            f"{data.key}: all {len(data.rows)} prompts are longer than data.max_prompt_length={limit} (the longest has "
+            f"{longest} tokens)"
+        )
+    digest = sample_digest(data.rows)
+    return DatasetCheck(data.key, len(data.rows), len(data.sample), tuple(too_long), longest, first, digest)
+
+
+def model_megabytes(config: Config) -> int:
+    """Size of the policy, for the object store: of its files, or of the model to build, in float32."""
+    if config.model.path is not None:
+        files = list(model_folder(config.model).glob("*.safetensors"))
+        return int(sum(f.stat().st_size for f in files) / 2**20)
+    return 1 + num_parameters(config.model) * 4 // 2**20

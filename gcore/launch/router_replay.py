@@ -1,0 +1,56 @@
+"""Whether the engines record the experts of each token for the trainer (training.router_replay). No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gcore.config.engines import engines_with
+from gcore.config.experts import REPLAYABLE
+from gcore.config.tree import Config
+from gcore.hub import model_folder
+from gcore.types import UserError
+
+
+def replays_experts(config: Config) -> bool:
+    """Raises UserError if the recipe asks for it and it is not possible."""
+    wanted = config.training.router_replay
+    if wanted is False or config.generation.denoising is not None:
+        return False
+    obstacle = _obstacle(config)
+    if wanted is True and obstacle:
+        raise UserError(f"training.router_replay=true: {obstacle}; expected auto or false")
+    return not obstacle
+
+
+def replay_warning(config: Config) -> list[str]:
+    """If a mixture of experts is trained and the trainer chooses other experts than the engine where two are close."""
+    if config.training.router_replay != "auto" or config.objective != "policy" or config.training.emulated is not None:
+        return []
+    if config.generation.denoising is not None:  # no language model
+        return []
+    obstacle = _obstacle(config)
+    if not obstacle or model_type(config) not in REPLAYABLE:
+        return []
+    return [f"training.router_replay: the trainer chooses the experts of each token itself: {obstacle}"]
+
+
+def _obstacle(config: Config) -> str:
+    if config.objective != "policy":
+        return f"objective={config.objective} does not compare logprobs of engine and trainer"
+    if not config.generation.traits.experts:
+        only = engines_with("experts")
+        return f"generation.engine={config.generation.engine} does not record experts, only {only} does"
+    if config.training.backend != "fsdp":
+        return f"training.backend={config.training.backend} does not replay experts, only fsdp does"
+    if (found := model_type(config)) not in REPLAYABLE:
+        return f"the model is of type {found}, which is not one of {', '.join(REPLAYABLE)}"
+    return ""
+
+
+def model_type(config: Config) -> str:
+    """As in config.json; of a vision-language model, that of its decoder."""
+    if config.model.build is not None:
+        return config.model.build.architecture
+    found = json.loads((Path(model_folder(config.model)) / "config.json").read_text())
+    return str(found.get("model_type"))

@@ -1,0 +1,58 @@
+"""Checks before the start of which keys fit a model that takes images, and a model that takes none. No torch."""
+
+from __future__ import annotations
+
+from gcore.config.engines import engines_with
+from gcore.config.tree import Config
+from gcore.prompts.processor import vision_family
+from gcore.types import UserError
+
+
+def check_vision(config: Config) -> bool:
+    """Whether the policy takes images. Raises UserError for a key that does not fit."""
+    family = vision_family(config.model) if config.generation.denoising is None else None
+    _check_critic(config, family)
+    if family is None:
+        if config.training.vision_lr is not None:
+            raise UserError(
+                f"training.vision_lr={config.training.vision_lr}: the model has no vision tower; expected it unset"
+            )
+        return False
+    training, placement, engine = config.training, config.placement.trainer, config.generation.traits
+    refused = {
+        "training.backend": (training.backend == "megatron", "Megatron-Core trains models of text"),
+        "training.context_parallel": (training.context_parallel > 1, "ranks cannot share a sample with images"),
+        "placement.trainer.tensor_parallel": (placement.tensor_parallel > 1, "matrices of a tower are not split"),
+        "generation.engine": (not engine.images, f"only {engines_with('images')} get images"),
+        "generation.engine (with model.build)": (
+            engine.loads_folder and config.model.build is not None,
+            f"{engine.library} needs the folder of a model with its processor",
+        ),
+        "training.vision_lr": (
+            training.vision_lr == 0 and config.model.lora is not None and "vision" in config.model.lora.parts,
+            "the adapters of the vision tower (model.lora.parts) would not learn",
+        ),
+        "data.train": (config.trains_on_answers("train"), "training on stored answers reads only text"),
+    }
+    for key, (is_refused, why) in refused.items():
+        if is_refused:
+            raise UserError(f"{key}={_value(config, key)}: {why}; the model takes images ({family}, docs/vision.md)")
+    return True
+
+
+def _check_critic(config: Config, family: str | None) -> None:
+    """Images are processed once, for the policy: the critic must take them in the same form."""
+    model = config.critic.model
+    if model is None or not config.algorithm.estimator.critic:
+        return
+    found = vision_family(model, "critic.model")
+    if found != family:
+        kinds = [f"takes images ({kind})" if kind else "takes no images" for kind in (found, family)]
+        raise UserError(f"critic.model.path={model.path}: {kinds[0]}; the policy {kinds[1]}, expected the same family")
+
+
+def _value(config: Config, key: str) -> object:
+    found: object = config
+    for name in key.partition(" ")[0].split("."):
+        found = getattr(found, name)
+    return found if isinstance(found, int | float | str) else "..."

@@ -1,0 +1,1 @@
+"""Networks of transformers: loaded or built small, their layers, masks and vision towers."""

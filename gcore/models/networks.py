@@ -1,0 +1,418 @@
+"""Transformers models, loaded from a folder or built small from the configuration: the policy, and scalar scorers.
+
+Engines load whole models here. Trainer ranks make the same network without weights (`make_empty`) and read only their
+shards of them (training/loading.py). Training and serving of scorers share this file too: they lay out a batch in the
+same way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from gcore.config.tree import Lora, Model, PolicyModel
+from gcore.hub import model_folder
+from gcore.models.built import build_network
+from gcore.models.decoders import TOWER, VERIFIED, VISION, check_length, check_network, implementation, traits_of
+from gcore.types import Ints, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # suffixes after the layer's name, as in PEFT
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Low-rank additions to some matrices of a network: Adapters(("model.layers.0.mlp.up_proj",), rank=16, alpha=32)"""
+
+    layers: tuple[str, ...]
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def shapes(self, whole: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors. `whole`: shapes of the network's weights."""
+        found: dict[str, tuple[int, ...]] = {}
+        for layer in self.layers:
+            width_out, width_in = whole[f"{layer}.weight"]
+            found |= {layer + LORA_A: (self.rank, width_in), layer + LORA_B: (width_out, self.rank)}
+        return found
+
+    def merge(self, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """base + scale * b a, in float32."""
+        return torch.addmm(base.float(), b.float(), a.float(), alpha=self.scale)
+
+
+def adapters_of(network: Any, lora: Lora) -> Adapters:
+    """The adapters that model.lora puts in this network."""
+    lists = _layer_lists(network, lora.parts)
+    linear = [
+        f"{prefix}.{name}" if name else prefix
+        for prefix in lists
+        for name, module in network.get_submodule(prefix).named_modules()
+        if isinstance(module, torch.nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
+    ]  # of torch's own attention modules, only the weights are used: an adapter would have no effect
+    available = sorted({name.rpartition(".")[2] for name in linear})
+    if unknown := [t for t in lora.targets if not any(f".{name}".endswith(f".{t}") for name in linear)]:
+        raise UserError(f"model.lora.targets: no linear layer named {', '.join(unknown)}; expected some of {available}")
+    wanted = tuple(f".{target}" for target in lora.targets or available)
+    layers = tuple(name for name in linear if f".{name}".endswith(wanted))
+    if not layers:
+        raise UserError(f"model.lora: the layers {', '.join(lists)} have no linear layers to adapt")
+    return Adapters(layers, lora.rank, lora.alpha)
+
+
+def _layer_lists(network: Any, parts: Sequence[str]) -> tuple[str, ...]:
+    """Names of the modules that hold the layers of a language model, or of a denoiser, which names its own. `parts`: as
+    model.lora.parts."""
+    if hasattr(network, "layer_lists"):
+        return tuple(network.layer_lists)
+    decoder = network.get_decoder()
+    text = next(f"{name}.layers" for name, module in network.named_modules() if module is decoder)
+    has_tower = network.config.model_type in VISION
+    tower = [f"model.{name}" for name, _ in network.model.named_children() if name in TOWER] if has_tower else []
+    if "vision" in parts and not tower:
+        raise UserError("model.lora.parts: the model has no vision tower; expected [text]")
+    return (*([text] if "text" in parts else ()), *(tower if "vision" in parts else ()))
+
+
+def adapters_in(folder: Path, model: Model) -> Adapters | None:
+    """Same as `adapters_of`, for the network in a folder, without loading its weights. Only a policy has adapters."""
+    from transformers import AutoConfig
+
+    if (lora := getattr(model, "lora", None)) is None:
+        return None
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, **options)
+    with torch.device("meta"):
+        return adapters_of(auto_class(config).from_config(config, **options), lora)
+
+
+def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
+    """Check before the start, without weights, that the network is of a supported kind and has the layers that
+    model.lora names. Raises UserError."""
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if model.build is None:
+        try:
+            config = AutoConfig.from_pretrained(str(model_folder(model)), local_files_only=True, **options)
+            traits_of(config)
+            check_length(config, max_length)
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError) as error:
+            raise _unloadable(model, error) from error
+    if model.lora is not None:
+        with torch.device("meta"):
+            if model.build is not None:
+                adapters_of(build_network(model.build, tokenizer, 0, scorer=False), model.lora)
+            else:
+                adapters_of(auto_class(config).from_config(config, **options), model.lora)
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes a policy of this configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
+
+
+def pick_device(name: str, index: int = 0) -> torch.device:
+    """`auto`: a GPU if there is one. Several roles on one machine use GPU `index` modulo the number of visible GPUs."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("training.device=cuda: PyTorch sees no GPU here; use training.device=cpu (or auto)")
+        return torch.device("cuda", index % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+def load_model(
+    model: Model,
+    tokenizer: Any,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_length: int | None = None,
+) -> PreTrainedModel:
+    """The model with its starting weights, in eval mode. The same seed builds the same weights in every process.
+
+    `max_length`: of the sequences, if known. Some models compute longer ones differently.
+    """
+    network = load_whole(model, tokenizer, seed, max_length=max_length)
+    _without_dropout(network)
+    _place(network, dtype, device)
+    check_network(network.eval())
+    return network
+
+
+def load_whole(model: Model, tokenizer: Any, seed: int, *, max_length: int | None = None) -> PreTrainedModel:
+    """The network as transformers makes it: in float32, on the CPU."""
+    if model.build is not None:
+        return build_network(model.build, tokenizer, seed, scorer=False)
+    return _load(model, max_length)
+
+
+def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scorer: bool = False) -> PreTrainedModel:
+    """The network of `load_model` without its weights: parameters are on the meta device, in float32. Buffers, such as
+    rotary frequencies, have their values; they are on the CPU. Raises UserError as `load_model` does. `scorer`: with
+    one label instead of the vocabulary; a network that takes images keeps its vision tower."""
+    from transformers import AutoModelForSequenceClassification
+
+    if model.build is not None:
+        with torch.device("meta"):
+            network = build_network(model.build, tokenizer, 0, scorer=scorer and model.build.vision is None)
+    else:
+        config = _config(model, max_length)
+        text_scorer = scorer and config.model_type not in VISION
+        kind: Any = AutoModelForSequenceClassification if text_scorer else auto_class(config)
+        if text_scorer:
+            config.num_labels = 1
+        with torch.device("meta"):
+            network = kind.from_config(config, **_options(model, config))
+    if scorer and network.config.model_type in VISION:
+        _exchange_head(network)
+    _without_dropout(network)
+    _make_buffers(network)
+    if scorer:
+        return network
+    known = network.config.model_type in VERIFIED | set(VISION)
+    check_network(network.eval() if known else _small_network(model, network.config))
+    return network
+
+
+def _exchange_head(network: Any) -> None:
+    """One label instead of the vocabulary, as `score.weight`. Transformers has sequence classification for few of the
+    families that take images."""
+    del network.lm_head
+    with torch.device("meta"):
+        network.score = torch.nn.Linear(network.config.get_text_config().hidden_size, 1, bias=False)
+
+
+@torch.no_grad()
+def _make_buffers(network: PreTrainedModel) -> None:
+    """Compute the buffers as transformers does after it has read the weights of a checkpoint. Those that a checkpoint
+    has are overwritten later."""
+    for module in network.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+            module._is_hf_initialized = False  # type: ignore[assignment]
+    with torch.random.fork_rng(devices=[]):
+        network.initialize_weights()  # only modules without the mark; their parameters have no memory to write to
+
+
+def _small_network(model: Model, config: Any) -> PreTrainedModel:
+    """A network of this kind with two layers, few tokens and random weights, for `check_network`. The weights are large
+    enough that the output depends on what the attention sees."""
+    from transformers import AutoModelForCausalLM
+
+    small, num_layers = copy.deepcopy(config), config.num_hidden_layers
+    for name, value in list(vars(small).items()):
+        if isinstance(value, (list, tuple)) and len(value) == num_layers > 2:  # one entry per layer
+            setattr(small, name, value[:2])
+    small.num_hidden_layers, small.vocab_size = min(num_layers, 2), min(config.vocab_size, 512)
+    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    try:
+        network = AutoModelForCausalLM.from_config(small, **_options(model, small))
+    except (ValueError, TypeError, IndexError, RuntimeError, AssertionError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"a model of type {config.model_type} cannot be compared with transformers: building it with two layers "
+            f"failed: {first} (key: model.path; docs/engines.md lists the families)"
+        ) from error
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+    _without_dropout(network)
+    return network.eval()
+
+
+def _place(network: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Convert the parameters to `dtype`, but not the buffers: rotary frequencies in bfloat16 have an error of 0.4 %,
+    which is more than one radian at position 4,095."""
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(device=device, dtype=dtype)
+    network.to(device)  # type: ignore[arg-type]
+
+
+def save_built(model: Model, tokenizer: Any, seed: int) -> Path:
+    """Save a built model to a folder, for engines that load from one. It is removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="gcore-model-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    load_model(model, tokenizer, seed, torch.float32, torch.device("cpu")).save_pretrained(folder)
+    return folder
+
+
+def load_scorer(
+    model: Model, seed: int, dtype: torch.dtype, device: torch.device, *, tokenizer: Any = None, new_head: bool = False
+) -> PreTrainedModel:
+    """A sequence-classification model with one label, in eval mode. A model for serving must be trained already.
+
+    `new_head` is for training: a causal language model gets a seeded head, and `model.build` is allowed. The padding
+    token comes from the tokenizer in training, and if config.json has none.
+    """
+    if model.build is not None and not (new_head and tokenizer is not None):
+        raise UserError(
+            "model.build: a scorer with random weights is useless; expected model.path (objective=reward_model "
+            "trains one)"
+        )
+    network = (
+        _load_scorer(model, seed, new_head)
+        if model.build is None
+        else build_network(model.build, tokenizer, seed, True)
+    )
+    text_config = network.config.get_text_config()
+    if tokenizer is not None and (new_head or text_config.pad_token_id is None):
+        text_config.pad_token_id = tokenizer.pad_token_id
+    if text_config.pad_token_id is None:
+        raise UserError(
+            f"model.path={model.path}: its config.json has no pad_token_id and its tokenizer has no padding token, "
+            "so texts cannot be batched (set pad_token_id in config.json)"
+        )
+    network.config.use_cache = False  # nothing is generated
+    _without_dropout(network)
+    _place(network, dtype, device)
+    return network.eval()
+
+
+def score_texts(network: PreTrainedModel, texts: Sequence[Ints], width: int) -> torch.Tensor:
+    """One score per text, in float32. Short texts are padded at the right, where causal attention does not reach."""
+    tokens = np.full((len(texts), width), network.config.get_text_config().pad_token_id, np.int64)
+    mask = np.zeros((len(texts), width), np.int64)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)], mask[row, : len(text)] = text, 1
+    tokens_RW, mask_RW = (torch.from_numpy(array).to(network.device) for array in (tokens, mask))
+    scores: torch.Tensor = network(input_ids=tokens_RW, attention_mask=mask_RW).logits
+    return scores[:, 0].float()
+
+
+def longest_text(scorer: PreTrainedModel) -> int:
+    """Maximum length in tokens. One position is reserved: serving pads every text."""
+    return (getattr(scorer.config.get_text_config(), "max_position_embeddings", None) or 2**31) - 1
+
+
+def _config(model: Model, max_length: int | None) -> Any:
+    """Raises UserError for an unsupported model."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            str(model_folder(model)), trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
+        traits_of(config)
+        check_length(config, max_length)
+        return config
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _unloadable(model, error) from error
+
+
+def _options(model: Model, config: Any) -> dict[str, Any]:
+    return {
+        "dtype": torch.float32,
+        "attn_implementation": implementation(config),
+        "trust_remote_code": model.trust_remote_code,
+    }
+
+
+def _load(model: Model, max_length: int | None) -> PreTrainedModel:
+    """Raises UserError for an unsupported model before any weights are read."""
+    config = _config(model, max_length)
+    try:
+        found: Any = auto_class(config).from_pretrained(
+            str(model_folder(model, weights=True)),
+            local_files_only=True,
+            output_loading_info=True,
+            **_options(model, config),
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _unloadable(model, error) from error
+    network: PreTrainedModel = found[0]
+    _check_names(model, found[1]["missing_keys"], found[1]["unexpected_keys"])
+    return network
+
+
+def _check_names(model: Model, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Transformers would give missing weights random values."""
+    for names, problem in ((sorted(missing), "has no weights for"), (sorted(unexpected), "has weights of no layer:")):
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise UserError(
+                f"model.path={model.path}: {problem} {shown} ({len(names)} names); expected the weights of the network "
+                "that its config.json describes"
+            )
+
+
+def _unloadable(model: Model, error: Exception) -> UserError:
+    first = str(error).strip().splitlines()[0]
+    return UserError(f"model.path={model.path}: cannot load a causal language model: {first}")
+
+
+def _load_scorer(model: Model, seed: int, new_head: bool) -> PreTrainedModel:
+    """Transformers initializes missing weights at random: right for a new head, an error for all other weights."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    prefix, expected = f"model.path={model.path}", "expected a sequence-classification model with one label"
+    folder = str(model_folder(model, weights=True))
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
+    try:
+        config = AutoConfig.from_pretrained(folder, **options)
+        if any("SequenceClassification" in name for name in config.architectures or ()):
+            if config.num_labels != 1:
+                raise UserError(f"{prefix}: has {config.num_labels} labels; {expected}")
+        elif not new_head:
+            raise UserError(f"{prefix}: is {config.architectures}; {expected} (objective=reward_model trains one)")
+        attention = {"attn_implementation": "eager"} if implementation(config) == "eager" else {}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network, info = AutoModelForSequenceClassification.from_pretrained(
+                folder, dtype=torch.float32, num_labels=1, output_loading_info=True, **attention, **options
+            )
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        first = " ".join(str(error).split())[:300]
+        raise UserError(f"{prefix}: cannot load a scorer: {first}") from error
+    body = f"{network.base_model_prefix}."
+    missing = sorted(name for name in info["missing_keys"] if not new_head or name.startswith(body))
+    if missing:
+        raise UserError(f"{prefix}: has no weights for {missing[0]} ({len(missing)} missing in all)")
+    scorer: PreTrainedModel = network
+    return scorer
+
+
+def _without_dropout(network: PreTrainedModel) -> None:
+    """Logprobs before and during an update must come from the same policy; dropout would add noise to both."""
+    for module in network.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "jitter_noise"):  # jitter_noise: of the router in mixtures of experts
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

@@ -1,0 +1,181 @@
+"""The vision part of a vision-language network, as engines and trainers compute it: both call the functions here.
+
+    media of several sequences ──unique──> encode: one pass of the vision tower ──> features of each medium
+    tokens, features ──embed──> inputs of the decoder         positions: of every token, per sequence
+
+The modules of transformers that join both parts are not called: they find images by their tokens, in a whole batch, and
+compute positions for one sequence per row. Here the places of features are part of the content (content/media.py), and
+sequences are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gcore.content.media import Media
+from gcore.models.decoders import TOWER, VISION
+
+GRID = ("qwen2_5_vl", "qwen3_vl")  # positions with three axes (M-RoPE)
+Features = tuple[Tensor, ...]  # of a medium: [places, width], for the embedding, then for layers of the decoder
+
+
+def takes_images(network: Any) -> bool:
+    return network.config.model_type in VISION
+
+
+def tower_of(network: Any) -> dict[str, Any]:
+    """The modules of the vision part, by name: the tower, and what projects its features to the decoder."""
+    return {f"model.{name}": module for name, module in network.model.named_children() if name in TOWER}
+
+
+def tower_parameters(network: Any) -> dict[str, Any]:
+    """The parameters of the vision part, by their names in the network."""
+    found = {
+        f"{name}.{p}": value for name, module in tower_of(network).items() for p, value in module.named_parameters()
+    }
+    loose = getattr(network.model, "image_newline", None)  # of LLaVA-OneVision
+    return found if loose is None else {**found, "model.image_newline": loose}
+
+
+# ---- positions -----------------------------------------------------------------------------------------------------
+
+
+def positions_of(config: Any, length: int, media: Sequence[Media]) -> np.ndarray:
+    """The positions of the tokens of one sequence: [3, length] for models with a grid, else [1, length]. `config`: of
+    the network.
+
+    With a grid, a token of text advances all three axes. The features of an image share a start, are numbered by row
+    and column, and advance the axes by the longer edge. Each time of a video's grid is like an image. In Qwen2.5-VL all
+    times of a video share a start, and the first axis is the time; the text after it does not wait for that axis, as in
+    transformers.
+    """
+    if config.model_type not in GRID:
+        return np.arange(length)[None]
+    found = np.zeros((3, length), np.int64)
+    at, end = 0, 0  # position and token
+    for medium in media:
+        _, height, width = medium.grid
+        for places, times in _blocks(config, medium):
+            first = int(places[0])
+            found[:, end:first] = at + np.arange(first - end)
+            at += first - end
+            rows, columns = np.divmod(np.arange(height * width), width)
+            ahead = np.stack([np.tile(axis, len(times)) for axis in (np.zeros_like(rows), rows, columns)])
+            ahead[0] = np.repeat(times, height * width)
+            found[:, places] = at + ahead
+            at, end = at + max(height, width), int(places[-1]) + 1
+    found[:, end:] = at + np.arange(length - end)
+    return found
+
+
+def _blocks(config: Any, medium: Media) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The places of features that share a start, and the position of each time of the grid among them."""
+    times = medium.grid[0]
+    if config.model_type == "qwen2_5_vl" and medium.kind == "video":
+        step = np.float32(config.vision_config.tokens_per_second) * np.float32(medium.seconds)
+        return [(medium.places, (np.arange(times, dtype=np.float32) * step).astype(np.int64))]
+    return [(places, np.zeros(1, np.int64)) for places in np.split(medium.places, times)]
+
+
+def next_position(config: Any, length: int, media: Sequence[Media]) -> int:
+    """Of the token after the sequence."""
+    return int(positions_of(config, length + 1, media)[0, -1])
+
+
+# ---- features ------------------------------------------------------------------------------------------------------
+
+
+def unique(media: Sequence[Media]) -> dict[str, Media]:
+    """By key: siblings share the images of their prompt, and their features are computed once."""
+    return {medium.key: medium for medium in media}
+
+
+def encode(network: Any, media: Sequence[Media]) -> list[Features]:
+    """The features of each medium."""
+    family, model = network.config.model_type, network.model
+    tensors = [{name: torch.from_numpy(np.array(a)) for name, a in medium.tensors().items()} for medium in media]
+    inputs = [{name: t.to(network.device) for name, t in own.items()} for own in tensors]
+    if family in GRID:
+        return _encode_grids(model, inputs)
+    if family in ("gemma3", "internvl"):  # tiles of one size
+        sizes = [len(own["pixel_values"]) for own in inputs]
+        found = model.get_image_features(torch.cat([own["pixel_values"] for own in inputs]), **_options(network))
+        return [(part.flatten(0, 1),) for part in found.pooler_output.split(sizes)]
+    return [(_encode_alone(network, own),) for own in inputs]
+
+
+def _encode_grids(model: Any, inputs: Sequence[dict[str, Tensor]]) -> list[Features]:
+    pixels = torch.cat([own["pixel_values"] for own in inputs])
+    found = model.get_image_features(pixels, torch.cat([own["image_grid_thw"] for own in inputs]))
+    sizes = [len(part) for part in found.pooler_output]
+    layers = getattr(found, "deepstack_features", None) or ()  # transformers 5.17 does not divide them among the media
+    parts = [layer.split(sizes) if isinstance(layer, Tensor) else layer for layer in layers]
+    return list(zip(found.pooler_output, *parts, strict=True))
+
+
+def _encode_alone(network: Any, own: dict[str, Tensor]) -> Tensor:
+    if network.config.model_type == "llava_onevision":
+        options = {name: own[name] for name in ("image_sizes", "batch_num_images")}
+        found = network.model.get_image_features(own["pixel_values"], **options, **_options(network))
+        part = found.pooler_output[0]
+        return part if isinstance(part, Tensor) else torch.cat(list(part))
+    mask = own.get("pixel_attention_mask")
+    found = network.model.get_image_features(own["pixel_values"], pixel_attention_mask=mask)
+    return found.pooler_output.flatten(0, 1)
+
+
+def _options(network: Any) -> dict[str, Any]:
+    names = ("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio")
+    return {name: getattr(network.config, name) for name in names if hasattr(network.config, name)}
+
+
+def dummy_media(network: Any) -> Media:
+    """The smallest image that the vision tower takes, for a rank that has none."""
+    vision, family = network.config.vision_config, network.config.model_type
+    if family in GRID:
+        merge = vision.spatial_merge_size
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        inputs = {
+            "pixel_values": np.ones((merge**2, width), np.float32),
+            "image_grid_thw": np.array([[1, merge, merge]]),
+        }
+    else:
+        edges = vision.image_size if isinstance(vision.image_size, list | tuple) else (vision.image_size,) * 2
+        pixels = np.ones((1, 3, *edges), np.float32)
+        inputs = {"pixel_values": pixels if family in ("gemma3", "internvl") else pixels[None]}
+        inputs |= {"image_sizes": np.array([edges]), "batch_num_images": np.array([2])}
+    return Media("image", "", np.zeros((1, 1, 3), np.uint8), inputs)
+
+
+def embed(network: Any, tokens_RW: Tensor, places: Sequence[Tensor], features: Sequence[Features]) -> dict[str, Any]:
+    """Inputs of the decoder. `places`: of each medium, flat indices into `tokens_RW`."""
+    if not places:
+        return {"inputs_embeds": network.get_input_embeddings()(tokens_RW)}
+    at = torch.cat(list(places))
+    flat = tokens_RW.flatten().index_fill(0, at, 0)  # placeholders may have no embedding
+    embeds = network.get_input_embeddings()(flat)
+    order = at.argsort()  # of the mask below, which has no order of its own
+    layers = [torch.cat(parts)[order].to(embeds.dtype) for parts in zip(*features, strict=True)]
+    embeds = embeds.index_copy(0, at[order], layers[0])
+    inputs = {"inputs_embeds": embeds.view(*tokens_RW.shape, -1)}
+    if len(layers) > 1:
+        seen = torch.zeros(tokens_RW.numel(), dtype=torch.bool, device=tokens_RW.device)
+        inputs |= {"visual_pos_masks": seen.index_fill(0, at, True).view(tokens_RW.shape)}
+        inputs["deepstack_visual_embeds"] = layers[1:]
+    return inputs
+
+
+def blocks_of(shape: Sequence[int], places: Sequence[Tensor]) -> Tensor:
+    """[rows, 1, width, width]: True for two features of the same image. `places` as in `embed`. Features with other
+    tokens between them (the parts of an image that was cut) are different images."""
+    at = torch.cat(list(places))
+    apart = torch.cat([torch.diff(part, prepend=part[:1] - 2) != 1 for part in places])
+    image = torch.zeros(shape[0] * shape[1], dtype=torch.int64, device=at.device)
+    image[at] = apart.cumsum(0)
+    image = image.view(shape[0], shape[1])
+    return ((image[:, :, None] == image[:, None, :]) & (image > 0)[:, :, None])[:, None]

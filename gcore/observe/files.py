@@ -1,0 +1,102 @@
+"""Files of a run that processes append lines to: metrics, samples, spans, placement.
+
+A disk that is full or a share that is gone never ends a run by these files. The lines wait in memory until they can be
+written, the newest MAX_WAITING bytes of them. What is not written is said once per file: `take_notes`, for the
+progress view. A run with checkpoint.on_failure=stop asks `problem`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+MAX_WAITING = 8 << 20  # bytes of one file
+_problems: dict[Path, str] = {}  # by file: why it is not written now
+_notes: list[str] = []  # for the user, not taken yet
+_are_taken = False  # this process is asked for its notes
+
+
+class LineFile:
+    """LineFile(Path("runs/a/metrics.jsonl")).append(['{"step": 1}']). One process writes to a file at a time."""
+
+    _end = b"\n"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[bytes] = []
+        self._is_new = True
+        _problems.pop(path, None)
+
+    def append(self, lines: Iterable[str]) -> None:
+        """The lines are in the file when this returns, or wait."""
+        self._append([f"{line}\n".encode("utf-8", "replace") for line in lines])
+
+    def _append(self, records: list[bytes]) -> None:
+        self._waiting += records
+        if not self._waiting:
+            return
+        while sum(map(len, self._waiting)) > MAX_WAITING:
+            self._waiting.pop(0)
+        with told(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+b", buffering=0) as file:
+                end = file.seek(0, os.SEEK_END)
+                data = b"".join(self._waiting)
+                if self._is_new and end and os.pread(file.fileno(), 1, end - 1) != self._end:
+                    data = self._end + data  # a kill cut the last line
+                try:
+                    if (written := file.write(data)) < len(data):  # the last bytes of a disk: the next write says why
+                        file.write(data[written:])
+                        if file.seek(0, os.SEEK_END) < end + len(data):
+                            raise OSError("it was written only in part")
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        file.truncate(end)
+                    raise
+            self._waiting, self._is_new = [], False
+
+
+class RecordFile(LineFile):
+    """A new file of binary records."""
+
+    _end = b""
+
+    def write(self, record: bytes) -> None:
+        self._append([record])
+
+
+@contextlib.contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Around a write that must not end the run. An OSError is told once, until a write to this file succeeds."""
+    try:
+        yield
+    except OSError as error:
+        if path not in _problems:
+            _problems[path] = f"{path} is not written ({error.strerror or error})"
+            tell(f"{_problems[path]}; the run goes on")
+    else:
+        _problems.pop(path, None)
+
+
+def tell(text: str) -> None:
+    """On the driver's screen, if this process is the driver or a controller; otherwise in the log of the process."""
+    _notes.append(text)
+    if not _are_taken:
+        with contextlib.suppress(OSError):  # the log may be on a full disk
+            print(f"gcore: {text}", file=sys.stderr, flush=True)
+
+
+def take_notes() -> list[str]:
+    """What was told in this process since the last call."""
+    global _are_taken
+    _are_taken = True
+    notes, _notes[:] = _notes[:], []
+    return notes
+
+
+def problem(folder: Path) -> str:
+    """A file of this run that cannot be written now, and why; empty if there is none."""
+    return next((text for path, text in _problems.items() if folder in path.parents), "")

@@ -1,0 +1,383 @@
+"""Tests of a program that run in a process of their own, and ask the process of the program for results.
+
+    judge (the tests) ──calls──> host (the model's program)        each in its own sandbox, joined by a socket
+                      <──results──
+
+Names that the tests do not define are looked up in the program's process: a function of the program is a `Remote`
+there, and calling it sends the arguments. Results come back as plain values (numbers, strings, containers), so that the
+comparison with the expected value is Python's own, in a process that the program cannot see. Other objects of the
+program stay where they are, and are never equal to a plain value.
+
+It imports only the standard library, because it runs in sandboxes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import importlib
+import io
+import operator
+import os
+import sys
+import types
+
+from gcore.rewarding.peer import DEPTH, Peer, Unsupported, find_standard, standard
+from gcore.rewarding.sandboxed import main_module, run_program
+
+TYPE_CHECKING = False  # as in sandboxed.py
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+EXACT = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+
+
+# --- the process of the program ---------------------------------------------------------------------------------------
+
+
+def host(source: str | bytes, connection: int) -> None:
+    """Runs the program, then does what the tests ask."""
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * DEPTH))
+    peer = Host(connection)
+    peer.namespace = run_program(source)
+    while True:
+        _, *request = peer.receive()
+        peer.answer(*request)
+
+
+class Host(Peer):
+    namespace: dict[str, Any]
+
+    def handle(self, what: str, *rest: Any) -> list[Any]:
+        match what, rest:
+            case "names", [*names]:
+                return [[[name, self.named(name)] for name in names if name in self.namespace]]
+            case "plain", [data]:
+                return [self.encode(plain(self.decode(data)))]
+            case "await", [data]:
+                import asyncio
+
+                return [self.encode(asyncio.run(self.decode(data)))]
+            case "call", [function, arguments, named, given_input]:
+                args, kwargs = [self.decode(arg) for arg in arguments], {k: self.decode(v) for k, v in named}
+                if given_input is not None:
+                    sys.stdin = io.StringIO(given_input)
+                before, sys.stdout = sys.stdout, (printed := io.StringIO())
+                try:
+                    value = self.encode(self.decode(function)(*args, **kwargs))
+                finally:
+                    sys.stdout = before
+                # a function may change its arguments: their new values, by position
+                now = [self.encode(arg) for arg in (*args, *kwargs.values())]
+                given = [*arguments, *(v for _, v in named)]
+                return [value, [[i, new] for i, new in enumerate(now) if new != given[i]], printed.getvalue()]
+            case name, [*arguments]:
+                return [self.encode(OPERATIONS[name](*[self.decode(arg) for arg in arguments]))]
+        raise TypeError(what)
+
+    def named(self, name: str) -> Any:
+        value = self.namespace[name]
+        try:
+            return standard(value, name) or self.encode(value)
+        except Unsupported:
+            return self.encode_object(value, 0)
+
+    def encode_object(self, value: Any, depth: int) -> Any:
+        if isinstance(value, types.CoroutineType):
+            return ["coroutine", self.keep(value)]
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["exception", self.keep(value), [kind.__name__ for kind in value.__mro__]]
+        if isinstance(value, Callback):
+            return ["yours", value.number]
+        return ["object", self.keep(value), isinstance(value, EXACT)]
+
+    def decode_object(self, *data: Any) -> Any:
+        match data:
+            case "yours", number:
+                return self.objects[number]
+            case "standard", module, name:
+                return find_standard(module, name)
+            case "function", number:
+                return Callback(self, number)
+            case "instance", name, attributes:
+                kind = self.namespace.get(name)
+                if not isinstance(kind, type):
+                    kind = self.namespace[name] = type(name, (), {})
+                made: Any = object.__new__(kind)
+                for attribute, value in attributes:
+                    object.__setattr__(made, attribute, self.decode(value))
+                return made
+        raise Unsupported(str(data[0]))
+
+
+class Callback:
+    """A function of the tests, for the program."""
+
+    def __init__(self, peer: Peer, number: int):
+        self.peer, self.number = peer, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        encode = self.peer.encode
+        named = [[name, encode(value)] for name, value in kwargs.items()]
+        return self.peer.decode(self.peer.request("call", self.number, [*map(encode, args)], named)[0])
+
+
+def plain(value: Any) -> Any:
+    """The value of an object whose class inherits from a plain type (named tuples, enumerations of numbers)."""
+    kind: Any = next(kind for kind in EXACT if isinstance(value, kind))
+    if kind in (int, float, str, complex):
+        return getattr(kind, f"__{kind.__name__}__")(value)
+    if kind is dict:
+        return dict(dict.items(value))
+    return kind(kind.__iter__(value))
+
+
+# --- the process of the tests -----------------------------------------------------------------------------------------
+
+
+def judge(tests: str, connection: int, report: int, passed: bytes) -> None:
+    """Writes `passed` for each assert that passes; without asserts at the top level, once if all statements pass."""
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * DEPTH))
+    peer = Judge(connection)
+    namespace = main_module() | peer.names(wanted_names(tests))
+    sys.modules["__main__"].__dict__.update(namespace)
+    import ast
+
+    statements = ast.parse(tests).body
+    whole = not any(isinstance(statement, ast.Assert) for statement in statements)
+    for statement in statements:
+        code = compile(ast.Module([statement], []), "tests.py", "exec")
+        if isinstance(statement, ast.Assert):
+            try:
+                exec(code, namespace)
+            except BaseException:
+                continue
+            os.write(report, passed)
+        else:
+            exec(code, namespace)
+    if whole:
+        os.write(report, passed)
+
+
+def wanted_names(tests: str) -> list[str]:
+    """The global names that the tests use and do not always define before. A name of Python's builtins is the program's
+    only if there is no other: else a program could define its own `sorted`, `set` or `abs` for the comparisons."""
+    import symtable
+
+    used: set[str] = set()
+    bound: set[str] = set()
+    tables = [top := symtable.symtable(tests, "tests.py", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if table is top or symbol.is_global():
+                used |= {symbol.get_name()} if symbol.is_referenced() else set()
+                bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
+    own = {name for name in used if name not in vars(builtins) and not name.startswith("__")}
+    return sorted(own if own - bound else own | {name for name in used - bound if not name.startswith("__")})
+
+
+class Judge(Peer):
+    def __init__(self, connection: int):
+        super().__init__(connection)
+        self.exceptions: dict[str, type[BaseException]] = {}
+
+    def handle(self, what: str, *rest: Any) -> list[Any]:
+        """The program may only call functions that the tests have given to it."""
+        if what != "call":
+            raise TypeError(what)
+        number, arguments, named = rest
+        function = self.objects[number]
+        return [self.encode(function(*map(self.decode, arguments), **{k: self.decode(v) for k, v in named}))]
+
+    def names(self, wanted: list[str]) -> dict[str, Any]:
+        """What the program has under these names. The program only says that a name is one of the standard library,
+        such as `sqrt`; the object is taken from this process."""
+        found = {}
+        for name, data in self.request("names", *wanted)[0]:
+            if name not in wanted:
+                continue
+            match data:
+                case ["standard", str(module), str(own)] if name == (own or module):
+                    found[name] = find_standard(module, own)
+                case _:
+                    found[name] = self.decode(data)
+        return found
+
+    def exception_type(self, name: str) -> type[BaseException] | None:
+        return self.exceptions.get(name) or super().exception_type(name)
+
+    def encode_object(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Remote):
+            return ["yours", number_of(value)]
+        if isinstance(value, type) and value in self.exceptions.values():
+            return ["yours", value.__dict__["number"]]
+        name = getattr(value, "__name__", None)
+        if isinstance(name, str) and (known := standard(value, name)):
+            return known
+        if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinMethodType | type):
+            return ["function", self.keep(value)]
+        if hasattr(value, "__dict__") and type(value).__module__ == "__main__":
+            attributes = [[k, self.encode(v, depth)] for k, v in vars(value).items()]
+            return ["instance", type(value).__name__, attributes]
+        raise Unsupported(f"tests cannot give an object of {type(value).__name__} to the program")
+
+    def decode_object(self, *data: Any) -> Any:
+        match data:
+            case "yours", number:
+                return self.objects[number]
+            case "object", number, has_value:
+                return Remote(self, number, has_value)
+            case "coroutine", number:
+                return self.awaited(number)
+            case "exception", number, [name, *others]:
+                base = next(kind for other in others if (kind := self.exception_type(other)) is not None)
+                self.exceptions[name] = type(name, (base,), {"number": number})
+                return self.exceptions[name]
+        raise Unsupported(str(data[0]))
+
+    async def awaited(self, number: int) -> Any:
+        return self.decode(self.request("await", ["yours", number])[0])
+
+
+class Remote:
+    """An object of the program, in the process of the tests.
+
+    What the tests compare with must not reach the program: operators with a plain value are not sent. Then `==` is
+    False, and others raise TypeError.
+    """
+
+    __slots__ = ("_gcore",)
+
+    def __init__(self, peer: Judge, number: int, has_value: bool):
+        object.__setattr__(self, "_gcore", (peer, number, has_value))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        peer = peer_of(self)
+        given = [*args, *kwargs.values()]
+        sent = [peer.encode(value) for value in given]
+        named = [[name, value] for name, value in zip(kwargs, sent[len(args) :], strict=True)]
+        replaced = sys.stdin is not sys.__stdin__  # by the tests, for a function that reads its input
+        given_input = sys.stdin.read() if replaced else None
+        value, changed, printed = peer.request("call", peer.encode(self), sent[: len(args)], named, given_input)
+        sys.stdout.write(str(printed))  # tests may have redirected it
+        for position, new in changed:
+            update(given[position], peer.decode(new))
+        return peer.decode(value)
+
+    def __eq__(self, other: Any) -> Any:
+        return compare("eq", self, other, False)
+
+    def __ne__(self, other: Any) -> Any:
+        return compare("ne", self, other, True)
+
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Any: ...
+
+    def __contains__(self, item: Any) -> bool:
+        if isinstance(item, Remote) and not has_value(item):
+            return bool(ask("contains", self, item))
+        return any(each is item or each == item for each in self)
+
+    def __getattr__(self, name: str) -> Any:
+        return ask("getattr", self, name)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, Remote) and bool(ask("isinstance", instance, self))
+
+
+def peer_of(remote: Remote) -> Judge:
+    peer: Judge = object.__getattribute__(remote, "_gcore")[0]
+    return peer
+
+
+def number_of(remote: Remote) -> int:
+    number: int = object.__getattribute__(remote, "_gcore")[1]
+    return number
+
+
+def has_value(remote: Remote) -> bool:
+    has: bool = object.__getattribute__(remote, "_gcore")[2]
+    return has
+
+
+def ask(name: str, remote: Remote, *args: Any) -> Any:
+    peer = peer_of(remote)
+    return peer.decode(peer.request(name, peer.encode(remote), *[peer.encode(arg) for arg in args])[0])
+
+
+def value_of(value: Any) -> Any:
+    """The plain value of an object whose class inherits from a plain type; else the object."""
+    return ask("plain", value) if isinstance(value, Remote) and has_value(value) else value
+
+
+def compare(name: str, one: Remote, other: Any, otherwise: Any) -> Any:
+    mine, theirs = value_of(one), value_of(other)
+    if isinstance(mine, Remote) and isinstance(theirs, Remote):
+        return ask(name, mine, theirs)
+    if isinstance(mine, Remote) or isinstance(theirs, Remote):
+        return otherwise
+    return getattr(operator, name)(mine, theirs)
+
+
+def update(old: Any, new: Any) -> None:
+    """A container of the tests that the program has changed."""
+    if isinstance(old, list | bytearray):
+        old[:] = new
+    elif isinstance(old, dict | set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, collections.deque):
+        old.clear()
+        old.extend(new)
+
+
+BINARY = ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+BITS = ("and_", "or_", "xor", "lshift", "rshift")
+UNARY: dict[str, Callable[..., Any]] = {
+    "__len__": len,
+    "__iter__": iter,
+    "__next__": next,
+    "__bool__": bool,
+    "__str__": str,
+    "__repr__": repr,
+    "__hash__": hash,
+    "__int__": int,
+    "__float__": float,
+    "__index__": operator.index,
+    "__neg__": operator.neg,
+    "__abs__": abs,
+    "__reversed__": reversed,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+    "__delitem__": operator.delitem,
+    "__setattr__": setattr,
+    "__delattr__": delattr,
+    "__enter__": lambda it: it.__enter__(),
+    "__exit__": lambda it: it.__exit__(None, None, None),
+    "__copy__": lambda it: importlib.import_module("copy").copy(it),
+    "__deepcopy__": lambda it: importlib.import_module("copy").deepcopy(it),
+}
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **UNARY,
+    **{name: getattr(operator, name) for name in (*BINARY, *BITS, "eq", "ne", "contains")},
+    "getattr": getattr,
+    "isinstance": isinstance,
+}
+
+
+def _unary(name: str) -> Callable[..., Any]:
+    return lambda self, *args: ask(name, self, *([] if name in ("__exit__", "__deepcopy__") else args))
+
+
+def _binary(name: str) -> Callable[..., Any]:
+    return lambda self, other: compare(name, self, other, NotImplemented)
+
+
+for _name in UNARY:
+    setattr(Remote, _name, _unary(_name))
+for _name in (*BINARY, *BITS):
+    setattr(Remote, f"__{_name.rstrip('_')}__", _binary(_name))

@@ -1,0 +1,314 @@
+"""Runs untrusted code in sandboxes with limits.
+
+    Script ──bwrap──> interpreter: limits, then sandboxed.py ──output──> RunResult
+                      memory of all its processes: a cgroup where one can be made, else a watch
+
+The sandbox is bubblewrap: no network, no files except the interpreter's, nothing writable except a small /tmp, no
+/proc, and limits on CPU time, memory, processes and files. A filter of system calls closes what would pass these
+limits: memory that belongs to no process, new namespaces, and access to other processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import marshal
+import os
+import platform
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from gcore.rewarding.memory import has_killed, memory_of, new_group, remove_group
+from gcore.rewarding.processes import has_exited, kill_group
+
+OUTPUT_BYTES = 1 << 20  # a program that writes more has failed
+FILE_BYTES, TMP_BYTES, PROCESSES, OPEN_FILES = 16 << 20, 64 << 20, 16, 64
+READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+STARTED = b"started\n"  # the first output: the sandbox works, and what follows is the program's
+BOOT = """
+import marshal, sys, types
+with open(int(sys.argv[1]), "rb") as file:
+    modules, task = marshal.load(file)
+for name, code in modules:
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = []
+    exec(code, module.__dict__)
+sys.modules["gcore.rewarding.sandboxed"].main(task)
+"""
+# refused system calls: (x86_64, aarch64). memfd_create, memfd_secret, shmget, unshare, setns, mount, ptrace,
+# process_vm_readv, process_vm_writev, keyctl, add_key, bpf, io_uring_setup, userfaultfd, perf_event_open, open_tree,
+# fsopen, fsmount, pidfd_getfd
+REFUSED = {
+    "x86_64": (
+        0xC000003E,
+        319,
+        447,
+        29,
+        272,
+        308,
+        165,
+        101,
+        310,
+        311,
+        250,
+        248,
+        321,
+        425,
+        323,
+        298,
+        428,
+        430,
+        432,
+        438,
+    ),
+    "aarch64": (
+        0xC00000B7,
+        279,
+        447,
+        194,
+        97,
+        268,
+        40,
+        117,
+        270,
+        271,
+        219,
+        217,
+        280,
+        425,
+        282,
+        241,
+        428,
+        430,
+        432,
+        438,
+    ),
+}
+CLONE, CLONE3, NEW_NAMESPACES = {"x86_64": 56, "aarch64": 220}, 435, 0x7E020000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one run of a program. Limits(sandbox="bwrap", cpu_s=2, wall_s=10.0, memory_mb=512)"""
+
+    sandbox: str
+    cpu_s: int
+    wall_s: float
+    memory_mb: int
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_mb << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The result of one run. RunResult(output=b"85\\n", code=0); the code is None if the program was killed."""
+
+    output: bytes
+    code: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What runs in one sandbox: see sandboxed.main. Script({"source": "print(1)"}, stdin="")"""
+
+    task: Mapping[str, Any]
+    stdin: str = ""
+    socket: socket.socket | None = None
+
+
+def run(scripts: Sequence[Script], limits: Limits) -> RunResult:
+    """Runs the scripts at the same time, each in its own sandbox, until the first one ends: its output is returned.
+    RuntimeError if a sandbox does not start."""
+    with contextlib.ExitStack() as stack:
+        boxes = [stack.enter_context(_started(script, limits)) for script in scripts]
+        for script in scripts:
+            if script.socket is not None:
+                script.socket.close()  # it is theirs: each must see the end of the other
+        code = _watch(boxes, limits)
+        for box in boxes:
+            if not box.output.startswith(STARTED):
+                errors = (box.process.stderr.read() if box.process.stderr else b"").decode(errors="replace").strip()
+                raise RuntimeError(f"the sandbox did not start: {errors or f'no output within {limits.wall_s:g} s'}")
+        return RunResult(bytes(boxes[0].output[len(STARTED) :]), code)
+
+
+@dataclass(slots=True)
+class _Box:
+    """A running sandbox."""
+
+    process: subprocess.Popen[bytes]
+    group: Path | None  # its memory cgroup
+    output: bytearray = field(default_factory=bytearray)
+
+    def read(self) -> bytes | None:
+        """More output. Empty: its end; None: none yet."""
+        assert self.process.stdout
+        chunk = self.process.stdout.read(1 << 16)
+        self.output += chunk or b""
+        return chunk
+
+    def too_large(self, memory_bytes: int) -> bool:
+        if self.group is not None:
+            return has_killed(self.group)
+        return memory_of(self.process.pid, memory_bytes) > memory_bytes
+
+    def end(self) -> None:
+        kill_group(self.process)
+        self.process.wait()
+        if self.group is not None:
+            remove_group(self.group)
+
+
+@contextlib.contextmanager
+def _started(script: Script, limits: Limits) -> Iterator[_Box]:
+    unconfined = limits.sandbox == "rlimits"
+    # If we are root, each run gets another unprivileged user: the limit on processes is per user.
+    uid = 20_000 + (os.getpid() + next(_runs)) % 40_000 if os.geteuid() == 0 and not unconfined else 0
+    numbers = {
+        "uid": uid,
+        "dies_with_parent": unconfined,
+        "cpu_s": limits.cpu_s,
+        "memory": limits.memory_bytes,
+        "size": FILE_BYTES,
+        "processes": PROCESSES,
+        "files": OPEN_FILES,
+    }
+    sockets = [] if script.socket is None else [script.socket.fileno()]
+    task = {**script.task, "limits": numbers, "started": STARTED, "socket": sockets[0] if sockets else None}
+    with contextlib.ExitStack() as stack:
+        blob, stdin = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        blob.write(marshal.dumps((_modules(script.socket is not None), task)))
+        stdin.write(script.stdin.encode(errors="replace"))
+        files = [blob, stdin]
+        command = [_interpreter(), "-I", "-S", "-X", "utf8", "-c", BOOT, str(blob.fileno())]
+        if not unconfined:
+            if filtered := _system_calls():
+                files.append(stack.enter_context(tempfile.TemporaryFile()))
+                files[-1].write(filtered)
+            command = [*bwrap_command(), *(["--seccomp", str(files[2].fileno())] if filtered else []), "--", *command]
+        for file in files:
+            file.seek(0)
+        if (group := new_group(limits.memory_bytes)) is not None:
+            # a shell moves itself into the group before anything of the program runs
+            command = ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
+        cwd = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)) if unconfined else "/"
+        process = stack.enter_context(
+            subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[*(file.fileno() for file in files if file is not stdin), *sockets],
+                cwd=cwd,
+                env={"PATH": "/usr/bin:/bin", "HOME": cwd},
+                start_new_session=True,
+            )
+        )
+        assert process.stdout
+        os.set_blocking(process.stdout.fileno(), False)
+        box = _Box(process, group)
+        try:
+            yield box
+        finally:
+            box.end()
+
+
+def _watch(boxes: Sequence[_Box], limits: Limits) -> int | None:
+    """Reads until the first box ends; kills all if it exceeds its time or writes too much, or if one takes too much
+    memory. Returns the exit code, None if it was killed."""
+    first, deadline, ended = boxes[0], time.monotonic() + limits.wall_s, False
+    check_at = 0.0
+    try:
+        while not ended and len(first.output) <= OUTPUT_BYTES and (now := time.monotonic()) < deadline:
+            exited = has_exited(first.process)  # checked before the last read, so that no output is lost
+            select.select([cast(Any, first.process.stdout)], [], [], 0 if exited else 0.02)
+            chunk = first.read()
+            ended = exited and not chunk
+            for box in boxes[1:]:
+                box.read()
+            if now >= check_at and not exited:
+                check_at = now + 0.02
+                if any(box.too_large(limits.memory_bytes) for box in boxes):
+                    break
+            if chunk == b"" and not exited:  # it closed its output and is still running
+                time.sleep(0.005)
+        if ended and any(box.too_large(limits.memory_bytes) for box in boxes if box.group is not None):
+            ended = False
+    finally:
+        for box in boxes:
+            kill_group(box.process)
+            box.process.wait()
+        for box in boxes[1:]:
+            box.read()
+    killed = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the latter: by bwrap
+    return None if not ended or first.process.returncode in killed else first.process.returncode
+
+
+_runs = itertools.count()
+
+
+@functools.cache
+def _modules(with_tests: bool) -> list[tuple[str, Any]]:
+    """The code that a sandbox needs, in the order of its imports."""
+    files = ["sandboxed.py", *(["peer.py", "remote_tests.py"] if with_tests else [])]
+    found: list[tuple[str, Any]] = [(name, compile("", name, "exec")) for name in ("gcore", "gcore.rewarding")]
+    for file in files:
+        path = Path(__file__).with_name(file)
+        found.append((f"gcore.rewarding.{path.stem}", compile(path.read_text(), file, "exec")))
+    return found
+
+
+def _interpreter() -> str:
+    """The base interpreter, not the virtual environment's, which is inside the project's files."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+@functools.cache
+def bwrap_command() -> list[str]:
+    prefix = Path(sys.base_prefix).resolve()
+    if os.geteuid() == 0:  # root needs no user namespace; sandboxed.py drops the privileges
+        options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+        options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        options = ["--unshare-all", "--unshare-user", "--cap-drop", "ALL"]
+    options += ["--die-with-parent", "--new-session", "--clearenv"]
+    places = [*map(Path, (*READABLE, *DEVICES)), prefix]
+    for parent in sorted({parent for place in places for parent in place.parents} - {Path("/")}):
+        options += ["--perms", "0755", "--dir", str(parent)]  # directories made by bwrap would be closed to other users
+    for place in places:
+        options += ["--dev-bind" if str(place) in DEVICES else "--ro-bind-try", str(place), str(place)]
+    options += ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]
+    options += ["--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin"]
+    return [shutil.which("bwrap") or "bwrap", *options]
+
+
+@functools.cache
+def _system_calls() -> bytes:
+    """A program of classic BPF for seccomp. Other architectures have no filter."""
+    if (machine := platform.machine()) not in REFUSED:
+        return b""
+    architecture, *refused = REFUSED[machine]
+    load, equal, any_bit, at_least, ret = 0x20, 0x15, 0x45, 0x35, 0x06
+    allow, refuse, unknown = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38  # EPERM; ENOSYS: libc then calls clone
+    lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), (ret, 0, 0, refuse), (load, 0, 0, 0)]
+    lines += [(at_least, 0, 1, 0x40000000), (ret, 0, 0, refuse)]  # the second table of x86_64
+    for number in refused:
+        lines += [(equal, 0, 1, number), (ret, 0, 0, refuse)]
+    lines += [(equal, 0, 1, CLONE3), (ret, 0, 0, unknown), (equal, 0, 3, CLONE[machine])]
+    lines += [(load, 0, 0, 16), (any_bit, 0, 1, NEW_NAMESPACES), (ret, 0, 0, refuse), (ret, 0, 0, allow)]
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)

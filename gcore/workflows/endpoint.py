@@ -1,0 +1,330 @@
+"""An OpenAI-compatible endpoint of the policy, for agents that only know HTTP: `ctx.serve(prompt)` of a workflow.
+
+    workflow ──base_url, api_key──> agent ──POST BASE_URL/chat/completions──> Session ──> engines of the policy
+                                                                                 └── records tokens and logprobs
+    workflow <── session.rollout
+
+A session is one sample: its identity is in its address. Requests that continue a conversation continue from the
+recorded tokens: what the policy sampled is never tokenised again. A conversation that an agent changes or starts again
+is another rollout of the session (`session.rollouts`). The server runs in the controller, listens on the loopback
+interface only, while sessions are open, and asks for a token that is made for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from gcore.content.base import Content
+from gcore.content.text import PromptTooLong, TextModality
+from gcore.generation.noise import noise_key
+from gcore.types import Message, Prompt, Rollout, UserError
+from gcore.workflows.openai_format import (
+    BadRequest,
+    Body,
+    Turn,
+    assistant_message,
+    chat_response,
+    checked_messages,
+    events,
+    identity,
+    sampling_params,
+    text_response,
+)
+
+HOST = "127.0.0.1"
+MAX_BODY = 32 * 2**20  # bytes
+TOO_LONG = "context_length_exceeded"
+ROUTES = "POST chat/completions, POST completions or GET models, at session.base_url"
+MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "gcore"}]}
+
+
+class Turns(Protocol):
+    """The part of workflows/context.py: SampleContext that a session uses."""
+
+    async def first_turn(
+        self, prompt: Prompt, siblings: Sequence[int], content: Content, params: Mapping[str, Any]
+    ) -> list[Rollout]: ...
+
+    async def next_turn(
+        self, rollout: Rollout, sibling: int, feedback: str | Sequence[Message], params: Mapping[str, Any]
+    ) -> Rollout: ...
+
+
+@dataclasses.dataclass(slots=True)
+class Node:
+    """A conversation after a turn of the policy. `said`: the messages, or the text, up to the end of the turn."""
+
+    said: tuple[str, ...] | str
+    tools: str
+    rollout: Rollout
+    taken: set[int] = dataclasses.field(default_factory=set)  # numbers of its continuations, also of those under way
+
+    @property
+    def continued(self) -> int:
+        return len(self.taken)
+
+
+class Session:
+    """One sample of the policy. `base_url` and `api_key` are for the agent's client, such as OpenAI(...)."""
+
+    def __init__(self, turns: Turns, modality: TextModality, prompt: Prompt, sibling: int) -> None:
+        self._turns, self._modality, self.prompt, self.sibling = turns, modality, prompt, sibling
+        self.base_url = self.api_key = ""  # set by Endpoint.open
+        self.model = "policy"
+        self.failure: Exception | None = None  # of G-Core: the workflow cannot continue
+        self._nodes: list[Node] = []
+        self._roots = itertools.count()
+        self._requests = itertools.count()
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """One per conversation, in the order of their last turns. They are siblings of each other."""
+        return [node.rollout for node in self._nodes if not node.continued]
+
+    @property
+    def rollout(self) -> Rollout:
+        """The conversation of an agent that has only one."""
+        found = self.rollouts
+        if len(found) != 1:
+            raise RuntimeError(
+                f"the agent of sample {self.sibling} has made {len(found)} conversations; expected one (use "
+                "session.rollouts for several: an agent that changes earlier messages starts another conversation)"
+            )
+        return found[0]
+
+    @property
+    def client(self) -> Any:
+        """An object like openai.AsyncOpenAI for code in this process: `await client.chat.completions.create(...)`."""
+        chat = SimpleNamespace(completions=_Create(self.chat))
+        return SimpleNamespace(chat=chat, completions=_Create(self.complete), base_url=self.base_url)
+
+    async def chat(self, body: Body) -> Body:
+        """POST chat/completions."""
+        params, messages, tools = self._params(body), checked_messages(body), body.get("tools") or None
+        said = tuple(map(identity, messages))
+        described = json.dumps(tools, sort_keys=True)
+        node = self._last(lambda n: isinstance(n.said, tuple) and n.tools == described and _begins(said, n.said))
+        if node is None:
+            turn, rollout = await self._open(lambda: self._modality.opening(messages, tools), params)
+        else:
+            turn, rollout = await self._continue(node, messages[len(node.said) :], params)
+        message = assistant_message(turn.text, tools is not None, len(self._nodes))
+        self._nodes.append(Node((*said, identity(message)), described, rollout))
+        return chat_response(self._name(), turn, message, body)
+
+    async def complete(self, body: Body) -> Body:
+        """POST completions: the prompt is used as it is, without the chat template."""
+        params, text = self._params(body), body.get("prompt")
+        if isinstance(text, list) and len(text) == 1:
+            text = text[0]
+        if not isinstance(text, str) or not text:
+            raise BadRequest("prompt: expected one string")
+        node = self._last(lambda n: isinstance(n.said, str) and text.startswith(n.said) and text != n.said)
+        if node is None:
+            turn, rollout = await self._open(lambda: self._modality.opening(text, None), params)
+        else:
+            turn, rollout = await self._continue(node, text[len(node.said) :], params)
+        self._nodes.append(Node(text + turn.text, "", rollout))
+        return text_response(self._name(), turn, body)
+
+    def _params(self, body: Body) -> dict[str, Any]:
+        params = sampling_params(body)
+        most = self._modality.params({}, greedy=False).max_tokens
+        return {**params, "max_tokens": min(params.get("max_tokens", most), most)}
+
+    def _name(self) -> str:
+        return f"p{self.prompt.id}s{self.sibling}r{next(self._requests)}"
+
+    def _last(self, matches: Callable[[Node], bool]) -> Node | None:
+        """The longest conversation that the request continues; of equal ones, the one that was continued least."""
+        found = [node for node in self._nodes if matches(node)]
+        return max(found, key=lambda node: (len(node.said), -node.continued), default=None)
+
+    async def _open(self, content: Callable[[], Content], params: dict[str, Any]) -> tuple[Turn, Rollout]:
+        number = next(self._roots)
+        sibling = self.sibling if not number else noise_key("conversation", self.sibling, number) >> 16
+        try:
+            (rollout,) = await self._turns.first_turn(self.prompt, [sibling], content(), params)
+        except PromptTooLong as error:
+            raise BadRequest(str(error), TOO_LONG) from None
+        return self._turn(rollout), rollout
+
+    async def _continue(
+        self, node: Node, feedback: str | Sequence[Message], params: dict[str, Any]
+    ) -> tuple[Turn, Rollout]:
+        start, number = node.rollout, next(i for i in itertools.count() if i not in node.taken)
+        sibling = start.sibling
+        if number:  # another continuation of the same turn: a sample of its own
+            sibling = noise_key("fork", start.sibling, start.num_steps, number) >> 16
+        node.taken.add(number)
+        try:
+            rollout = await self._turns.next_turn(start, sibling, feedback, params)
+            if rollout.num_steps == start.num_steps:
+                node.rollout = dataclasses.replace(start, finish="length")
+                raise BadRequest(
+                    f"the conversation has {start.num_steps} tokens after its first messages; generation."
+                    "max_response_length leaves none for another turn",
+                    TOO_LONG,
+                )
+        except BaseException:
+            node.taken.discard(number)  # without others, it is still the end of its conversation
+            raise
+        return self._turn(rollout), rollout
+
+    def _turn(self, rollout: Rollout) -> Turn:
+        steps = rollout.num_steps
+        own = next((i for i in range(steps) if not rollout.mask_S[steps - 1 - i]), steps)  # of the last turn
+        texts = self._modality.step_texts(rollout.content)[steps - own :]
+        logprobs = [(text, float(p)) for text, p in zip(texts, rollout.logprobs_S[steps - own :], strict=True)]
+        return Turn(str(rollout.turn), rollout.finish, rollout.content.size - own, logprobs)
+
+
+def _begins(said: tuple[str, ...], earlier: tuple[str, ...] | str) -> bool:
+    return len(said) > len(earlier) and said[: len(earlier)] == earlier
+
+
+class Endpoint:
+    """The server of one controller. It runs while at least one session is open."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._token = ""
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+        self._lock = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def open(self, sessions: Sequence[Session]) -> AsyncIterator[None]:
+        names = [f"p{s.prompt.id}-s{s.sibling}-{secrets.token_hex(4)}" for s in sessions]
+        try:
+            async with self._lock:
+                self._sessions |= dict(zip(names, sessions, strict=True))
+                if self._runner is None:
+                    await self._start()
+            for name, session in zip(names, sessions, strict=True):
+                session.base_url, session.api_key = f"http://{HOST}:{self._port}/{name}/v1", self._token
+            yield
+        except Exception as error:
+            for session in sessions:
+                if session.failure is not None:  # what the agent raised is a consequence of it
+                    raise session.failure from error
+            raise
+        finally:
+            for name in names:
+                self._sessions.pop(name, None)
+            async with self._lock:
+                if not self._sessions and self._runner is not None:
+                    runner, self._runner = self._runner, None
+                    await runner.cleanup()
+        for session in sessions:
+            if session.failure is not None:
+                raise session.failure
+
+    async def _start(self) -> None:
+        self._token = secrets.token_urlsafe(24)
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_post("/{session}/v1/chat/completions", self._serve(Session.chat))
+        app.router.add_post("/{session}/v1/completions", self._serve(Session.complete))
+        app.router.add_get("/{session}/v1/models", self._models)
+        app.router.add_route("*", "/{rest:.*}", self._unsupported)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, HOST, 0).start()
+        except BaseException:  # also if the workflow is cancelled: the next one starts it again
+            await runner.cleanup()
+            raise
+        self._runner, self._port = runner, runner.addresses[0][1]
+
+    def _session(self, request: web.Request) -> Session | web.Response:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if not secrets.compare_digest(given.encode(), self._token.encode()):
+            return _error(401, "the token (api_key) does not belong to this base_url", "invalid_api_key")
+        session = self._sessions.get(request.match_info["session"])
+        return session or _error(404, "no such session: its workflow has ended", "session_not_found")
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        return session if isinstance(session, web.Response) else web.json_response(MODELS)
+
+    async def _unsupported(self, request: web.Request) -> web.Response:
+        path = request.path.partition("/v1/")[2] or request.path
+        return _error(404, f"{request.method} {path} is not supported; expected {ROUTES}", "unsupported_route")
+
+    def _serve(self, method: Callable[[Session, Body], Any]) -> Callable[[web.Request], Any]:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            session = self._session(request)
+            if isinstance(session, web.Response):
+                return session
+            try:
+                body = await request.json()
+                if not isinstance(body, dict):
+                    raise BadRequest("expected a JSON object")
+                response = await method(session, body)
+            except UserError as error:
+                return _error(400, str(error), getattr(error, "code", "invalid_request_error"))
+            except ValueError as error:
+                return _error(400, f"the body is not valid: {error}", "invalid_request_error")
+            except Exception as error:  # an engine died, or an error in G-Core: the workflow raises it
+                session.failure = session.failure or error
+                return _error(500, f"{type(error).__name__}: {error}", "server_error")
+            if not body.get("stream"):
+                return web.json_response(response)
+            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await stream.prepare(request)
+            for event in events(response, body):
+                await stream.write(event)
+            await stream.write_eof()
+            return stream
+
+        return handler
+
+
+def _error(status: int, message: str, code: str) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.json_response({"error": {"message": message, "type": kind, "code": code}}, status=status)
+
+
+class _Create:
+    """`create(messages=..., ...)`: the response with attributes, as OpenAI's library returns it."""
+
+    def __init__(self, method: Callable[[Body], Any]) -> None:
+        self._method = method
+
+    async def create(self, **body: Any) -> Any:
+        extra = body.pop("extra_body", None) or {}
+        return _as_object(await self._method({**body, **extra}))
+
+
+class Fields(SimpleNamespace):
+    """A JSON object with attributes; fields that are missing are None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def model_dump(self, **_: Any) -> Any:
+        return _as_json(self)
+
+
+def _as_object(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Fields(**{name: _as_object(item) for name, item in value.items()})
+    return [_as_object(item) for item in value] if isinstance(value, list) else value
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Fields):
+        return {name: _as_json(item) for name, item in vars(value).items()}
+    return [_as_json(item) for item in value] if isinstance(value, list) else value
