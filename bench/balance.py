@@ -158,7 +158,7 @@ def member(rank: int, ranks: int, address: str, folder: str, rounds: int) -> Non
     from gcore.runtime.gloo import join
     from gcore.training import objective
     from gcore.training.fsdp import FsdpBackend
-    from gcore.training.micro import StepData
+    from gcore.training.objective import StepData
 
     torch.set_num_threads(1)
     join(Rendezvous(rank, ranks, address), "gloo", timeout_s=600)

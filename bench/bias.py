@@ -80,8 +80,8 @@ class Team:
         from gcore.generation.pool import EnginePool
         from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
         from gcore.protocols import Rendezvous
+        from gcore.rewarding.functions import FunctionSource
         from gcore.rewarding.rewarder import WeightedRewarder
-        from gcore.rewarding.threads import FunctionSource
         from gcore.workflows.context import SharedContext, generate_and_reward
 
         self.args = args

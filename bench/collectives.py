@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gcore.controller.step_ledger import ProgressReport  # noqa: E402
+from gcore.controller.prompt_ledger import ProgressReport  # noqa: E402
 from gcore.protocols import Rendezvous  # noqa: E402
 from gcore.runtime.tree import FAN_OUT, TreeGroup, children_of  # noqa: E402
 

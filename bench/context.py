@@ -43,7 +43,7 @@ from gcore.runtime.gloo import join  # noqa: E402
 from gcore.training import objective  # noqa: E402
 from gcore.training.context import padding_of  # noqa: E402
 from gcore.training.fsdp import FsdpBackend  # noqa: E402
-from gcore.training.micro import StepData  # noqa: E402
+from gcore.training.objective import StepData  # noqa: E402
 from gcore.types import MicroBatch, MiniBatch, Sample  # noqa: E402
 
 LAYERS, HEAD_SIZE, ELEMENT = 2, 16, 4

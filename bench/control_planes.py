@@ -58,8 +58,9 @@ from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.generation.routing import limits_of, own_replicas
 from gcore.launch.own_algorithm import make_scoring
+from gcore.preparation.advantages import advantages_of, with_advantages
 from gcore.preparation.balance import make_layout
-from gcore.preparation.samples import advantages_of, make_samples, meta_of, with_advantages
+from gcore.preparation.samples import make_samples, meta_of
 from gcore.protocols import Handle, Rendezvous
 from gcore.types import Prompt, Request, Rollout, SamplingParams, Scored
 from gcore.workflows.context import SampleContext, SharedContext

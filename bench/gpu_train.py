@@ -162,7 +162,7 @@ def trainer_of(args: argparse.Namespace, variant: str, device: torch.device) -> 
 
 def policy_of(trainer: TrainerRank) -> Any:
     assert isinstance(trainer.backend, FsdpBackend)
-    return trainer.backend.policy
+    return trainer.backend.networks["policy"]
 
 
 def with_advantages(batch: TrainBatch, samples: list[Sample]) -> TrainBatch:
@@ -214,7 +214,7 @@ def show_profile(update: Callable[[], float]) -> None:
 def agreement(args: argparse.Namespace, device: torch.device) -> None:
     """Logprobs and gradients of the trainer, and logprobs of the library in the same precision, against the library in
     float32, one sequence at a time."""
-    from gcore.training.micro import to_tensors
+    from gcore.training.logprob_model import to_tensors
 
     samples = samples_of(args, "mix")[:8]
     by_key = {sample.key: sample for sample in samples}

@@ -27,8 +27,7 @@ sys.path.insert(0, str(ROOT))
 from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.generation.embedded import EmbeddedEngine  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
-from gcore.training.logprob_model import LogprobModel  # noqa: E402
-from gcore.training.micro import to_tensors  # noqa: E402
+from gcore.training.logprob_model import LogprobModel, to_tensors  # noqa: E402
 from gcore.types import MicroBatch, Request, Sample, SamplingParams  # noqa: E402
 
 VOCABULARY = 64

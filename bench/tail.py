@@ -108,8 +108,8 @@ class Team:
     def __init__(self, variant: str, sigma: float, seed: int, args: argparse.Namespace) -> None:
         from gcore.prompts.tokenizer import load_tokenizer
         from gcore.protocols import Rendezvous
+        from gcore.rewarding.functions import FunctionSource
         from gcore.rewarding.rewarder import WeightedRewarder
-        from gcore.rewarding.threads import FunctionSource
         from gcore.workflows.context import generate_and_reward
 
         self.args, self.alone, self.times = args, variant == "quotas", list[float]()
@@ -152,7 +152,7 @@ class Team:
 
         tasks = [asyncio.ensure_future(one(collector)) for collector in self.collectors]
         await asyncio.sleep(0)  # all have started, and have withdrawn groups that are too old
-        missing = self.args.groups - sum(len(collector.ready) for collector in self.collectors)
+        missing = self.args.groups - sum(len(collector.prompts.ready) for collector in self.collectors)
         groups = [group for task in tasks for group in (await task).groups]
         assert len(groups) == self.args.groups, f"step {number}: {len(groups)} groups"
         good, ended = sorted(time for keep in self.filters for time in keep.good), max(ends)
@@ -186,7 +186,7 @@ class Team:
         return {
             "generated": sum([(await engine.stats()).generated_tokens for engine in self.engines]),
             "dropped": 0 if self.strict else sum(keep.bad_tokens for keep in self.filters),
-            "ready": sum(tokens_of(list(collector.ready.values())) for collector in self.collectors),
+            "ready": sum(tokens_of(list(collector.prompts.ready.values())) for collector in self.collectors),
         }
 
 

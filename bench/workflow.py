@@ -167,8 +167,8 @@ async def rollout(
     from gcore.launch.build import load_filter
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.protocols import Rendezvous
+    from gcore.rewarding.functions import FunctionSource
     from gcore.rewarding.rewarder import WeightedRewarder
-    from gcore.rewarding.threads import FunctionSource
     from gcore.runtime.local import Hub, LocalGroup, LocalHandle
     from gcore.workflows.context import generate_and_reward
 

@@ -226,7 +226,7 @@ class Scorer(Protocol):
 
 
 class ReplicaPool(Protocol):
-    """A controller's view of the replicas of one role. Implementation: generation/replica_pool.py."""
+    """A controller's view of the replicas of one role. Implementation: generation/pool.py."""
 
     def mark_dead(self, name: str) -> None:
         """Send nothing to the replica until `mark_alive`. Both ignore names that are not in the pool."""

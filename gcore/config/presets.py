@@ -2,8 +2,8 @@
 
     algorithm: {preset: NAME}  ──with_preset──>  the keys of the entry that the recipe does not set
 
-The formulas are in preparation/advantages.py and training/step_advantages.py (estimators), training/losses.py (losses)
-and training/objective.py. docs/algorithms.md explains the entries.
+The formulas are in preparation/advantages.py and training/step_advantages.py (estimators) and training/objective.py
+(losses). docs/algorithms.md explains the entries.
 """
 
 from __future__ import annotations

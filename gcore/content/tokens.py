@@ -1,6 +1,6 @@
 """The content of language models: the tokens of a prompt, the tokens of the steps after it, and media.
 
-This module joins, splits, hashes and saves tokens. The rows of a micro-batch are made in training/micro.py.
+This module joins, splits, hashes and saves tokens. The rows of a micro-batch are made in training/logprob_model.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gcore import __version__
 from gcore.checkpoint import memory, store
@@ -28,10 +28,12 @@ from gcore.checkpoint.pending_groups import load_pending_groups, pending_bytes, 
 from gcore.checkpoint.remote import Remote
 from gcore.config.load import dump_config, parse_yaml
 from gcore.config.resume import changes, refusal
-from gcore.controller.collect import Collector, merge_places
-from gcore.controller.setup import Setup
+from gcore.controller.prompt_ledger import merge_places
 from gcore.prompts.source import PromptSource, sample_digest
 from gcore.types import Scored, UserError, Written
+
+if TYPE_CHECKING:
+    from gcore.controller.services import Services
 
 MARGIN_BYTES = 16 << 20  # for texts of ready groups and small files
 Groups = Sequence[Sequence[Scored]]
@@ -78,14 +80,14 @@ class _Save:
 
 
 class Checkpointer:
-    def __init__(self, setup: Setup, source: PromptSource, collector: Collector) -> None:
-        self._config, self._group, self._status = setup.config, setup.controllers, setup.status
-        self._background = setup.controllers.subgroup()  # for the collectives of saves in flight
-        self._folder = setup.config.run.folder
-        self._source, self._collector, self._dispatcher = source, collector, setup.dispatcher
-        self._placement, self._trainers_in_use = setup.placement, setup.weight_resender.trainers_in_use
+    def __init__(self, services: Services, source: PromptSource) -> None:
+        self._config, self._group, self._status = services.config, services.controllers, services.status
+        self._background = services.controllers.subgroup()  # for the collectives of saves in flight
+        self._folder = services.config.run.folder
+        self._source, self._collector, self._dispatcher = source, services.collector, services.dispatcher
+        self._placement, self._trainers_in_use = services.placement, services.weight_resender.trainers_in_use
         self._sampled = sample_digest(source.rows)
-        self._tree = parse_yaml(dump_config(setup.config))  # without secrets
+        self._tree = parse_yaml(dump_config(services.config))  # without secrets
         self._in_flight: asyncio.Task[str] | None = None  # result: why it failed, or ""
         self._failure = ""  # of the last save
         self._parent: str | None = None  # name of the checkpoint before the next one
@@ -114,7 +116,7 @@ class Checkpointer:
             await self.drain()
             await self._group.barrier(f"save at {position}")  # controller 0 may still send weights to an engine
             # No await between these lines: they must be of the same moment.
-            place, groups = self._collector.place(), [list(group) for group in self._collector.ready.values()]
+            place, groups = self._collector.place(), [list(group) for group in self._collector.prompts.ready.values()]
             collector_state = self._collector.saved()
             num_bytes = await self._dispatcher.snapshot()
             gathered = await self._group.all_gather("places in the prompt order", (place, pending_bytes(groups)))
@@ -122,7 +124,7 @@ class Checkpointer:
             num_bytes += sum(part[1] for part in gathered) + MARGIN_BYTES
             error = await self._begin(folder, position, num_bytes)
             if error:
-                await self._dispatcher.abandon()
+                await asyncio.gather(*(rank.abandon() for rank in self._dispatcher.my_ranks))
                 self._note(error)
                 self._report(error)
                 return
@@ -192,10 +194,11 @@ class Checkpointer:
 
     async def _finish(self, save: _Save) -> str:
         """Write all files, then commit. Returns why it failed, the same on all controllers."""
-        own, ranks = await asyncio.gather(
-            asyncio.to_thread(self._write_groups, save), self._dispatcher.write(save.partial)
+        own = await asyncio.gather(
+            asyncio.to_thread(self._write_groups, save),
+            *(rank.write(str(save.partial)) for rank in self._dispatcher.my_ranks),
         )
-        gathered = await self._background.all_gather("files of a checkpoint", (save.stall_s, [own, *ranks]))
+        gathered = await self._background.all_gather("files of a checkpoint", (save.stall_s, own))
         written: list[Written] = [each for _, part in gathered for each in part]
         error = next((each.error for each in written if each.error), "")
         if self._group.rank == 0:

@@ -4,12 +4,11 @@
     all controllers: exchange progress until enough groups are kept ──> the same chosen prompts on every controller
 
     prompt_ledger.py   the prompts of this controller and the state of each one: draw, keep, drop, take, ...
-    step_ledger.py     the progress of all controllers in this step, and which prompts the step trains on
-    this module        the tasks that run the workflows, and the exchange of progress
+    run_prompts.py     the tasks that run their workflows
+    this module        the exchange of progress, and from it the prompts that the step trains on
 
-Workflows of many prompts run at the same time and do not wait for each other. Controllers exchange prompt numbers 20 to
-100 times per second and stop together when the *global* target is met. With `sampling.max_staleness` above 0 the
-workflows of the next steps continue while the trainer works.
+Controllers exchange prompt numbers 20 to 100 times per second and stop together when the *global* target is met. With
+`sampling.max_staleness` above 0 the workflows of the next steps continue while the trainer works.
 
 Terms of config/sampling.py: `fixed` steps train on the next `prompts_per_step` prompts, without a filter; `strict`
 (deterministic) steps take the first groups that pass in prompt order; `window` is the maximum number of prompts of a
@@ -19,26 +18,24 @@ step; `staleness` is the maximum age of samples, in policy versions.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gcore.config.sampling import Sampling, acceptance_rate
-from gcore.controller.prompt_ledger import Place, PromptLedger, merge_places
-from gcore.controller.run_workflow import reason_of, run_workflow
-from gcore.controller.step_ledger import FAILURES, NO_SPREAD, ProgressReport, StepLedger
+from gcore.config.tree import Config
+from gcore.controller.prompt_ledger import FAILURES, NO_SPREAD, Place, ProgressReport, PromptLedger
+from gcore.controller.run_prompts import Filter, PromptRunner, reason_of, run_workflow
 from gcore.placement.monitor import RolloutProgress
-from gcore.prompts.curriculum import Curriculum, Passed
+from gcore.prompts.curriculum import Curriculum
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
-from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
+from gcore.types import Prompt, RewardError, SampleMeta, Scored, UserError, WorkflowError
 from gcore.workflows.context import SharedContext, Workflow
 
-__all__ = ["Collected", "Collector", "Filter", "answer_all", "merge_places", "no_filter", "spread"]
-
 EXCHANGE_INTERVAL_S = (0.01, 0.05)  # shortest and longest time between two exchanges
-Filter = Callable[[list[Scored]], tuple[bool, str]]
 
 
 @dataclass(slots=True)
@@ -93,6 +90,124 @@ async def answer_all(
     return collected
 
 
+class StepLedger:
+    """`strict`: a step takes the first groups that pass the filter, in prompt order. Otherwise a step ends when enough
+    groups are kept, and takes those of the oldest policy version first, then in prompt order. Order of arrival would
+    prefer short responses, and long ones would become too old."""
+
+    def __init__(self, target: int, strict: bool) -> None:
+        self.target, self.strict = target, strict
+        self.kept: dict[int, int] = {}  # prompt -> version; not yet taken by a step
+        self.dropped: dict[int, str] = {}  # prompt -> reason, reported in this step
+        self.num_passed = 0  # groups that passed the filter, reported in this step
+        self._base = self._window = 0
+        self._idle, self._due = False, 0
+        self._running = 0  # groups in progress on all controllers, as of the last exchange
+        self._exchanges = 0
+        self._frontier: int | None = None
+
+    def begin(self, base: int, window: int) -> None:
+        """Start a step. Strict: its prompts are among the `window` numbers from `base` on."""
+        self._base, self._window = base, window
+        self.dropped = {}
+        self._idle, self._due = False, 0
+        self.num_passed, self._frontier = 0, None
+
+    def restore(self, kept: dict[int, int]) -> None:
+        """The groups that a checkpoint kept for later steps: prompt -> version."""
+        self.kept = kept
+
+    def add(self, report: ProgressReport) -> None:
+        """Add the merged report of one exchange. The order in which reports were merged makes no difference."""
+        for number in report.withdrawn:
+            self.kept.pop(number, None)
+        self.kept |= dict(sorted(report.kept))
+        self.dropped |= dict(sorted(report.dropped))
+        self.num_passed += len(report.kept)
+        self._frontier = None
+        self._idle, self._due, self._running = report.idle, report.due, report.running
+        self._exchanges += 1
+
+    def chosen(self) -> list[int] | None:
+        """The prompts of this step; None: not decided yet. Fewer than the target if no more prompts may be drawn."""
+        if self.strict:
+            return self._prefix()
+        if (len(self.kept) >= self.target and not self._due) or self._idle:
+            return sorted(self.kept, key=lambda number: (self.kept[number], number))[: self.target]
+        return None
+
+    def take(self, chosen: Sequence[int]) -> None:
+        """End the step with these prompts. Other kept groups wait for the next steps."""
+        for number in chosen:
+            del self.kept[number]
+
+    def clear(self) -> None:
+        """End the step. No controller keeps other groups, finished or in progress."""
+        self.kept.clear()
+        self._running = 0
+
+    def missing(self, wanted: float, rate: float, rank: int, size: int) -> int:
+        """How many more groups controller `rank` of `size` should start so that `wanted` groups pass the filter, if a
+        fraction `rate` passes; negative if too many are in progress. The numbers of all controllers add up to the gap.
+        """
+        if wanted <= len(self.kept):
+            return -self._running  # start no more, not even to replace dropped groups
+        gap = math.ceil((wanted - len(self.kept)) / rate - 1e-9) - self._running
+        turn = (rank + self._exchanges) % size  # the remainder goes to another controller after each exchange
+        return _ceil_div(gap * (turn + 1), size) - _ceil_div(gap * turn, size)
+
+    def frontier(self) -> int:
+        """Strict: all prompts up to this number must be started, because a later one is already decided. If enough
+        groups are kept, the step needs no prompt after it."""
+        if self._frontier is None:  # cached: read after every group, changes only with an exchange
+            kept = sorted(self.kept)
+            enough = len(kept) >= self.target
+            last = max((*kept, *self.dropped), default=self._base - 1)
+            self._frontier = kept[self.target - 1] if enough else last
+        return self._frontier
+
+    def _prefix(self) -> list[int] | None:
+        """The first kept groups in prompt order; None while an earlier prompt is undecided."""
+        chosen: list[int] = []
+        for number in range(self._base, self._base + self._window):
+            if number in self.kept:
+                chosen.append(number)
+                if len(chosen) == self.target:
+                    return chosen
+            elif number not in self.dropped:
+                return None
+        return chosen
+
+
+async def check_failures(
+    config: Config,
+    group: Group,
+    note: Callable[[str], None],
+    step: int,
+    metas: Sequence[SampleMeta],
+    collected: Collected,
+) -> None:
+    """Whether too many prompts of the step failed (no reward, or the workflow raised), which ends the run. `metas`: of
+    all samples of the step. The causes are gathered, so all controllers raise the same error."""
+    sampling, limit = config.sampling, config.rewards.max_error_frac
+    failed, decided = collected.failed_globally, collected.decided_globally
+    if failed:
+        causes = await group.all_gather(f"failures of step {step}", collected.cause)
+        cause = next((c for c in causes if c is not None), "unknown")
+        if failed / decided > limit or failed == decided:
+            raise UserError(
+                f"step {step}: {failed} of {decided} prompts failed (rewards.max_error_frac={limit}); "
+                f"first cause: {cause}"
+            )
+        note(f"step {step}: {failed} of {decided} prompts failed and were dropped; first cause: {cause}")
+    trained, wanted = len({meta.prompt_id for meta in metas}), sampling.prompts_per_step
+    if trained < wanted and not sampling.fixed:
+        note(
+            f"step {step}: trains on {trained} of {wanted} groups; the {sampling.window} prompts of "
+            "sampling.max_draws are used up"
+        )
+
+
 class Collector:
     """One per controller, for the whole run. `version`: the policy version that the engines serve now."""
 
@@ -108,22 +223,14 @@ class Collector:
         version: Callable[[], int],
         curriculum: Curriculum | None = None,
     ) -> None:
-        self._workflow, self._shared, self._sampling = workflow, shared, sampling
-        self._filter, self._report, self._group = keep, report, group.subgroup()
-        self._source, self._version, self._curriculum = source, version, curriculum
-        self._passed: dict[int, Passed] = {}  # groups of this step, by prompt number; with a curriculum
+        self._sampling, self._report, self._group = sampling, report, group.subgroup()
         self.rate = 1.0  # fraction of groups that pass the filter, as of the last step
         self.prompts = PromptLedger(group.rank, group.size)
         self.step_ledger = StepLedger(sampling.prompts_per_step, sampling.strict)
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the running prompts
         self._target_running = 0  # groups that this controller should have in progress
-        self._changed, self._failed = asyncio.Event(), asyncio.Event()
-        self._failure: BaseException | None = None  # ends the run; other failures only drop their group
-
-    @property
-    def ready(self) -> dict[int, list[Scored]]:
-        """Groups that are ready for a later step, by prompt number."""
-        return self.prompts.ready
+        self._runner = PromptRunner(
+            workflow, shared, keep, source, curriculum, self.prompts, version, self._should_start_more
+        )
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -132,14 +239,18 @@ class Collector:
         self._begin(step)
         chosen = await self._agree(step)
         collected = self._end(chosen)
-        if self._curriculum is not None:
-            await self._learn_pass_rates(step, self._curriculum)
-            collected.measured = self._curriculum.metrics()
+        if (curriculum := self._runner.curriculum) is not None:  # learns from groups that were dropped too
+            own, self._runner.passed = list(self._runner.passed.values()), {}
+            parts = await self._group.all_gather(f"pass rates of step {step}", own)
+            curriculum.update(passed for part in parts for passed in part)
+            collected.measured = curriculum.metrics()
         target = self.step_ledger.target
         if len(chosen) < target and not self._sampling.fixed and self._sampling.on_exhausted == "stop":
+            counts = Counter(self.step_ledger.dropped.values())
+            why = ", ".join(f"{reason} {count}" for reason, count in counts.most_common()) or "no group was finished"
             raise UserError(
                 f"step {step}: {len(chosen)} of {target} groups from {self._sampling.window} prompts "
-                f"({self._why_dropped()}); increase sampling.max_draws, use prompts of another difficulty, or set "
+                f"({why}); increase sampling.max_draws, use prompts of another difficulty, or set "
                 "sampling.on_exhausted=train"
             )
         return collected
@@ -149,15 +260,10 @@ class Collector:
         self.prompts.begin_step(sampling.window, sampling.strict)
         self.step_ledger.begin(self.prompts.step_start, sampling.window)
         self.prompts.expire(oldest=step - 1 - sampling.staleness)
-        if self._curriculum is not None:
-            self._source.give_order(self.prompts.step_start, self._curriculum.order(self.prompts.step_start))
+        if (curriculum := self._runner.curriculum) is not None:
+            start = self.prompts.step_start
+            self._runner.source.give_order(start, curriculum.order(start))
         self._set_target_running(sampling.prompts_per_step * (1 + sampling.max_staleness))
-
-    async def _learn_pass_rates(self, step: int, curriculum: Curriculum) -> None:
-        """From the groups of all controllers that the step has decided, also those that were dropped."""
-        own, self._passed = list(self._passed.values()), {}
-        parts = await self._group.all_gather(f"pass rates of step {step}", own)
-        curriculum.update(passed for part in parts for passed in part)
 
     async def _agree(self, step: int) -> list[int]:
         """Exchange progress until all controllers know which prompts the step trains on."""
@@ -170,10 +276,10 @@ class Collector:
             report = self.prompts.report(due_version)
             merged = self._group.reduce(f"progress of step {step}", report, ProgressReport.merged)
             exchange = asyncio.ensure_future(merged)
-            failed = asyncio.ensure_future(self._failed.wait())
+            failed = asyncio.ensure_future(self._runner.failed.wait())
             await asyncio.wait({exchange, failed}, return_when=asyncio.FIRST_COMPLETED)
             failed.cancel()
-            self._raise_failure()
+            self._runner.check()
             last_exchange = _now()
             ledger.add(exchange.result())
             chosen = ledger.chosen()
@@ -186,24 +292,26 @@ class Collector:
     async def _wait_until_exchange(self, last_exchange: float) -> None:
         """Fixed-size steps have one exchange, when all prompts are finished. Other steps have one when this controller
         kept or dropped a group, or after the longest interval, because an exchange needs every controller."""
-        self._raise_failure()
+        self._runner.check()
         if self._sampling.fixed:
-            while self._tasks:
-                self._changed.clear()
-                await self._changed.wait()
-                self._raise_failure()
+            while self._runner.busy:
+                self._runner.changed.clear()
+                await self._runner.changed.wait()
+                self._runner.check()
+                done = self.prompts.num_ready + self.prompts.num_dropped
+                self._report(f"{done}/{done + self.prompts.num_running} prompts")
             return
         least, most = EXCHANGE_INTERVAL_S
         await asyncio.sleep(max(0.0, last_exchange + least - _now()))
         enough = len(self.step_ledger.kept) >= self.step_ledger.target  # kept in earlier steps
         if not (enough or self.prompts.has_unreported):
-            self._changed.clear()
+            self._runner.changed.clear()
             try:
                 async with asyncio.timeout(most):
-                    await self._changed.wait()
+                    await self._runner.changed.wait()
             except TimeoutError:
                 pass
-        self._raise_failure()
+        self._runner.check()
 
     def _end(self, chosen: list[int]) -> Collected:
         """Take the chosen groups. prompt_ledger.py explains what happens to the other prompts."""
@@ -215,15 +323,15 @@ class Collector:
             last = chosen[-1] if len(chosen) == ledger.target else prompts.step_start + sampling.window - 1
             dropped = {number: reason for number, reason in dropped.items() if number <= last}
             num_passed = len(chosen)
-            self._cancel_tasks()
+            self._runner.cancel()
             prompts.forget_after(last)
-            self._passed = {number: passed for number, passed in self._passed.items() if number <= last}
+            self._runner.passed = {number: each for number, each in self._runner.passed.items() if number <= last}
             ledger.clear()
         else:
             if sampling.staleness:
                 ledger.take(chosen)
             else:
-                self._cancel_tasks()
+                self._runner.cancel()
                 prompts.return_rest()
                 ledger.clear()
             self._set_target_running(sampling.prompts_per_step * sampling.max_staleness)
@@ -235,7 +343,7 @@ class Collector:
             pending=summary.pending,
             rewards=summary.rewards,
             cause=summary.cause,
-            stage_s=self._shared.clock.take(),
+            stage_s=self._runner.shared.clock.take(),
             tokens_passed=summary.tokens_passed,
             samples_passed=summary.samples_passed,
             failed_globally=sum(reason in FAILURES for reason in dropped.values()),
@@ -244,7 +352,7 @@ class Collector:
 
     def close(self) -> None:
         """Cancel the running workflows. The collector cannot be used after this."""
-        self._cancel_tasks()
+        self._runner.cancel()
 
     def progress(self) -> RolloutProgress:
         """Progress of this controller in the rollout, for placement."""
@@ -259,12 +367,7 @@ class Collector:
         extra = self._sampling.extra_groups if wanted else 0.0
         missing = self.step_ledger.missing(wanted + extra, self._least_rate(), prompts.rank, prompts.size)
         self._target_running = prompts.reported_running + missing
-        self._start_prompts()
-
-    def _start_prompts(self) -> None:
-        while self.prompts.draws_left and self._should_start_more():
-            number = self.prompts.draw(self._version())
-            self._tasks[number] = asyncio.ensure_future(self._run_prompt(number))
+        self._runner.start()
 
     def _should_start_more(self) -> bool:
         if self._sampling.fixed:
@@ -282,48 +385,6 @@ class Collector:
         ledger = self.step_ledger
         return acceptance_rate(self.rate, ledger.num_passed, len(ledger.dropped), ledger.target)
 
-    async def _run_prompt(self, number: int) -> None:
-        group, failure, row = list[Scored](), None, None
-        try:
-            prompt = self._source.at(number)
-            row = prompt.row
-            group = await run_workflow(self._workflow, self._shared, prompt)
-            keep, reason = self._filter(group)
-        except Exception as error:
-            keep, reason, failure = False, reason_of(error), error
-        if self._tasks.get(number) is not asyncio.current_task():
-            return  # the task was cancelled, but the workflow caught the cancellation
-        del self._tasks[number]
-        counted = isinstance(failure, RewardError | WorkflowError)
-        if failure is not None and not counted:
-            self._failure = self._failure or failure
-            self._failed.set()
-        if self._curriculum is not None and row is not None:
-            rate = self._curriculum.passed([scored.reward for scored in group]) if group else None
-            self._passed[number] = number, row, rate
-        if keep:
-            self.prompts.keep(number, group)
-        else:
-            self.prompts.drop(number, group, reason, cause=str(failure) if counted else None)
-        if self._sampling.fixed:
-            done = self.prompts.num_ready + self.prompts.num_dropped
-            self._report(f"{done}/{done + self.prompts.num_running} prompts")
-        self._start_prompts()
-        self._changed.set()
-
-    def _cancel_tasks(self) -> None:
-        tasks, self._tasks = self._tasks, {}
-        for task in tasks.values():
-            task.cancel()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _why_dropped(self) -> str:
-        counts = Counter(self.step_ledger.dropped.values())
-        return ", ".join(f"{reason} {count}" for reason, count in counts.most_common()) or "no group was finished"
-
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def place(self) -> Place:
@@ -332,7 +393,7 @@ class Collector:
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint has beside the places: the same on all controllers."""
-        return {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
+        return {} if self._runner.curriculum is None else {"curriculum": self._runner.curriculum.state()}
 
     def restore(self, state: dict[str, Any], ready: Sequence[list[Scored]]) -> None:
         """Take this controller's part of a checkpoint, which any number of controllers can have made. `ready`: the
@@ -343,11 +404,15 @@ class Collector:
                 "sampling.max_staleness it was made with, or with sampling.deterministic=false"
             )
         self.rate = state.get("rate", 1.0)
-        if self._curriculum is not None and "curriculum" in state:
-            self._curriculum.restore(state["curriculum"])
+        if self._runner.curriculum is not None and "curriculum" in state:
+            self._runner.curriculum.restore(state["curriculum"])
         groups = sorted(ready, key=lambda group: group[0].rollout.prompt.id)
         self.prompts.restore(state, groups)
         self.step_ledger.restore({g[0].rollout.prompt.id: min(s.rollout.version for s in g) for g in groups})
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _now() -> float:

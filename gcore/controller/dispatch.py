@@ -1,12 +1,16 @@
 """Sends samples to the trainer ranks, calls the ranks, and starts the weight update of the engines.
 
-    samples ──all_gather of metadata──> layout ──> push to the ranks (rank_group.py)
+    samples ──all_gather of metadata──> layout, made by one controller ──> a batch per data-parallel rank ──> push
     calls of all ranks (prepare, update, load, ...), each by one controller; all_gather of the answers
     new weights ──started by controller 0──> engines; they sleep while the trainer works and wake for the update
 
 Each sample goes directly from its controller to the rank that trains on it. A critic with ranks of its own
 (placement.critic) has its own layout: each sample also goes to a critic rank, both train at the same time, and what
 one of them needs of the other (values, penalties of the KL) goes through the controller of the sample.
+
+One controller, another one in every step, computes the layout from the gathered metadata and sends it to the others:
+it takes as long as the other control work of hundreds of samples. With more than 256 ranks, several controllers make
+parts of it. Controller d mod N calls the ranks of data-parallel rank d.
 """
 
 from __future__ import annotations
@@ -16,20 +20,138 @@ import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from gcore.clients import CriticClient, EngineClient, TrainerClient
+from gcore.clients import CriticClient, EngineClient, RankClient, TrainerClient
 from gcore.config.tree import Config
-from gcore.controller.rank_group import C, RankGroup
 from gcore.cost.shapes import model_shape
 from gcore.cost.workload import CostModel
 from gcore.generation.pool import EnginePool
 from gcore.observe.links import Link, Links, Reach
 from gcore.placement.replica_switch import ReplicaSwitch
+from gcore.preparation.balance import join_parts, make_layout, num_parts
 from gcore.preparation.samples import meta_of
 from gcore.preparation.step_times import StepTimes
 from gcore.protocols import Group, Metric, TrainerInfo, UpdateStats, add_metrics
-from gcore.types import Floats, Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch, UserError, Written
+from gcore.types import Floats, Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch, UserError
 from gcore.weights.transfer import WeightTransfer, copy_policy
+
+T = TypeVar("T")
+C = TypeVar("C", TrainerClient, CriticClient)
+STEP_BYTES = 5  # of a sample, beside its content: logprob 4, mask 1
+
+
+class RankGroup(Generic[C]):
+    """The ranks of one role, trainer or critic, as one controller sees them. `role`: the name in collectives.
+    `topology`: which ranks compute the same samples together: a data-parallel rank. `max_context`: data-parallel ranks
+    that may share a long sample."""
+
+    def __init__(
+        self,
+        role: str,
+        clients: Sequence[C],
+        group: Group,
+        config: Config,
+        topology: Topology | None = None,
+        links: Links | None = None,
+        max_context: int = 1,
+    ) -> None:
+        self.clients: Sequence[C] = clients
+        self.role, self._group, self._config = role, group, config
+        self.topology, self.links = topology or Topology(len(clients)), links or Links()
+        self._max_context = max_context
+        self._mine = [r for r in range(len(clients)) if self.topology.data_rank(r) % group.size == group.rank]
+        self.mine: Sequence[C] = [clients[r] for r in self._mine]  # that this controller calls
+        self.info = TrainerInfo(num_parameters=1, hidden_size=128)  # until `open`
+
+    async def open(self) -> TrainerInfo:
+        self.info = await self.clients[0].info()
+        return self.info
+
+    async def send(
+        self,
+        step: int,
+        metas: Sequence[SampleMeta],
+        samples: Mapping[Key, Sample],
+        objective: ObjectiveName,
+        cost: CostModel,
+    ) -> list[TrainBatch]:
+        """Lay out a step, and push each of this controller's samples to the ranks that train on it. Returns the same
+        batches on every controller, by data-parallel rank. Part i of the layout is made by controller step + i."""
+        size, num_ranks = self._group.size, self.topology.data_parallel
+        batches, count = list[TrainBatch](), num_parts(num_ranks, self._max_context)
+        parts_of = [[part for part in range(count) if (step + part) % size == rank] for rank in range(size)]
+        if parts_of[self._group.rank]:
+            batches = make_layout(
+                metas,
+                step=step,
+                num_ranks=num_ranks,
+                cost=cost,
+                objective=objective,
+                together=objective != "imitation" and self._config.needs.pairs,
+                mini_batches=self._config.algorithm.mini_batches if objective != "imitation" else 1,
+                max_tokens=self._config.training.max_tokens_per_gpu,
+                padded=self.info.padded,
+                sharded=self.info.sharded,
+                max_context=self._max_context,
+                parts=parts_of[self._group.rank],
+            )
+        if size > 1:
+            name = f"{self.role} layout of step {step}"
+            gathered: list[list[TrainBatch]] = await self._group.all_gather(name, batches)
+            made, width = dict[int, list[TrainBatch]](), num_ranks // count
+            for parts, own in zip(parts_of, gathered, strict=True):
+                made |= {part: own[i * width : (i + 1) * width] for i, part in enumerate(parts)}
+            batches = join_parts([made[part] for part in range(count)])
+        pushes = []
+        for data_rank, batch in enumerate(batches):
+            if mine := [samples[key] for key in batch.keys if key in samples]:
+                num_bytes = sum(s.content.nbytes + STEP_BYTES * s.num_steps for s in mine)
+                for rank in self.topology.ranks_of(data_rank):
+                    self.links.add("samples", rank, num_bytes)
+                    pushes.append(self.clients[rank].push(self._group.rank, mine))
+        await asyncio.gather(*pushes)
+        return batches
+
+    async def on_all(self, name: str, call: Callable[[C, int], Awaitable[T]]) -> list[T]:
+        """Each controller calls its own ranks; `call` gets the client and its data-parallel rank. Returns the answers
+        of all ranks, by rank, on every controller. `name`: of the collective."""
+        calls = (call(client, self.topology.data_rank(r)) for r, client in zip(self._mine, self.mine, strict=True))
+        answers = await asyncio.gather(*calls)
+        gathered: list[dict[int, T]] = await self._group.all_gather(
+            f"{self.role} {name}", dict(zip(self._mine, answers, strict=True))
+        )
+        by_rank = {rank: answer for part in gathered for rank, answer in part.items()}
+        return [by_rank[r] for r in range(len(self.clients))]
+
+    async def read(
+        self,
+        batches: Sequence[TrainBatch],
+        keys: Collection[Key],
+        read: Callable[[C, list[Key]], Awaitable[Mapping[Key, Floats]]],
+    ) -> dict[Key, Floats]:
+        """A column of some samples, each from one of the ranks that have it."""
+        rank_of = {key: self.topology.ranks_of(d)[0] for d, batch in enumerate(batches) for key in batch.keys}
+        wanted: dict[int, list[Key]] = {}
+        for key in keys:
+            wanted.setdefault(rank_of[key], []).append(key)
+        parts = await asyncio.gather(*(read(self.clients[rank], some) for rank, some in wanted.items()))
+        return {key: values for part in parts for key, values in part.items()}
+
+    async def give(
+        self,
+        batches: Sequence[TrainBatch],
+        column: Mapping[Key, Floats],
+        give: Callable[[C, dict[Key, Floats]], Awaitable[None]],
+    ) -> None:
+        """A column to all ranks that have the samples."""
+        calls = []
+        for data_rank, batch in enumerate(batches):
+            if part := {key: column[key] for key in batch.keys if key in column}:
+                for rank in self.topology.ranks_of(data_rank):
+                    self.links.add("samples", rank, sum(values.nbytes for values in part.values()))
+                    calls.append(give(self.clients[rank], part))
+        await asyncio.gather(*calls)
 
 
 class Dispatcher:
@@ -63,7 +185,7 @@ class Dispatcher:
         self._open(TrainerInfo(num_parameters=1, hidden_size=128), CostModel(crossover=768.0))  # until `open`
         # Of the current step: metadata of all samples, keys of this controller's, batches of the critic ranks.
         self._metas: Sequence[SampleMeta] = ()
-        self._own: Collection[Key] = ()
+        self._mine: Collection[Key] = ()
         self._critic_batches: list[TrainBatch] = []
         self.balance_metrics: dict[str, float] = {}  # controller 0, of the last update: idle shares, seconds per token
         self.version = 0  # of the weights that the engines serve
@@ -96,13 +218,12 @@ class Dispatcher:
         if not metas:
             return metas, []
         by_key = {sample.key: sample for sample in samples}
-        batches = await self._trainers.lay_out(step, metas, objective, self._cost)
-        pushes = [self._trainers.push(batches, by_key)]
-        if self._critics is not None and objective == "policy":
-            self._critic_batches = await self._critics.lay_out(step, metas, objective, self._cost)
-            pushes.append(self._critics.push(self._critic_batches, by_key))
-        self._metas, self._own = metas, by_key.keys()
-        await asyncio.gather(*pushes)
+        self._metas, self._mine = metas, by_key.keys()
+        work = step, metas, by_key, objective, self._cost
+        if self._critics is None or objective != "policy":
+            batches = await self._trainers.send(*work)
+        else:
+            batches, self._critic_batches = await asyncio.gather(self._trainers.send(*work), self._critics.send(*work))
         await self._group.barrier(f"samples of step {step} at their ranks")
         return metas, batches
 
@@ -135,13 +256,13 @@ class Dispatcher:
         """Of this controller's samples: values to the trainer ranks, penalties of the KL to the critic ranks."""
 
         async def values() -> None:
-            found = await _read(critics, critic_batches, self._own, lambda critic, keys: critic.values(keys))
-            await _give(trainers, batches, found, lambda trainer, part: trainer.take_values(part))
+            column = await critics.read(critic_batches, self._mine, lambda critic, keys: critic.values(keys))
+            await trainers.give(batches, column, lambda trainer, part: trainer.take_values(part))
 
         async def penalties() -> None:
             if self._config.algorithm.kl_per_step:
-                found = await _read(trainers, batches, self._own, lambda trainer, keys: trainer.penalties(keys))
-                await _give(critics, critic_batches, found, lambda critic, part: critic.take_penalties(part))
+                column = await trainers.read(batches, self._mine, lambda trainer, keys: trainer.penalties(keys))
+                await critics.give(critic_batches, column, lambda critic, part: critic.take_penalties(part))
 
         await asyncio.gather(values(), penalties())
 
@@ -181,22 +302,18 @@ class Dispatcher:
     def _all_ranks(self) -> Sequence[RankGroup[TrainerClient] | RankGroup[CriticClient]]:
         return [self._trainers] if self._critics is None else [self._trainers, self._critics]
 
+    @property
+    def my_ranks(self) -> list[RankClient]:
+        """Those that this controller calls: it also tells them to write or drop their snapshots."""
+        return [rank for ranks in self._all_ranks for rank in ranks.mine]
+
     async def snapshot(self) -> int:
         """All ranks start to copy their state; returns the bytes of all."""
-        return sum([await ranks.snapshot() for ranks in self._all_ranks])
-
-    async def write(self, folder: Path) -> list[Written]:
-        """The ranks of this controller write their snapshots. Not a collective: it runs beside other calls."""
-        found = await asyncio.gather(*(ranks.write(folder) for ranks in self._all_ranks))
-        return [written for part in found for written in part]
-
-    async def abandon(self) -> None:
-        """The ranks of this controller drop their snapshots. Not a collective."""
-        await asyncio.gather(*(ranks.abandon() for ranks in self._all_ranks))
+        return sum([sum(await ranks.on_all("snapshot", lambda rank, _: rank.snapshot())) for ranks in self._all_ranks])
 
     async def load(self, folder: Path, begun: bool) -> None:
         for ranks in self._all_ranks:
-            await ranks.load(folder, begun)
+            await ranks.on_all("load", lambda rank, _: rank.load(str(folder), begun))
 
     @property
     def topology(self) -> dict[str, int]:
@@ -242,37 +359,6 @@ class Dispatcher:
             self._engines.mark_dead(name)  # until it is restarted
         self.version = version
         self._engines.resume()
-
-
-async def _read(
-    ranks: RankGroup[C],
-    batches: Sequence[TrainBatch],
-    own: Collection[Key],
-    read: Callable[[C, list[Key]], Awaitable[Mapping[Key, Floats]]],
-) -> dict[Key, Floats]:
-    """A column of the samples `own`, each from one of the ranks that have it."""
-    rank_of = {key: ranks.topology.ranks_of(d)[0] for d, batch in enumerate(batches) for key in batch.keys}
-    wanted: dict[int, list[Key]] = {}
-    for key in own:
-        wanted.setdefault(rank_of[key], []).append(key)
-    found = await asyncio.gather(*(read(ranks.clients[rank], keys) for rank, keys in wanted.items()))
-    return {key: values for part in found for key, values in part.items()}
-
-
-async def _give(
-    ranks: RankGroup[C],
-    batches: Sequence[TrainBatch],
-    column: Mapping[Key, Floats],
-    give: Callable[[C, dict[Key, Floats]], Awaitable[None]],
-) -> None:
-    """A column to all ranks that have the samples."""
-    calls = []
-    for data_rank, batch in enumerate(batches):
-        if part := {key: column[key] for key in batch.keys if key in column}:
-            for rank in ranks.topology.ranks_of(data_rank):
-                ranks.links.add("samples", rank, sum(values.nbytes for values in part.values()))
-                calls.append(give(ranks.clients[rank], part))
-    await asyncio.gather(*calls)
 
 
 def cost_model(config: Config, info: TrainerInfo) -> CostModel:

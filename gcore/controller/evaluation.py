@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from math import comb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gcore.config.evaluation import Evaluation
 from gcore.controller.collect import answer_all
-from gcore.controller.record import Recorder, exact_sum
-from gcore.controller.setup import Setup
+from gcore.controller.record import exact_sum
 from gcore.observe.values import Row
 from gcore.placement.monitor import RolloutProgress
 from gcore.preparation.samples import to_sample
@@ -28,18 +27,21 @@ from gcore.prompts.source import PromptSource
 from gcore.types import Prompt, Scored
 from gcore.workflows.context import stored_answers
 
+if TYPE_CHECKING:
+    from gcore.controller.services import Services
+
 Sums = dict[str, tuple[Fraction, int]]  # metric -> sum, number of values
 
 
 class Evaluator:
     """`held_out`: prompts by name of the evaluation set; without any, evaluations do nothing."""
 
-    def __init__(self, setup: Setup, recorder: Recorder, held_out: Mapping[str, PromptSource]) -> None:
-        self._config, self._group, self._status = setup.config, setup.controllers, setup.status
-        self._workflow, self._placement = setup.workflow, setup.placement
-        self._contexts = setup.eval_contexts()
-        self._recorder, self._held_out = recorder, held_out
-        self._dispatcher, self._given = setup.dispatcher, setup.sample_context()
+    def __init__(self, services: Services, held_out: Mapping[str, PromptSource]) -> None:
+        self._config, self._group, self._status = services.config, services.controllers, services.status
+        self._workflow, self._placement = services.workflow, services.placement
+        self._contexts = services.eval_contexts()
+        self._recorder, self._held_out = services.recorder, held_out
+        self._dispatcher, self._given = services.dispatcher, services.sample_context()
         self._evaluated: tuple[int, dict[str, Any]] = 0, {}  # the step of the last call, and its row
 
     async def evaluate_if_due(self, step: int, last: bool = False) -> float | None:

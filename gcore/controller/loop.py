@@ -16,13 +16,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gcore.controller.collect import Collected
-from gcore.controller.failures import check_failures
+from gcore.controller.collect import Collected, check_failures
 from gcore.controller.record import skipped_line
 from gcore.controller.services import Services
-from gcore.controller.setup import Setup
 from gcore.controller.start_run import open_evaluation, open_run
-from gcore.preparation.samples import make_samples, with_advantages
+from gcore.preparation.advantages import with_advantages
+from gcore.preparation.samples import make_samples
 from gcore.protocols import ControllerStatus, UpdateStats
 from gcore.types import SampleMeta, TrainBatch
 
@@ -30,23 +29,25 @@ from gcore.types import SampleMeta, TrainBatch
 class Controller:
     """One of N equal controllers. The driver calls its methods through clients.ControllerClient."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, services: Services) -> None:
+        self._services, replicas = services, services.replicas
         # Called when a replica dies, and after its restart: see replicas.py.
-        self.mark_dead, self.mark_alive = setup.replicas.mark_dead, setup.replicas.mark_alive
-        self.begin_restart, self.restore = setup.replicas.begin_restart, setup.replicas.restore
-        self.finished_step = setup.gate.finished_step
+        self.mark_dead, self.mark_alive = replicas.mark_dead, replicas.mark_alive
+        self.begin_restart, self.restore = replicas.begin_restart, replicas.restore
+        self.finished_step = services.gate.finished_step
 
     async def go_on(self, stop: bool) -> None:
-        self._setup.gate.go_on(stop)
+        self._services.gate.go_on(stop)
 
     async def status(self) -> ControllerStatus:
-        return dataclasses.replace(await self._setup.status.take(), unreachable=self._setup.replicas.unreachable())
+        status = await self._services.status.take()
+        return dataclasses.replace(status, unreachable=self._services.replicas.unreachable())
 
     async def run(self) -> None:
         """`gcore train`: the whole run."""
-        with self._setup.replicas.watched():
-            services, step = await open_run(self._setup)  # prompts, checkpoint or warm start, first weights
+        services = self._services
+        with services.replicas.watched():
+            step = await open_run(services)  # prompts, checkpoint or warm start, first weights
             stopped = False  # by the user's function
             while step < services.config.run.total_steps and not stopped:
                 step += 1
@@ -66,9 +67,9 @@ class Controller:
 
     async def evaluate(self) -> dict[str, Any]:
         """`gcore eval`: the engines answer the held-out prompts. There are no trainers."""
-        with self._setup.replicas.watched():
-            evaluator, step = await open_evaluation(self._setup)
-            return await evaluator.evaluate(step)
+        with self._services.replicas.watched():
+            step = await open_evaluation(self._services)
+            return await self._services.evaluator.evaluate(step)
 
 
 async def rollout(services: Services, step: int) -> Collected:
@@ -90,7 +91,7 @@ async def prepare(services: Services, step: int, collected: Collected) -> tuple[
         await services.placement.sleep_engines(step)
         samples = make_samples(groups, algorithm, step - 1, config.sampling.staleness, config.needs.pairs)
         metas, batches = await services.dispatcher.dispatch_samples(step, samples, config.objective)
-        await check_failures(services, step, metas, collected)
+        await check_failures(config, services.controllers, services.status.note, step, metas, collected)
         kl = await services.dispatcher.compute_logprobs(batches) if config.needs_passes and batches else []
         if config.objective != "policy":
             return metas, batches

@@ -24,11 +24,36 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from gcore.controller.step_ledger import ProgressReport
 from gcore.types import Scored
+
+REWARD_ERROR, WORKFLOW_ERROR, NO_SPREAD = "reward_error", "workflow_error", "no_spread"
+FAILURES = (REWARD_ERROR, WORKFLOW_ERROR)  # counted against rewards.max_error_frac
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressReport:
+    """One controller since the last exchange. ProgressReport(kept=[(130, 2)], dropped=[(134, "no_spread")])"""
+
+    kept: list[tuple[int, int]] = field(default_factory=list)  # prompt, oldest policy version in its group
+    dropped: list[tuple[int, str]] = field(default_factory=list)  # prompt, reason
+    withdrawn: list[int] = field(default_factory=list)  # kept before, but too old now
+    idle: bool = False  # no group is in progress, and no more prompts may be drawn
+    due: int = 0  # groups in progress that would be too old for the next step
+    running: int = 0  # groups in progress
+
+    def merged(self, other: ProgressReport) -> ProgressReport:
+        """Of two sets of controllers, in any order."""
+        return ProgressReport(
+            self.kept + other.kept,
+            self.dropped + other.dropped,
+            self.withdrawn + other.withdrawn,
+            self.idle and other.idle,
+            self.due + other.due,
+            self.running + other.running,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gcore.config.tree import Config
 from gcore.controller.collect import Collected
-from gcore.controller.setup import Setup
-from gcore.controller.step_ledger import REWARD_ERROR
+from gcore.controller.prompt_ledger import REWARD_ERROR
 from gcore.generation.pool import EnginePool
 from gcore.observe.files import problem
 from gcore.observe.histograms import counted
@@ -27,20 +26,26 @@ from gcore.observe.links import Link, Reach, link_row
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.samples import SampleLog
 from gcore.observe.values import Row
-from gcore.preparation.samples import overlong, samples_digest
+from gcore.preparation.advantages import overlong
+from gcore.preparation.samples import samples_digest
 from gcore.protocols import UpdateStats, add_metrics
 from gcore.types import SampleMeta, Scored, UserError
+
+if TYPE_CHECKING:
+    from gcore.controller.services import Services
 
 
 class Recorder:
     """`writer`: for metrics.jsonl, only on controller 0. `samples`: the log of a few groups per step, if enabled."""
 
-    def __init__(self, setup: Setup, writer: MetricsWriter | None = None, samples: SampleLog | None = None) -> None:
-        self._config, self._group = setup.config, setup.controllers
-        self._status, self._tracer = setup.status, setup.tracer
-        self._pool, self._rewarder = setup.pool, setup.rewarder
-        self._dispatcher, self._placement = setup.dispatcher, setup.placement
-        self._vision = setup.vision
+    def __init__(
+        self, services: Services, writer: MetricsWriter | None = None, samples: SampleLog | None = None
+    ) -> None:
+        self._config, self._group = services.config, services.controllers
+        self._status = services.status
+        self._pool, self._rewarder = services.pool, services.rewarder
+        self._dispatcher, self._placement = services.dispatcher, services.placement
+        self._vision = services.vision
         self._writer, self._samples = writer, samples
         self.last_row: Row = {}  # of the last step, with its evaluation
 
@@ -82,7 +87,7 @@ class Recorder:
         )
         if self._samples is not None:
             self._samples.write(step, {meta.prompt_id for meta in metas}, collected.groups)
-        self._tracer.flush()
+        self._status.tracer.flush()
         if self._config.checkpoint.on_failure == "stop" and (unwritten := problem(self._config.run.folder)):
             raise UserError(f"{unwritten}; free some space, then run.resume=auto (checkpoint.on_failure=stop)")
         self._status.finished(step)
@@ -107,7 +112,7 @@ class Recorder:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-        self._tracer.flush()
+        self._status.tracer.flush()
 
 
 def media_row(num_bytes: Sequence[int]) -> Row:

@@ -1,40 +1,92 @@
-"""The objects that the training loop (controller/loop.py) uses. controller/start_run.py makes them once per run."""
+"""What one controller uses: the connections to the other roles, the user's code, and the objects of the loop.
+
+pools ──requests──> engines, judges, scorers       replicas: which of them are alive
+dispatcher ──samples, calls──> trainer ranks       placement: which engines serve the next rollout
+collector: prompts -> groups of scored samples     recorder, evaluator, checkpointer: after a step
+
+`make_services` makes the connections when the process starts. controller/start_run.py adds what needs the prompts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from gcore.config.tree import Config
+from gcore.content.base import Modality
+from gcore.content.latents import LatentModality
+from gcore.content.text import ConversationModality, TextModality
+from gcore.content.vision import VisionProcessor
 from gcore.controller.checkpointing import Checkpointer
 from gcore.controller.collect import Collector
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.evaluation import Evaluator
-from gcore.controller.placement import RolloutPlacement
+from gcore.controller.placement import AllEngines, RolloutPlacement, SlotPlacement
 from gcore.controller.record import Recorder
-from gcore.controller.replicas import WeightResender
+from gcore.controller.replicas import Replicas, WeightResender
+from gcore.controller.run_prompts import Filter
 from gcore.controller.status import LiveStatus
 from gcore.driver.on_step import StepGate
-from gcore.preparation.samples import Scoring
+from gcore.generation.pool import EnginePool
+from gcore.launch.build import Roles, load_filter, load_workflow, sleep_level, trace_folder
+from gcore.launch.build_rewarder import build_rewarder
+from gcore.launch.gpu_assignment import CRITIC, TRAINER
+from gcore.launch.own_algorithm import make_scoring
+from gcore.launch.plan import Plan
+from gcore.launch.router_replay import replays_experts
+from gcore.observe.links import Links
+from gcore.observe.trace import Tracer
+from gcore.placement.grid import POLICY
+from gcore.preparation.advantages import Scoring
+from gcore.prompts.processor import load_processor
+from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
 from gcore.protocols import Group, Rewarder
+from gcore.workflows.context import SharedContext, Workflow
+
+MEDIA = "media"  # folder of a run: pixels and inputs of vision towers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Services:
     """One per controller. All controllers join the collectives; only controller 0 writes the files of the run."""
 
     config: Config
-    controllers: Group  # the controllers
-    collector: Collector  # prompts -> groups of scored samples
+    controllers: Group
+    tokenizer: Any  # None for diffusion models
+    modality: Modality
+    workflow: Workflow  # makes the group of a prompt in evaluations, and in training unless it is offline
+    group_filter: Filter  # sampling.filter
+    scoring: Scoring  # rewards -> advantages
+    pool: EnginePool  # of the policy
     rewarder: Rewarder
     dispatcher: Dispatcher  # samples -> trainer ranks; weights -> engines
     weight_resender: WeightResender  # current weights -> engines that missed an update
-    scoring: Scoring  # rewards -> advantages
     placement: RolloutPlacement  # which engines serve the next rollout
-    recorder: Recorder  # rows of metrics, sample log
-    evaluator: Evaluator
-    checkpointer: Checkpointer
+    replicas: Replicas
     status: LiveStatus  # for the progress view
-    gate: StepGate = field(default_factory=StepGate)  # to the driver, with run.on_step
+    gate: StepGate = field(default_factory=StepGate)  # to the driver after a step, with run.on_step
+    vision: VisionProcessor | None = None  # of a model that takes images
+    eval_modality: Modality | None = None  # with other sampling parameters in evaluations
+    # Made by start_run.py. An evaluation has neither collector nor checkpointer.
+    collector: Collector = field(init=False)
+    recorder: Recorder = field(init=False)
+    evaluator: Evaluator = field(init=False)
+    checkpointer: Checkpointer = field(init=False)
+
+    def sample_context(self) -> SharedContext:
+        """The context that all workflows of this controller share."""
+        return SharedContext(
+            self.config, self.pool, self.rewarder, self.modality, version=lambda: self.dispatcher.version
+        )
+
+    def eval_contexts(self) -> list[SharedContext]:
+        """Of evaluations: one greedy response per prompt, or one context per sampled response."""
+        modality, evaluation = self.eval_modality or self.modality, self.config.evaluation
+        parts = self.config, self.pool, self.rewarder, modality
+        if not evaluation.sampled:
+            return [SharedContext(*parts, greedy=True)]
+        return [SharedContext(*parts, attempt=i) for i in range(evaluation.samples)]
 
     async def ends_by_user(self, step: int) -> bool:
         """Whether the user's function (run.on_step) ends the run after this step."""
@@ -54,3 +106,69 @@ class Services:
         self.rewarder.close()
         self.recorder.close()
         await self.controllers.barrier("end")
+
+
+def _modalities(config: Config, tokenizer: Any, vision: VisionProcessor | None) -> tuple[Modality, Modality]:
+    """The modality of the policy: for training, and with other sampling parameters for evaluations."""
+    generation, in_evaluations = config.generation, config.generation.model_copy(update=config.evaluation.sampling)
+    if generation.denoising is not None:
+        return LatentModality(generation), LatentModality(in_evaluations)
+    stops, longest = stop_tokens(config.model, tokenizer), config.data.max_prompt_length
+    kind = ConversationModality if config.objective == "reward_model" else TextModality
+    make = partial(kind, tokenizer=tokenizer, stop_tokens=stops, max_prompt_length=longest, vision=vision)
+    return make(generation, keep_experts=replays_experts(config)), make(in_evaluations)
+
+
+def make_services(config: Config, plan: Plan, roles: Roles, group: Group) -> Services:
+    grid, level = plan.grid, sleep_level(config, plan)
+    denoises = config.generation.denoising is not None
+    tokenizer = None if denoises else load_tokenizer(config.model)
+    vision = (
+        None
+        if denoises
+        else load_processor(config.model, tokenizer, config.run.folder / MEDIA, engine=config.generation.engine)
+    )
+    rewarder = build_rewarder(config, plan, roles, group.rank)
+    status = LiveStatus(group.rank, Tracer(trace_folder(config), f"controller-{group.rank}"))
+    max_concurrent = config.generation.max_concurrent
+    nodes, roam = plan.nodes_of_pool("engine"), grid is not None
+    pool = EnginePool.for_controller(
+        roles.engines,
+        group.rank,
+        group.size,
+        max_concurrent,
+        roam=roam,
+        nodes=nodes,
+        per_call=config.sampling.samples_per_prompt,
+    )
+    links = (
+        Links.of(group.rank, plan.nodes_of_pool(TRAINER)),
+        Links.of(group.rank, plan.nodes_of_pool(CRITIC)),
+    )
+    dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.topology, links, roles.critics)
+    weights = WeightResender(roles.trainers, lambda: dispatcher.version, dispatcher.transfer)
+    modality, eval_modality = _modalities(config, tokenizer, vision)
+    slot_placement: SlotPlacement | None = None
+    if grid is not None and roles.trainers:  # in an evaluation all replicas are awake
+        pools = {POLICY: pool} | {
+            p.role: p for p in rewarder.pools if isinstance(p, EnginePool) and p.role in grid.widths
+        }
+        slot_placement = SlotPlacement(config, grid, pools, group, level, weights.load, status.note)
+    return Services(
+        config=config,
+        controllers=group,
+        tokenizer=tokenizer,
+        vision=vision,
+        modality=modality,
+        workflow=load_workflow(config.workflow),
+        group_filter=load_filter(config.sampling.filter),
+        scoring=make_scoring(config),
+        pool=pool,
+        rewarder=rewarder,
+        dispatcher=dispatcher,
+        weight_resender=weights,
+        placement=slot_placement or AllEngines(dispatcher),
+        replicas=Replicas(pool, rewarder.pools, weights, status.note, slot_placement, level > 0),
+        status=status,
+        eval_modality=eval_modality,
+    )

@@ -23,7 +23,7 @@ class LiveStatus:
     """Exists from the start of the process. Only controller 0 keeps rows and notes."""
 
     def __init__(self, rank: int, tracer: Tracer) -> None:
-        self._rank, self._tracer = rank, tracer
+        self._rank, self.tracer = rank, tracer
         self._stage, self._detail, self._step = "starting", "", 0
         self._rows: list[Row] = []
         self._notes: list[str] = []
@@ -56,7 +56,7 @@ class LiveStatus:
             self.show(name)
             faults.reach(name)
         started = time.perf_counter()
-        with self._tracer.span(name, step=step):
+        with self.tracer.span(name, step=step):
             yield
         self._seconds[name] = time.perf_counter() - started
 

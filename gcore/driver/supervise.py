@@ -41,7 +41,6 @@ from gcore.driver.on_step import OnStep, call_after_steps, open_on_step
 from gcore.driver.run_folder import Restarts, check_resume, open_evaluation_folder, open_folder, say
 from gcore.driver.run_lock import hold
 from gcore.driver.start_report import reporting_start
-from gcore.launch.auto_placement import choose_mode
 from gcore.launch.build import (
     Roles,
     build_controller,
@@ -55,12 +54,11 @@ from gcore.launch.build import (
 )
 from gcore.launch.build_ranks import build_critic, build_trainer
 from gcore.launch.epochs import with_steps
-from gcore.launch.gpu_memory import Decided, decide
 from gcore.launch.machines import Cluster
 from gcore.launch.node_checks import NodeGate, check_nodes, sent_files
 from gcore.launch.pins import check_models, fetch, pin
-from gcore.launch.plan import Plan, make_plan
-from gcore.launch.preflight import model_megabytes, preflight
+from gcore.launch.plan import Plan
+from gcore.launch.preflight import make_ready
 from gcore.observe.events import EventLog
 from gcore.observe.files import take_notes
 from gcore.observe.logs import OutputPreview
@@ -98,7 +96,7 @@ def _run_alone(config: Config, mode: Mode, lock: Sequence[int] = (), on_step: On
     it only reads the checkpoint."""
     cluster, config = see_cluster(config), pin(config)
     check_models(config)
-    decided, plan, notes = _decide(config, cluster, mode)
+    decided, plan, notes = _make_ready(config, cluster, mode)
     gate = NodeGate(see_cluster, cluster.nodes)
     if mode == "train":
         counted, about_steps = with_steps(decided)
@@ -115,7 +113,7 @@ def _run_alone(config: Config, mode: Mode, lock: Sequence[int] = (), on_step: On
                 return result
             except NodesChanged as change:
                 config = restarts.from_last_checkpoint(config)
-                decided, plan, notes = _decide(config, gate.see(config), mode)
+                decided, plan, notes = _make_ready(config, gate.see(config), mode)
                 notes = [f"{change}: the run continues on {len(plan.nodes)} node(s)", *notes]
     except asyncio.CancelledError:  # by SIGTERM
         raise KeyboardInterrupt from None
@@ -134,21 +132,17 @@ def _run_alone(config: Config, mode: Mode, lock: Sequence[int] = (), on_step: On
                     print(f"gcore: {config.run.folder / name} is not written ({why})", file=sys.stderr)
 
 
-def _decide(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, Plan, list[str]]:
-    """For these machines: the configuration without `auto` in placement and memory, the plan, and notes for the user.
-    UserError if the run cannot work there."""
-    config, why = choose_mode(config, cluster)
-    sizes = decide(config, make_plan(config, cluster)) if mode == "train" else Decided(config)
-    config = sizes.config
-    checked = preflight(config, make_plan(config, cluster), mode == "train")
+def _make_ready(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, Plan, list[str]]:
+    """Configuration, plan and notes for the user, of a run that can work on these machines."""
+    ready = make_ready(config, cluster, mode == "train")
+    config = ready.config
     if mode == "train":
-        check_resume(config, next(data for data in checked.datasets if data.key == "data.train"))
+        check_resume(config, next(data for data in ready.checked.datasets if data.key == "data.train"))
     fetch(config)
-    plan = make_plan(config, cluster, model_megabytes(config))
-    differences = check_nodes(config, plan, mode == "train")
+    differences = check_nodes(config, ready.plan, mode == "train")
     if mode == "eval":
         config = open_evaluation_folder(config)
-    return config, plan, [*filter(None, [why]), *sizes.notes, *checked.warnings, *differences]
+    return config, ready.plan, [*ready.notes, *differences]
 
 
 async def _run(

@@ -34,8 +34,7 @@ from gcore.content.media import ArrayRef
 from gcore.diffusion.denoiser import Condition, Denoiser, stacked, tensors_of
 from gcore.diffusion.noise import EVALUATION, START, normals
 from gcore.diffusion.samplers import schedule_of
-from gcore.generation.engine_shell import Ended, Step, SteppedEngine
-from gcore.generation.jobs import Job
+from gcore.generation.engine_shell import Ended, Job, Step, SteppedEngine
 from gcore.generation.sleep import GIB, SleepState
 from gcore.models.networks import Adapters
 from gcore.observe.trace import Tracer

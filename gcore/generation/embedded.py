@@ -29,11 +29,9 @@ from transformers import PreTrainedModel
 
 from gcore.content.tokens import compact_experts, tokens_of
 from gcore.generation.cache import RowCache
-from gcore.generation.decoder import FusedDecoder
-from gcore.generation.engine_shell import Ended, Step, SteppedEngine
-from gcore.generation.jobs import Job
+from gcore.generation.decoding import FusedDecoder, Rows, sample
+from gcore.generation.engine_shell import Ended, Job, Step, SteppedEngine
 from gcore.generation.request_check import check_request
-from gcore.generation.sampling import Rows, sample
 from gcore.generation.sleep import GIB, SleepState
 from gcore.generation.spec import EngineSpec
 from gcore.generation.vision import VisionPrefill
@@ -90,7 +88,7 @@ class EmbeddedEngine(SteppedEngine):
 
 class EmbeddedBackend:
     """Implements DecodeBackend. `fused=False`: decode with the forward pass of transformers, as for models outside
-    the families of decoder.py."""
+    the families of decoding.py."""
 
     compute_lock: AbstractContextManager[Any] = nullcontext()
 

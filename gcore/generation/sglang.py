@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 
-from gcore.generation.jobs import Job, JobQueue, engine_failed, resolve, scored, stats_of
+from gcore.generation.engine_shell import Job, JobQueue, engine_failed, resolve, scored, stats_of
 from gcore.generation.request_check import check_request, check_score
 from gcore.generation.sglang_core import Server, SglangOptions, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu

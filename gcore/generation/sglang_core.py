@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore.generation.sampling import Rows, sample
+from gcore.generation.decoding import Rows, sample
 from gcore.generation.sleep import GIB
 from gcore.models.networks import Adapters
 from gcore.types import UserError

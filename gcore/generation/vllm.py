@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from gcore.content.tokens import tokens_of
-from gcore.generation.engine_shell import Ended, Step, SteppedEngine
-from gcore.generation.jobs import Job
+from gcore.generation.engine_shell import Ended, Job, Step, SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.request_check import check_request, check_score
 from gcore.generation.sleep import GIB, SleepState, free_gpu

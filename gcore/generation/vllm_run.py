@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gcore.generation.jobs import Job
+from gcore.generation.engine_shell import Job
 from gcore.generation.vllm_repeat import Copied, RepeatedStep
 
 PLANNED_STEPS = 64  # at most this many between two calls of the scheduler

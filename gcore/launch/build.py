@@ -24,8 +24,10 @@ from gcore import faults
 from gcore.clients import CriticClient, EngineClient, ScorerClient, TrainerClient
 from gcore.config.base import Serving
 from gcore.config.tree import Config, Model
+from gcore.hub import model_folder
 from gcore.launch.environment import cache_folder as cache_folder
 from gcore.launch.environment import quiet as quiet
+from gcore.launch.footprint import num_parameters
 from gcore.launch.machines import Cluster, Machine, check_shared_folder, cluster_of, detect_machine
 from gcore.launch.plan import Plan
 from gcore.protocols import Group, Rendezvous
@@ -33,8 +35,8 @@ from gcore.runtime.protocol import NodeFacts, Runtime
 from gcore.types import Scored, UserError
 
 if TYPE_CHECKING:
-    from gcore.controller.collect import Filter
     from gcore.controller.loop import Controller
+    from gcore.controller.run_prompts import Filter
     from gcore.protocols import Engine
     from gcore.rewarding.scalar import ScalarModel
     from gcore.workflows.context import Workflow
@@ -81,7 +83,17 @@ def build_runtime(config: Config, plan: Plan, user_files: bytes = b"", lock: Seq
 
     gpus = plan.gpu_assignment
     bundle_nodes = [plan.nodes[node].node_id for node in gpus.nodes]
-    return RayRuntime(plan.object_store_mb, gpus.bundles, place_of, log_folder(config), bundle_nodes, user_files, lock)
+    store_mb = config.placement.object_store_mb
+    store_mb = 256 + 2 * model_megabytes(config) if store_mb == "auto" else store_mb
+    return RayRuntime(store_mb, gpus.bundles, place_of, log_folder(config), bundle_nodes, user_files, lock)
+
+
+def model_megabytes(config: Config) -> int:
+    """Size of the policy, for the object store: of its files, or of the model to build, in float32."""
+    if config.model.path is not None:
+        files = list(model_folder(config.model).glob("*.safetensors"))
+        return int(sum(f.stat().st_size for f in files) / 2**20)
+    return 1 + num_parameters(config.model) * 4 // 2**20
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
@@ -207,12 +219,12 @@ def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rende
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)  # thousands of live samples make collections slow, and free nothing
     from gcore.controller.loop import Controller
-    from gcore.controller.setup import make_setup
+    from gcore.controller.services import make_services
 
     arm_faults(config, f"controller-{rendezvous.rank}", rendezvous)
     if roles.trainers:
         check_shared_folder(config.run.folder, plan.nodes)
-    return Controller(make_setup(config, plan, roles, build_group(rendezvous)))
+    return Controller(make_services(config, plan, roles, build_group(rendezvous)))
 
 
 def arm_faults(config: Config, role: str, rendezvous: Rendezvous) -> None:
@@ -231,7 +243,7 @@ def build_group(rendezvous: Rendezvous) -> Group:
 
 
 def load_workflow(path: str) -> Workflow:
-    from gcore.rewarding.functions import load_function
+    from gcore.user_functions import load_function
 
     function = load_function(path, key="workflow")
     if not inspect.iscoroutinefunction(function) or len(inspect.signature(function).parameters) != 2:
@@ -243,7 +255,7 @@ def load_workflow(path: str) -> Workflow:
 def load_filter(path: str) -> Filter:
     """sampling.filter: a built-in one by name, or a user's function, which may return only a bool."""
     from gcore.controller.collect import no_filter, spread
-    from gcore.rewarding.functions import load_function
+    from gcore.user_functions import load_function
 
     if path in ("none", "spread"):
         return no_filter if path == "none" else spread

@@ -51,33 +51,15 @@ def build_backend(config: Config, plan: Plan, device: torch.device, dtype: torch
 def build_critic_backend(
     config: Config, plan: Plan, device: torch.device, dtype: torch.dtype, tokenizer: Any
 ) -> Backend:
-    """Of a critic with ranks of its own: the critic is the network that is called policy there."""
+    """Of a critic with ranks of its own."""
     from gcore.training.critic import fill_from_folder, new_critic, value_model
     from gcore.training.fsdp import FsdpBackend
-    from gcore.training.state import CRITIC_FOLDERS
 
     longest = config.data.max_prompt_length + config.generation.max_response_length
     critic = new_critic(config, tokenizer, device, longest)
     assert critic is not None
-    fill = partial(
-        fill_from_folder,
-        model=config.critic.model or config.model,
-        seed=config.run.seed,
-        device=device,
-        tokenizer=tokenizer,
-    )
-    keys = {"lr": config.critic.lr, "max_grad_norm": config.critic.max_grad_norm}
-    own = {
-        "training": config.training.model_copy(update=keys),
-        "model": config.model.model_copy(update={"lora": None}),
-    }
+    given = {"model": config.critic.model or config.model, "seed": config.run.seed, "tokenizer": tokenizer}
+    fill = partial(fill_from_folder, device=device, **given)
     return FsdpBackend(
-        config.model_copy(update=own),
-        critic.make,
-        device,
-        dtype,
-        plan.critic_shard,
-        fill=fill,
-        wrap=value_model,
-        folders=CRITIC_FOLDERS,
+        config, critic.make, device, dtype, plan.critic_shard, fill=fill, wrap=value_model, first="critic"
     )

@@ -15,6 +15,7 @@ from gcore.launch.build import Roles, log_folder
 from gcore.launch.plan import Plan
 from gcore.prompts.processor import load_processor
 from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
+from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import EngineBackend, RemoteBackend
@@ -22,7 +23,6 @@ from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.scalar import ScalarSource
 from gcore.rewarding.source import Source
 from gcore.rewarding.teacher import TeacherSource, check_tokenizers
-from gcore.rewarding.threads import FunctionSource
 from gcore.rewarding.workers import sources_of
 from gcore.types import Completion, Request, SamplingParams
 

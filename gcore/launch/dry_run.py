@@ -20,16 +20,15 @@ import numpy as np
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.driver.on_step import load_on_step
-from gcore.launch.auto_placement import choose_mode
 from gcore.launch.build import Roles, see_cluster
 from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.epochs import with_steps
 from gcore.launch.footprint import memory_line
-from gcore.launch.gpu_memory import decide, memory_lines
+from gcore.launch.gpu_memory import memory_lines
 from gcore.launch.node_checks import check_nodes
 from gcore.launch.pins import check_models, pin
-from gcore.launch.plan import Plan, make_plan
-from gcore.launch.preflight import Checked, DatasetCheck, model_megabytes, node_parts, preflight
+from gcore.launch.plan import Plan
+from gcore.launch.preflight import Checked, DatasetCheck, make_ready, node_parts
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut
@@ -58,11 +57,8 @@ def dry_run(config: Config) -> None:
     cluster = see_cluster(config)
     config = pin(config)
     check_models(config)
-    config, why = choose_mode(config, cluster)
-    plan = make_plan(config, cluster, model_megabytes(config))
-    memory = decide(config, plan)
-    config = memory.config
-    checked = preflight(config, plan)
+    ready = make_ready(config, cluster)
+    config, plan, checked = ready.config, ready.plan, ready.checked
     differences = check_nodes(config, plan)
     if config.run.on_step is not None:
         load_on_step(config.run.on_step)
@@ -71,8 +67,8 @@ def dry_run(config: Config) -> None:
     *lines, files = plan.lines(config)
     _print([*lines, *_labelled("memory", _memory(config, plan)), files])
     _print([line for text in about_steps for line in _labelled("epochs", text)])
-    _print([f"{'GPU memory' if i == 0 else '':{LABEL}}{line}" for i, line in enumerate(memory_lines(memory))])
-    _print([f"{'':{LABEL}}{line}" for line in (why, _decoding(config, plan)) if line])
+    _print([f"{'GPU memory' if i == 0 else '':{LABEL}}{line}" for i, line in enumerate(memory_lines(ready.memory))])
+    _print([f"{'':{LABEL}}{line}" for line in (ready.mode_note, _decoding(config, plan)) if line])
     print()
     for data in checked.datasets:
         _print(_labelled(data.key, _dataset(data, config.data.max_prompt_length)))

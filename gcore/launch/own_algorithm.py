@@ -1,7 +1,7 @@
 """A user's advantage estimator and policy loss: `algorithm.adv_estimator` or `policy_loss` with the value `file.py:f`.
 
 def f(group: GroupScores) -> advantages, or (advantages, {"name": number})                 preparation/advantages.py
-def f(steps: Steps, algorithm: Algorithm) -> loss_S, or (loss_S, {"name": values_S})       training/losses.py
+def f(steps: Steps, algorithm: Algorithm) -> loss_S, or (loss_S, {"name": values_S})       training/objective.py
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from gcore.config.tree import Config
-from gcore.preparation.samples import Scoring
-from gcore.rewarding.functions import load_function
+from gcore.preparation.advantages import Scoring
 from gcore.types import UserError
+from gcore.user_functions import load_function
 
 
 def make_scoring(config: Config) -> Scoring:

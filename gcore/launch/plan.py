@@ -1,4 +1,4 @@
-"""Computes the sizes of a run from the configuration and the cluster: processes, threads, nodes, GPUs, bytes.
+"""Computes the sizes of a run from the configuration and the cluster: processes, threads, nodes, GPUs.
 
 config, cluster ──make_plan──> Plan ──> runtime and roles (launch/build.py); `--dry-run` prints `Plan.lines`
 
@@ -39,7 +39,6 @@ class Plan:
     trainer_threads: int
     topology: Topology  # how trainer ranks divide the model
     shard: int  # data-parallel ranks that share one copy of the weights
-    object_store_mb: int
     gpus: int
     reward_workers: int  # per controller
     judges: dict[str, int] = field(default_factory=dict)  # name -> engine replicas; judges behind a URL are not listed
@@ -158,8 +157,8 @@ def _step_size(config: Config) -> tuple[str, int, int]:
     return text, samples, samples
 
 
-def make_plan(config: Config, machines: Cluster | Machine, model_mb: int = 0) -> Plan:
-    """Pure. `model_mb`: size of the policy, for the object store."""
+def make_plan(config: Config, machines: Cluster | Machine) -> Plan:
+    """Pure."""
     nodes = as_cluster(machines).nodes
     if config.runtime == "local":  # one process
         nodes = (replace(nodes[0], gpus=min(nodes[0].gpus, 1)),)
@@ -214,9 +213,6 @@ def make_plan(config: Config, machines: Cluster | Machine, model_mb: int = 0) ->
         critics=critics,
         critic_shard=critic_shard if critic_shard != "auto" else (max(1, critics) if gpus else 1),
         critic_threads=critic_threads if critic_threads != "auto" else train_threads,
-        object_store_mb=config.placement.object_store_mb
-        if config.placement.object_store_mb != "auto"
-        else 256 + 2 * model_mb,
         gpus=gpus if is_separate else len(assigned.bundles),
         reward_workers=_reward_workers(config, cluster, role_nodes["controller"]),
         judges=judges,

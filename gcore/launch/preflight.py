@@ -29,14 +29,15 @@ from gcore.config.megatron import check_family, check_shape, check_tensor_parall
 from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config, Dataset
 from gcore.cost.shapes import model_shape
-from gcore.hub import model_folder
+from gcore.launch.auto_placement import choose_mode
 from gcore.launch.build import Roles, load_filter, load_workflow, quiet
 from gcore.launch.build_rewarder import build_rewarder
-from gcore.launch.footprint import Part, check_sizes, num_parameters, parts
+from gcore.launch.footprint import Part, check_sizes, parts
+from gcore.launch.gpu_memory import Decided, decide
 from gcore.launch.machines import Cluster, Machine
 from gcore.launch.own_algorithm import load_policy_loss, make_scoring
 from gcore.launch.pins import check_weights
-from gcore.launch.plan import Plan
+from gcore.launch.plan import Plan, make_plan
 from gcore.launch.router_replay import model_type, replay_warning, replays_experts
 from gcore.launch.vision_checks import check_vision
 from gcore.observe.trackers import check_trackers
@@ -47,10 +48,10 @@ from gcore.prompts.processor import load_processor, vision_family
 from gcore.prompts.rows import PROMPTS, check_numbers, load_rows, prompt_of, reward_columns
 from gcore.prompts.source import check_bad_rows, sample_digest, sample_of
 from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
+from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import RemoteBackend
-from gcore.rewarding.threads import FunctionSource
 from gcore.types import Prompt, UserError
 
 ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
@@ -92,6 +93,31 @@ class Checked:
     warnings: list[str]
     datasets: list[DatasetCheck]
     tokenizer: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRun:
+    """A run that passed all checks. `config`: without `auto` in placement and memory."""
+
+    config: Config
+    plan: Plan
+    mode_note: str  # why this placement mode
+    memory: Decided
+    checked: Checked
+
+    @property
+    def notes(self) -> list[str]:
+        """For the user."""
+        return [*filter(None, [self.mode_note]), *self.memory.notes, *self.checked.warnings]
+
+
+def make_ready(config: Config, cluster: Cluster, trains: bool = True) -> ReadyRun:
+    """For these machines: the placement mode, the plan, the memory of the trainer, all checks. Here the plan of a run
+    is made, once. UserError if the run cannot work there."""
+    config, mode_note = choose_mode(config, cluster)
+    plan = make_plan(config, cluster)
+    memory = decide(config, plan) if trains else Decided(config)
+    return ReadyRun(memory.config, plan, mode_note, memory, preflight(memory.config, plan, trains))
 
 
 def preflight(config: Config, plan: Plan, trains: bool = True) -> Checked:
@@ -401,11 +427,3 @@ def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
         )
     digest = sample_digest(data.rows)
     return DatasetCheck(data.key, len(data.rows), len(data.sample), tuple(too_long), longest, first, digest)
-
-
-def model_megabytes(config: Config) -> int:
-    """Size of the policy, for the object store: of its files, or of the model to build, in float32."""
-    if config.model.path is not None:
-        files = list(model_folder(config.model).glob("*.safetensors"))
-        return int(sum(f.stat().st_size for f in files) / 2**20)
-    return 1 + num_parameters(config.model) * 4 // 2**20

@@ -1,4 +1,7 @@
-"""Scores of a group (the siblings of one prompt) -> one advantage per sample. Pure functions.
+"""Advantages: scores of a group (the siblings of one prompt) -> one number per sample. Estimators are pure functions.
+
+ranks ──KL of each sample, if it is part of the reward──> reward - overlong penalty - KL
+                                compared within the group ──> TrainBatch.advantages ──> ranks
 
 What needs values per step or the whole batch (KL per step, GAE, whitening) follows on the trainer ranks:
 training/step_advantages.py. A user's estimator has the same form: GroupScores -> advantages, or also metrics.
@@ -6,14 +9,17 @@ training/step_advantages.py. A user's estimator has the same form: GroupScores -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gcore.types import UserError
+from gcore.config.tree import Algorithm
+from gcore.preparation.samples import Groups, mask_of
+from gcore.protocols import Group, Metric, add_metrics
+from gcore.types import Key, Rollout, TrainBatch, UserError
 
 Array = npt.NDArray[np.float64]
 EPSILON = 1e-6
@@ -78,7 +84,7 @@ def score(group: GroupScores) -> Array:
 
 def remax(group: GroupScores) -> Array:
     """r minus the reward of a greedy response (ReMax)."""
-    assert group.baseline is not None, "no greedy response: controller/run_workflow.py makes it"
+    assert group.baseline is not None, "no greedy response: controller/run_prompts.py makes it"
     return group.rewards - group.baseline
 
 
@@ -121,3 +127,72 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int, penalty: floa
     """Soft overlong punishment (DAPO): 0 up to max_length - buffer tokens, then linearly down to -penalty."""
     over = length - (max_length - buffer)
     return -penalty * min(over / buffer, 1.0) if buffer and over > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How rewards become advantages. Scoring(config.algorithm, max_length=256, weights={"exact": 1.0})"""
+
+    algorithm: Algorithm
+    max_length: int = 0  # generation.max_response_length
+    weights: Mapping[str, float] = field(default_factory=dict)  # of the rewards of the recipe
+    estimator: GroupEstimator | None = None  # of the user; None: the one that algorithm.adv_estimator names
+
+    @property
+    def function(self) -> GroupEstimator:
+        return self.estimator or GROUP_ESTIMATORS[self.algorithm.adv_estimator]
+
+
+def advantages_of(
+    groups: Groups, scoring: Scoring, kl: Mapping[Key, float]
+) -> tuple[dict[Key, float], dict[str, Metric]]:
+    """The advantage of each sample: rewards - overlong penalties - KL, compared within each group; and the metrics of
+    the estimator, if it has some.
+
+    `kl`: of each sample, times its coefficient, if the KL is part of the reward and is not charged to each step; else
+    empty.
+    """
+    algorithm, weights = scoring.algorithm, scoring.weights
+    found, metrics = dict[Key, float](), dict[str, Metric]()
+    for siblings in groups:
+        keys = [(s.rollout.prompt.id, s.rollout.sibling) for s in siblings]
+        scores = [s.reward + overlong(s.rollout, algorithm, scoring.max_length) for s in siblings]
+        charged = [value - kl.get(key, 0.0) for key, value in zip(keys, scores, strict=True)]
+        group = GroupScores(
+            np.array(charged, np.float64),
+            np.array([mask_of(s.rollout, algorithm.mask_truncated).sum() for s in siblings], np.float64),
+            {part: np.array([s.parts.get(part, np.nan) for s in siblings], np.float64) for part in weights},
+            weights,
+            siblings[0].baseline,
+        )
+        values, more = estimate(scoring.function, group, algorithm.adv_estimator)
+        found |= zip(keys, values.tolist(), strict=True)
+        metrics = add_metrics(metrics, {f"advantages/{key}": Metric(value) for key, value in more.items()})
+    return found, metrics
+
+
+async def with_advantages(
+    batches: Sequence[TrainBatch],
+    groups: Groups,
+    scoring: Scoring,
+    group: Group,
+    kl: Sequence[Mapping[Key, float]],
+) -> tuple[list[TrainBatch], dict[str, float]]:
+    """The batches with the advantages of their samples, and the estimator's metrics, means over groups. `kl`: from the
+    ranks. Controllers exchange one number per sample: a sample trains on a rank that another controller may call."""
+    charged = {key: value for part in kl for key, value in part.items()}
+    gathered = await group.all_gather("advantages", advantages_of(groups, scoring, charged))
+    advantages = {key: value for own, _ in gathered for key, value in own.items()}
+    metrics = add_metrics(*(more for _, more in gathered))
+    filled = [replace(b, advantages={key: advantages[key] for key in b.keys}) for b in batches]
+    return filled, {name: metric.value for name, metric in metrics.items()}
+
+
+def overlong(rollout: Rollout, algorithm: Algorithm, max_length: int) -> float:
+    """Penalty of a response near the length limit: 0 or negative."""
+    return overlong_penalty(
+        rollout.num_steps,
+        max_length=max_length,
+        buffer=algorithm.overlong_buffer,
+        penalty=algorithm.overlong_penalty,
+    )

@@ -6,6 +6,9 @@ verl       compute_score(data_source, solution_str, ground_truth, extra_info)  o
 OpenRLHF   reward_func(queries, prompts, labels, **kw) -> {"rewards": ...}      one call per group
 
 A path may also name a class (its instance is called) or a factory that returns such a function. See load_reward.
+
+    group ──FunctionSource.answer──> arguments (Adapter.calls) ──> a worker (workers.py), or a thread of this process
+    there: Adapter.invoke ──> the function ──> Adapter.read ──> Answer
 """
 
 from __future__ import annotations
@@ -13,17 +16,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from gcore.content.media import ArrayRef
 from gcore.rewarding.source import Answer, BadAnswer, is_finite, number, scalar, short
-from gcore.types import Rollout, UserError
-from gcore.user_functions import load_function as load_function
-from gcore.user_functions import one_line
+from gcore.types import RewardError, Rollout, UserError
+from gcore.user_functions import load_function, one_line
+
+if TYPE_CHECKING:
+    from gcore.config.tree import RewardFunction  # a worker starts without it
 
 Function = Callable[..., Any]
 Style = Literal["trl", "verl", "openrlhf"]
@@ -38,6 +44,59 @@ OWN: dict[Style, frozenset[str]] = {
     "verl": frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
     "openrlhf": frozenset({"queries", "prompts", "labels"}),
 }
+
+
+class Caller(Protocol):
+    """Calls functions in other processes. Implementation: workers.WorkerPool."""
+
+    async def call(self, source: FunctionSource, calls: list[dict[str, Any]], siblings: int) -> Answer: ...
+
+    def close(self) -> None: ...
+
+
+class FunctionSource:
+    """Implements source.Source. The function is imported and its signature checked here, before the run, wherever it is
+    called: by `pool`, or without one in a thread of this process, for debuggers; there, a call that hangs cannot be
+    killed. `index`, `timeout_s`: for the pool.
+
+    A function may have its own check of this machine: `function.preflight(args)`.
+    """
+
+    def __init__(
+        self,
+        spec: RewardFunction,
+        attempts: int,
+        key: str,
+        pool: Caller | None = None,
+        index: int = 0,
+        timeout_s: float = 0.0,
+    ):
+        self.name, self.weight, self.attempts = spec.name, spec.weight, attempts
+        self.counts: Counter[str] = Counter()
+        self.pool, self.index, self.timeout_s = pool, index, timeout_s
+        self.origin = spec.path, spec.args, key  # for load_reward, in a worker
+        self.adapter = load_reward(*self.origin)
+
+    def check(self, columns: Collection[str]) -> None:
+        if missing := self.adapter.missing(columns):
+            raise UserError(
+                f"rewards.functions: {self.name} needs {', '.join(missing)}; the dataset has "
+                f"{', '.join(sorted(columns))} (change its columns, or set the function's args)"
+            )
+        if preflight := getattr(self.adapter.function, "preflight", None):
+            preflight(self.adapter.args)
+
+    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+        prompt = group[0].prompt
+        if missing := self.adapter.missing(prompt.columns):  # a retry would not help
+            raise RewardError(f"reward {self.name!r}, prompt {prompt.id}: the row has no column {', '.join(missing)}")
+        if self.pool is None:
+            return await self.adapter(group)
+        return await self.pool.call(self, self.adapter.calls(group), len(group))
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
 
 
 def load_reward(path: str, args: Mapping[str, Any], key: str = "rewards.functions.0") -> Adapter:

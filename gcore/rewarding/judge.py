@@ -28,10 +28,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gcore import user_files
 from gcore.config.tree import Judge
-from gcore.rewarding.functions import load_function
 from gcore.rewarding.judge_backend import JudgeBackend, Key
 from gcore.rewarding.source import Answer, is_finite, scalar, short
 from gcore.types import Message, Prompt, RewardError, Rollout, SamplingParams, UserError
+from gcore.user_functions import load_function
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Reward functions in worker processes: a call that hangs is killed, and a crash ends only its worker.
 
-    WorkerSource.answer ──arguments──> WorkerPool ──> dispatcher of sync functions:  workers with one call each
+    functions.FunctionSource ──arguments──> WorkerPool ──> dispatcher of sync functions:  workers with one call each
                                                   ──> dispatcher of async functions: workers with many calls each
     states of a worker: started for a queued call, ready, ended (timeout, crash, cancel, recycling); then replaced
 
@@ -21,22 +21,22 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gcore.config.tree import RewardFunction, Rewards
+from gcore.config.tree import Rewards
 from gcore.observe.logs import Log
+from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.processes import exit_reason, has_exited, kill_all, kill_group, shutdown_on_exit
 from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut
-from gcore.rewarding.threads import FunctionSource
 from gcore.rewarding.worker import ANSWER, CALL, CANCEL, HEADER, READY, REFUSED, frame
-from gcore.types import RewardError, Rollout, UserError
+from gcore.types import RewardError, UserError
 
 ASYNC_CALLS = 64  # concurrent calls of async functions per worker
 START_S = 300.0  # timeout for the import of the functions, which may load a model
 GRACE_S = 5.0  # time for a cancelled async call to end before its worker is killed
+Reply = tuple[str, Any, str]  # of a worker: kind, value, traceback
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 
 
@@ -45,29 +45,13 @@ def sources_of(rewards: Rewards, num_workers: int, log: Path | None = None) -> l
     return list(WorkerPool(rewards, num_workers, log).sources)
 
 
-class WorkerSource(FunctionSource):
-    """Implements source.Source. Imports the function in this process too, so that errors are found before the run."""
-
-    def __init__(self, pool: WorkerPool, index: int, spec: RewardFunction, rewards: Rewards):
-        super().__init__(spec, rewards.attempts, f"rewards.functions.{index}")
-        self.pool, self.index = pool, index
-        self.origin = spec.path, spec.args, f"rewards.functions.{index}"  # for load_reward, in the worker
-        self.timeout_s = rewards.timeout_s if spec.timeout_s is None else spec.timeout_s
-
-    async def _ask(self, group: Sequence[Rollout]) -> Answer:
-        return await self.pool.call(self, self.adapter.calls(group), len(group))
-
-    def close(self) -> None:
-        self.pool.close()
-
-
 @dataclass(eq=False, slots=True)
 class _Call:
     number: int
-    source: WorkerSource
+    source: FunctionSource
     siblings: int
     arguments: bytes
-    future: asyncio.Future[Answer]
+    future: asyncio.Future[Reply]
     worker: _Worker | None = None
     deadline: asyncio.TimerHandle | None = None
     alone: bool = False  # its worker crashed with several calls; run alone, it shows whether it caused the crash
@@ -84,7 +68,12 @@ class WorkerPool:
         """`log`: the file for the workers' output; None: the stderr of this process."""
         self._log_path = log
         self._log: Log | None = None
-        self.sources = [WorkerSource(self, i, spec, rewards) for i, spec in enumerate(rewards.functions)]
+        self.sources = [
+            FunctionSource(
+                spec, rewards.attempts, f"rewards.functions.{i}", self, i, spec.timeout_s or rewards.timeout_s
+            )
+            for i, spec in enumerate(rewards.functions)
+        ]
         self.recycle_after = rewards.recycle_after
         self.closed = False
         self.place = os.getcwd(), list(sys.path)  # workers import the functions from the same places
@@ -106,20 +95,28 @@ class WorkerPool:
         if failed := [worker.failure or worker.died for worker in workers if not worker.ready]:
             raise UserError(f"rewards.functions: a worker did not start: {failed[0]}")
 
-    async def call(self, source: WorkerSource, calls: list[dict[str, Any]], siblings: int) -> Answer:
+    async def call(self, source: FunctionSource, calls: list[dict[str, Any]], siblings: int) -> Answer:
         self._attach()
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         arguments = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
         call = _Call(next(self._numbers), source, siblings, arguments, future)
         dispatcher = self._dispatchers[source.adapter.is_async]
         dispatcher.queue.append(call)
         dispatcher.dispatch()
         try:
-            return await future
+            kind, value, trace = await future
         except asyncio.CancelledError:
             if call.worker:
                 call.worker.abandon(call)
             raise
+        if kind == ANSWER:
+            return Answer(*value)
+        if kind == REFUSED:
+            raise RewardError(value)
+        error = BadAnswer(value)
+        if trace:
+            error.add_note(trace)
+        raise error
 
     def close(self) -> None:
         """Kills all workers and waits until they are gone. May be called twice, and from any thread."""
@@ -161,7 +158,7 @@ class WorkerPool:
 class _Dispatcher:
     """The queue of calls of one kind of functions (sync or async), and their workers."""
 
-    def __init__(self, pool: WorkerPool, sources: list[WorkerSource], is_async: bool, num_workers: int):
+    def __init__(self, pool: WorkerPool, sources: list[FunctionSource], is_async: bool, num_workers: int):
         self.pool, self.sources, self.is_async, self.num_workers = pool, sources, is_async, num_workers
         self.capacity = ASYNC_CALLS if is_async else 1
         self.queue: deque[_Call] = deque()
@@ -351,15 +348,8 @@ class _Worker:
     def _take(self, number: int, kind: str, value: Any, trace: str) -> None:
         call = self.calls.pop(number)
         self._disarm(call)
-        if kind == ANSWER and not call.future.done():
-            call.future.set_result(Answer(*value))
-        elif kind == REFUSED:
-            call.fail(RewardError(value))
-        elif kind != ANSWER:
-            error = BadAnswer(value)
-            if trace:
-                error.add_note(trace)
-            call.fail(error)
+        if not call.future.done():
+            call.future.set_result((kind, value, trace))
         if not self.left and not self.calls:
             self._kill("recycled")
         self.dispatcher.dispatch()

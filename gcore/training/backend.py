@@ -2,14 +2,15 @@
 
     TrainerRank ──samples, columns, objective──> Backend ──> logprobs, gradients, optimizer step, weights by name
 
-A backend holds the rank's share of one or more networks and of the optimizer. It knows nothing about controllers,
-files of a run, schedules or algorithms. It alone opens the content of samples. Every method is a collective: all ranks
-call it, in the same order, from one thread. Implementations: fsdp.py, megatron/backend.py.
+A backend holds the rank's share of one or more networks, by name, and of their optimizers: policy, reference, critic.
+It knows nothing about controllers, files of a run, schedules or algorithms. It alone opens the content of samples.
+Every method is a collective: all ranks call it, in the same order, from one thread. Implementations: fsdp.py,
+megatron/backend.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -19,13 +20,12 @@ from torch import Tensor
 
 from gcore.checkpoint.tensors import Shard
 from gcore.protocols import Metric, TrainerInfo
-from gcore.training.micro import StepData
-from gcore.training.objective import Objective
+from gcore.training.objective import Objective, StepData
 from gcore.training.step_advantages import Array
 from gcore.types import Key, MicroBatch
 from gcore.weights.publisher import Parameter
 
-NetworkName = Literal["policy", "reference"]
+NetworkName = Literal["policy", "reference", "critic"]
 TrainedName = Literal["policy", "critic"]
 
 
@@ -43,14 +43,11 @@ class Backend(Protocol):
 
     def info(self) -> TrainerInfo: ...
 
-    def logprobs(
+    def outputs(
         self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData, output: int = 0
     ) -> dict[Key, Tensor]:
-        """Logprobs of the steps of each sample, without gradients; or another output of the StepModel, by number."""
-        ...
-
-    def values(self, micros: Sequence[MicroBatch], data: StepData) -> dict[Key, Tensor]:
-        """Of the critic: one value per step, without gradients."""
+        """One output of the network's StepModel for the steps of each sample, without gradients. The first is the
+        logprob, or the value of a critic."""
         ...
 
     def forward_backward(
@@ -68,24 +65,24 @@ class Backend(Protocol):
         """No trained weight of this rank's share is NaN or infinite."""
         ...
 
-    def drop_gradients(self) -> None:
-        """Of the policy, instead of a step."""
+    def drop_gradients(self, network: TrainedName = "policy") -> None:
+        """Instead of a step."""
         ...
 
-    def set_critic_aside(self) -> None:
-        """The critic is not needed until the next training step; with training.offload=all it leaves the device."""
+    def set_aside(self, network: NetworkName) -> None:
+        """It is not needed until the next training step; with training.offload=all it leaves the device."""
         ...
 
-    def begin(self, reference: bool, critic: bool = False) -> None:
-        """Reset the optimizer. `reference`: the current weights become those of the network "reference". `critic`: a
-        new critic is made."""
+    def begin(self, networks: Collection[NetworkName]) -> None:
+        """Reinforcement learning starts with these networks. Optimizers are reset. The current weights of the policy
+        become those of the reference. A critic beside a policy is made now."""
         ...
 
     def sum_over_ranks(self, values: Array) -> Array:
         """The sums over all data-parallel ranks, on each of them."""
         ...
 
-    def weights(self) -> Mapping[str, Parameter]:
+    def weights(self, network: TrainedName = "policy") -> Mapping[str, Parameter]:
         """The trained parameters by their Hugging Face names, sharded: the publisher gathers them one by one."""
         ...
 
@@ -93,9 +90,9 @@ class Backend(Protocol):
         """What this rank writes of a checkpoint: references, which the caller copies before any other call."""
         ...
 
-    def load(self, folder: Path, reference: bool, critic: bool = False) -> Mapping[str, float]:
-        """Bring the rank to the state that was saved, by any number of ranks. `reference`, `critic`: also that network;
-        without, there is none afterwards. Returns the counters. Not a collective."""
+    def load(self, folder: Path, networks: Collection[NetworkName]) -> Mapping[str, float]:
+        """Bring these networks to the state that was saved, by any number of ranks; there are no others afterwards.
+        Returns the counters. Not a collective."""
         ...
 
     def free_memory(self, weights: bool) -> None:

@@ -14,16 +14,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gcore.models.decoders import implementation, traits_of
-from gcore.training.micro import Packed
 from gcore.training.varlen import Spans
 from gcore.types import UserError
+
+if TYPE_CHECKING:
+    from gcore.training.logprob_model import Packed
 
 Method = Literal["ulysses", "ring"]
 KEY = "training.context_attention"

@@ -10,7 +10,7 @@ number: the gradient is that of one process that holds the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from gcore.config.tree import Config, Training
+from gcore.config.tree import Config
 from gcore.models.towers import takes_images, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import loading, lora, state, tensor_parallel
@@ -29,8 +29,7 @@ from gcore.training.backend import NetworkName, Snapshot, TrainedName
 from gcore.training.context import ContextGroups
 from gcore.training.critic import NewCritic, value_model
 from gcore.training.logprob_model import LogprobModel, own_experts
-from gcore.training.micro import StepData, step_columns
-from gcore.training.objective import Metrics, Objective, to_metrics
+from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.optimizer import Optimizer
 from gcore.training.shards import local_of, reshard
 from gcore.training.step_advantages import Array
@@ -53,8 +52,8 @@ class FsdpBackend:
     matrix. Both divide the number of ranks: world = copies x shard x tensor. `fill`: gives the sharded network its
     weights if `make_network` makes it without (loading.py). `context`: the largest number of data-parallel ranks that
     will share a micro-batch, a power of two, to check at the start that they can. `wrap`: makes a network a StepModel,
-    which knows what it computes (step_model.py). `critic`: how to make the critic, if there will be one. `folders`: of
-    the policy in checkpoints."""
+    which knows what it computes (step_model.py). `critic`: how to make the critic beside the policy, if there will be
+    one. `first`: the network that all this is about: of critic ranks, the critic."""
 
     def __init__(
         self,
@@ -68,11 +67,10 @@ class FsdpBackend:
         context: int = 1,
         wrap: Wrap = LogprobModel,
         critic: NewCritic | None = None,
-        folders: state.Folders = state.POLICY_FOLDERS,
+        first: TrainedName = "policy",
     ) -> None:
-        self._folders = folders
         self._config, self._make_network, self.device, self._dtype = config, make_network, device, dtype
-        self._wrap = wrap
+        self._wrap, self._new_critic, self._first = wrap, critic, first
         world = dist.get_world_size()
         self._shard_size, self._tensor_size, self._data_size = shard, tensor, world // tensor
         shape = (world // shard // tensor, shard, tensor)
@@ -83,18 +81,17 @@ class FsdpBackend:
         self._offload = "none" if offload == "auto" else offload  # on GPUs, launch/build.py has decided
         compiles = device.type == "cuda" if compiles == "auto" else compiles
         self._compute = Compute(device, dtype, compiles, tensor, config.training.context_attention)
-        network, chosen = make_network(), config.model.lora
+        network, chosen = make_network(), config.model.lora if first == "policy" else None
         self._adapters = lora.adapt(network, chosen, config.run.seed, dtype) if chosen else None
-        self.policy = self._shard(network, wrap)
+        model = self._shard(network, wrap)
         for power in range(1, context.bit_length()):
-            self.policy.check_sharing(2**power)
+            model.check_sharing(2**power)
         if fill is not None:
             fill(network)
-        self._reference: Any = None
+        self.networks: dict[NetworkName, Any] = {first: model}
+        self.optimizers: dict[NetworkName, Optimizer] = {first: self._new_optimizer(first, model)}
         self._reference_adapters: dict[str, Tensor] | None = None  # the reference policy, with model.lora
         self._reference_version, self._save_plan = 0, state.SavePlan()
-        self.optimizer = self._new_optimizer(self.policy, config.training)
-        self._new_critic, self.critic, self.critic_optimizer = critic, cast(Any, None), cast(Any, None)
 
     # ---- networks -------------------------------------------------------------------------------------------------
 
@@ -127,15 +124,23 @@ class FsdpBackend:
         fully_shard(model, mesh=mesh, mp_policy=mixed)
         return model
 
-    def _new_reference(self) -> Any:
-        """A copy of the policy, sharded like it; each rank copies its shards. It has no gradients and no optimizer, so
-        the compute dtype is enough."""
-        network = self._make_network()
-        for parameter in network.parameters():
-            parameter.data = parameter.data.to(self._dtype)
-        reference = self._shard(network, self._wrap)
-        loading.fill_from(reference, self.policy, self.device)
-        return reference.requires_grad_(False).eval()
+    def _add(self, name: NetworkName) -> None:
+        """Make a network beside the policy. The reference is a copy of it, sharded like it, of which each rank copies
+        its shards; it has no gradients and no optimizer, so the compute dtype is enough."""
+        policy = self.networks["policy"]
+        if name == "reference":
+            network = self._make_network()
+            for parameter in network.parameters():
+                parameter.data = parameter.data.to(self._dtype)
+            model = self._shard(network, self._wrap)
+            loading.fill_from(model, policy, self.device)
+            model.requires_grad_(False).eval()
+        else:
+            assert self._new_critic is not None, "the backend was made without a critic"
+            model = self._shard(self._new_critic.make(), value_model)
+            self._new_critic.fill(model, policy)
+            self.optimizers[name] = self._new_optimizer(name, model)
+        self.networks[name] = model
 
     def _tower(self, network: Any) -> list[Tensor]:
         """The parameters that have a learning rate of their own (training.vision_lr)."""
@@ -143,83 +148,71 @@ class FsdpBackend:
             return []
         return list(tower_parameters(network).values())
 
-    def _make_critic(self) -> None:
-        assert self._new_critic is not None, "the backend was made without a critic"
-        self.critic = self._shard(self._new_critic.make(), value_model)
-        self._new_critic.fill(self.critic, self.policy)
-        changes = {"lr": self._config.critic.lr, "max_grad_norm": self._config.critic.max_grad_norm}
-        self.critic_optimizer = self._new_optimizer(self.critic, self._config.training.model_copy(update=changes))
-
-    def _new_optimizer(self, model: Any, training: Training) -> Optimizer:
+    def _new_optimizer(self, name: NetworkName, model: Any) -> Optimizer:
+        training = state.settings_of(self._config, name)
         parameters = [p for p in lora.trainable_parameters(model.network).values() if p.requires_grad]
         scales = dict.fromkeys(self._tower(model.network), (training.vision_lr or 0.0) / (training.lr or 1.0))
         return Optimizer(parameters, training, self.device, self._offload != "none", scales)
 
-    def begin(self, reference: bool, critic: bool = False) -> None:
-        self._on_device(self.policy)
-        self.optimizer = self._new_optimizer(self.policy, self._config.training)
+    def begin(self, networks: Collection[NetworkName]) -> None:
+        first = self._on_device(self.networks[self._first])
+        self.optimizers[self._first] = self._new_optimizer(self._first, first)
         self._reference_version += 1
-        if reference and self._adapters is not None:
-            self._reference_adapters = lora.copy_adapters(self.policy)
-        elif reference:
-            self._reference = self._new_reference()
-        if critic:
-            self._make_critic()
-            self.set_critic_aside()
+        if "reference" in networks and self._adapters is not None:
+            self._reference_adapters = lora.copy_adapters(first)
+        elif "reference" in networks:
+            self._add("reference")
+        if "critic" in networks and self._first != "critic":
+            self._add("critic")
+            self.set_aside("critic")
 
     @contextmanager
     def _network(self, name: NetworkName) -> Iterator[Any]:
         """A network on the device, for passes without gradients."""
-        if name == "policy":
-            yield self._on_device(self.policy)
-        elif self._reference_adapters is not None:
-            with lora.with_adapters(self._on_device(self.policy), self._reference_adapters), own_experts(self.policy):
-                yield self.policy
-        else:
-            assert self._reference is not None, "no reference: `begin` or `load` was called without one"
-            with own_experts(self._on_device(self._reference)) as reference:
-                yield reference
-            if self._offload == "all":
-                self._reference.cpu()
+        if name == "reference" and self._reference_adapters is not None:
+            policy = self._on_device(self.networks["policy"])
+            with lora.with_adapters(policy, self._reference_adapters), own_experts(policy):
+                yield policy
+            return
+        assert name in self.networks, f"no {name}: `begin` or `load` was called without one"
+        model = self._on_device(self.networks[name])
+        if name == self._first:
+            yield model
+            return
+        with own_experts(model):
+            yield model
+        self.set_aside(name)
 
     # ---- computation ----------------------------------------------------------------------------------------------
 
     def info(self) -> TrainerInfo:
-        num_parameters = sum(p.numel() for p in lora.trainable_parameters(self.policy.network).values())
-        return TrainerInfo(num_parameters, self.policy.hidden_size, self.policy.padded, self._shard_size > 1)
+        model = self.networks[self._first]
+        num_parameters = sum(p.numel() for p in lora.trainable_parameters(model.network).values())
+        return TrainerInfo(num_parameters, model.hidden_size, model.padded, self._shard_size > 1)
 
     def _pack(self, model: Any, micro: MicroBatch, data: StepData) -> StepBatch:
         ranks = self._context_groups.of(micro.context)  # a collective: also of groups that have only padding
         return cast(StepBatch, model.pack(micro, data.samples, ranks))
 
-    def logprobs(
+    @torch.no_grad()
+    def outputs(
         self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData, output: int = 0
     ) -> dict[Key, Tensor]:
+        columns: dict[Key, Tensor] = {}
         with self._network(network) as model:
-            return self._forward(model, micros, data, output)
-
-    def values(self, micros: Sequence[MicroBatch], data: StepData) -> dict[Key, Tensor]:
-        found = self._forward(self._on_device(self.critic), micros, data)
-        self.set_critic_aside()
-        return found
-
-    @torch.no_grad()
-    def _forward(self, model: Any, micros: Sequence[MicroBatch], data: StepData, output: int = 0) -> dict[Key, Tensor]:
-        """One of the outputs of the model, for the steps of each sample."""
-        found: dict[Key, Tensor] = {}
-        for micro in micros:
-            packed = self._pack(model, micro, data)
-            outputs_S = packed.joined(*model(*packed.inputs))[output]
-            for i, key in enumerate(packed.keys):
-                found[key] = outputs_S[packed.sample_S == i]
-        reshard(model)  # FSDP does so by itself only in a backward pass
-        return found
+            for micro in micros:
+                packed = self._pack(model, micro, data)
+                outputs_S = packed.joined(*model(*packed.inputs))[output]
+                for i, key in enumerate(packed.keys):
+                    columns[key] = outputs_S[packed.sample_S == i]
+            reshard(model)  # FSDP does so by itself only in a backward pass
+        return columns
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], data: StepData, objective: Objective, network: TrainedName = "policy"
     ) -> Mapping[str, Metric]:
         metrics: list[Metrics] = []
-        model = self._on_device(self.policy if network == "policy" else self.critic)
+        model = self._on_device(self.networks[network])
         for count, micro in enumerate(micros, start=1):
             packed = self._pack(model, micro, data)
             columns = step_columns(packed, data, self.device)
@@ -231,20 +224,17 @@ class FsdpBackend:
         return to_metrics(metrics)
 
     def step(self, lr: float, network: TrainedName = "policy") -> float:
-        model, optimizer = self._trained(network)
+        model = self.networks[network]
         for gradient in (model.network.get_parameter(name).grad for name in self._summed.get(model, ())):
             if gradient is not None:
                 dist.all_reduce(local_of(gradient), group=self._mesh.get_group("tensor"))
-        return float(optimizer.step(lr))
+        return float(self.optimizers[network].step(lr))
 
     def is_finite(self, network: TrainedName = "policy") -> bool:
-        return self._trained(network)[1].is_finite()
+        return self.optimizers[network].is_finite()
 
-    def _trained(self, network: TrainedName) -> tuple[Any, Optimizer]:
-        return (self.policy, self.optimizer) if network == "policy" else (self.critic, self.critic_optimizer)
-
-    def drop_gradients(self) -> None:
-        self.optimizer.drop_gradients()
+    def drop_gradients(self, network: TrainedName = "policy") -> None:
+        self.optimizers[network].drop_gradients()
 
     def sum_over_ranks(self, values: Array) -> Array:
         total = torch.from_numpy(values).to(self.device)
@@ -254,59 +244,48 @@ class FsdpBackend:
 
     # ---- weights and files ----------------------------------------------------------------------------------------
 
-    def weights(self) -> Mapping[str, Tensor]:
-        self._on_device(self.policy)
-        return lora.trainable_parameters(self.policy.network)
+    def weights(self, network: TrainedName = "policy") -> Mapping[str, Tensor]:
+        return lora.trainable_parameters(self._on_device(self.networks[network]).network)
 
     def snapshot(self, counters: Mapping[str, float]) -> Snapshot:
-        network, reference = self.policy.network, self._reference_adapters or {}
-        if self._reference is not None:
-            reference = lora.trainable_parameters(self._reference.network)
-        tensors = {
-            self._folders.weights: lora.trainable_parameters(network),
-            self._folders.optimizer: state.optimizer_state(network, self.optimizer),
-            state.REFERENCE: reference,
-        }
-        if self.critic is not None:
-            tensors[state.CRITIC] = lora.trainable_parameters(self.critic.network)
-            tensors[state.CRITIC_OPTIMIZER] = state.optimizer_state(self.critic.network, self.critic_optimizer)
-        about = {self._folders.about: state.describe(counters, self._adapters)} if dist.get_rank() == 0 else {}
+        tensors: dict[str, Mapping[str, Tensor]] = {state.REFERENCE: self._reference_adapters or {}}
+        for name, model in self.networks.items():
+            tensors[state.WEIGHTS[name]] = lora.trainable_parameters(model.network)
+            if name in self.optimizers:
+                tensors[state.OPTIMIZERS[name]] = state.optimizer_state(model.network, self.optimizers[name])
+        about = {state.ABOUT[self._first]: state.describe(counters, self._adapters)} if dist.get_rank() == 0 else {}
         return Snapshot(self._save_plan.own(tensors), {state.REFERENCE: self._reference_version}, about)
 
-    def load(self, folder: Path, reference: bool, critic: bool = False) -> Mapping[str, float]:
-        reshard(self.policy)  # else a pass could use gathered weights of before
-        counters = state.load(folder, self.policy.network, self.optimizer, self._adapters, self._folders)
+    def load(self, folder: Path, networks: Collection[NetworkName]) -> Mapping[str, float]:
+        counters = state.counters_of(folder, self._first, self._adapters)
         self._reference_version += 1
-        if not reference:
-            self._reference = self._reference_adapters = None
-        elif self._adapters is not None:
-            self._reference_adapters = lora.copy_adapters(self.policy)
-            state.load_reference(folder, self._reference_adapters)
-        else:
-            self._reference = self._reference or self._new_reference()
-            reshard(self._reference)
-            state.load_reference(folder, lora.trainable_parameters(self._reference.network))
-        if critic and self.critic is None:
-            self._make_critic()
-        elif not critic:
-            self.critic = self.critic_optimizer = None
-        if critic:
-            reshard(self.critic)
-            state.load_critic(folder, self.critic.network, self.critic_optimizer)
-            self.set_critic_aside()
+        self._reference_adapters = None
+        self.networks = {name: model for name, model in self.networks.items() if name in networks}
+        self.optimizers = {name: optimizer for name, optimizer in self.optimizers.items() if name in networks}
+        for name in sorted(networks, key=state.ORDER.index):  # the policy first: others may start as copies of it
+            if name == "reference" and self._adapters is not None:
+                self._reference_adapters = lora.copy_adapters(self.networks["policy"])
+                state.fill(state.folder_of(folder, name), self._reference_adapters)
+                continue
+            if name not in self.networks:
+                self._add(name)
+            reshard(self.networks[name])  # else a pass could use gathered weights of before
+            state.load(folder, name, self.networks[name].network, self.optimizers.get(name))
+            if name != self._first:
+                self.set_aside(name)
         return counters
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def free_memory(self, weights: bool) -> None:
-        if self._offload == "all" and weights:
-            self.policy.cpu()
+        if weights:
+            self.set_aside(self._first)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def set_critic_aside(self) -> None:
+    def set_aside(self, network: NetworkName) -> None:
         if self._offload == "all":
-            self.critic.cpu()
+            self.networks[network].cpu()
 
     def _on_device(self, model: Any) -> Any:
         """Move a network back from host memory. Does nothing if it is on the device."""

@@ -1,25 +1,105 @@
 """From the outputs of a network to the loss and the metrics. Pure functions. A new loss or metric changes this file
-alone (and losses.py, for its formula).
+alone.
 
     StepOutputs (of the network), StepColumns (of the samples) ──objective──> loss, {"actor/entropy": Part(...), ...}
 
-Sums run over the actions (mask_S). Denominators are those of the global mini-batch (losses.step_weights), so the losses
-of all micro-batches and ranks add up. Metrics add up too: each one has its own total and weight.
+`_S` runs over all response steps of a packed micro-batch, sample after sample. A loss returns one number per step.
+`step_weights` returns the weight of each step, with *global* denominators, so that the sum over micro-batches and ranks
+is the loss of one process that holds the whole batch. Sums run over the actions (mask_S). Metrics add up too: each one
+has its own total and weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gcore.config.tree import Algorithm
 from gcore.protocols import Metric, add_metrics
-from gcore.training import losses
-from gcore.training.micro import StepColumns
-from gcore.types import MiniBatch
+from gcore.types import Key, MiniBatch, Sample, UserError
+
+if TYPE_CHECKING:
+    from gcore.training.step_model import StepBatch
+
+ColumnName = Literal["old_logprobs", "ref_logprobs", "ref_location", "values", "advantages", "returns"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepColumns:
+    """What the objective knows about the steps of a micro-batch. `mask_S`: 1.0 where the step is an action."""
+
+    mask_S: Tensor
+    sample_S: Tensor  # index of each step's sample
+    num_samples: int  # of this micro-batch
+    rollout_logprobs_S: Tensor  # of the engine
+    advantages_S: Tensor
+    old_logprobs_S: Tensor | None = None  # of the policy before the update
+    ref_logprobs_S: Tensor | None = None  # of the reference model
+    ref_location_SD: Tensor | None = None  # of the reference model, see objective.StepOutputs
+    rewards_B: Tensor | None = None  # of each sample: of a pair, the chosen answer has the higher one
+    values_S: Tensor | None = None  # of the critic before the update
+    returns_S: Tensor | None = None  # what the critic should predict
+
+    def at_actions(self, values_S: Tensor) -> Tensor:
+        """0 at all other steps, whatever is there. A product with the mask would leave NaN: NaN x 0 is NaN."""
+        return torch.where(self.mask_S > 0, values_S, 0.0)
+
+    def masked(self) -> StepColumns:
+        """All columns at the actions."""
+        names = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
+        columns = {f"{name}_S": getattr(self, f"{name}_S") for name in names}
+        masked: dict[str, Any] = {name: self.at_actions(each) for name, each in columns.items() if each is not None}
+        return replace(self, **masked)
+
+
+@dataclass(slots=True)
+class StepData:
+    """The samples of a rank in one training step, and the columns that the rank has computed: values per step."""
+
+    samples: dict[Key, Sample] = field(default_factory=dict)
+    columns: dict[ColumnName, dict[Key, Tensor]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.samples.clear()
+        self.columns.clear()
+
+
+def step_columns(packed: StepBatch, data: StepData, device: torch.device) -> StepColumns:
+    """The columns of a packed micro-batch, in the order of its steps."""
+
+    def column(name: ColumnName) -> Tensor | None:
+        values = data.columns.get(name)
+        if values is None:
+            return None
+        if packed.is_padding:  # also of a rank without any samples, whose columns are empty
+            return torch.zeros(1, device=device)
+        return torch.cat([values[key] for key in packed.keys]).to(device, torch.float32)
+
+    def stored(arrays: list[np.ndarray]) -> Tensor:
+        joined = np.concatenate(arrays).astype(np.float32) if arrays else np.zeros(1, np.float32)
+        return torch.from_numpy(joined).to(device)
+
+    samples = [] if packed.is_padding else [data.samples[key] for key in packed.keys]
+    mask_S = stored([s.mask_S for s in samples])
+    advantages_S = column("advantages")
+    return StepColumns(
+        mask_S=mask_S,
+        sample_S=packed.sample_S,
+        num_samples=len(packed.keys),
+        rollout_logprobs_S=stored([s.rollout_logprobs_S for s in samples]),
+        advantages_S=torch.zeros_like(mask_S) if advantages_S is None else advantages_S,
+        rewards_B=torch.tensor([sample.reward or 0.0 for sample in samples], device=device),
+        old_logprobs_S=column("old_logprobs"),
+        ref_logprobs_S=column("ref_logprobs"),
+        ref_location_SD=column("ref_location"),
+        values_S=column("values"),
+        returns_S=column("returns"),
+    )
 
 
 class Part(NamedTuple):
@@ -69,7 +149,7 @@ def imitation(mini: MiniBatch) -> Objective:
 
 
 def policy(
-    algorithm: Algorithm, mini: MiniBatch, max_response_length: int, own_loss: losses.OwnLoss | None = None
+    algorithm: Algorithm, mini: MiniBatch, max_response_length: int, own_loss: OwnLoss | None = None
 ) -> Objective:
     """The loss of reinforcement learning. Without old logprobs, those of this forward pass are the old ones.
     `own_loss`: of the user, instead of a built-in one."""
@@ -79,13 +159,13 @@ def policy(
         logprobs_S, entropy_S, mask_S = found.logprobs_S, found.entropy_S, columns.mask_S
         weights_S = _weights(columns, mini, algorithm.loss_aggregation, max_response_length)
         before_S = logprobs_S.detach() if columns.old_logprobs_S is None else columns.old_logprobs_S
-        steps = losses.Steps(logprobs_S, before_S, columns.advantages_S, mask_S, columns.sample_S, columns.num_samples)
+        steps = Steps(logprobs_S, before_S, columns.advantages_S, mask_S, columns.sample_S, columns.num_samples)
         if own_loss is None:
-            loss_S, clipped_S = losses.POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
+            loss_S, clipped_S = POLICY_LOSSES[algorithm.policy_loss](steps, algorithm)
             own_metrics = {"clip_frac": clipped_S}
         else:
-            loss_S, own_metrics = losses.call_own(own_loss, steps, algorithm)
-        importance_S, capped_S, floored_S = losses.importance(before_S, columns.rollout_logprobs_S, steps, algorithm)
+            loss_S, own_metrics = call_own(own_loss, steps, algorithm)
+        importance_S, capped_S, floored_S = importance(before_S, columns.rollout_logprobs_S, steps, algorithm)
         applied_S = torch.ones_like(importance_S) if algorithm.importance == "none" else importance_S
         pg_loss = (columns.at_actions(loss_S) * applied_S * weights_S).sum()
         loss = pg_loss - algorithm.entropy_coef * (entropy_S * weights_S).sum()
@@ -102,7 +182,7 @@ def policy(
             "rollout/importance_floored_frac": _per_action(floored_S, columns),
         }
         if algorithm.early_stop_kl is not None:
-            change_S = losses.kl_penalty(before_S, logprobs_S)  # sampled by the policy before the update
+            change_S = kl_penalty(before_S, logprobs_S)  # sampled by the policy before the update
             metrics[UPDATE_KL] = _per_action(change_S, columns)
         kl_S = _kl(found, before_S, columns, algorithm)
         if kl_S is not None:
@@ -121,7 +201,7 @@ def _kl(outputs: StepOutputs, before_S: Tensor, columns: StepColumns, algorithm:
     if columns.ref_logprobs_S is None:
         return None
     policy_S = before_S if algorithm.kl_in_reward else outputs.logprobs_S
-    return losses.kl_penalty(policy_S, columns.ref_logprobs_S, algorithm.kl_estimator)
+    return kl_penalty(policy_S, columns.ref_logprobs_S, algorithm.kl_estimator)
 
 
 def value(mini: MiniBatch, clip: float | None) -> Objective:
@@ -132,7 +212,7 @@ def value(mini: MiniBatch, clip: float | None) -> Objective:
         values_S = columns.at_actions(outputs[0])
         returns_S, old_S = columns.returns_S, columns.values_S
         assert returns_S is not None and old_S is not None, "no values: `prepare` computes them"
-        loss_S, clipped_S = losses.value_loss(values_S, old_S, returns_S, clip)
+        loss_S, clipped_S = value_loss(values_S, old_S, returns_S, clip)
         loss = (loss_S * _weights(columns, mini, "token_mean")).sum()
         return loss, {
             "critic/loss": _per_update(loss, columns, mini),
@@ -163,7 +243,7 @@ def _maximum(values_S: Tensor, columns: StepColumns) -> Part:
 
 
 def _weights(columns: StepColumns, mini: MiniBatch, aggregation: str, max_response_length: int = 0) -> Tensor:
-    return losses.step_weights(
+    return step_weights(
         columns.mask_S,
         columns.sample_S,
         columns.num_samples,
@@ -182,3 +262,193 @@ def to_metrics(micros: Sequence[Metrics]) -> dict[str, Metric]:
     numbers = torch.stack([value.double() for _, part in parts for value in part[:2]]).tolist()
     pairs = zip(numbers[::2], numbers[1::2], strict=True)
     return add_metrics(*({name: Metric(*pair, part.reducer)} for (name, part), pair in zip(parts, pairs, strict=True)))
+
+
+# ---- losses of the policy and of the critic --------------------------------------------------------------------------
+
+
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Input of a policy loss. `sample_S`: index of each step's sample; `mask_S`: 1.0 where the step is an action."""
+
+    logprobs_S: Tensor
+    old_logprobs_S: Tensor
+    advantages_S: Tensor
+    mask_S: Tensor
+    sample_S: Tensor
+    num_samples: int
+
+
+def ppo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate, -min(r A, clip(r) A), with separate lower and upper ranges, and an optional dual clip.
+
+    Returns the loss and, for logging, the steps where the clip was active.
+    """
+    ratio = _log_ratio(steps).exp()
+    return _clipped(ratio, steps.advantages_S, algorithm)
+
+
+def gspo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """The same surrogate with one ratio per sample: the geometric mean of its steps' ratios (GSPO)."""
+    log_ratio = _log_ratio(steps)
+    mean = _sample_mean(log_ratio, steps)[steps.sample_S]
+    # value: the ratio of the sample; gradient: through each step's own logprob
+    ratio = (mean.detach() + steps.logprobs_S - steps.logprobs_S.detach()).exp()
+    return _clipped(ratio, steps.advantages_S, algorithm)
+
+
+def cispo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """REINFORCE weighted by the clipped ratio, which has no gradient. So every step keeps its gradient (CISPO)."""
+    ratio = _log_ratio(steps).exp().detach()
+    clipped = ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
+    return -clipped * steps.advantages_S * steps.logprobs_S, clipped != ratio
+
+
+def sapo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """A soft gate instead of the clip: sigmoid(tau (r - 1)) 4 / tau, which has slope 1 at r = 1 and falls off to both
+    sides, faster for negative advantages (SAPO). Nothing is clipped."""
+    ratio = _log_ratio(steps).exp()
+    tau = torch.where(steps.advantages_S > 0, algorithm.sapo_tau_positive, algorithm.sapo_tau_negative).to(ratio.dtype)
+    gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
+    return -gate * steps.advantages_S, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+def reinforce(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """-A log p: without a ratio, and so for one update per step (REINFORCE; ReMax, OPO, GPG)."""
+    return -steps.advantages_S * steps.logprobs_S, torch.zeros_like(steps.logprobs_S, dtype=torch.bool)
+
+
+PolicyLoss = Callable[[Steps, Algorithm], tuple[Tensor, Tensor]]
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+}
+OwnLoss = Callable[[Steps, Algorithm], Any]  # of a user: loss_S, or also {"name": values_S}, with means over actions
+
+
+def call_own(function: OwnLoss, steps: Steps, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each step and the metrics. Checks the answer of the user's function."""
+    answer = function(steps, algorithm)
+    loss_S, metrics = answer if isinstance(answer, tuple) else (answer, {})
+    shape = steps.logprobs_S.shape
+    for name, values in {"loss": loss_S, **metrics}.items():
+        if not isinstance(values, Tensor) or values.shape != shape:
+            got = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise UserError(
+                f"algorithm.policy_loss={algorithm.policy_loss} returned {name} {got}; expected a tensor with one "
+                f"number per step, of shape {tuple(shape)}"
+            )
+    return loss_S, metrics
+
+
+def value_loss(values_S: Tensor, old_values_S: Tensor, returns_S: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """Half of the squared error of each value. With `clip`, values are not rewarded for a change of more than that: the
+    larger one of the plain and the clipped error. Returns the loss and the steps where the clip was active."""
+    plain = (values_S - returns_S).square()
+    if clip is None:
+        return plain / 2, torch.zeros_like(plain, dtype=torch.bool)
+    near_S = values_S.clamp(old_values_S - clip, old_values_S + clip)
+    clipped = (near_S - returns_S).square()
+    return torch.maximum(plain, clipped) / 2, clipped > plain
+
+
+def importance(
+    before_S: Tensor, rollout_S: Tensor, steps: Steps, algorithm: Algorithm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Importance weights, without gradient: they correct for the engine's policy, which sampled the steps.
+
+    `before_S`: the trainer's logprobs before the update. `rollout_S`: the engine's logprobs at sampling. The ratio
+    p_trainer / p_engine is that of the step (`token`; also `none`, for logging only), the product over the actions of
+    the sample (`sequence`) or their geometric mean (`geometric`). Its logarithm is clamped to +-20.
+    Returns the weights, and the steps where the ratio was above the cap and below the floor.
+    """
+    log_ratio = (before_S - rollout_S).detach()
+    if algorithm.importance == "sequence":
+        log_ratio = _sample_sum(log_ratio, steps)[steps.sample_S]
+    elif algorithm.importance == "geometric":
+        log_ratio = _sample_mean(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), steps)[steps.sample_S]
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    above, below = ratio > algorithm.importance_cap, ratio < algorithm.importance_floor
+    if algorithm.importance_mode == "mask":
+        return ratio.masked_fill(above | below, 0.0), above, below
+    return ratio.clamp(algorithm.importance_floor, algorithm.importance_cap), above, below
+
+
+def kl_penalty(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: str = "k3") -> Tensor:
+    """Schulman's estimates of KL(policy || reference) per step; algorithm.kl_estimator has the formulas.
+
+    Only k3 is bounded. The values of k1 and k3 are unbiased, but their gradients are not the gradient of the KL. The
+    gradient of k2 is. `k1+` and `k3+` have the value of k1 or k3 and the gradient of k2.
+    """
+    difference = logprobs_S - ref_logprobs_S
+    match estimator.removesuffix("+"):
+        case "k1":
+            value = difference
+        case "k2":
+            value = difference.square() / 2
+        case "k3":
+            towards_ref = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            value = (towards_ref.exp() - towards_ref - 1).clamp(max=MAX_K3)
+        case _:
+            raise AssertionError(estimator)
+    if not estimator.endswith("+"):
+        return value
+    gradient = difference.square() / 2
+    return value.detach() + gradient - gradient.detach()
+
+
+def step_weights(
+    steps_mask_S: Tensor,
+    sample_S: Tensor,
+    num_local: int,
+    *,
+    aggregation: str,
+    num_actions: int,
+    num_samples: int,
+    max_response_length: int,
+) -> Tensor:
+    """The weight of each step's loss. The denominators are those of the global mini-batch."""
+    match aggregation:
+        case "token_mean":
+            return steps_mask_S / max(num_actions, 1)
+        case "sequence_mean":
+            lengths = torch.zeros(num_local, device=sample_S.device, dtype=steps_mask_S.dtype).index_add_(
+                0, sample_S, steps_mask_S
+            )
+            return steps_mask_S / lengths.clamp(min=1)[sample_S] / max(num_samples, 1)
+        case "fixed_length":
+            return steps_mask_S / (max(num_samples, 1) * max_response_length)
+        case _:
+            raise AssertionError(aggregation)
+
+
+def _log_ratio(steps: Steps) -> Tensor:
+    return (steps.logprobs_S - steps.old_logprobs_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _sample_sum(values_S: Tensor, steps: Steps) -> Tensor:
+    """Sum over the actions of each sample."""
+    zeros = torch.zeros(steps.num_samples, device=values_S.device, dtype=values_S.dtype)
+    return zeros.index_add(0, steps.sample_S, torch.where(steps.mask_S > 0, values_S, 0.0))
+
+
+def _sample_mean(values_S: Tensor, steps: Steps) -> Tensor:
+    count = _sample_sum(torch.ones_like(values_S), steps)
+    return _sample_sum(values_S, steps) / count.clamp(min=1)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high) * advantages
+    loss = torch.maximum(plain, clipped)
+    if algorithm.clip_ratio_dual is not None:
+        bound = -algorithm.clip_ratio_dual * advantages
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return loss, clipped > plain

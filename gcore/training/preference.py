@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gcore.config.preference import Preference
-from gcore.training.micro import StepColumns, StepData, step_columns
-from gcore.training.objective import Metrics, Objective, Part, at_actions
+from gcore.training.objective import Metrics, Objective, Part, StepColumns, StepData, at_actions, step_columns
 from gcore.types import Key, MicroBatch, MiniBatch
 
 

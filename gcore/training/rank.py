@@ -1,36 +1,222 @@
-"""A trainer rank: it receives samples, fills their columns, and updates the policy and the critic through a backend.
+"""A rank of the trainer or of the critic: it receives samples, fills their columns, and updates its networks.
 
     push (samples by key, from every controller) ──> prepare: passes fill columns (old, reference logprobs, values)
         └──KL of each sample──> controllers ──advantage of each sample──> update: critic, then policy ──> weight_bucket
 
-The rank does not know how networks are sharded or computed: see backend.py. The critic may have ranks of its own
-(critic_rank.py): then its values come from there, and the penalties of the KL go there.
+A rank holds networks by name (backend.py), and trains, saves and loads each of them in the same way. It does not know
+how they are sharded or computed. The critic is on the trainer ranks, or on ranks of its own (critic_rank.py): then its
+values come from there, and the penalties of the KL go there. All computation runs in one thread, so that the rank can
+answer calls while it computes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
+from gcore.checkpoint.writer import BackgroundWriter
 from gcore.config.tree import Algorithm, Config
 from gcore.observe.trace import Tracer
-from gcore.protocols import Metric, Receivers, UpdateStats, WeightPlan, Weights
-from gcore.training import bad_batches, losses, objective, preference, state
-from gcore.training.backend import Backend, NetworkName, Snapshot
+from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights
+from gcore.threads import use_threads
+from gcore.training import bad_batches, objective, preference
+from gcore.training.backend import Backend, NetworkName, Snapshot, TrainedName
 from gcore.training.coefficients import Coefficients, next_entropy_coef, next_kl_coef
-from gcore.training.compute_rank import ComputeRank, check_weights, count_bad, learning_rate_of, micros_of, updates_of
-from gcore.training.critic_update import CriticUpdate, ranks_of, to_column, to_numpy
-from gcore.training.micro import ColumnName
-from gcore.training.objective import ENTROPY, KL, UPDATE_KL
+from gcore.training.objective import ENTROPY, KL, UPDATE_KL, ColumnName, Objective, StepData
 from gcore.training.schedule import learning_rate
-from gcore.training.step_advantages import explained_variance, step_targets
-from gcore.types import Floats, Key, MiniBatch, TrainBatch
+from gcore.training.step_advantages import Ranks, explained_variance, step_targets
+from gcore.types import Floats, Key, MicroBatch, MiniBatch, Sample, TrainBatch, UserError, Written
 from gcore.weights.publisher import WeightPublisher
+
+T = TypeVar("T")
+PREFIX: dict[TrainedName, str] = {"policy": "", "critic": "critic_"}  # of counters in checkpoints
+
+
+@dataclasses.dataclass(slots=True)
+class Trained:
+    """A network that a rank trains: its optimizer steps since reinforcement learning started."""
+
+    updates: int = 0  # without skipped ones; determines the warm-up of the learning rate
+    bad_in_a_row: int = 0  # skipped ones
+
+
+class ComputeRank:
+    """What ranks of the trainer and of the critic have in common. `make_backend` is called in the compute thread. The
+    caller has set up the process group (build_ranks.py). `trained`: the networks that the rank trains."""
+
+    def __init__(
+        self,
+        config: Config,
+        make_backend: Callable[[], Backend],
+        rank: int,
+        threads: int,
+        tracer: Tracer,
+        trained: Sequence[TrainedName],
+    ) -> None:
+        self._config, self._rank, self._tracer, self._data = config, rank, tracer, StepData()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._pool.submit(use_threads, threads).result()
+        self.backend = self._pool.submit(make_backend).result()
+        self._writer = BackgroundWriter(rank, self.backend.device, config.checkpoint.asynchronous)
+        self._about = dict[str, bytes]()
+        self.trained = {name: Trained() for name in trained}
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """In the compute thread, after the copy of a snapshot: every function may change or move what is copied. Even
+        a pass of the reference does, which writes its adapters into the policy for a while."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._fenced, function, *args)
+
+    def _fenced(self, function: Callable[..., T], *args: Any) -> T:
+        self._writer.fence()
+        return function(*args)
+
+    async def info(self) -> TrainerInfo:
+        return self.backend.info()
+
+    async def push(self, source: int, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            assert sample.key not in self._data.samples, f"{sample.key} pushed twice (now by controller {source})"
+            self._data.samples[sample.key] = sample
+
+    # ---- updates --------------------------------------------------------------------------------------------------
+
+    def _train(
+        self,
+        network: TrainedName,
+        batch: TrainBatch,
+        goal: Callable[[MiniBatch], Objective],
+        stops: Callable[[Mapping[str, Metric]], bool] = lambda _: False,
+        on_bad: Callable[[int, MiniBatch], None] = lambda *_: None,
+    ) -> tuple[UpdateStats, bool]:
+        """One optimizer step per mini-batch and epoch. `stops`: whether to end before a step, with the metrics of its
+        passes; the second result says if it did. `on_bad`: called when gradients were not finite."""
+        trained, total = self.trained[network], UpdateStats()
+        epochs = self._config.algorithm.epochs if batch.objective == "policy" else 1
+        for number, mini in enumerate(mini for _ in range(epochs) for mini in batch.mini_batches):
+            lr = learning_rate_of(self._config, batch, number, network, trained.updates)
+            wall, busy = time.perf_counter(), time.thread_time()  # a thread that waits for another rank uses no CPU
+            metrics = self.backend.forward_backward(mini.micro_batches, self._data, goal(mini), network)
+            if stops(metrics):
+                self.backend.drop_gradients(network)
+                return total, True
+            grad_norm = self.backend.step(lr, network)  # on a GPU it ends with a value that is read: passes are done
+            wall, busy = time.perf_counter() - wall, time.thread_time() - busy
+            finite = math.isfinite(grad_norm)
+            trained.updates += finite
+            trained.bad_in_a_row = 0 if finite else trained.bad_in_a_row + 1
+            if not finite:
+                on_bad(number, mini)
+                check_bad(self._config, batch, network, trained.bad_in_a_row)
+            busy = busy if self.backend.device.type == "cpu" else 0.0
+            total += UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, metrics, wall, busy)
+        return total, False
+
+    def _train_critic(self, batch: TrainBatch) -> UpdateStats:
+        """Needs the columns of values and returns. Independent of the policy's updates, because advantages are fixed:
+        so the critic can leave the device before them, or train beside them on other devices."""
+        clip = self._config.critic.value_clip
+        found, _ = self._train("critic", batch, lambda mini: objective.value(mini, clip))
+        self._check_weights("critic", batch)
+        means = {"grad_norm": found.grad_norm, "lr": found.lr}
+        metrics = {
+            **found.metrics,
+            **{f"critic/{name}": Metric(total, float(found.updates)) for name, total in means.items()},
+            "critic/skipped_updates": Metric(float(found.skipped)),  # all ranks count the same: the mean is the count
+        }
+        return UpdateStats(metrics=metrics, wall_s=found.wall_s, busy_s=found.busy_s)
+
+    def _check_weights(self, network: TrainedName, batch: TrainBatch) -> None:
+        """After the updates of a training step; a collective. UserError if the weights are ruined: all later updates
+        would be skipped. They must reach neither engines nor checkpoints."""
+        if not self.backend.sum_over_ranks(np.array([not self.backend.is_finite(network)], np.float64))[0]:
+            return
+        training = self._config.training
+        key, lr = ("critic.lr", self._config.critic.lr) if network == "critic" else ("training.lr", training.lr)
+        if batch.objective == "imitation" and training.warm_start is not None:
+            key, lr = "training.warm_start.lr", training.warm_start.lr
+        raise UserError(
+            f"the weights of the {network} became NaN or infinite in the update of step {batch.step} ({key}={lr:g}); "
+            f"expected finite weights: lower {key}, and check training.eps and weight_decay"
+        )
+
+    @property
+    def _algorithm(self) -> Algorithm:
+        return self._config.algorithm
+
+    def _penalties(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
+        """Of each step: kl_coef x KL between the policy before the update and the reference."""
+        raise NotImplementedError
+
+    def _fill_targets(self, batch: TrainBatch) -> dict[str, Metric]:
+        """Fill what the networks of this rank are trained towards: the columns of advantages and of returns. Returns
+        metrics, which are equal on all ranks."""
+        algorithm, ranks = self._algorithm, ranks_of(self.backend, batch)
+        samples, columns = self._data.samples, self._data.columns
+        penalties = self._penalties(batch.keys) if algorithm.kl_per_step else None
+        values = to_numpy(columns.get("values", {}), batch.keys) if algorithm.estimator.critic else None
+        advantages = {key: batch.advantages[key] for key in batch.keys}
+        targets = step_targets(samples, advantages, algorithm, ranks, penalties, values)
+        if "policy" in self.trained:
+            columns["advantages"] = to_column(targets.advantages, self.backend.device)
+        if values is None or "critic" not in self.trained:
+            return {}
+        columns["returns"] = to_column(targets.returns, self.backend.device)
+        masks = {key: samples[key].mask_S for key in batch.keys}
+        return {"critic/explained_variance": Metric(explained_variance(targets.returns, values, masks, ranks))}
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    async def snapshot(self) -> int:
+        return await self._in_thread(self._stage)
+
+    def _stage(self) -> int:
+        snapshot = self._snapshot()
+        self._about = dict(snapshot.about)
+        return self._writer.stage(snapshot.shards, snapshot.versions)
+
+    def _snapshot(self) -> Snapshot:
+        return self.backend.snapshot(self._counters())
+
+    def _counters(self) -> dict[str, float]:
+        """By their names in checkpoints."""
+        return {
+            f"{PREFIX[name]}{field}": value
+            for name, trained in self.trained.items()
+            for field, value in dataclasses.asdict(trained).items()
+        }
+
+    async def write(self, folder: str) -> Written:
+        with self._tracer.span("write", lane="checkpoint"):
+            return await asyncio.wrap_future(self._writer.write(Path(folder), self._about))
+
+    async def abandon(self) -> None:
+        await asyncio.to_thread(self._writer.abandon)
+
+    async def load(self, folder: str, begun: bool = True) -> None:
+        await self.abandon()
+        await self._in_thread(self._load, Path(folder), begun)
+
+    def _load(self, folder: Path, begun: bool) -> None:
+        raise NotImplementedError
+
+    def _restore(self, folder: Path, networks: Sequence[NetworkName]) -> Mapping[str, float]:
+        """Networks and counters. Returns all counters that were saved."""
+        self._data.clear()
+        counters = self.backend.load(folder, networks)
+        for name, trained in self.trained.items():
+            if name in networks:
+                trained.updates = int(counters.get(f"{PREFIX[name]}updates", 0))
+                trained.bad_in_a_row = int(counters.get(f"{PREFIX[name]}bad_in_a_row", 0))
+        return counters
 
 
 class TrainerRank(ComputeRank):
@@ -44,18 +230,16 @@ class TrainerRank(ComputeRank):
         threads: int,
         tracer: Tracer,
         publisher: WeightPublisher | None = None,
-        own_loss: losses.OwnLoss | None = None,
+        own_loss: objective.OwnLoss | None = None,
     ) -> None:
         """`own_loss`: algorithm.policy_loss, if it is a function of the user."""
-        super().__init__(config, make_backend, rank, threads, tracer)
+        trained: list[TrainedName] = ["policy"]
+        if config.algorithm.estimator.critic and not config.critic_ranks:
+            trained.append("critic")
+        super().__init__(config, make_backend, rank, threads, tracer, trained)
         self._publisher, self._own_loss = publisher or WeightPublisher(rank), own_loss
         self._exact_publisher = self._publisher.exact()
         self.coefficients = Coefficients.of(config.algorithm)
-        self.critic: CriticUpdate | None = None  # also None if the critic has ranks of its own
-        if config.algorithm.estimator.critic and not config.critic_ranks:
-            self.critic = CriticUpdate(config, self.backend, self._data, "critic")
-        self.updates = 0  # optimizer steps since `begin`, without skipped ones; determines the warm-up
-        self._bad_in_a_row = 0
 
     # ---- protocol -------------------------------------------------------------------------------------------------
 
@@ -91,11 +275,15 @@ class TrainerRank(ComputeRank):
         """With the current coefficients."""
         return self.coefficients.applied(self._config.algorithm)
 
+    @property
+    def _networks(self) -> list[NetworkName]:
+        """Of reinforcement learning. A warm start trains the policy alone."""
+        networks: list[NetworkName] = [*self.trained]
+        return [*networks, "reference"] if self._config.has_reference else networks
+
     def _begin(self) -> None:
-        self.backend.begin(self._config.has_reference, self.critic is not None)
-        self.updates = self._bad_in_a_row = 0
-        if self.critic is not None:
-            self.critic.reset()
+        self.backend.begin(self._networks)
+        self.trained = {name: Trained() for name in self.trained}
         self.coefficients = Coefficients.of(self._config.algorithm)
 
     def _prepare(self, batch: TrainBatch) -> dict[Key, float]:
@@ -103,9 +291,7 @@ class TrainerRank(ComputeRank):
         with self._tracer.span("passes", step=batch.step):
             for column, network in self._passes(batch).items():
                 output = 2 if column == "ref_location" else 0
-                self._data.columns[column] = self.backend.logprobs(network, micros_of(batch), self._data, output)
-            if self.critic is not None and batch.objective == "policy":
-                self._data.columns["values"] = self.backend.values(micros_of(batch), self._data)
+                self._data.columns[column] = self.backend.outputs(network, micros_of(batch), self._data, output)
         if batch.objective != "policy" or not algorithm.kl_in_reward or algorithm.kl_per_step:
             return {}
         masks = {key: self._data.samples[key].mask_S for key in batch.keys}
@@ -125,13 +311,14 @@ class TrainerRank(ComputeRank):
             passes["old_logprobs"] = "policy"
         if algorithm.kl_coef > 0:
             passes["ref_location" if algorithm.kl_of_gaussians else "ref_logprobs"] = "reference"
+        if "critic" in self.trained:
+            passes["values"] = "critic"
         return passes
 
-    def _penalties(self, keys: Sequence[Key]) -> dict[Key, Floats]:
-        """Of each step: kl_coef x KL between the policy before the update and the reference."""
+    def _penalties(self, keys: Sequence[Key]) -> Mapping[Key, Floats]:
         old, ref = (self._data.columns[name] for name in ("old_logprobs", "ref_logprobs"))
         algorithm = self._algorithm
-        kl = {key: losses.kl_penalty(old[key], ref[key], algorithm.kl_estimator) for key in keys}
+        kl = {key: objective.kl_penalty(old[key], ref[key], algorithm.kl_estimator) for key in keys}
         return {key: algorithm.kl_coef * kl_S for key, kl_S in to_numpy(kl, keys).items()}
 
     def _update(self, batch: TrainBatch) -> UpdateStats:
@@ -140,9 +327,9 @@ class TrainerRank(ComputeRank):
         if batch.objective == "policy":
             totals += UpdateStats(metrics=self._fill_targets(batch))
         with self._tracer.span("update", step=batch.step):
-            if self.critic is not None and batch.objective == "policy":
-                totals += self.critic.train(batch)
-                self.backend.set_critic_aside()
+            if "critic" in self.trained and batch.objective == "policy":
+                totals += self._train_critic(batch)
+                self.backend.set_aside("critic")
             only_critic = self._algorithm.estimator.critic and batch.step <= self._config.critic.warmup_steps
             if batch.objective != "policy" or not only_critic:
                 totals += self._train_policy(batch)
@@ -156,8 +343,8 @@ class TrainerRank(ComputeRank):
     def _evaluate(self, batch: TrainBatch) -> Mapping[str, Metric]:
         micros = micros_of(batch)
         for column, network in self._passes(batch).items():
-            self._data.columns[column] = self.backend.logprobs(network, micros, self._data)
-        outputs = self.backend.logprobs("policy", micros, self._data)
+            self._data.columns[column] = self.backend.outputs(network, micros, self._data)
+        outputs = self.backend.outputs("policy", micros, self._data)
         goals = [(self._objective(batch, mini), mini) for mini in batch.mini_batches]  # may be collective
         found = [
             preference.without_gradients(goal, micro, outputs, self._data)
@@ -169,32 +356,18 @@ class TrainerRank(ComputeRank):
         self.backend.free_memory(weights=False)
         return objective.to_metrics(found)
 
-    def _fill_targets(self, batch: TrainBatch) -> dict[str, Metric]:
-        """Fill the columns of advantages and returns. Returns metrics, which are equal on all ranks."""
-        algorithm, ranks, samples = self._algorithm, ranks_of(self.backend, batch), self._data.samples
-        penalties = self._penalties(batch.keys) if algorithm.kl_per_step else None
-        values = to_numpy(self._data.columns.get("values", {}), batch.keys) if algorithm.estimator.critic else None
-        advantages = {key: batch.advantages[key] for key in batch.keys}
-        found = step_targets(samples, advantages, algorithm, ranks, penalties, values)
-        self._data.columns["advantages"] = to_column(found.advantages, self.backend.device)
-        if values is None or self.critic is None:
-            return {}
-        self._data.columns["returns"] = to_column(found.returns, self.backend.device)
-        masks = {key: samples[key].mask_S for key in batch.keys}
-        return {"critic/explained_variance": Metric(explained_variance(found.returns, values, masks, ranks))}
-
     def _train_policy(self, batch: TrainBatch) -> UpdateStats:
-        totals, stopped = UpdateStats(), False
-        for number, mini in updates_of(self._config, batch):
-            found = self._mini_batch(batch, number, mini)
-            stopped = found is None
-            if found is None:
-                break
-            totals += found
-        check_weights(self._config, self.backend, batch)
+        stats, stopped = self._train(
+            "policy",
+            batch,
+            lambda mini: self._objective(batch, mini),
+            stops=self._stops,
+            on_bad=lambda number, mini: self._dump(batch, number, mini),
+        )
+        self._check_weights("policy", batch)
         if self._config.algorithm.early_stop_kl is None:
-            return totals
-        return totals + UpdateStats(metrics={"actor/stopped_early": Metric(float(stopped))})
+            return stats
+        return stats + UpdateStats(metrics={"actor/stopped_early": Metric(float(stopped))})
 
     def _stops(self, metrics: Mapping[str, Metric]) -> bool:
         """Whether the policy has moved too far in this training step. The same answer on all ranks."""
@@ -226,24 +399,6 @@ class TrainerRank(ComputeRank):
         self.coefficients = now
         return used
 
-    def _mini_batch(self, batch: TrainBatch, number: int, mini: MiniBatch) -> UpdateStats | None:
-        """One optimizer step of the policy. None: it has moved too far already, and nothing was changed."""
-        lr = self._policy_lr(batch, number)
-        wall, busy = time.perf_counter(), time.thread_time()  # a thread that waits for another rank uses no CPU time
-        metrics = self.backend.forward_backward(mini.micro_batches, self._data, self._objective(batch, mini))
-        if self._stops(metrics):
-            self.backend.drop_gradients()
-            return None
-        grad_norm = self.backend.step(lr)  # on a GPU it ends with a value that is read: the passes are done
-        wall, busy = time.perf_counter() - wall, time.thread_time() - busy
-        finite = math.isfinite(grad_norm)
-        self.updates += finite
-        if not finite:
-            self._dump(batch, number, mini)
-        self._bad_in_a_row = count_bad(self._config, batch, finite, self._bad_in_a_row)
-        busy = busy if self.backend.device.type == "cpu" else 0.0
-        return UpdateStats(1, int(not finite), grad_norm if finite else 0.0, lr, metrics, wall, busy)
-
     def _objective(self, batch: TrainBatch, mini: MiniBatch) -> objective.Objective:
         if batch.objective == "imitation":
             return objective.imitation(mini)
@@ -262,26 +417,11 @@ class TrainerRank(ComputeRank):
     def _dump(self, batch: TrainBatch, number: int, mini: MiniBatch) -> None:
         """Write the samples of this rank to a file. All ranks call this, because the forward pass is collective."""
         micros, folder = mini.micro_batches, self._config.run.folder
-        now = self.backend.logprobs("policy", micros, self._data)
+        now = self.backend.outputs("policy", micros, self._data)
         if bad_batches.may_dump(folder, self._rank):
             samples = [self._data.samples[key] for micro in micros for row in micro.rows for key in row]
             columns = {"logprobs": now, **{str(name): values for name, values in self._data.columns.items()}}
             bad_batches.dump(folder, (batch.step, number + 1, self._rank), samples, columns)
-
-    def _policy_lr(self, batch: TrainBatch, number: int) -> float:
-        training = self._config.training
-        if batch.objective != "imitation":
-            return learning_rate_of(self._config, batch, number, training.lr, self.updates)
-        assert training.warm_start is not None
-        steps = training.warm_start.steps
-        return learning_rate(
-            self.updates,
-            peak=training.warm_start.lr,
-            total=steps,
-            warmup=max(1, steps // 10),
-            schedule="linear",
-            position=batch.step - 1,
-        )
 
     def _weight_plan(self) -> WeightPlan:
         parameters = self.backend.weights()
@@ -296,19 +436,65 @@ class TrainerRank(ComputeRank):
             self.backend.free_memory(weights=True)
         return bucket
 
-    def _snapshot(self) -> Snapshot:
-        counters: dict[str, float] = {"updates": self.updates, "bad_in_a_row": self._bad_in_a_row}
-        if self.critic is not None:
-            counters |= self.critic.counters()
-        return self.backend.snapshot({**counters, **self.coefficients.counters()})
+    def _counters(self) -> dict[str, float]:
+        return {**super()._counters(), **self.coefficients.counters()}
 
     def _load(self, folder: Path, begun: bool) -> None:
         self._publisher.release()
-        self._data.clear()
-        # a warm start has neither reference nor critic until `begin`
-        reference, critic = begun and self._config.has_reference, begun and self.critic is not None
-        counters = dict(self.backend.load(folder, reference, critic))
-        self.updates, self._bad_in_a_row = int(counters["updates"]), int(counters["bad_in_a_row"])
-        if self.critic is not None and begun:
-            self.critic.restore(state.critic_counters(folder))
-        self.coefficients = Coefficients.restored(counters, self._config.algorithm)
+        counters = self._restore(folder, self._networks if begun else ["policy"])
+        self.coefficients = Coefficients.restored(dict(counters), self._config.algorithm)
+
+
+# ---- pure functions -------------------------------------------------------------------------------------------------
+
+
+def micros_of(batch: TrainBatch) -> list[MicroBatch]:
+    return [micro for mini in batch.mini_batches for micro in mini.micro_batches]
+
+
+def learning_rate_of(config: Config, batch: TrainBatch, number: int, network: TrainedName, updates: int) -> float:
+    """For update `number` of a step. Progress counts steps: a step may have fewer mini-batches, or none."""
+    training, algorithm, warm = config.training, config.algorithm, config.training.warm_start
+    if batch.objective == "imitation":
+        assert warm is not None
+        warmup, position = max(1, warm.steps // 10), batch.step - 1
+        return learning_rate(
+            updates, peak=warm.lr, total=warm.steps, warmup=warmup, schedule="linear", position=position
+        )
+    planned, actual = algorithm.mini_batches * algorithm.epochs, len(batch.mini_batches) * algorithm.epochs
+    return learning_rate(
+        updates,
+        peak=config.critic.lr if network == "critic" else training.lr,
+        total=config.run.total_steps * planned,
+        warmup=training.warmup_steps,
+        schedule=training.schedule,
+        min_ratio=training.min_lr_ratio,
+        position=(batch.step - 1) * planned + number * planned / actual,
+    )
+
+
+def check_bad(config: Config, batch: TrainBatch, network: TrainedName, in_a_row: int) -> None:
+    """UserError after too many updates with bad gradients."""
+    if in_a_row < config.training.max_bad_updates:
+        return
+    of_critic = network == "critic"
+    where = "" if of_critic else f"; the samples are in {config.run.folder / bad_batches.FOLDER}"
+    raise UserError(
+        f"{in_a_row} updates in a row{' of the critic' if of_critic else ''} had NaN or infinite gradients (step "
+        f"{batch.step}{where}); lower {'critic' if of_critic else 'training'}.lr, or raise "
+        "training.max_bad_updates to skip more"
+    )
+
+
+def ranks_of(backend: Backend, batch: TrainBatch) -> Ranks:
+    """The ranks of the backend, for sums over the samples of the batch."""
+    holders = {key: micro.context for micro in micros_of(batch) for row in micro.rows for key in row}
+    return Ranks(backend.sum_over_ranks, holders)
+
+
+def to_column(values: Mapping[Key, Floats], device: torch.device) -> dict[Key, torch.Tensor]:
+    return {key: torch.from_numpy(each).to(device) for key, each in values.items()}
+
+
+def to_numpy(column: Mapping[Key, torch.Tensor], keys: Sequence[Key]) -> dict[Key, Floats]:
+    return {key: column[key].double().cpu().numpy() for key in keys}

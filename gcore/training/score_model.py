@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from gcore.training import context
-from gcore.training.logprob_model import LogprobModel
-from gcore.training.micro import Packed
+from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.types import Key, MicroBatch, Sample, UserError
 
 

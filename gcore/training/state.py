@@ -3,7 +3,7 @@ number of ranks reads them again; no rank holds a whole model.
 
     trainer.json (counters, adapters)    weights/    optimizer/ (moments, step counters)    reference/ (with a KL)
                                          critic/     critic_optimizer/ (with a critic)
-    critic.json (only if the critic has ranks of its own; otherwise trainer.json has its counters)
+    critic.json (counters of a critic that has ranks of its own; else trainer.json has them)
 
 If the network has adapters, only the adapters are written and read. The format of the folders is in
 checkpoint/tensors.py.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gcore.checkpoint.tensors import Place, Shard, ShardFiles, assign, shapes
+from gcore.config.tree import Config, Training
 from gcore.models.networks import LORA_A, Adapters
+from gcore.training.backend import NetworkName, TrainedName
 from gcore.training.lora import trainable_parameters
 from gcore.training.optimizer import MOMENTS, Optimizer
 from gcore.training.shards import local_of, part_of
 from gcore.types import UserError
 
-ABOUT, WEIGHTS, OPTIMIZER, REFERENCE = "trainer.json", "weights", "optimizer", "reference"
-CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
-CRITIC_ABOUT = "critic.json"
+REFERENCE = "reference"
+ORDER: tuple[NetworkName, ...] = ("policy", "reference", "critic")
+# Folders of a checkpoint by network, and the file of counters by the first network of the ranks that write it.
+WEIGHTS: dict[NetworkName, str] = {"policy": "weights", "reference": REFERENCE, "critic": "critic"}
+OPTIMIZERS: dict[NetworkName, str] = {"policy": "optimizer", "critic": "critic_optimizer"}
+ABOUT: dict[TrainedName, str] = {"policy": "trainer.json", "critic": "critic.json"}
+MISSING: dict[NetworkName, str] = {
+    "reference": "has no reference model: it was saved with algorithm.kl_coef=0; resume with 0 too",
+    "critic": "has no critic: it was saved with another algorithm.adv_estimator; resume with that one",
+}
 Shards = dict[str, list[Shard]]  # by folder
 
 
-@dataclass(frozen=True, slots=True)
-class Folders:
-    """Where a backend keeps the network that it calls policy."""
-
-    about: str = ABOUT
-    weights: str = WEIGHTS
-    optimizer: str = OPTIMIZER
-
-
-POLICY_FOLDERS = Folders()
-CRITIC_FOLDERS = Folders(CRITIC_ABOUT, CRITIC, CRITIC_OPTIMIZER)  # of critic ranks
+def settings_of(config: Config, network: NetworkName) -> Training:
+    """Of its optimizer."""
+    if network != "critic":
+        return config.training
+    return config.training.model_copy(update={"lr": config.critic.lr, "max_grad_norm": config.critic.max_grad_norm})
 
 
 class SavePlan:
@@ -100,73 +102,43 @@ def describe(counters: Mapping[str, float], adapters: Adapters | None) -> bytes:
     return json.dumps({"counters": dict(counters), "adapters": kind}).encode()
 
 
-def load(
-    folder: Path,
-    network: Any,
-    optimizer: Optimizer,
-    adapters: Adapters | None = None,
-    folders: Folders = POLICY_FOLDERS,
-) -> dict[str, float]:
-    """Fill network and optimizer; returns the counters. Gradients are dropped."""
-    counters = critic_counters(folder) if folders is CRITIC_FOLDERS else counters_of(folder, adapters)
-    _load(folder / folders.weights, folder / folders.optimizer, network, optimizer)
-    return counters
+def counters_of(folder: Path, first: TrainedName, adapters: Adapters | None = None) -> dict[str, float]:
+    """All counters that ranks have saved, and those of a critic, wherever it was. `first`: of the ranks that load.
+    UserError if the checkpoint has another kind of weights than this run."""
+    files = [json.loads((folder / name).read_text()) for name in ABOUT.values() if (folder / name).exists()]
+    if first == "policy":
+        _check(folder, files[0]["adapters"], adapters)
+    return {name: value for file in files for name, value in file["counters"].items()}
 
 
-def counters_of(folder: Path, adapters: Adapters | None = None) -> dict[str, float]:
-    """From trainer.json. UserError if the checkpoint has another kind of weights than this run."""
-    about = json.loads((folder / ABOUT).read_text())
-    _check(folder, about["adapters"], adapters)
-    counters: dict[str, float] = about["counters"]
-    return counters
-
-
-def critic_counters(folder: Path) -> dict[str, float]:
-    """Of a checkpoint with a critic, wherever the critic was."""
-    own = folder / CRITIC_ABOUT
-    counters: dict[str, float] = json.loads((own if own.exists() else folder / ABOUT).read_text())["counters"]
-    return counters
-
-
-def load_critic(folder: Path, network: Any, optimizer: Optimizer) -> None:
-    _load(critic_folder(folder), folder / CRITIC_OPTIMIZER, network, optimizer)
-
-
-def critic_folder(folder: Path) -> Path:
-    if not (folder / CRITIC).is_dir():
-        raise UserError(
-            f"{folder} has no critic: it was saved with another algorithm.adv_estimator; resume with that one"
-        )
-    return folder / CRITIC
-
-
-def _load(weights: Path, moments: Path, network: Any, optimizer: Optimizer) -> None:
+def load(folder: Path, name: NetworkName, network: Any, optimizer: Optimizer | None) -> None:
+    """Fill a network and its optimizer. Gradients are dropped."""
     parameters = trainable_parameters(network)
-    _fill(weights, parameters)
+    fill(folder_of(folder, name), parameters)
+    if optimizer is None:
+        return
+    moments = folder / OPTIMIZERS[name]
     saved = shapes(moments) if moments.is_dir() else {}
     optimizer.clear()
     entries: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
+    for key, parameter in parameters.items():
         parameter.grad = None
-        if f"{name}/step" in saved:
-            entries |= {f"{name}/{key}": value for key, value in optimizer.new_state(parameter).items()}
+        if f"{key}/step" in saved:
+            entries |= {f"{key}/{moment}": value for moment, value in optimizer.new_state(parameter).items()}
     if entries:
-        _fill(moments, entries)
+        fill(moments, entries)
 
 
-def load_reference(folder: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Fill the parameters of the KL reference: of its network, or of its adapters."""
-    _fill(reference_folder(folder), parameters)
-
-
-def reference_folder(folder: Path) -> Path:
-    if not (folder / REFERENCE).is_dir():
-        raise UserError(f"{folder} has no reference model: it was saved with algorithm.kl_coef=0; resume with 0 too")
-    return folder / REFERENCE
+def folder_of(folder: Path, name: NetworkName) -> Path:
+    """The weights of a network."""
+    weights = folder / WEIGHTS[name]
+    if name in MISSING and not weights.is_dir():
+        raise UserError(f"{folder} {MISSING[name]}")
+    return weights
 
 
 @torch.no_grad()
-def _fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     files = ShardFiles(folder)
     for shard in shards_of(tensors):
         files.read(shard)
@@ -183,7 +155,7 @@ def _check(folder: Path, kind: Mapping[str, Any] | None, adapters: Adapters | No
         )
     if adapters is None or kind is None:
         return
-    layers = sorted(n.removesuffix(LORA_A) for n in shapes(folder / WEIGHTS) if n.endswith(LORA_A))
+    layers = sorted(n.removesuffix(LORA_A) for n in shapes(folder / WEIGHTS["policy"]) if n.endswith(LORA_A))
     saved = f"rank={kind['rank']}, alpha={kind['alpha']}, {len(layers)} layers"
     expected = f"rank={adapters.rank}, alpha={adapters.alpha}, {len(adapters.layers)} layers"
     if saved != expected or layers != sorted(adapters.layers):

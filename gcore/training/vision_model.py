@@ -18,8 +18,7 @@ from gcore.content.media import Media
 from gcore.content.tokens import tokens_of
 from gcore.models.towers import blocks_of, dummy_media, embed, encode, positions_of, tower_parameters, unique
 from gcore.training import context
-from gcore.training.logprob_model import LogprobModel
-from gcore.training.micro import Packed
+from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.step_model import ON_CPU, Compute
 from gcore.types import Key, MicroBatch, Sample, UserError
 

@@ -27,7 +27,8 @@ from gcore.runtime.gloo import join
 from gcore.training import objective, ring, ulysses, varlen
 from gcore.training.context import ContextGroups, Sharing, choose_method, order_of
 from gcore.training.fsdp import FsdpBackend
-from gcore.training.micro import StepData, to_tensors
+from gcore.training.logprob_model import to_tensors
+from gcore.training.objective import StepData
 from gcore.training.rank import TrainerRank
 from gcore.training.varlen import Spans, attend_row
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch, UserError
@@ -134,14 +135,14 @@ def gradients_of(backend: FsdpBackend, run: Callable[[], Any]) -> tuple[dict[str
     """What reaches the optimizer."""
     found: dict[str, Any] = {}
 
-    def look(lr: float) -> float:
-        for name, parameter in backend.policy.network.named_parameters():
+    def look(lr: float, network: str = "policy") -> float:
+        for name, parameter in backend.networks["policy"].network.named_parameters():
             if parameter.grad is not None:
                 found[name] = parameter.grad.full_tensor().tolist()
                 parameter.grad = None
         return 1.0
 
-    backend.optimizer.step = look
+    backend.optimizers["policy"].step = look
     result = run()
     return found, result
 
@@ -157,7 +158,7 @@ def compute(world: World, rank: int) -> dict[str, Any]:
     keys = {key for micro in mini.micro_batches for row in micro.rows for key in row}
     mine = [s for s in samples() if s.key in keys]
     data = StepData({s.key: s for s in mine})
-    passes = {name: backend.logprobs(name, mini.micro_batches, data) for name in ("policy", "reference")}
+    passes = {name: backend.outputs(name, mini.micro_batches, data) for name in ("policy", "reference")}
     data.columns["advantages"] = {s.key: torch.full((s.num_steps,), s.reward) for s in mine}
     data.columns["old_logprobs"] = {s.key: passes["policy"][s.key] + noise(s, 1) for s in mine}
     data.columns["ref_logprobs"] = {s.key: passes["reference"][s.key] + noise(s, 2) for s in mine}

@@ -20,7 +20,7 @@ from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.decoders import find_routers
 from gcore.training.fsdp import FsdpBackend
-from gcore.training.micro import StepData
+from gcore.training.objective import StepData
 from gcore.types import MicroBatch, Request, Sample, SamplingParams
 from tests.ranks import finish_ranks, start_ranks
 from tests.unit.test_training import CPU, config_of, network_of
@@ -74,7 +74,7 @@ def member(rank: int, folder: str) -> None:
             own = samples if size == context else samples[rank::size]
             micros = [MicroBatch((tuple(s.key for s in own),), 64, context)]
             data = StepData({s.key: s for s in own})
-            values = backend.logprobs("policy", micros, data)
+            values = backend.outputs("policy", micros, data)
             found[str(moved)] = {str(key[0]): value.tolist() for key, value in values.items()}
         (Path(folder) / f"{name}-{rank}.json").write_text(json.dumps(found))
         dist.barrier()

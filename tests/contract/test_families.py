@@ -25,8 +25,7 @@ from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.decoders import traits_of
 from gcore.models.networks import load_model, load_scorer, score_texts
-from gcore.training.logprob_model import LogprobModel
-from gcore.training.micro import to_tensors
+from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 
 CPU = torch.device("cpu")

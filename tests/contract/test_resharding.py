@@ -101,7 +101,7 @@ async def one(trainer: TrainerRank, kind: str, here: Path, name: str, source: st
         dist.barrier()
     else:
         await trainer.load(str(here / source))
-        assert trainer.updates == trainer.critic.updates == STEPS
+        assert trainer.trained["policy"].updates == trainer.trained["critic"].updates == STEPS
     return [await step(trainer, number, *place) for number in (STEPS, STEPS + 1)]
 
 

@@ -30,7 +30,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
 from gcore.content.tokens import Tokens
-from gcore.generation.jobs import JobQueue
+from gcore.generation.engine_shell import JobQueue
 from gcore.generation.sglang import SglangEngine
 from gcore.generation.sglang_core import SglangOptions
 from gcore.prompts.tokenizer import build_char_tokenizer

@@ -136,8 +136,8 @@ def train(config: Config, rank: int, world: World) -> dict[str, Any]:
         weights: dict[str, Any] = {}
         for index in range(plan.num_buckets):
             weights |= unpack_bucket(await trainer.weight_bucket(index, Receivers(())))
-        if trainer.backend.critic is not None:
-            critic = parameters_of(trainer.backend.critic)
+        if "critic" in trainer.backend.networks:
+            critic = parameters_of(trainer.backend.networks["critic"])
             weights |= {f"critic/{name}": p.full_tensor().detach() for name, p in critic.items()}
         return {"rows": rows, "weights": {name: value.tolist() for name, value in weights.items()}}
 

@@ -19,8 +19,9 @@ import numpy as np
 
 from gcore.config.tree import Sampling
 from gcore.content.tokens import Tokens
-from gcore.controller.collect import Collected, Collector, Filter, spread
-from gcore.controller.step_ledger import REWARD_ERROR
+from gcore.controller.collect import Collected, Collector, spread
+from gcore.controller.prompt_ledger import REWARD_ERROR
+from gcore.controller.run_prompts import Filter
 from gcore.protocols import Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.types import Prompt, RewardError, Rollout, Scored
@@ -131,7 +132,7 @@ class World:
         self.steps += [[Collected()] * self.size for _ in range(steps)]
         await asyncio.gather(*(self._controller(rank, begin, steps) for rank in range(self.size)))
         self.places = [c.place() for c in self.collectors]
-        self.pool = [group for c in self.collectors for group in c.ready.values()]
+        self.pool = [group for c in self.collectors for group in c.prompts.ready.values()]
         for collector in self.collectors:
             collector.close()
 

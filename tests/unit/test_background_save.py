@@ -102,7 +102,7 @@ def test_whatever_changes_the_state_waits_for_the_copy(tmp_path, monkeypatch, wh
 
 async def in_the_reference_pass(trainer: TrainerRank, slow: SlowCopy, batch: Any) -> None:
     """While the adapters of the reference are in the policy, the copy goes on, if nobody waits for it."""
-    real = trainer.backend.policy.forward
+    real = trainer.backend.networks["policy"].forward
 
     def forward(*args: Any) -> Any:
         slow.go.set()
@@ -110,7 +110,7 @@ async def in_the_reference_pass(trainer: TrainerRank, slow: SlowCopy, batch: Any
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.backend.policy, "forward", forward)
+        patch.setattr(trainer.backend.networks["policy"], "forward", forward)
         await trainer.prepare(batch)
 
 
@@ -127,10 +127,10 @@ def test_a_snapshot_is_of_its_moment_though_it_is_written_later(tmp_path):
 
     written = asyncio.run(run())
     assert {name: entry["sha256"] for name, entry in written.files.items()} == expected
-    assert trainer.updates == 4
+    assert trainer.trained["policy"].updates == 4
     again = trainer_of(config_of(**KL))
     asyncio.run(again.load(str(tmp_path)))
-    assert again.updates == 2
+    assert again.trained["policy"].updates == 2
 
 
 def test_storage_that_is_moved_before_the_copy_is_saved_as_it_was(tmp_path, monkeypatch):
@@ -263,12 +263,12 @@ def test_a_load_brings_a_living_rank_exactly_to_the_saved_state(tmp_path, sectio
         trainer._fill_targets(batch)
         objective = trainer._objective(batch, mini)  # gradients without a step
         await trainer._in_thread(trainer.backend.forward_backward, mini.micro_batches, trainer._data, objective)
-        trainer._bad_in_a_row = 2
+        trainer.trained["policy"].bad_in_a_row = 2
         await trainer.snapshot()
         await trainer.load(str(tmp_path))
 
     asyncio.run(disturb())
-    assert (trainer.updates, trainer._bad_in_a_row) == (2, 0)
+    assert (trainer.trained["policy"].updates, trainer.trained["policy"].bad_in_a_row) == (2, 0)
     for seed in (3, 4):
         assert update(trainer, samples_of(seed), batch_of(samples_of(seed))) == update(
             fresh, samples_of(seed), batch_of(samples_of(seed))

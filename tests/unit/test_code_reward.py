@@ -12,8 +12,8 @@ from gcore.config.tree import RewardFunction, Rewards
 from gcore.rewarding import code
 from gcore.rewarding import sandbox as boxes
 from gcore.rewarding.code import python_tests
+from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.sandbox import Limits, RunResult
-from gcore.rewarding.threads import FunctionSource
 from gcore.rewarding.workers import sources_of
 from gcore.types import UserError
 from tests.unit.test_reward_workers import group_of

@@ -15,7 +15,8 @@ import pytest
 
 from gcore.config import curriculum as config
 from gcore.config.tree import Algorithm, Sampling
-from gcore.controller.collect import Collected, answer_all, merge_places, no_filter
+from gcore.controller.collect import Collected, answer_all, no_filter
+from gcore.controller.prompt_ledger import merge_places
 from gcore.launch.build import load_filter
 from gcore.preparation.samples import make_samples
 from gcore.prompts.curriculum import Curriculum
@@ -107,9 +108,9 @@ def test_a_curriculum_knows_prompts_that_fail(mode):
     world = World(sampling(prompts_per_step=3, **mode), 2, outcome=outcome)
     learned: list[Any] = []
     for collector in world.collectors:
-        collector._source = SimpleNamespace(at=prompt_at, give_order=lambda first, rows: None)  # type: ignore[assignment]
-        collector._curriculum = Curriculum(config.Curriculum(), np.arange(99), seed=0)
-        collector._curriculum.update = lambda groups: learned.append(sorted(groups))  # type: ignore[method-assign]
+        collector._runner.source = SimpleNamespace(at=prompt_at, give_order=lambda first, rows: None)  # type: ignore[assignment]
+        collector._runner.curriculum = Curriculum(config.Curriculum(), np.arange(99), seed=0)
+        collector._runner.curriculum.update = lambda groups: learned.append(sorted(groups))  # type: ignore[method-assign]
     run(world.train(1))
     rates = [(0, 0, 0.5), (1, 1, None), (2, 2, 0.0), (3, 3, 0.5), (4, 4, 0.5)]
     assert learned == [rates[:3] if mode else rates] * 2
@@ -135,7 +136,7 @@ def test_what_a_workflow_may_not_return(returned, words):
     with pytest.raises(UserError, match=words):
         answer(workflow, prompts=1)
     world = World(fixed(1))
-    world.collectors[0]._workflow = workflow
+    world.collectors[0]._runner._workflow = workflow
     with pytest.raises(UserError, match=words):
         run(world.train(1))
 
@@ -220,7 +221,7 @@ def test_a_workflow_that_cancels_itself_is_a_failure_and_no_hang():
     with pytest.raises(UserError, match="cancelled itself at prompt 0"):
         answer(workflow, prompts=1)
     world = World(fixed(1))
-    world.collectors[0]._workflow = workflow
+    world.collectors[0]._runner._workflow = workflow
     with pytest.raises(UserError, match="cancelled itself at prompt 0"):
         run(world.train(1))
 
@@ -416,7 +417,7 @@ def test_what_an_aborted_workflow_still_says_is_not_heard(says):
         return group_of(p.id)
 
     for collector in world.collectors:
-        collector._workflow = deaf
+        collector._runner._workflow = deaf
     run(world.train(3))
     assert numbers(world.steps[0]) == [0]
     assert all(found.failed_globally == 0 and found.cause is None for step in world.steps for found in step)
@@ -610,7 +611,8 @@ def test_any_number_of_controllers_goes_on_where_any_other_stopped(before, after
     first = World(sampling(**MODES[mode]), before, **of_chance(f"3/{before}", **chance))
     run(first.train(3))
     second = resumed(first, after, **of_chance(f"3/{after}/again", **chance))
-    assert sorted(c for collector in second.collectors for c in collector.ready) == sorted(map(number_of, first.pool))
+    ready = sorted(c for collector in second.collectors for c in collector.prompts.ready)
+    assert ready == sorted(map(number_of, first.pool))
     run(second.train(4))
     check_books(first, second)
     check_ages(second, first_step=4)

@@ -21,7 +21,7 @@ from gcore.observe.trace import Tracer
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.critic import HEAD, new_critic
 from gcore.training.fsdp import FsdpBackend
-from gcore.training.micro import StepData
+from gcore.training.objective import StepData
 from gcore.training.rank import TrainerRank
 from gcore.types import MicroBatch, MiniBatch, TrainBatch, UserError
 from tests.unit.test_training import (
@@ -54,14 +54,14 @@ def trainer_of(config: Config, begin: bool = True) -> TrainerRank:
 
 
 def critic_weights(trainer: TrainerRank) -> dict[str, np.ndarray]:
-    found = trainer.backend.critic.network.named_parameters()
+    found = trainer.backend.networks["critic"].network.named_parameters()
     return {name: p.detach().full_tensor().clone().numpy() for name, p in found}
 
 
 def values_of(trainer: TrainerRank, samples) -> dict:
     data = StepData({s.key: s for s in samples})
     micros = [m for mini in batch_of(samples, max_tokens=60).mini_batches for m in mini.micro_batches]
-    return {key: v.numpy() for key, v in trainer.backend.values(micros, data).items()}
+    return {key: v.numpy() for key, v in trainer.backend.outputs("critic", micros, data).items()}
 
 
 def plain_values(network, sample) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_critic_warmup_leaves_the_policy_as_it_is():
     trainer, samples = trainer_of(ppo_config(critic={"warmup_steps": 1})), samples_of()
     policy, critic, batch = weights_of(trainer), critic_weights(trainer), batch_of(samples)
     stats = update(trainer, samples, batch)
-    assert stats.updates == trainer.updates == 0 and trainer.critic.updates == 1
+    assert stats.updates == trainer.trained["policy"].updates == 0 and trainer.trained["critic"].updates == 1
     assert same(weights_of(trainer), policy) and not same(critic_weights(trainer), critic)
     assert update(trainer, samples, dataclasses.replace(batch, step=2)).updates == 1
     assert not same(weights_of(trainer), policy)
@@ -173,14 +173,14 @@ def test_critic_warmup_leaves_the_policy_as_it_is():
 def test_epochs_and_early_stop():
     samples, batch = samples_of(), batch_of(samples_of(), mini_batches=2)
     full = trainer_of(ppo_config(epochs=3, mini_batches=2))
-    assert update(full, samples, batch).updates == full.updates == full.critic.updates == 6
+    assert update(full, samples, batch).updates == full.trained["policy"].updates == full.trained["critic"].updates == 6
     config = ppo_config(epochs=3, mini_batches=2, early_stop_kl=1e-4)
     stopped = trainer_of(config)
     stats = update(stopped, samples, batch)
     # the first mini-batch has the policy of before; the next one sees that it has changed
-    assert (stats.updates, stopped.updates, stopped.critic.updates) == (1, 1, 6)
+    assert (stats.updates, stopped.trained["policy"].updates, stopped.trained["critic"].updates) == (1, 1, 6)
     assert stats.metrics["actor/stopped_early"].value == 1.0
-    assert all(p.grad is None for p in stopped.backend.policy.network.parameters())
+    assert all(p.grad is None for p in stopped.backend.networks["policy"].network.parameters())
     once = trainer_of(config)
     first = dataclasses.replace(batch, mini_batches=batch.mini_batches[:1])
     given = [s for s in samples if s.key in first.keys]
@@ -219,7 +219,8 @@ def test_bad_updates_of_policy_and_critic_are_counted_apart(monkeypatch):
     real, bad = trainer.backend.step, {"critic"}
     monkeypatch.setattr(trainer.backend, "step", step)
     stats = [update(trainer, samples, batch_of(samples)) for _ in range(2)]
-    assert [s.metrics["critic/skipped_updates"].value for s in stats] == [1.0, 1.0] and trainer.critic.updates == 0
+    assert [s.metrics["critic/skipped_updates"].value for s in stats] == [1.0, 1.0]
+    assert trainer.trained["critic"].updates == 0
     with pytest.raises(UserError, match="3 updates in a row"):
         update(trainer, samples, batch_of(samples))
 
@@ -231,7 +232,7 @@ def test_a_critic_whose_weights_are_infinite_ends_the_run(monkeypatch):
     def step(lr, network="policy"):
         norm = real(lr, network)
         if network == "critic":
-            next(trainer.backend.critic.network.parameters()).data.fill_(math.inf)
+            next(trainer.backend.networks["critic"].network.parameters()).data.fill_(math.inf)
         return norm
 
     monkeypatch.setattr(trainer.backend, "step", step)
@@ -257,7 +258,7 @@ def test_a_trainer_rank_without_samples_beside_critic_ranks():
     """More ranks than samples: it gets no values, and still meets the others in collectives."""
     config = ppo_config().model_copy(update={"placement": Placement(critic=CriticPlacement(ranks=1))})
     trainer, batch = trainer_of(config), batch_of(samples_of())
-    assert trainer.critic is None
+    assert "critic" not in trainer.trained
     padding = [dataclasses.replace(micro, rows=()) for micro in batch.mini_batches[0].micro_batches]
     mini = dataclasses.replace(batch.mini_batches[0], micro_batches=tuple(padding))
     assert update(trainer, [], dataclasses.replace(batch, mini_batches=(mini,))).updates == 1
@@ -273,7 +274,8 @@ def test_a_checkpoint_continues_to_the_last_bit(tmp_path, algorithm):
     assert (tmp_path / "critic").is_dir() and (tmp_path / "critic_optimizer").is_dir()
     other = trainer_of(config.model_copy(update={"run": config.run.model_copy(update={"seed": 99})}), begin=False)
     asyncio.run(other.load(str(tmp_path)))
-    assert other.coefficients == trainer.coefficients and other.critic.updates == trainer.critic.updates == 4
+    assert other.coefficients == trainer.coefficients
+    assert other.trained["critic"].updates == trainer.trained["critic"].updates == 4
     assert bool(algorithm) == (trainer.coefficients.kl != 0.1)
     samples = samples_of(5)
     assert update(other, samples, batch_of(samples)) == update(trainer, samples, batch_of(samples))
@@ -283,7 +285,7 @@ def test_a_checkpoint_continues_to_the_last_bit(tmp_path, algorithm):
 def test_a_checkpoint_without_a_critic_is_refused(tmp_path):
     config = config_of(algorithm={"kl_coef": 0.1})
     plain = trainer_of(config)
-    assert plain.backend.critic is None
+    assert "critic" not in plain.backend.networks
     save_state(plain, tmp_path)
     assert not (tmp_path / "critic").exists()
     with pytest.raises(UserError, match=r"has no critic: it was saved with another algorithm\.adv_estimator"):
@@ -301,12 +303,12 @@ def test_with_adapters_the_critic_trains_whole(tmp_path):
     start, base = critic_weights(trainer), dict(network_of(config).named_parameters())
     assert not start[HEAD].any() and not any("lora" in name for name in start)
     assert all(np.array_equal(value, base[name].detach().numpy()) for name, value in start.items() if name != HEAD)
-    frozen = trainer.backend.policy.network.get_parameter("model.embed_tokens.weight").full_tensor().clone()
+    frozen = trainer.backend.networks["policy"].network.get_parameter("model.embed_tokens.weight").full_tensor().clone()
     for seed in range(2):
         update(trainer, samples_of(seed), batch_of(samples_of(seed)))
     trained = critic_weights(trainer)
     assert all(not np.array_equal(start[name], value) for name, value in trained.items())
-    after = trainer.backend.policy.network.get_parameter("model.embed_tokens.weight").full_tensor()
+    after = trainer.backend.networks["policy"].network.get_parameter("model.embed_tokens.weight").full_tensor()
     assert torch.equal(frozen, after)
     save_state(trainer, tmp_path)
     other = trainer_of(config, begin=False)

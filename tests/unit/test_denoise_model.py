@@ -17,7 +17,7 @@ from gcore.prompts.conditions import ConditionTemplater
 from gcore.training import objective
 from gcore.training.context import Ranks
 from gcore.training.denoise_model import DenoiseModel
-from gcore.training.micro import StepData, step_columns
+from gcore.training.objective import StepData, step_columns
 from gcore.types import MicroBatch, MiniBatch, Sample, UserError
 from tests.unit.denoisers import config_of, engine_of, generate, network_of, request_of, samples_of
 

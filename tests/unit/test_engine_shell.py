@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from gcore.content.tokens import Tokens
-from gcore.generation.engine_shell import Ended, Step, SteppedEngine
-from gcore.generation.jobs import Job
+from gcore.generation.engine_shell import Ended, Job, Step, SteppedEngine
 from gcore.generation.sleep import SleepState
 from gcore.protocols import MemoryChange, RoleError
 from gcore.runtime.local import LocalHandle

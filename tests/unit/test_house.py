@@ -1,6 +1,7 @@
 """The plan of the house: imports point one way, pure files stay pure, the loop fits one screen."""
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -58,7 +59,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "launch": (
         *("checkpoint", "clients", "config", "content", "controller", "cost", "diffusion", "driver.on_step", "emulate"),
         *("faults", "generation", "hub", "models", "observe", "placement", "preparation", "prompts", "protocols"),
-        *("rewarding", "runtime", "simulate", "training", "user_files", "weights", "workflows"),
+        *("rewarding", "runtime", "simulate", "training", "user_files", "user_functions", "weights", "workflows"),
     ),
     "driver": (
         *("checkpoint", "clients", "config", "launch", "observe", "protocols", "runtime", "user_files"),
@@ -215,14 +216,41 @@ def test_the_loop_fits_one_screen():
     assert len((PACKAGE / "controller" / "loop.py").read_text().splitlines()) <= 120
 
 
+def walks() -> dict[str, tuple[str, list[tuple[str, str, bool]]]]:
+    """The walks of docs/walk.md by title: the text, and file, functions and `(again)` of each row."""
+    sections = re.split(r"^## ", (ROOT / "docs" / "walk.md").read_text(), flags=re.M)[1:]
+    row = re.compile(r"^\| (\d+) .*?`([a-z_0-9/]+\.py): ([^|]+?)`( \(again\))? \|", re.M)
+    found = {}
+    for section in sections:
+        rows = row.findall(section)
+        assert [int(number) for number, *_ in rows] == list(range(1, len(rows) + 1)), section.partition("\n")[0]
+        found[section.partition("\n")[0]] = section, [(file, named, bool(again)) for _, file, named, again in rows]
+    return found
+
+
 def test_the_walks_name_files_and_functions_that_exist():
-    rows = re.findall(r"^\| \d+ .*?`([a-z_/]+\.py): ([^|]+)\|", (ROOT / "docs" / "walk.md").read_text(), re.M)
-    assert len(rows) > 80
-    for name, functions in rows:
-        code = (PACKAGE / name).read_text()
-        for function in re.findall(r"([A-Za-z_.]+)`", functions):
-            for part in function.split("."):
-                assert re.search(rf"(def|class) {part}\b", code), f"docs/walk.md: {name} has no {part}"
+    assert len(walks()) >= 3
+    for title, (_, rows) in walks().items():
+        assert len(rows) >= 5, title
+        for name, functions, _ in rows:
+            code = (PACKAGE / name).read_text()
+            for function in re.findall(r"[A-Za-z_0-9.]+", functions):
+                for part in function.split("."):
+                    assert re.search(rf"(def|class) {part}\b", code), f"docs/walk.md: {name} has no {part}"
+
+
+def test_the_walks_count_their_hops():
+    """The numbers below each table are those of its rows."""
+    for title, (text, rows) in walks().items():
+        files = [file for file, *_ in rows]
+        assert [again for *_, again in rows] == [file in files[:i] for i, file in enumerate(files)], title
+        same = [a for a, b in itertools.pairwise(files) if a == b]
+        assert not same, f"docs/walk.md: {title}: two rows after one another are in {same}"
+        assert f"{len(rows)} hops in {len(set(files))} files" in text, (title, len(rows), len(set(files)))
+        if title == "A sample":
+            steps = itertools.pairwise(file.partition("/")[0] for file in files)
+            returns = sum(a != "controller" and b == "controller" for a, b in steps)
+            assert f"with {returns} returns into `controller/`" in text, returns
 
 
 @pytest.mark.parametrize("room", ["controller", "launch", "driver"])

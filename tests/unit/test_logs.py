@@ -177,7 +177,7 @@ def test_the_line_that_blocks_an_event_loop(tmp_path: Path) -> None:
         file.flush()
         subprocess.run([sys.executable, str(flow)], stderr=file, check=True)
     assert blocking_line(log) == "flow.py:3 in workflow"
-    other = NOT_USERS[0] / "controller" / "run_workflow.py"  # with uvloop, as in Ray
+    other = NOT_USERS[0] / "controller" / "run_prompts.py"  # with uvloop, as in Ray
     log.write_text(log.read_text().replace(asyncio.base_events.__file__, str(other)))
     assert blocking_line(log) == "flow.py:3 in workflow"
     stacks = log.read_text().replace(str(flow), str(Path(asyncio.__file__)))  # no line of a user

@@ -165,16 +165,18 @@ def test_training_changes_adapters_alone_and_merged_they_are_the_policy(architec
     build = {**config_of().model.build.model_dump(), "architecture": architecture}
     config = config_of(model={"build": build, "lora": LORA}, training={"weight_decay": 0.1, "max_grad_norm": 0.01})
     trainer = trainer_of(config)
-    before = {n: p.full_tensor().clone() for n, p in trainer.backend.policy.network.named_parameters()}
+    before = {n: p.full_tensor().clone() for n, p in trainer.backend.networks["policy"].network.named_parameters()}
     asyncio.run(trainer.begin())
     for seed in range(3):
         stats = update(trainer, samples_of(seed), batch_of(samples_of(seed)))
         assert stats.grad_norm > 0 and stats.skipped == 0
     changed = {
-        n for n, p in trainer.backend.policy.network.named_parameters() if not torch.equal(p.full_tensor(), before[n])
+        n
+        for n, p in trainer.backend.networks["policy"].network.named_parameters()
+        if not torch.equal(p.full_tensor(), before[n])
     }
     assert changed == {layer + end for layer in LAYERS for end in (LORA_A, LORA_B)} == set(weights_of(trainer))
-    assert len(trainer.backend.optimizer.state) == 28
+    assert len(trainer.backend.optimizers["policy"].state) == 28
     info = asyncio.run(trainer.info())
     assert info.num_parameters == sum(v.size for v in weights_of(trainer).values())
     merged, samples = merged_of(trainer), samples_of(7)
@@ -211,7 +213,7 @@ def test_the_reference_is_the_policy_at_begin(mini_batches):
                 trainer._data.columns["old_logprobs"][sample.key], alone(now, sample)[0], atol=1e-5, rtol=0
             )
     assert same(weights_of(trainer), factors)  # its own are back
-    assert trainer.backend._reference is None
+    assert "reference" not in trainer.backend.networks
     batch = dataclasses.replace(batch, advantages={s.key: s.reward for s in samples})
     assert asyncio.run(trainer.update(batch)).metrics["actor/approx_kl"].total == pytest.approx(0, abs=0.1)
 
@@ -222,7 +224,7 @@ def test_in_bfloat16_the_base_is_held_so_and_adapters_are_not():
     backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.bfloat16)
     publisher = WeightPublisher(0, "host_memory", torch.bfloat16)
     trainer = TrainerRank(config, backend, 0, 1, Tracer(None, "trainer-0"), publisher)
-    parameters = trainer.backend.policy.network.named_parameters()
+    parameters = trainer.backend.networks["policy"].network.named_parameters()
     kinds = {(name.endswith((LORA_A, LORA_B)), p.dtype) for name, p in parameters}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     entropies = (
@@ -232,7 +234,7 @@ def test_in_bfloat16_the_base_is_held_so_and_adapters_are_not():
     found, expected = entropies
     assert found == pytest.approx(expected, rel=0.01) and found != expected
     assert {str(value.dtype) for value in weights_of(trainer).values()} == {"float32"}
-    rotary = trainer.backend.policy.network.model.rotary_emb.inv_freq
+    rotary = trainer.backend.networks["policy"].network.model.rotary_emb.inv_freq
     assert rotary.dtype == torch.float32
 
 
@@ -301,7 +303,7 @@ def test_state_round_trip_is_exact_and_small(tmp_path, kl_coef):
 
     other = trainer_of(config)
     asyncio.run(other.load(str(tmp_path)))
-    assert other.updates == 3 and same(weights_of(other), weights_of(trainer))
+    assert other.trained["policy"].updates == 3 and same(weights_of(other), weights_of(trainer))
     a, b = (update(t, samples, batch_of(samples)) for t in (trainer, other))
     assert a == b and (a.metrics["actor/kl"].total > 1e-6 if kl_coef else "actor/kl" not in a.metrics)
     assert same(weights_of(other), weights_of(trainer))
@@ -358,8 +360,8 @@ def test_logits_and_gradients_are_those_of_peft():
     trainer._data.clear()
     gradients: dict[str, torch.Tensor] = {}
 
-    def look(lr: float) -> float:
-        parameters = trainer.backend.policy.network.named_parameters()
+    def look(lr: float, network: str = "policy") -> float:
+        parameters = trainer.backend.networks["policy"].network.named_parameters()
         gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
         return 0.0
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gcore.config.tree import Algorithm
-from gcore.training.losses import POLICY_LOSSES, Steps, call_own, importance, kl_penalty, step_weights, value_loss
+from gcore.training.objective import POLICY_LOSSES, Steps, call_own, importance, kl_penalty, step_weights, value_loss
 from gcore.types import UserError
 
 VERL = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())

@@ -35,7 +35,6 @@ from gcore.controller.placement import AllEngines
 from gcore.controller.record import Recorder
 from gcore.controller.replicas import Replicas, WeightResender
 from gcore.controller.services import Services
-from gcore.controller.setup import Setup
 from gcore.controller.status import LiveStatus
 from gcore.generation.noise import uniforms
 from gcore.generation.pool import EnginePool
@@ -302,22 +301,20 @@ class World:
         self.engines = [PushEngine(config.run.folder / "media") for _ in range(2)]
         self.trainer = PushTrainer()
 
-    def setup(self, rank: int, hub: Hub) -> Setup:
+    def services(self, rank: int, hub: Hub) -> Services:
         config, group = self.config, LocalGroup(Rendezvous(rank, 2, None, hub))
         engines = [EngineClient(LocalHandle(f"engine-{i}", engine)) for i, engine in enumerate(self.engines)]
         trainers = [TrainerClient(LocalHandle("trainer-0", self.trainer))]
-        tracer = Tracer(None, f"controller-{rank}")
-        status, rewarder = LiveStatus(rank, tracer), WeightedRewarder([Closeness()])
+        status, rewarder = LiveStatus(rank, Tracer(None, f"controller-{rank}")), WeightedRewarder([Closeness()])
         pool = EnginePool.for_controller(engines, rank, 2, max_concurrent=16)
         dispatcher = Dispatcher(config, group, pool, trainers, sleep_level=1)
         weights = WeightResender(trainers, lambda: dispatcher.version)
-        return Setup(
+        return Services(
             config=config,
             controllers=group,
             tokenizer=None,
             modality=PushModality(),
             workflow=generate_and_reward,
-            training_workflow=generate_and_reward,
             scoring=make_scoring(config),
             group_filter=spread if self.filters else no_filter,
             pool=pool,
@@ -327,47 +324,37 @@ class World:
             placement=AllEngines(dispatcher),
             replicas=Replicas(pool, (), weights, status.note),
             status=status,
-            tracer=tracer,
         )
 
-    async def open(self, setup: Setup) -> tuple[Services, int]:
-        """In place of opening.open_run, which reads a dataset of text."""
-        config, source, dispatcher = setup.config, Goals(), setup.dispatcher
-        rest = config.sampling, setup.group_filter, setup.status.report, source, lambda: dispatcher.version
-        collector = Collector(setup.workflow, setup.sample_context(), setup.controllers, *rest)  # type: ignore[arg-type]
+    async def open(self, services: Services) -> int:
+        """In place of start_run.open_run, which reads a dataset of text."""
+        config, source, dispatcher = services.config, Goals(), services.dispatcher
+        rest = config.sampling, services.group_filter, services.status.report, source, lambda: dispatcher.version
+        services.collector = Collector(
+            services.workflow,
+            services.sample_context(),
+            services.controllers,
+            *rest,  # type: ignore[arg-type]
+        )
         await dispatcher.open()
-        checkpointer = Checkpointer(setup, source, collector)  # type: ignore[arg-type]
-        found, step = await checkpointer.find(), 0
+        services.checkpointer = Checkpointer(services, source)  # type: ignore[arg-type]
+        found, step = await services.checkpointer.find(), 0
         if found is not None:
-            step = (await checkpointer.restore(found)).step
+            step = (await services.checkpointer.restore(found)).step
         await dispatcher.update_weights(step)
         writer = None
-        if setup.controllers.rank == 0:
+        if services.controllers.rank == 0:
             writer = MetricsWriter(config.run.folder, config.observe, config.run.name, {})
-        recorder = Recorder(setup, writer)
-        services = Services(
-            config=config,
-            controllers=setup.controllers,
-            collector=collector,
-            scoring=setup.scoring,
-            rewarder=setup.rewarder,
-            dispatcher=dispatcher,
-            weight_resender=setup.weight_resender,
-            placement=setup.placement,
-            recorder=recorder,
-            evaluator=Evaluator(setup, recorder, {"": source}),  # type: ignore[dict-item]
-            checkpointer=checkpointer,
-            status=setup.status,
-        )
-        return services, step
+        services.recorder = Recorder(services, writer)
+        services.evaluator = Evaluator(services, {"": source})  # type: ignore[dict-item]
+        return step
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         monkeypatch.setattr(loop, "open_run", self.open)
 
         async def controllers() -> None:
             hub = Hub(2)
-            setups = [self.setup(rank, hub) for rank in range(2)]
-            await asyncio.gather(*(loop.Controller(setup).run() for setup in setups))
+            await asyncio.gather(*(loop.Controller(self.services(rank, hub)).run() for rank in range(2)))
 
         asyncio.run(asyncio.wait_for(controllers(), 120))
         return [json.loads(line) for line in (self.config.run.folder / "metrics.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ import torch
 from gcore.config.tree import Algorithm, Preference
 from gcore.protocols import Metric, add_metrics
 from gcore.training import objective, preference
-from gcore.training.micro import StepColumns
+from gcore.training.objective import StepColumns
 from gcore.types import MiniBatch
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "parity" / "formula_golden.json").read_text())

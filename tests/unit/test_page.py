@@ -17,7 +17,8 @@ import pytest
 
 from gcore import cli
 from gcore.driver import supervise
-from gcore.launch.preflight import Checked, DatasetCheck
+from gcore.launch.gpu_memory import Decided
+from gcore.launch.preflight import Checked, DatasetCheck, ReadyRun
 from gcore.observe import page, page_samples
 from gcore.observe.page import page_model, page_path, render, totals, write_page, write_report
 from gcore.observe.page_data import Segment, covered, read_source
@@ -507,15 +508,14 @@ def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.Monkey
     run = SimpleNamespace(folder=folder, max_restarts=0, resume="never")
     run_parts = {"model_dump": lambda mode: {}, "model_copy": lambda update: config}
     config = SimpleNamespace(run=run, objective="policy", **run_parts)
-    monkeypatch.setattr(supervise, "choose_mode", lambda config, machine: (config, ""))
-    monkeypatch.setattr(supervise, "decide", lambda config, plan: supervise.Decided(config))
     monkeypatch.setattr(supervise, "pin", lambda config: config)
     monkeypatch.setattr(supervise, "open_on_step", lambda config: (config, None))
     monkeypatch.setattr(supervise, "with_steps", lambda config: (run, []))
-    for name in ("make_plan", "see_cluster", "model_megabytes", "check_models", "fetch"):
+    for name in ("see_cluster", "check_models", "fetch"):
         monkeypatch.setattr(supervise, name, lambda *args: None)
     train = DatasetCheck("data.train", 1, 1, (), 1, None)
-    monkeypatch.setattr(supervise, "preflight", lambda *args: Checked([], [train], None))
+    ready = ReadyRun(config, None, "", Decided(config), Checked([], [train], None))  # type: ignore[arg-type]
+    monkeypatch.setattr(supervise, "make_ready", lambda *args: ready)
     monkeypatch.setattr(supervise, "check_nodes", lambda *args: [])
     monkeypatch.setattr(supervise, "check_resume", lambda *args: None)
     monkeypatch.setattr(supervise, "NodeGate", lambda *args: None)

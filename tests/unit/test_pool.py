@@ -12,8 +12,7 @@ import pytest
 from gcore.clients import EngineClient, ScorerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas, WeightResender
-from gcore.generation.pool import EnginePool, ScorerPool
-from gcore.generation.replica_pool import Observation, Outstanding, Pool
+from gcore.generation.pool import EnginePool, Observation, Outstanding, Pool, ScorerPool
 from gcore.protocols import RoleDied, RoleError
 from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams

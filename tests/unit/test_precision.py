@@ -21,8 +21,8 @@ from gcore.launch.plan import Machine, make_plan
 from gcore.models.networks import score_texts
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
+from gcore.training.logprob_model import to_tensors
 from gcore.training.lora import adapt
-from gcore.training.micro import to_tensors
 from gcore.types import MicroBatch, Request, Sample, SamplingParams
 from tests.e2e.helpers import RECIPE
 
@@ -104,7 +104,7 @@ def roles(folder: Path) -> dict[str, Any]:
 def network_in(role: Any) -> Any:
     if not hasattr(role, "backend"):
         return role._model
-    return role.backend.policy.network if hasattr(role.backend, "policy") else role.backend._model
+    return role.backend.networks["policy"].network if hasattr(role.backend, "policy") else role.backend._model
 
 
 @pytest.mark.parametrize("name", ["engine", "judge", "scorer", "trainer"])
@@ -180,7 +180,7 @@ def test_the_trainer_in_bfloat16_is_as_near_to_float32_as_the_library(roles, tex
         width = len(rows[0]) * (PROMPT + STEPS)
         packed = to_tensors(MicroBatch(rows, width), {s.key: s for s in samples}, torch.device("cpu"))
         with torch.no_grad():
-            logprobs_S, _ = roles["trainer"].backend.policy(*packed.inputs)
+            logprobs_S, _ = roles["trainer"].backend.networks["policy"](*packed.inputs)
         found = [logprobs_S[packed.sample_S == i].numpy() for i in range(len(packed.keys))]
         assert error(found, wanted) < 1.3 * error(usual, wanted)
 

@@ -14,9 +14,8 @@ from gcore.cost.workload import CostModel
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import best_and_worst, meta_of
 from gcore.protocols import add_metrics
-from gcore.training.logprob_model import LogprobModel
-from gcore.training.micro import StepColumns, StepData, step_columns, to_tensors
-from gcore.training.objective import StepOutputs
+from gcore.training.logprob_model import LogprobModel, to_tensors
+from gcore.training.objective import StepColumns, StepData, StepOutputs, step_columns
 from gcore.training.preference import PAIR_LOSSES, demonstrations, preference
 from gcore.types import MiniBatch
 from tests.unit.test_training import CPU, config_of, gradients_of, network_of, samples_of, trainer_of
@@ -211,7 +210,7 @@ def test_gradients_do_not_depend_on_the_layout(loss):
         trainer = trainer_of(config)
         asyncio.run(trainer.begin())
         with torch.no_grad():  # so that the reference differs
-            for parameter in trainer.backend.policy.parameters():
+            for parameter in trainer.backend.networks["policy"].parameters():
                 parameter.mul_(1.2)
         sums, metrics = {}, {}
         batches = lay_out(samples, **options)
@@ -285,7 +284,7 @@ def test_kto_of_trl(tmp_path, shift):
     )
     samples, trainer = labelled(3), trainer_of(config)
     asyncio.run(trainer.begin())
-    reference = trainer.backend._reference.network
+    reference = trainer.backend.networks["reference"].network
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(1.0 + shift)

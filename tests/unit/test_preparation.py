@@ -10,8 +10,8 @@ import pytest
 
 from gcore.config.tree import Algorithm
 from gcore.content.tokens import Tokens
-from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores
-from gcore.preparation.samples import Scoring, advantages_of, make_samples, to_sample, with_advantages
+from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores, Scoring, advantages_of, with_advantages
+from gcore.preparation.samples import make_samples, to_sample
 from gcore.protocols import Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
 from gcore.training.step_advantages import Ranks, step_targets

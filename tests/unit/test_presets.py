@@ -11,7 +11,7 @@ from gcore.config.algorithm import ESTIMATORS, LOSSES
 from gcore.config.load import validate
 from gcore.config.presets import ALGORITHMS, PRESETS
 from gcore.config.tree import Config
-from gcore.training.losses import POLICY_LOSSES
+from gcore.training.objective import POLICY_LOSSES
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 

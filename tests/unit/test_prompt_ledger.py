@@ -10,6 +10,7 @@ import pytest
 from gcore.controller.prompt_ledger import (
     TRANSITIONS,
     Dropped,
+    ProgressReport,
     PromptLedger,
     Ready,
     Returned,
@@ -17,7 +18,6 @@ from gcore.controller.prompt_ledger import (
     Trained,
     merge_places,
 )
-from gcore.controller.step_ledger import ProgressReport
 from tests.seeds import seeds
 from tests.unit.rollouts import group_of, number_of
 

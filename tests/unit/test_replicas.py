@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -107,17 +106,18 @@ class Trainers:
         await asyncio.sleep(0.01)
         return 0
 
-    async def write(self, folder: Path) -> list[Any]:
-        return []
+    my_ranks: ClassVar[list[Any]] = []
 
 
 def make_checkpointer(config: Config, trainers: Trainers, hub: Hub, resender: WeightResender) -> Checkpointer:
     group = LocalGroup(Rendezvous(trainers.rank, hub.size, None, hub))
-    collector: Any = SimpleNamespace(place=lambda: {"base": 0, "rate": 1.0}, ready={}, saved=dict)
+    collector: Any = SimpleNamespace(
+        place=lambda: {"base": 0, "rate": 1.0}, prompts=SimpleNamespace(ready={}), saved=dict
+    )
     parts = {"dispatcher": trainers, "placement": SimpleNamespace(saved=dict), "weight_resender": resender}
     status = LiveStatus(trainers.rank, Tracer(None, ""))
-    setup: Any = SimpleNamespace(config=config, controllers=group, status=status, **parts)
-    return Checkpointer(setup, MagicMock(digest=""), collector)
+    services: Any = SimpleNamespace(config=config, controllers=group, status=status, collector=collector, **parts)
+    return Checkpointer(services, MagicMock(digest=""))
 
 
 def test_an_engine_gets_no_weights_while_the_trainer_saves(tmp_path):

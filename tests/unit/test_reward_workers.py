@@ -19,10 +19,10 @@ import pytest
 from gcore.config.tree import RewardFunction, Rewards
 from gcore.content.tokens import Tokens
 from gcore.rewarding import workers
+from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.processes import kill_group
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut
-from gcore.rewarding.threads import FunctionSource
 from gcore.rewarding.workers import WorkerPool, sources_of
 from gcore.types import Prompt, RewardError, Rollout, UserError
 

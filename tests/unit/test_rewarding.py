@@ -15,10 +15,10 @@ from gcore.config.tree import RewardFunction
 from gcore.content.tokens import Tokens
 from gcore.prompts.tasks import make_task
 from gcore.rewarding import rules
-from gcore.rewarding.functions import adapt, load_function, load_reward
+from gcore.rewarding.functions import FunctionSource, adapt, load_reward
 from gcore.rewarding.rewarder import WeightedRewarder
-from gcore.rewarding.threads import FunctionSource
 from gcore.types import Prompt, RewardError, Rollout, UserError
+from gcore.user_functions import load_function
 
 
 def group_of(*texts: str, messages=({"role": "user", "content": "1+1="},), **columns) -> list[Rollout]:

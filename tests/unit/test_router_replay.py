@@ -18,8 +18,7 @@ from gcore.generation.noise import noise_key
 from gcore.launch.router_replay import replay_warning, replays_experts
 from gcore.models.decoders import Routers, find_routers
 from gcore.training.critic import ValueModel
-from gcore.training.logprob_model import LogprobModel, own_experts
-from gcore.training.micro import to_tensors
+from gcore.training.logprob_model import LogprobModel, own_experts, to_tensors
 from gcore.types import Completion, MicroBatch, Prompt, Request, Rollout, Sample, SamplingParams, Scored, UserError
 from tests.contract.test_families import FAMILIES
 from tests.unit.test_training import config_of

@@ -10,13 +10,12 @@ import torch
 from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
 from gcore.config.advice import warnings
 from gcore.content.tokens import SamplingMask, Tokens
+from gcore.generation.decoding import Rows, sample
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
-from gcore.generation.sampling import Rows, sample
 from gcore.preparation.samples import to_sample
 from gcore.training import logprob_model as policy_module
-from gcore.training.logprob_model import LogprobModel
-from gcore.training.micro import to_tensors
+from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.types import Completion, MicroBatch, Prompt, Request, Rollout, SamplingParams, Scored, UserError
 from tests.unit.test_presets import config_of
 from tests.unit.test_training import CPU, batch_of, network_of, trainer_of, update

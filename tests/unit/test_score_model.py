@@ -112,7 +112,7 @@ def test_an_evaluation_changes_nothing_and_has_the_same_metrics():
     config = config_of()
     samples, trainer = samples_of_pairs(PAIRS), trainer_of(config)
     asyncio.run(trainer.begin())
-    before = [p.detach().clone() for p in trainer.backend.policy.network.parameters()]
+    before = [p.detach().clone() for p in trainer.backend.networks["policy"].network.parameters()]
     (batch,) = lay_out(samples, max_tokens=60)
 
     async def evaluate():
@@ -124,5 +124,5 @@ def test_an_evaluation_changes_nothing_and_has_the_same_metrics():
     assert found["preference/loss"].weight == len(PAIRS)
     for name, metric in found.items():
         assert metric.value == pytest.approx(stats.metrics[name].value, abs=1e-6), name
-    after = list(trainer.backend.policy.network.parameters())
+    after = list(trainer.backend.networks["policy"].network.parameters())
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, after, strict=True))

@@ -69,7 +69,7 @@ def _rank(rank: int, address: str, folder: str) -> None:
         backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, shard)
         trainer = TrainerRank(config, backend, rank, 1, tracer)
         asyncio.run(trainer.load(str(source)))
-        assert trainer.updates == 3
+        assert trainer.trained["policy"].updates == 3
         target = Path(folder) / f"{shard}"
         target.mkdir(exist_ok=True)
         save_state(trainer, target)
@@ -106,7 +106,7 @@ def test_before_the_first_update_there_are_no_moments(tmp_path):
     samples = samples_of()
     update(other, samples, batch_of(samples))
     asyncio.run(other.load(str(tmp_path)))
-    assert other.updates == 0 and not other.backend.optimizer.state
+    assert other.trained["policy"].updates == 0 and not other.backend.optimizers["policy"].state
     assert update(other, samples, batch_of(samples)) == update(trainer, samples, batch_of(samples))
 
 

@@ -8,7 +8,8 @@ from functools import reduce
 
 import pytest
 
-from gcore.controller.step_ledger import ProgressReport, StepLedger
+from gcore.controller.collect import StepLedger
+from gcore.controller.prompt_ledger import ProgressReport
 
 SEEDS = range(60)
 

@@ -26,10 +26,10 @@ from gcore.protocols import Receivers, UpdateStats
 from gcore.training import logprob_model as policy_module
 from gcore.training import optimizer as optimizer_module
 from gcore.training.fsdp import FsdpBackend
-from gcore.training.logprob_model import LogprobModel
+from gcore.training.logprob_model import LogprobModel, to_tensors
 from gcore.training.lora import trainable_parameters
-from gcore.training.micro import StepData, step_columns, to_tensors
-from gcore.training.rank import TrainerRank
+from gcore.training.objective import StepData, step_columns
+from gcore.training.rank import TrainerRank, learning_rate_of
 from gcore.training.schedule import learning_rate
 from gcore.types import MicroBatch, MiniBatch, Sample, TrainBatch, UserError, Written
 from gcore.weights.bucket import PACKED, pack_bucket, to_host_memory, unpack_bucket
@@ -216,8 +216,8 @@ def gradients_of(trainer: TrainerRank, samples, batch: TrainBatch) -> tuple[dict
     """What reaches the optimizer."""
     found: dict[str, torch.Tensor] = {}
 
-    def look(lr):
-        for name, parameter in trainer.backend.policy.network.named_parameters():
+    def look(lr, network="policy"):
+        for name, parameter in trainer.backend.networks["policy"].network.named_parameters():
             found[name] = parameter.grad.full_tensor().clone()
             parameter.grad = None
         return 0.0
@@ -374,7 +374,7 @@ def test_norms_and_biases_decay_only_if_asked(asked):
     training = {"lr": 0.2, "weight_decay": 0.5, "weight_decay_norms": asked}
     trainer, samples = trainer_of(config_of(model=model, training=training)), samples_of()
     with torch.no_grad():
-        for parameter in trainer.backend.policy.network.parameters():
+        for parameter in trainer.backend.networks["policy"].network.parameters():
             if parameter.ndim < 2:
                 parameter.fill_(0.5)
     before = weights_of(trainer)
@@ -418,7 +418,8 @@ def test_later_mini_batches_are_compared_with_the_policy_before_the_step():
     trainer._fill_targets(batch)
     for key, expected in logprobs.items():
         assert torch.allclose(trainer._data.columns["old_logprobs"][key], expected, atol=1e-5, rtol=0)
-    first, second = (trainer._mini_batch(batch, i, mini) for i, mini in enumerate(batch.mini_batches))
+    parts = (dataclasses.replace(batch, mini_batches=(mini,)) for mini in batch.mini_batches)
+    first, second = (trainer._train("policy", part, partial(trainer._objective, batch))[0] for part in parts)
     assert abs(first.metrics["actor/approx_kl"].total) < 1e-4 < abs(second.metrics["actor/approx_kl"].total)
     mask = np.concatenate([s.mask_S for s in samples[:6]])
     off = np.concatenate([logprobs[s.key].numpy() - s.rollout_logprobs_S for s in samples[:6]])
@@ -438,17 +439,17 @@ def test_nan_gradients_are_skipped_counted_and_end_the_run_in_a_row(tmp_path):
     trainer, samples = trainer_of(config_of(run=run, training={"max_bad_updates": 2})), samples_of()
     update(trainer, samples, batch_of(samples))
     before = weights_of(trainer)
-    moments = [v["exp_avg"].full_tensor().clone() for v in trainer.backend.optimizer.state.values()]
+    moments = [v["exp_avg"].full_tensor().clone() for v in trainer.backend.optimizers["policy"].state.values()]
     bad = update(trainer, poisoned(samples), batch_of(samples))
     assert (bad.skipped, bad.grad_norm, bad.updates) == (1.0, 0.0, 1.0)
-    parameters = list(trainer.backend.policy.network.parameters())
+    parameters = list(trainer.backend.networks["policy"].network.parameters())
     assert all(isinstance(p, DTensor) for p in parameters)  # sharded again after the dump, so a checkpoint is exact
     assert same(weights_of(trainer), before)
-    after = [v["exp_avg"].full_tensor() for v in trainer.backend.optimizer.state.values()]
+    after = [v["exp_avg"].full_tensor() for v in trainer.backend.optimizers["policy"].state.values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
     good = update(trainer, samples, batch_of(samples))  # breaks the row
     assert good.skipped == 0.0 and not same(weights_of(trainer), before)
-    assert trainer.updates == 2
+    assert trainer.trained["policy"].updates == 2
     update(trainer, poisoned(samples), batch_of(samples))
     with pytest.raises(UserError, match=r"2 updates in a row .*training\.max_bad_updates"):
         update(trainer, poisoned(samples), batch_of(samples))
@@ -464,7 +465,7 @@ def test_the_samples_of_a_bad_update_are_written_down(tmp_path):
     sick = [*samples[:6], *poisoned(samples[6:])]  # the second half of the prompts is the second mini-batch
     expected = {s.key: alone(network_of(config), s)[0].detach().numpy() for s in samples}
     stats = update(trainer, sick, batch_of(samples, mini_batches=2))
-    assert (stats.skipped, stats.updates, trainer.updates) == (1.0, 2.0, 1)
+    assert (stats.skipped, stats.updates, trainer.trained["policy"].updates) == (1.0, 2.0, 1)
     (file,) = (tmp_path / "sick" / "bad_batches").iterdir()
     assert file.name == "step_1_update_2_rank_0.json"
     rows = {(row["prompt_id"], row["sibling"]): row for row in json.loads(file.read_text())}
@@ -516,7 +517,7 @@ def test_the_kl_in_the_reward_is_charged_to_the_sample_or_to_each_step(estimator
     reference = network_of(trainer._config)
     asyncio.run(trainer.begin())
     with torch.no_grad():
-        for parameter in trainer.backend.policy.network.parameters():
+        for parameter in trainer.backend.networks["policy"].network.parameters():
             parameter.mul_(1.05)  # away from the reference
     policy = trainer_network(trainer)
     batch = batch_of(samples, 40)
@@ -562,12 +563,13 @@ def test_the_reference_stays_frozen():
     trainer, samples = trainer_of(config), samples_of()
     update(trainer, samples, batch_of(samples, objective="imitation"))  # the reference is the policy at `begin`
     asyncio.run(trainer.begin())
-    assert trainer.updates == 0 and not trainer.backend.optimizer.state
+    assert trainer.trained["policy"].updates == 0 and not trainer.backend.optimizers["policy"].state
     start = weights_of(trainer)
-    reference = trainer.backend._reference
+    reference = trainer.backend.networks["reference"]
     kl = [update(trainer, samples, batch_of(samples)).metrics["actor/kl"].total for _ in range(3)]
     assert kl[0] == pytest.approx(0, abs=1e-5) and 1e-4 < kl[1] < kl[2]
-    assert trainer.backend._reference is reference and not any(p.requires_grad for p in reference.parameters())
+    assert trainer.backend.networks["reference"] is reference
+    assert not any(p.requires_grad for p in reference.parameters())
     assert all(p.grad is None for p in reference.parameters())
     frozen = {name: p.full_tensor().numpy() for name, p in trainable_parameters(reference.network).items()}
     assert same(frozen, start) and not same(weights_of(trainer), start)
@@ -576,7 +578,7 @@ def test_the_reference_stays_frozen():
 def test_no_reference_without_kl():
     trainer = trainer_of(config_of())
     asyncio.run(trainer.begin())
-    assert trainer.backend._reference is None
+    assert "reference" not in trainer.backend.networks
 
 
 # --- state
@@ -596,7 +598,7 @@ def test_state_round_trip_is_exact(tmp_path, kl_coef):
     other = trainer_of(config_of(run={"seed": 99}, algorithm={"kl_coef": kl_coef}, training={"schedule": "linear"}))
     assert not same(weights_of(other), weights_of(trainer))
     asyncio.run(other.load(str(tmp_path)))
-    assert other.updates == trainer.updates == 3
+    assert other.trained["policy"].updates == trainer.trained["policy"].updates == 3
     assert same(weights_of(other), weights_of(trainer))
     assert same(state_of(other), state_of(trainer))
     fourth = dataclasses.replace(batch_of(samples), step=4)
@@ -607,8 +609,8 @@ def test_state_round_trip_is_exact(tmp_path, kl_coef):
 
 def state_of(trainer: TrainerRank) -> dict[str, np.ndarray]:
     found = {}
-    for name, parameter in trainer.backend.policy.network.named_parameters():
-        entry = trainer.backend.optimizer.state[parameter]
+    for name, parameter in trainer.backend.networks["policy"].network.named_parameters():
+        entry = trainer.backend.optimizers["policy"].state[parameter]
         found[f"{name}/step"] = entry["step"].numpy()
         for moment in ("exp_avg", "exp_avg_sq"):
             found[f"{name}/{moment}"] = entry[moment].full_tensor().numpy().copy()
@@ -623,7 +625,7 @@ def test_off_load_changes_no_number(tmp_path, monkeypatch, offload):
     plain, moved = (
         trainer_of(config_of(algorithm=algorithm, training={"offload": chosen})) for chosen in ("none", offload)
     )
-    assert len(plain.backend.optimizer._parts) == 1 and len(moved.backend.optimizer._parts) > 10
+    assert len(plain.backend.optimizers["policy"]._parts) == 1 and len(moved.backend.optimizers["policy"]._parts) > 10
     for trainer in (plain, moved):
         asyncio.run(trainer.begin())
         for seed in range(2):
@@ -689,18 +691,20 @@ def test_schedule_ends_with_the_run_whatever_the_steps_have_in_updates():
 
     def rates(step: int, updates: int) -> list[float]:
         batch = TrainBatch(step, (MiniBatch((), 1, 1),) * updates)
-        return [trainer._policy_lr(batch, number) for number in range(updates)]
+        return [
+            learning_rate_of(config, batch, number, "policy", trainer.trained["policy"].updates)
+            for number in range(updates)
+        ]
 
     assert rates(1, 4) == [4.0, 3.9, 3.8, 3.7]
-    trainer.updates = 4  # nothing was trained on in steps 2 to 5
+    trainer.trained["policy"].updates = 4  # nothing was trained on in steps 2 to 5
     assert rates(6, 4) == pytest.approx([2.0, 1.9, 1.8, 1.7], abs=1e-12)
     assert rates(6, 2) == pytest.approx([2.0, 1.8], abs=1e-12)
     assert rates(10, 1) == pytest.approx([0.4], abs=1e-12)
     rates_of_warm_start = {1: 0.5 / 3, 4: 0.5, 13: 0.5 * 18 / 27, 31: 0.0}
     for step, rate in rates_of_warm_start.items():
-        trainer.updates = step - 1
         warm = TrainBatch(step, (MiniBatch((), 1, 1),), "imitation")
-        assert trainer._policy_lr(warm, 0) == pytest.approx(rate, abs=1e-12)
+        assert learning_rate_of(config, warm, 0, "policy", step - 1) == pytest.approx(rate, abs=1e-12)
 
 
 def test_weights_arrive_as_they_were_sent():

@@ -13,9 +13,8 @@ from gcore.config.tree import Algorithm
 from gcore.models.networks import load_model
 from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.training.logprob_model import LogprobModel
-from gcore.training.losses import POLICY_LOSSES, Steps, kl_penalty, step_weights
-from gcore.training.micro import StepData, step_columns, to_tensors
+from gcore.training.logprob_model import LogprobModel, to_tensors
+from gcore.training.objective import POLICY_LOSSES, StepData, Steps, kl_penalty, step_columns, step_weights
 from gcore.types import Sample
 from tests.unit.test_training import CPU, MAX_RESPONSE_LENGTH, batch_of, config_of, samples_of
 

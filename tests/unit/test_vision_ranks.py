@@ -83,13 +83,13 @@ def train_as(rank: int, size: int, shard: int, case: str, folder: Path) -> None:
         weights: dict[str, Any] = {}
         for index in range(plan.num_buckets):
             weights |= unpack_bucket(await trainer.weight_bucket(index, Receivers(())))
-        if (critic := trainer.backend.critic) is not None:
+        if (critic := trainer.backend.networks.get("critic")) is not None:
             found = critic.network.named_parameters()
             weights |= {f"critic/{name}": p.full_tensor().detach().clone() for name, p in found}
         return rows, weights
 
     found = asyncio.run(run())
-    torch.save((*found, trainer.backend.policy.encoded), folder / f"{name}.pt")
+    torch.save((*found, trainer.backend.networks["policy"].encoded), folder / f"{name}.pt")
 
 
 def member(rank: int, address: str, folder: str) -> None:
@@ -170,7 +170,7 @@ def test_adapters_sit_on_the_parts_that_are_asked_for(parts: list[str], tmp_path
 
     found = asyncio.run(asyncio.wait_for(run(), 60))
     engine.close()
-    model = trainer.backend.policy
+    model = trainer.backend.networks["policy"]
     learned = {name for name, p in model.network.named_parameters() if p.requires_grad}
     assert learned == {layer + end for layer in adapters.layers for end in (LORA_A, LORA_B)}
     samples = {

@@ -92,7 +92,7 @@ def test_the_tower_has_its_own_learning_rate(vision_lr, tmp_path):
     config = config_with(lr=3e-3, vision_lr=vision_lr, schedule="constant", warm_start=None)
     trainer, before = trainer_of(config), {n: p.detach().clone() for n, p in network_of(config).named_parameters()}
     update(trainer, samples_of(contents(config, tmp_path, [[0, 1], [2]])))
-    network = trainer.backend.policy.network
+    network = trainer.backend.networks["policy"].network
     tower = set(tower_parameters(network))
     assert "model.visual.blocks.0.attn.qkv.weight" in tower and len(tower) < len(before)
     moved = {n: float((p.detach().to_local() - before[n]).abs().max()) for n, p in network.named_parameters()}
@@ -105,7 +105,7 @@ def test_a_rank_without_images_has_gradients_of_the_tower(tmp_path):
     """Of zero: other ranks reduce them together with this one."""
     config = config_with()
     trainer = trainer_of(config)
-    model = trainer.backend.policy
+    model = trainer.backend.networks["policy"]
     samples = {s.key: s for s in samples_of(contents(config, tmp_path, [[]]))}
     micro = MicroBatch((tuple(samples),), sum(s.content.size for s in samples.values()))
     packed = model.pack(micro, samples, trainer.backend._context_groups.of(1))

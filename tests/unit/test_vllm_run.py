@@ -15,7 +15,7 @@ import pytest
 
 from gcore.content.tokens import Tokens
 from gcore.generation import vllm_run
-from gcore.generation.jobs import Job
+from gcore.generation.engine_shell import Job
 from gcore.generation.vllm_run import PLANNED_STEPS, DecodeRuns, Lengths
 from gcore.types import Request, SamplingParams
 

@@ -13,7 +13,7 @@ import pytest
 from gcore.config.tree import Config
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
-from gcore.controller.run_workflow import run_workflow
+from gcore.controller.run_prompts import run_workflow
 from gcore.generation.noise import noise_key
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, Prompt, Request, Rollout, Scored, UserError, WorkflowError

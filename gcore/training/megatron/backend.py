@@ -10,7 +10,7 @@ divided among data-parallel ranks. Context parallelism is that of gcore: data-pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,9 @@ from gcore.training import state
 from gcore.training.backend import NetworkName, Snapshot, TrainedName
 from gcore.training.context import ContextGroups
 from gcore.training.critic import HEAD, NewCritic
-from gcore.training.logprob_model import LogprobModel
+from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.megatron import cpu
-from gcore.training.micro import Packed, StepData, step_columns
-from gcore.training.objective import Metrics, Objective, to_metrics
+from gcore.training.objective import Metrics, Objective, StepData, step_columns, to_metrics
 from gcore.training.step_advantages import Array
 from gcore.training.step_model import Compute
 from gcore.types import Key, MicroBatch, Topology
@@ -76,13 +75,12 @@ class MegatronBackend:
         for power in range(1, context.bit_length()):
             self._packer.check_sharing(2**power)
         self._context_groups = ContextGroups(topology.data_parallel, topology.tensor, topology.pipeline)
-        self.policy = self._network(empty)
-        self.policy.fill(open_weights(empty))
-        self.policy.train(config.training)
-        self._gatherer = Gatherer(self.policy.parameters, empty, device)
+        policy = self._network(empty)
+        policy.fill(open_weights(empty))
+        policy.train(config.training)
+        self._gatherer = Gatherer(policy.parameters, empty, device)
         self._new_critic = critic
-        self._reference: Any = None  # network.Network
-        self.critic: Any = None
+        self.networks: dict[NetworkName, Any] = {"policy": policy}  # network.Network
         self._reference_version, self._save_plan = 0, state.SavePlan()
 
     # ---- networks -------------------------------------------------------------------------------------------------
@@ -93,56 +91,56 @@ class MegatronBackend:
         recompute = self._config.training.activation_checkpointing is True
         return Network(empty, self._topology, self.device, self._dtype, recompute, critic)
 
-    def begin(self, reference: bool, critic: bool = False) -> None:
-        self.policy.optimizer.zero_grad()
-        self.policy.optimizer.clear()
+    def begin(self, networks: Collection[NetworkName]) -> None:
+        policy = self.networks["policy"]
+        policy.optimizer.zero_grad()
+        policy.optimizer.clear()
         self._reference_version += 1
-        if reference:
-            self._reference = self._reference or self._network(self._make_network()).freeze()
-            self._reference.copy(self.policy)
-        if critic:
-            self._make_critic()
+        if "reference" in networks:
+            self._add("reference")
+            self.networks["reference"].copy(policy)
+        if "critic" in networks:
+            self.networks.pop("critic", None)
+            self._add("critic")
 
-    def _make_critic(self) -> None:
+    def _add(self, name: NetworkName) -> None:
+        """Make a network beside the policy, if it is not there. A reference has no weights yet."""
+        if name in self.networks:
+            return
+        if name == "reference":
+            self.networks[name] = self._network(self._make_network()).freeze()
+            return
         assert self._new_critic is not None, "the backend was made without a critic"
-        settings, empty = self._config.critic, self._new_critic.make()
-        self.critic = self._network(empty, critic=True)
+        empty = self._new_critic.make()
+        self.networks[name] = critic = self._network(empty, critic=True)
         if self._new_critic.read is None:
-            self.critic.copy(self.policy)
+            critic.copy(self.networks["policy"])
         else:
             read, names = self._new_critic.read(empty)
             size = empty.config.hidden_size
-            self.critic.fill(lambda n, part: read(n, part) if n in names or n != HEAD else torch.zeros(1, size)[part])
-        changes = {"lr": settings.lr, "max_grad_norm": settings.max_grad_norm}
-        self.critic.train(self._config.training.model_copy(update=changes))
+            critic.fill(lambda n, part: read(n, part) if n in names or n != HEAD else torch.zeros(1, size)[part])
+        critic.train(state.settings_of(self._config, name))
 
     # ---- computation ----------------------------------------------------------------------------------------------
 
     def info(self) -> TrainerInfo:
-        num_parameters = sum(parameter.numel() for parameter in self.policy.empty.parameters())
+        num_parameters = sum(parameter.numel() for parameter in self.networks["policy"].empty.parameters())
         return TrainerInfo(num_parameters, self._packer.hidden_size, self._packer.padded, self._topology.expert > 1)
 
-    def logprobs(
+    def outputs(
         self, network: NetworkName, micros: Sequence[MicroBatch], data: StepData, output: int = 0
     ) -> dict[Key, Tensor]:
         assert output == 0, "language models have no other outputs that a pass needs"
-        chosen = self.policy if network == "policy" else self._reference
-        assert chosen is not None, "no reference: `begin` or `load` was called without one"
-        return self._forward(chosen, micros, data)
-
-    def values(self, micros: Sequence[MicroBatch], data: StepData) -> dict[Key, Tensor]:
-        return self._forward(self.critic, micros, data)
-
-    def _forward(self, network: Any, micros: Sequence[MicroBatch], data: StepData) -> dict[Key, Tensor]:
-        """The first output of the network, for the steps of each sample."""
+        assert network in self.networks, f"no {network}: `begin` or `load` was called without one"
+        chosen = self.networks[network]
 
         def read(packed: Packed, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
-            first: Tensor = network.outputs(packed, hidden)[0]
+            first: Tensor = chosen.outputs(packed, hidden)[0]
             return first
 
         batches = self._pack(micros, data)
         with torch.no_grad():
-            found = self._run(network.chunks, batches, read, forward_only=True)
+            found = self._run(chosen.chunks, batches, read, forward_only=True)
         sizes = [0 if packed.is_padding else len(packed.sample_S) for packed in batches]
         columns: dict[Key, Tensor] = {}
         for packed, values_S in zip(batches, self._from_last_stage(found, sizes), strict=True):
@@ -153,7 +151,7 @@ class MegatronBackend:
     def forward_backward(
         self, micros: Sequence[MicroBatch], data: StepData, objective: Objective, network: TrainedName = "policy"
     ) -> Mapping[str, Metric]:
-        trained, batches, metrics = self._trained(network), self._pack(micros, data), list[Metrics]()
+        trained, batches, metrics = self.networks[network], self._pack(micros, data), list[Metrics]()
         contexts = {id(packed): micro.context for packed, micro in zip(batches, micros, strict=False)}
 
         def loss_of(packed: Packed, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -165,9 +163,6 @@ class MegatronBackend:
 
         self._run(trained.wrapped, batches, loss_of, forward_only=False)
         return self._metrics_of_last_stage(to_metrics(metrics))
-
-    def _trained(self, network: TrainedName) -> Any:
-        return self.policy if network == "policy" else self.critic
 
     def _pack(self, micros: Sequence[MicroBatch], data: StepData) -> list[Packed]:
         """As tensors. With virtual stages, Megatron's schedule needs a multiple of the pipeline's length."""
@@ -233,13 +228,13 @@ class MegatronBackend:
         return parallel_state.get_pipeline_model_parallel_group()
 
     def step(self, lr: float, network: TrainedName = "policy") -> float:
-        return float(self._trained(network).optimizer.step(lr))
+        return float(self.networks[network].optimizer.step(lr))
 
     def is_finite(self, network: TrainedName = "policy") -> bool:
-        return bool(self._trained(network).optimizer.is_finite())
+        return bool(self.networks[network].optimizer.is_finite())
 
-    def drop_gradients(self) -> None:
-        self.policy.optimizer.zero_grad()
+    def drop_gradients(self, network: TrainedName = "policy") -> None:
+        self.networks[network].optimizer.zero_grad()
 
     def sum_over_ranks(self, values: Array) -> Array:
         total = torch.from_numpy(values).to(self.device)
@@ -250,40 +245,32 @@ class MegatronBackend:
 
     # ---- weights and files ----------------------------------------------------------------------------------------
 
-    def weights(self) -> Mapping[str, Parameter]:
+    def weights(self, network: TrainedName = "policy") -> Mapping[str, Parameter]:
+        assert network == "policy", "a critic of Megatron-Core has no ranks of its own"
         return self._gatherer.tensors()
 
     def snapshot(self, counters: Mapping[str, float]) -> Snapshot:
-        held = {state.WEIGHTS: self.policy.shards(), state.OPTIMIZER: self.policy.optimizer.moments()}
-        kinds = {state.WEIGHTS, *((state.OPTIMIZER,) if self.policy.optimizer.has_moments else ())}
-        if self._reference is not None:
-            held[state.REFERENCE] = self._reference.shards()
-            kinds.add(state.REFERENCE)
-        if self.critic is not None:
-            held |= {state.CRITIC: self.critic.shards(), state.CRITIC_OPTIMIZER: self.critic.optimizer.moments()}
-            kinds |= {state.CRITIC, *((state.CRITIC_OPTIMIZER,) if self.critic.optimizer.has_moments else ())}
-        about = {state.ABOUT: state.describe(counters, None)} if dist.get_rank() == 0 else {}
+        held = {state.WEIGHTS[name]: network.shards() for name, network in self.networks.items()}
+        kinds = set(held)
+        for name, network in self.networks.items():
+            if network.optimizer is not None and network.optimizer.has_moments:
+                held[state.OPTIMIZERS[name]] = network.optimizer.moments()
+                kinds.add(state.OPTIMIZERS[name])
+        about = {state.ABOUT["policy"]: state.describe(counters, None)} if dist.get_rank() == 0 else {}
         versions = {state.REFERENCE: self._reference_version}
         return Snapshot(self._save_plan.own_of(held, frozenset(kinds)), versions, about)
 
-    def load(self, folder: Path, reference: bool, critic: bool = False) -> Mapping[str, float]:
-        counters = state.counters_of(folder)
-        self.policy.load(folder / state.WEIGHTS, folder / state.OPTIMIZER)
+    def load(self, folder: Path, networks: Collection[NetworkName]) -> Mapping[str, float]:
+        counters = state.counters_of(folder, "policy")
         self._reference_version += 1
-        if not reference:
-            self._reference = None
-        else:
-            self._reference = self._reference or self._network(self._make_network()).freeze()
-            self._reference.load(state.reference_folder(folder))
-        if critic and self.critic is None:
-            self._make_critic()
-        elif not critic:
-            self.critic = None
-        if critic:
-            self.critic.load(state.critic_folder(folder), folder / state.CRITIC_OPTIMIZER)
+        self.networks = {name: network for name, network in self.networks.items() if name in networks}
+        for name in sorted(networks, key=state.ORDER.index):  # the policy first: a critic may start as a copy of it
+            self._add(name)
+            moments = folder / state.OPTIMIZERS[name] if name in state.OPTIMIZERS else None
+            self.networks[name].load(state.folder_of(folder, name), moments)
         return counters
 
-    def set_critic_aside(self) -> None:
+    def set_aside(self, network: NetworkName) -> None:
         pass  # training.offload is refused
 
     def free_memory(self, weights: bool) -> None:

@@ -23,7 +23,7 @@ from gcore.config.megatron import check_family, is_uneven
 from gcore.models.decoders import traits_of
 from gcore.training import attention
 from gcore.training.context import Sharing
-from gcore.training.micro import Packed
+from gcore.training.logprob_model import Packed
 from gcore.types import Topology, UserError
 
 VALUE_HEAD = "value_head.weight"

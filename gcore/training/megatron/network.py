@@ -18,10 +18,10 @@ from torch import Tensor
 
 from gcore.checkpoint.tensors import Shard, ShardFiles
 from gcore.config.tree import Training
+from gcore.training.logprob_model import Packed
 from gcore.training.megatron import cpu, head, model
 from gcore.training.megatron.optimizer import DistributedAdamW
 from gcore.training.megatron.weights import fill, parameters_of
-from gcore.training.micro import Packed
 from gcore.types import Topology
 from gcore.weights.pretrained import Read
 

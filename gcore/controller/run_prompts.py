@@ -1,6 +1,6 @@
-"""Runs the workflow for one prompt and checks the group that it returns. Used by controller/collect.py.
+"""Runs the workflows of the prompts of one controller, and checks and filters the groups that they return.
 
-prompt ──workflow──> list[Scored], checked
+prompt ──workflow──> list[Scored], checked ──filter──> kept, or dropped and counted
               └────> WorkflowError or RewardError: the group is dropped and counted
               └────> UserError, or an error in G-Core itself: the run ends
 """
@@ -11,14 +11,90 @@ import asyncio
 import dataclasses
 import inspect
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import gcore
-from gcore.controller.step_ledger import REWARD_ERROR, WORKFLOW_ERROR
+from gcore.controller.prompt_ledger import REWARD_ERROR, WORKFLOW_ERROR, PromptLedger
+from gcore.prompts.curriculum import Curriculum, Passed
+from gcore.prompts.source import PromptSource
 from gcore.protocols import RoleDied, RoleError
 from gcore.rewarding.source import is_finite
 from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
 from gcore.workflows.context import SampleContext, SharedContext, Workflow
+
+Filter = Callable[[list[Scored]], tuple[bool, str]]
+
+
+class PromptRunner:
+    """One task per prompt, for the whole run. Workflows of many prompts run at the same time and do not wait for each
+    other. `wants_more`: whether another prompt should start now. `version`: the policy version of the engines."""
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        shared: SharedContext,
+        keep: Filter,
+        source: PromptSource,
+        curriculum: Curriculum | None,
+        ledger: PromptLedger,
+        version: Callable[[], int],
+        wants_more: Callable[[], bool],
+    ) -> None:
+        self.shared, self.source, self.curriculum = shared, source, curriculum
+        self._workflow, self._filter, self._ledger = workflow, keep, ledger
+        self._version, self._wants_more = version, wants_more
+        self.passed: dict[int, Passed] = {}  # groups of this step, by prompt number; with a curriculum
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the running prompts
+        self.changed, self.failed = asyncio.Event(), asyncio.Event()
+        self._failure: BaseException | None = None  # ends the run; other failures only drop their group
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks)
+
+    def start(self) -> None:
+        """As many prompts as should run now."""
+        while self._ledger.draws_left and self._wants_more():
+            number = self._ledger.draw(self._version())
+            self._tasks[number] = asyncio.ensure_future(self._run(number))
+
+    async def _run(self, number: int) -> None:
+        group, failure, row = list[Scored](), None, None
+        try:
+            prompt = self.source.at(number)
+            row = prompt.row
+            group = await run_workflow(self._workflow, self.shared, prompt)
+            keep, reason = self._filter(group)
+        except Exception as error:
+            keep, reason, failure = False, reason_of(error), error
+        if self._tasks.get(number) is not asyncio.current_task():
+            return  # the task was cancelled, but the workflow caught the cancellation
+        del self._tasks[number]
+        counted = isinstance(failure, RewardError | WorkflowError)
+        if failure is not None and not counted:
+            self._failure = self._failure or failure
+            self.failed.set()
+        if self.curriculum is not None and row is not None:
+            rate = self.curriculum.passed([scored.reward for scored in group]) if group else None
+            self.passed[number] = number, row, rate
+        if keep:
+            self._ledger.keep(number, group)
+        else:
+            self._ledger.drop(number, group, reason, cause=str(failure) if counted else None)
+        self.start()
+        self.changed.set()
+
+    def cancel(self) -> None:
+        """All running workflows."""
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
+            task.cancel()
+
+    def check(self) -> None:
+        """Raise the failure that ends the run, if there is one."""
+        if self._failure is not None:
+            raise self._failure
 
 
 async def run_workflow(workflow: Workflow, shared: SharedContext, prompt: Prompt) -> list[Scored]:
