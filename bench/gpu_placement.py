@@ -230,7 +230,11 @@ class SameWork:
 def scenario_of(work: Work, config: Config, gpu: str, speeds: dict[str, dict[str, float]] | None) -> Scenario:
     fixed = {"start": work.verdict, "sigma": 0.0, "shared": 0.0, "longest": work.verdict}
     policy: dict[str, Any] = {"model": _folder(config.model, config)}
-    judge: dict[str, Any] = {"name": JUDGE, "model": _folder(config.rewards.judges[0].model, config), "verdict": fixed}
+    judge: dict[str, Any] = {
+        "name": JUDGE,
+        "model": _folder(config.rewards.engine_judges[0].model, config),
+        "verdict": fixed,
+    }
     if speeds:
         policy["speed"], judge["speed"] = Speed.model_validate(speeds[POLICY]), Speed.model_validate(speeds[JUDGE])
     return Scenario.model_validate(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gcore.config.judges import ServedJudge
 from gcore.config.tree import Config
 from gcore.cost.costs import GPUS, Gpu
 from gcore.cost.shapes import model_shape
@@ -85,8 +86,8 @@ def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
         prompt_length=max(1, config.data.max_prompt_length // 2),
         response_length=max(1, generation.max_response_length // 2),
         max_response_length=generation.max_response_length,
-        verdict_length=max(1, widest.max_response_length // 2),
-        repeats=max(judge.repeats for judge in judges),
+        verdict_length=max(1, widest.max_response_length // 2) if isinstance(widest, ServedJudge) else 1,
+        repeats=max((judge.repeats for judge in judges if isinstance(judge, ServedJudge)), default=1),
         logprob_passes=int(config.algorithm.needs_old_logprobs) + int(config.has_reference),
     )
     constraints = Constraints(
@@ -101,7 +102,7 @@ def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
         kl=config.has_reference,
         critic=config.algorithm.estimator.critic,
     )
-    shapes = [model_shape(judge.model, f"rewards.judges.{judge.name}.model") for judge in judges if judge.model]
+    shapes = [model_shape(judge.model, f"rewards.judges.{judge.name}.model") for judge in judges]
     return plan(model_shape(config.model, "model.path"), shapes, slots, gpu, workload, constraints)
 
 

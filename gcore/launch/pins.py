@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gcore.config.base import Model
+from gcore.config.judges import RemoteJudge, ServedJudge
 from gcore.config.load import parse_yaml
-from gcore.config.tree import Config, Model
+from gcore.config.tree import Config
 from gcore.hub import is_id, model_folder, pin_model
 from gcore.prompts.rows import pin_rows
 from gcore.types import UserError
@@ -33,7 +35,9 @@ def pin(config: Config) -> Config:
         for i, spec in enumerate(rewards.models)
     ]
     judges = [
-        spec.model_copy(update={"model": pin_model(spec.model, f"rewards.judges.{i}.model")}) if spec.model else spec
+        spec
+        if isinstance(spec, RemoteJudge)
+        else spec.model_copy(update={"model": pin_model(spec.model, f"rewards.judges.{i}.model")})
         for i, spec in enumerate(rewards.judges)
     ]
     critic = config.critic
@@ -54,14 +58,13 @@ def check_models(config: Config) -> None:
     whole = config.data.max_prompt_length + config.generation.max_response_length
     keys_of_whole = "data.max_prompt_length + generation.max_response_length"
     _check(config.model, "model", keys_of_whole, whole)
-    for i, judge in enumerate(config.rewards.judges):
-        if judge.model is not None and judge.mode == "teacher":  # it reads whole samples of the policy
+    for key, judge in config.rewards.engine_judges_by_key.items():
+        if isinstance(judge, ServedJudge):
+            keys = f"{key}.max_prompt_length + {key}.max_response_length"
+            _check(judge.model, f"{key}.model", keys, judge.max_length)
+        else:  # a teacher reads whole samples of the policy
             more = judge.traits.scores_at_one  # needs room for one more token
-            _check(judge.model, f"rewards.judges.{i}.model", keys_of_whole, whole + more)
-        elif judge.model is not None:
-            key = f"rewards.judges.{i}"
-            longest = judge.max_prompt_length + judge.max_response_length
-            _check(judge.model, f"{key}.model", f"{key}.max_prompt_length + {key}.max_response_length", longest)
+            _check(judge.model, f"{key}.model", keys_of_whole, whole + more)
     if config.critic.model is not None and config.algorithm.estimator.critic:
         longest = config.data.max_prompt_length + config.generation.max_response_length
         _check(config.critic.model, "critic.model", "data.max_prompt_length + generation.max_response_length", longest)
@@ -91,10 +94,7 @@ def _with_weights(config: Config) -> Iterator[tuple[Model, str]]:
         (config.model, "model", not emulated),
         (config.critic.model, "critic.model", config.algorithm.estimator.critic),
         *((spec.model, f"rewards.models.{i}.model", True) for i, spec in enumerate(config.rewards.models)),
-        *(
-            (spec.model, f"rewards.judges.{i}.model", spec.emulated is None)
-            for i, spec in enumerate(config.rewards.judges)
-        ),
+        *((j.model, f"{key}.model", j.emulated is None) for key, j in config.rewards.engine_judges_by_key.items()),
     ):
         if needed and model is not None and model.path is not None:
             yield model, key

@@ -18,8 +18,8 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
+from gcore.config.placement import Placement
 from gcore.config.sampling import MAX_OVERSAMPLING, acceptance_rate
-from gcore.config.tree import Placement
 from gcore.placement.forecast_pools import RolePool, RolePools
 from gcore.placement.grid import POLICY, Move, Split, neighbours
 from gcore.placement.rules import Costs, Decide, Load, View, arranged, request_limit

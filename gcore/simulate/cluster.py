@@ -20,8 +20,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from gcore.config.placement import Placement
 from gcore.config.sampling import acceptance_rate
-from gcore.config.tree import Placement
 from gcore.emulate.device import Job, observe
 from gcore.placement.grid import POLICY, Move, Split
 from gcore.placement.meters import GroupCounts, SpeedMeter

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gcore.config.tree import Placement
+from gcore.config.placement import Placement
 
 TransferMethod = Literal["in_process", "cuda_ipc", "broadcast", "host_memory"]
 

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import BuildModel, Model
+from gcore.config.base import BuildModel, Model
 from gcore.content.tokens import Tokens
 from gcore.emulate.engine import EmulatedEngine, log_normal
 from gcore.generation import sampling

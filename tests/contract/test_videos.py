@@ -19,7 +19,8 @@ import pytest
 import torch
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-from gcore.config.tree import Data, Dataset, Model
+from gcore.config.base import Model
+from gcore.config.data import Data, Dataset
 from gcore.content.media import Media, Video
 from gcore.content.video import VideoProcessor, edges_of_video
 from gcore.generation.embedded import EmbeddedEngine

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.content.latents import Latents
 from gcore.cost.workload import CostModel
 from gcore.preparation.balance import make_layout

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gcore.clients import EngineClient
-from gcore.config.tree import BuildModel, Model
+from gcore.config.base import BuildModel, Model
 from gcore.content.media import raw_image
 from gcore.content.tokens import Tokens
 from gcore.emulate.engine import EmulatedEngine

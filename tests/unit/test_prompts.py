@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.tree import BuildModel, Data, Dataset, Model
+from gcore.config.base import BuildModel, Model
+from gcore.config.data import Data, Dataset
 from gcore.prompts import (
     PromptSource,
     Templater,

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Config, Data
+from gcore.config.data import Data
+from gcore.config.tree import Config
 from gcore.content.media import store
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
