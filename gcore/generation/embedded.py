@@ -33,7 +33,7 @@ from gcore.generation.decoder import FusedDecoder
 from gcore.generation.engine_shell import Ended, Step, SteppedEngine
 from gcore.generation.jobs import Job
 from gcore.generation.request_check import check_request
-from gcore.generation.sampling import Rows, sample
+from gcore.generation.sampling import SamplingRows, sample
 from gcore.generation.sleep import GIB, SleepState
 from gcore.generation.spec import EngineSpec
 from gcore.generation.vision import VisionPrefill
@@ -112,7 +112,7 @@ class EmbeddedBackend:
         self._lengths = np.zeros(_round_up(max_concurrent, ROW_BLOCK), np.int64)  # tokens already in the cache, by row
         self._offsets = np.zeros_like(self._lengths)  # position - number of a new token: not 0 after images, by row
         self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
-        self._rows = Rows(len(self._lengths))
+        self._rows = SamplingRows(len(self._lengths))
         self._fused = FusedDecoder(model, max_length) if fused and FusedDecoder.supports(model) else None
         self._parameters = dict(model.named_parameters())
         self._routers = routers_of(model)

@@ -42,7 +42,7 @@ from gcore.generation.vllm_core import (
     vision_weights,
     with_images,
 )
-from gcore.generation.vllm_run import DecodeRuns, Generated, generated
+from gcore.generation.vllm_run import DecodeRuns, NewTokens, generated
 from gcore.models.decoders import forbidden_tokens
 from gcore.observe.trace import Tracer
 from gcore.types import Finish, Floats, Request, UserError
@@ -188,7 +188,7 @@ class VllmBackend:
             return self._taken(self._runs.step(self._jobs))
         return self._taken(map(generated, self.core.engine_core.get_output().outputs))
 
-    def _taken(self, generated: Iterable[Generated]) -> Step:
+    def _taken(self, generated: Iterable[NewTokens]) -> Step:
         num_tokens, ended = 0, list[Ended]()
         for name, tokens, logprobs, reason in generated:
             job = self._jobs.get(name)

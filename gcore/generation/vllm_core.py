@@ -30,9 +30,10 @@ import torch
 from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
 from gcore.generation.sleep import GIB
+from gcore.generation.spec import LibraryOptions
 from gcore.generation.vllm_run import PLANNED_STEPS
 from gcore.models.decoders import VISION
-from gcore.models.networks import Adapters, auto_class
+from gcore.models.networks import auto_class
 from gcore.types import Request, UserError
 from gcore.weights.files import WeightFiles
 from gcore.weights.pretrained import file_names
@@ -41,23 +42,11 @@ OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch'
 
 
 @dataclass(frozen=True, slots=True)
-class VllmOptions:
-    """Configuration of one replica."""
+class VllmOptions(LibraryOptions):
+    """VllmOptions(256, 2048, dtype="bfloat16", sleep=True)"""
 
-    max_concurrent: int
-    max_length: int
-    dtype: str = "auto"
-    memory_fraction: float = 0.4  # of the GPU
-    cpu_cache_gib: float = 1.0
-    threads: int = 1  # on CPU
-    tensor_parallel: int = 1
     decode_steps: int = 8  # on GPUs: at most this many steps are launched at once (vllm_run.py)
-    eager: bool = False  # no compilation, no CUDA graphs: starts faster, decodes slower
-    sleep: bool = False  # memory can be freed between rollouts
-    seeds: bool = True  # noise depends on the sample; slower on GPUs
-    seed: int = 0
     dummy: bool = False  # random weights, for a folder without weights
-    adapters: Adapters | None = None  # if given, weight updates contain only their factors
 
 
 def open_core(folder: Path, options: VllmOptions) -> Any:

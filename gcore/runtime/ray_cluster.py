@@ -36,8 +36,8 @@ HIDDEN_MESSAGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process runs. Place(node="75e354...", bundles=(2, 3), gpus=0.475)"""
+class ProcessPlace:
+    """Where a process runs. ProcessPlace(node="75e354...", bundles=(2, 3), gpus=0.475)"""
 
     node: str = ""  # Ray's id of the node; empty: any node
     bundles: tuple[int, ...] = ()  # of the reserved GPUs that it uses; all on one node

@@ -12,8 +12,7 @@ import pytest
 from gcore.clients import EngineClient, ScorerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas, WeightResender
-from gcore.generation.pool import EnginePool, ScorerPool
-from gcore.generation.replica_pool import Observation, Outstanding, Pool
+from gcore.generation.pool import EnginePool, Outstanding, PoolState, RolePool, ScorerPool
 from gcore.protocols import RoleDied, RoleError
 from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams
@@ -91,7 +90,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def idle(pool: Pool[Any]) -> bool:
+def idle(pool: RolePool[Any]) -> bool:
     seen = pool.observe()
     return seen.waiting == 0 and all((r.requests, r.work) == (0, 0) for r in seen.replicas)
 
@@ -114,7 +113,7 @@ def test_beyond_the_limit_calls_wait_by_priority_then_arrival():
         calls = [begin(pool.generate(ask(key), priority=priority)) for key, priority in order]
         await settle()
         assert replica.keys == [[0]]
-        assert pool.observe() == Observation(waiting=4, replicas=(Outstanding("a", 1, 14),))
+        assert pool.observe() == PoolState(waiting=4, replicas=(Outstanding("a", 1, 14),))
         for n in range(5):
             replica.answer(n, f"answer {n}")
             await settle()
@@ -229,7 +228,7 @@ def test_what_a_dead_replica_had_goes_elsewhere_and_waits_when_no_replica_is_lef
         await settle()
         replicas[0].die()
         await settle()
-        assert pool.observe() == Observation(2, (Outstanding("a", 0, 0, ("dead",)), Outstanding("b", 1, 14)))
+        assert pool.observe() == PoolState(2, (Outstanding("a", 0, 0, ("dead",)), Outstanding("b", 1, 14)))
         assert pool.alive() == {1: EngineClient(replicas[1])}
         replicas[1].answer(0, "1")
         await settle()
@@ -360,7 +359,7 @@ def test_what_is_moved_waits_for_a_replica_and_keeps_its_place():
         await settle()
         a.answer(0, piece([3]), piece([4]))
         await settle()
-        assert drained.done() and pool.observe() == Observation(3, (Outstanding("a", 0, 0, ("drained",)),))
+        assert drained.done() and pool.observe() == PoolState(3, (Outstanding("a", 0, 0, ("drained",)),))
         pool.mark_alive("a")  # it is alive; that does not open what is drained
         await settle()
         assert a.keys == [[0, 1]]
