@@ -20,7 +20,7 @@ import heapq
 import itertools
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -78,18 +78,10 @@ class QueueEntry:
 
 
 class RolePool(Generic[R]):
-    """Replicas of any role. Implements protocols.ReplicaPool. See Router for `controller`, `own` and the limits."""
+    """Replicas of any role. Implements protocols.ReplicaPool. `router`: None if this pool is the only one."""
 
-    def __init__(
-        self,
-        replicas: Sequence[R],
-        controller: tuple[int, int] = (0, 1),
-        own: Collection[int] | None = None,
-        limit: int | None = None,
-        guest_limit: int | None = None,
-    ) -> None:
-        self.replicas = replicas
-        self._router = Router(len(replicas), controller, own, limit, guest_limit)
+    def __init__(self, replicas: Sequence[R], router: Router | None = None) -> None:
+        self.replicas, self._router = replicas, router or Router(len(replicas))
         self._closed: list[set[Reason]] = [set() for _ in replicas]
         self._idle = [asyncio.Event() for _ in replicas]  # set when no request of this pool is there
         self._waiting: list[tuple[int, int, QueueEntry, asyncio.Future[int]]] = []  # heap; cancelled entries too
@@ -176,8 +168,8 @@ class RolePool(Generic[R]):
     def observe(self) -> PoolState:
         router = self._router
         columns = zip(self.replicas, router.counts, router.loads, self._closed, strict=True)
-        found = tuple(Outstanding(r.name, count, work, tuple(sorted(why))) for r, count, work, why in columns)
-        return PoolState(sum(entry.count for _, _, entry, granted in self._waiting if not granted.done()), found)
+        loads = tuple(Outstanding(r.name, count, work, tuple(sorted(why))) for r, count, work, why in columns)
+        return PoolState(sum(entry.count for _, _, entry, granted in self._waiting if not granted.done()), loads)
 
     def _indices(self, name: str) -> list[int]:
         return [i for i, replica in enumerate(self.replicas) if replica.name == name]
@@ -266,14 +258,11 @@ class EnginePool(RolePool[EngineClient]):
     def __init__(
         self,
         engines: Sequence[EngineClient],
-        controller: tuple[int, int] = (0, 1),
-        own: Collection[int] | None = None,
-        limit: int | None = None,
-        guest_limit: int | None = None,
+        router: Router | None = None,
         role: str = "",
         links: Links | None = None,
     ) -> None:
-        super().__init__(engines, controller, own, limit, guest_limit)
+        super().__init__(engines, router)
         self.role, self.links = role, links or Links()
         self.cost_of: Callable[[int], float] = float  # of a sequence of this length, in tokens: the work of a request
         self._name, self._numbering = uuid.uuid4().hex[:12], itertools.count()
@@ -302,12 +291,13 @@ class EnginePool(RolePool[EngineClient]):
         `roam`: placement moves replicas, so no controller owns one: each controller gets a share of every replica.
         `nodes`: of the controllers and of the engines, see own_replicas. `per_call`: requests of a usual call.
         """
-        own, links = None if roam else own_replicas(rank, size, len(engines), nodes), Links.of(rank, nodes)
+        own = None if roam else own_replicas(rank, size, len(engines), nodes)
         if own is None:
-            limit = shared_limit(max_concurrent, size if roam else 1)
-            return cls(engines, (rank, size), limit=limit, role=role, links=links)
-        limits = limits_of(max_concurrent, per_call)
-        return cls(engines, (rank, size), own, limits.own, limits.guest, role, links)
+            router = Router(len(engines), (rank, size), limit=shared_limit(max_concurrent, size if roam else 1))
+        else:
+            limits = limits_of(max_concurrent, per_call)
+            router = Router(len(engines), (rank, size), own, limits.own, limits.guest)
+        return cls(engines, router, role, Links.of(rank, nodes))
 
     async def generate(self, requests: Sequence[Request], priority: int = 0, key: Hashable = None) -> list[Completion]:
         """Completions in the order of the requests. The requests go to one replica together, unless it is drained.
@@ -315,19 +305,19 @@ class EnginePool(RolePool[EngineClient]):
         Lower priority values go first, here and in the engine. Calls with the same key (the prompt) go to the same
         replica, which has cached the prefix, unless its load is too high."""
         left = {n: r if r.priority == priority else replace(r, priority=priority) for n, r in enumerate(requests)}
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         arrival = next(self._arrivals)
         self._num_calls += 1
         try:
-            await self._complete(left, found, priority, arrival, key)
+            await self._complete(left, completions, priority, arrival, key)
         finally:
             self._num_calls -= 1
         if requests:
-            self._ended.append(tuple(found[n].content.num_steps for n in range(len(requests))))
-        return [found[n] for n in range(len(requests))]
+            self._ended.append(tuple(completions[n].content.num_steps for n in range(len(requests))))
+        return [completions[n] for n in range(len(requests))]
 
     async def _complete(
-        self, left: dict[int, Request], found: dict[int, Completion], priority: int, arrival: int, key: Hashable
+        self, left: dict[int, Request], completions: dict[int, Completion], priority: int, arrival: int, key: Hashable
     ) -> None:
         while left:
             work = sum(round(self.cost_of(r.content.size + r.params.max_tokens)) for r in left.values())
@@ -338,7 +328,7 @@ class EnginePool(RolePool[EngineClient]):
                 continue
             for (n, request), answer in zip(list(left.items()), answers, strict=True):
                 piece = _with_finish(request, answer) if moved else answer
-                found[n] = found[n].joined(piece) if n in found else piece
+                completions[n] = completions[n].joined(piece) if n in completions else piece
                 if moved and piece.finish == "abort":
                     left[n] = request.after(piece)
                 else:
@@ -347,14 +337,14 @@ class EnginePool(RolePool[EngineClient]):
     def report(self) -> RoleReport:
         """For placement, which adds the replicas' counters."""
         seen = self.observe()
-        found = RoleReport(
+        report = RoleReport(
             requests=sum(replica.requests for replica in seen.replicas),
             waiting=seen.waiting,
             calls=self._num_calls,
             ended=tuple(self._ended),
         )
         self._ended.clear()
-        return found
+        return report
 
     async def _generate_on(self, i: int, requests: list[Request]) -> tuple[list[Completion], bool]:
         """The replica's completions, and whether a drain interrupted them."""

@@ -109,9 +109,9 @@ def _front_class(child: Child, processes: list[Any]) -> Any:
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **options: Any) -> Any:
-            found = super()._launch_scheduler_processes(*args, **options)
-            processes.extend(found[1])
-            return found
+            launched = super()._launch_scheduler_processes(*args, **options)
+            processes.extend(launched[1])
+            return launched
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, **options: Any) -> Any:
@@ -305,11 +305,11 @@ def _seed_requests() -> None:
     make = SamplingBatchInfo.from_schedule_batch.__func__
 
     def seeded(cls: Any, batch: Any, *args: Any, **options: Any) -> Any:
-        found = make(cls, batch, *args, **options)
+        info = make(cls, batch, *args, **options)
         seeds = [request.sampling_params.custom_params["noise"] for request in batch.reqs]
         offsets = [place + 1 - len(r.origin_input_ids) for (_, place), r in zip(seeds, batch.reqs, strict=True)]
         table = [[key, offset] for (key, _), offset in zip(seeds, offsets, strict=True)]
-        found.sampling_seed = torch.tensor(table, dtype=torch.int64, device=found.temperatures.device)
-        return found
+        info.sampling_seed = torch.tensor(table, dtype=torch.int64, device=info.temperatures.device)
+        return info
 
     SamplingBatchInfo.from_schedule_batch = classmethod(seeded)

@@ -236,22 +236,22 @@ def with_images(
     content = tokens_of(request.content)
     images = {"image": [Image.fromarray(resolve(medium.pixels)) for medium in content.media]}
     try:
-        found = process(name, {**prompt, "multi_modal_data": images}, *args, **rest)
+        expanded = process(name, {**prompt, "multi_modal_data": images}, *args, **rest)
     except Exception as error:  # each model's processor has its own errors; an image must not stop the engine
         raise ValueError(f"{len(content.media)} images in {content.size} tokens: {error}") from error
-    if content.short_P is not None and list(found.prompt_token_ids) != content.tokens_T.tolist():
+    if content.short_P is not None and list(expanded.prompt_token_ids) != content.tokens_T.tolist():
         raise ValueError(
-            f"vLLM expands {len(content.media)} images to {len(found.prompt_token_ids)} tokens, the processor to "
+            f"vLLM expands {len(content.media)} images to {len(expanded.prompt_token_ids)} tokens, the processor to "
             f"{content.size}, or to others; expected the same ones: the trainer would see another prompt "
             "(use generation.engine=embedded)"
         )
-    length, max_tokens = len(found.prompt_token_ids), request.params.max_tokens
+    length, max_tokens = len(expanded.prompt_token_ids), request.params.max_tokens
     if length + max_tokens > max_length:
         raise ValueError(
             f"prompt of {length} tokens with its images + max_tokens {max_tokens} = {length + max_tokens} exceeds the "
             f"engine's {max_length} (keys: data.max_prompt_length, generation.max_response_length)"
         )
-    return found
+    return expanded
 
 
 # ---- run in the worker, which is another process if the model is split over GPUs
@@ -301,10 +301,10 @@ def keep_logprobs_untruncated(worker: Any) -> bool:
         return recorded[0]
 
     def limits_and_copy(*args: Any) -> Any:
-        found = limits(*args)
-        if any(limit is not None for limit in found):  # the next operations may overwrite the logits
+        bounds = limits(*args)
+        if any(limit is not None for limit in bounds):  # the next operations may overwrite the logits
             recorded[0] = recorded[0].clone()
-        return found
+        return bounds
 
     def sample_with_logits(*args: Any, **options: Any) -> Any:
         tokens = sample(*args, **options)[0]

@@ -206,7 +206,7 @@ class DecodeRuns:
         now = time.perf_counter()
         self._step_s, self._last_read = (now - max(run.started, self._last_read)) / steps, now
         ending = _may_end([jobs.get(name) for name in plan.names], tokens_RS)
-        found, ends = list[NewTokens](), list[str]()
+        new_tokens, ends = list[NewTokens](), list[str]()
         for name, tokens, logprobs, may_end in zip(
             plan.names, tokens_RS.tolist(), logprobs_RS.tolist(), ending, strict=True
         ):
@@ -218,12 +218,12 @@ class DecodeRuns:
                 ends.append(name)
             else:
                 request.append_output_token_ids(tokens)
-                found.append(NewTokens(name, tokens, logprobs, None))
+                new_tokens.append(NewTokens(name, tokens, logprobs, None))
         if ends:
             some = replace(plan.scheduled, num_scheduled_tokens=dict.fromkeys(ends, 1))
-            found += _outputs(self._scheduler.update_from_output(some, _whole(plan.names, tokens_RS, logprobs_RS)))
+            new_tokens += _outputs(self._scheduler.update_from_output(some, _whole(plan.names, tokens_RS, logprobs_RS)))
         plan.ended = sum(name not in requests for name in plan.names)
-        return found
+        return new_tokens
 
 
 def _only_decodes(scheduled: Any) -> bool:
@@ -238,8 +238,8 @@ def _may_end(jobs: list[Job | None], tokens_RS: np.ndarray[Any, Any]) -> list[bo
     stops = {token for job in jobs if job for token in job.request.params.stop_tokens}
     stopped = np.isin(tokens_RS, list(stops)).any(1)
     limits = [job.request.params.max_tokens - len(job.tokens) if job else 0 for job in jobs]
-    found: list[bool] = (stopped | (np.array(limits) <= steps)).tolist()
-    return found
+    may_end: list[bool] = (stopped | (np.array(limits) <= steps)).tolist()
+    return may_end
 
 
 def _whole(names: list[str], tokens_RS: np.ndarray[Any, Any], logprobs_RS: np.ndarray[Any, Any]) -> Any:

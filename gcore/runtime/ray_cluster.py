@@ -121,7 +121,7 @@ def interface_of(address: str) -> str | None:
     with contextlib.suppress(ValueError):  # a host name
         if ip_address(address).is_loopback:
             address = "127.0.0.1"
-    names = (name for name, found in psutil.net_if_addrs().items() if any(a.address == address for a in found))
+    names = (name for name, addresses in psutil.net_if_addrs().items() if any(a.address == address for a in addresses))
     return next(names, None)
 
 
