@@ -136,7 +136,8 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
     """Start the roles, measure their speeds, then the whole run with the same roles."""
     from gcore.driver.run_folder import open_folder
     from gcore.launch.build import build_runtime
-    from gcore.launch.plan import detect_machine, make_plan
+    from gcore.launch.machines import detect_machine
+    from gcore.launch.plan import make_plan
     from gcore.observe.metrics import read_rows
 
     plan = make_plan(config, detect_machine())

@@ -370,7 +370,7 @@ def _doctor(args: argparse.Namespace) -> int:
         from gcore.launch.node_checks import cluster_doctor
 
         return cluster_doctor(args.run_dir)
-    from gcore.launch.plan import detect_machine
+    from gcore.launch.machines import detect_machine
     from gcore.observe.doctor import doctor
 
     return doctor(detect_machine().gpus)

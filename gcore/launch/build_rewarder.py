@@ -12,6 +12,7 @@ from gcore.config.tree import Config
 from gcore.content.base import Content
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool, ScorerPool
+from gcore.generation.routing import Router
 from gcore.launch.build import Roles, log_folder
 from gcore.launch.plan import Plan
 from gcore.prompts.processor import load_processor
@@ -40,9 +41,10 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> W
     else:
         functions = enumerate(rewards.functions)
         sources += [FunctionSource(f, rewards.attempts, f"rewards.functions.{i}") for i, f in functions]
-    scorers = {
-        spec.name: ScorerPool(roles.scorers.get(spec.name, ()), (rank, plan.controllers)) for spec in rewards.models
-    }
+    scorers = {}
+    for spec in rewards.models:
+        replicas = roles.scorers.get(spec.name, ())
+        scorers[spec.name] = ScorerPool(replicas, Router(len(replicas), (rank, plan.controllers)))
     judges = {
         spec.name: EnginePool.for_controller(
             roles.judges.get(spec.name, ()),

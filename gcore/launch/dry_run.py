@@ -26,7 +26,7 @@ from gcore.launch.build import Roles, see_cluster
 from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.epochs import with_steps
 from gcore.launch.footprint import memory_line
-from gcore.launch.gpu_memory import decide, memory_lines
+from gcore.launch.gpu_memory import memory_lines, plan_memory
 from gcore.launch.node_checks import check_nodes
 from gcore.launch.pins import check_models, pin
 from gcore.launch.plan import Plan, make_plan
@@ -61,7 +61,7 @@ def dry_run(config: Config) -> None:
     check_models(config)
     config, why = choose_mode(config, cluster)
     plan = make_plan(config, cluster, model_megabytes(config))
-    memory = decide(config, plan)
+    memory = plan_memory(config, plan)
     config = memory.config
     checked = preflight(config, plan)
     differences = check_nodes(config, plan)

@@ -18,10 +18,7 @@ from gcore.config.judges import RemoteJudge
 from gcore.config.megatron import topology_of
 from gcore.config.tree import Config
 from gcore.launch.gpu_assignment import CRITIC, TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
-from gcore.launch.machines import Cluster as Cluster
-from gcore.launch.machines import Machine as Machine
-from gcore.launch.machines import as_cluster
-from gcore.launch.machines import detect_machine as detect_machine
+from gcore.launch.machines import Cluster, Machine, as_cluster
 from gcore.placement.grid import POLICY, DeviceGrid, Split, shares, split_by
 from gcore.types import Topology, UserError
 

@@ -34,10 +34,10 @@ from gcore.cost.shapes import model_shape
 from gcore.hub import model_folder
 from gcore.launch.build import Roles, load_filter, load_workflow, quiet
 from gcore.launch.build_rewarder import build_rewarder
-from gcore.launch.footprint import Part, check_sizes, num_parameters, parts
+from gcore.launch.footprint import MemoryPart, check_sizes, num_parameters, parts
 from gcore.launch.machines import Cluster, Machine
 from gcore.launch.own_algorithm import load_policy_loss, make_scoring
-from gcore.launch.pins import check_weights
+from gcore.launch.pins import find_weights
 from gcore.launch.plan import Plan
 from gcore.launch.router_replay import model_type, replay_warning, replays_experts
 from gcore.launch.vision_checks import check_vision
@@ -122,7 +122,7 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
     if trains and config.checkpoint.memory_every:
         check_memory(len(plan.nodes))
     _packages(config)
-    check_weights(config)
+    find_weights(config, of_hub=False)
     warnings = advice(config) if trains else []
     _devices(config, plan)
     if trains and config.training.backend == "megatron":
@@ -207,7 +207,7 @@ def _packages(config: Config) -> None:
             )
 
 
-def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[Part]]]:
+def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[MemoryPart]]]:
     """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
     found = []
     for i, node in enumerate(plan.nodes):

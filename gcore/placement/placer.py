@@ -7,7 +7,7 @@ A move takes at least three polls: it is decided and the drain starts; all contr
 switches the engines; the engines of the new owner are awake and all controllers reopen them.
 
 No role owns a block while it moves. A move that fails or exceeds its timeout is reverted: the block stays with its
-owner. No request is lost: requests of a drained replica continue on another one (generation/replica_pool.py).
+owner. No request is lost: requests of a drained replica continue on another one (generation/pool.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RETRY_S = 5.0  # seconds without another move of a block whose move was reverted
 
 
 class PlacedPool(Protocol):
-    """What the placer needs of a role's pool of replicas (generation/replica_pool.py)."""
+    """What the placer needs of a role's pool of replicas (generation/pool.py)."""
 
     replicas: Sequence[EngineClient]
 

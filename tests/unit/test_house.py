@@ -12,8 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "gcore"
 ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "types": ("content.base",),  # for the type checker
-    "role_errors": (),
-    "protocols": ("role_errors",),
+    "protocols": (),
     "clients": ("protocols",),
     "user_files": (),
     "threads": (),

@@ -18,7 +18,8 @@ from gcore.content.tokens import Tokens
 from gcore.generation.noise import noise_key
 from gcore.launch.build import build_engine, build_judge, build_scorer
 from gcore.launch.build_ranks import build_trainer
-from gcore.launch.plan import Machine, make_plan
+from gcore.launch.machines import Machine
+from gcore.launch.plan import make_plan
 from gcore.models.networks import score_texts
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous

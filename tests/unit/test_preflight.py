@@ -22,7 +22,8 @@ from gcore.driver.start_report import starting_statuses
 from gcore.launch import preflight as checks
 from gcore.launch.dry_run import answers, shortened
 from gcore.launch.footprint import check_sizes, num_parameters, parts
-from gcore.launch.plan import Machine, make_plan
+from gcore.launch.machines import Machine
+from gcore.launch.plan import make_plan
 from gcore.launch.preflight import preflight, sample_of
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Prompt, UserError

@@ -21,7 +21,8 @@ from gcore.config.tree import Config
 from gcore.generation.noise import noise_key
 from gcore.launch.build import Roles
 from gcore.launch.build_rewarder import build_rewarder
-from gcore.launch.plan import Machine, make_plan
+from gcore.launch.machines import Machine
+from gcore.launch.plan import make_plan
 from gcore.launch.preflight import preflight
 from gcore.rewarding import client, judge_backend
 from gcore.rewarding.client import RetryDelays
