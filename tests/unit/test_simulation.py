@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gcore.cli import main
-from gcore.observe.page_data import read_source
+from gcore.observe.page_data import read_recording
 from gcore.placement.baselines import colocated, static
 from gcore.placement.grid import POLICY, Move, Split, split_by
 from gcore.simulate import run as runs
@@ -583,7 +583,7 @@ def test_command_prints_a_table_and_writes_what_the_report_reads(tiny, tmp_path,
     assert names == ["dynamic", "colocated", "best-static"]
     data = json.loads(file.read_text())
     assert data["rule"] == "dynamic" and set(data["compare"]) == {"dynamic", "colocated", "best-static"}
-    source = read_source(file)
+    source = read_recording(file)
     assert (source.name, source.rule, len(source.rows), len(source.steps)) == ("tiny", "dynamic", 8, 5)
     assert sorted(source.spans) == [1, 2, 3, 4, 5] and {s.role for s in source.segments} >= {POLICY, JUDGE, "trainer"}
     assert {"rollout_s", "update_s", "idle", "busy/policy", "split/judge", "moves", "length"} <= set(source.steps[0])
