@@ -17,10 +17,10 @@ import pytest
 
 from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import RoleDied
 from gcore.runtime.local import LocalHandle
 from gcore.simulate import VirtualLoop
