@@ -1,6 +1,6 @@
 """`placement.mode: auto`: replaces `auto` by a placement mode before any process starts.
 
-config, GPUs of the cluster ──> gcore/simulate/planner.py ──> config with a mode, and the reason
+config, GPUs of the cluster ──> gcore/planner/plan.py ──> config with a mode, and the reason
 
 The planner is used only where there is a choice: a GPU that it has data for, and a judge on an engine. Otherwise simple
 rules decide. The rest of the run sees a configuration with an explicit mode.
@@ -19,9 +19,9 @@ from gcore.cost.costs import GPUS, Gpu
 from gcore.cost.shapes import model_shape
 from gcore.launch.machines import Cluster, Machine, as_cluster
 from gcore.launch.plan import auto_slots
-from gcore.simulate.estimate import Mode
-from gcore.simulate.plan_inputs import WIDTHS, Constraints, Workload
-from gcore.simulate.planner import PlanResult, plan
+from gcore.planner.inputs import WIDTHS, Constraints, Workload
+from gcore.planner.plan import PlanResult, plan
+from gcore.planner.steps import Mode
 from gcore.types import UserError
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")

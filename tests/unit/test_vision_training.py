@@ -25,11 +25,11 @@ from gcore.generation.embedded import EmbeddedEngine
 from gcore.models.networks import load_model
 from gcore.models.towers import _encode_grids, tower_parameters
 from gcore.observe.trace import Tracer
+from gcore.planner.inputs import Workload
 from gcore.preparation.samples import meta_of
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.simulate.plan_inputs import Workload
 from gcore.training import logprob_model
 from gcore.training.critic import new_critic
 from gcore.training.fsdp import FsdpBackend
