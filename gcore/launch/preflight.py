@@ -382,7 +382,7 @@ def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
             continue
         except UserError as error:
             raise _of_row(error, data, index) from None
-        num_media += len(prompt.content.image_pixels)
+        num_media += len(prompt.content.work.media)
         longest = max(longest, templater.length(prompt))
         if templater.length(prompt) > limit:
             too_long.append(index)

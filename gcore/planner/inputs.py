@@ -61,11 +61,11 @@ class Workload:
 
     def tower_tokens(self, shape: Shape) -> float:
         """Work of the vision tower for one prompt, in tokens of the decoder. Raises UserError if there is no tower."""
-        if self.images and shape.vision is None:
+        if self.images and shape.cost.tower("image") is None:
             raise UserError(
                 f"--images {self.images}: {shape.source} has no vision tower; expected a config.json with one"
             )
-        return self.images * shape.cost.of_image(self.image_pixels)
+        return self.images * shape.cost.of_medium("image", self.image_pixels)
 
     def prefill(self, shape: Shape) -> float:
         """Work of an engine for one prompt, in tokens."""

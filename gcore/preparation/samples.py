@@ -136,12 +136,10 @@ def meta_of(sample: Sample) -> SampleMeta:
     return SampleMeta(
         sample.prompt_id,
         sample.sibling,
-        content.size,
+        content.work,
         actions=int(sample.mask_S.sum()),
         digest=content.digest(),
         steps=content.num_steps,
-        passes=content.passes,
-        images=content.image_pixels,
     )
 
 

@@ -189,9 +189,9 @@ def test_images_cost_what_the_tower_computes(tmp_path):
     (prompt,) = contents(config, tmp_path, [[0, 1]])
     (sample, _) = samples_of([prompt])
     meta, cost = meta_of(sample), model_shape(config.model, "model").cost
-    assert meta.images == (256, 256) and cost.vision is not None
-    seen = cost.of_sample(meta) - cost.of_sample(replace(meta, images=()))
-    tower = cost.vision
+    assert meta.work.media == (("image", 256), ("image", 256)) and cost.towers
+    seen = cost.of_sample(meta) - cost.of_sample(replace(meta, work=replace(meta.work, media=())))
+    tower = cost.tower("image")
     assert seen == pytest.approx(2 * tower.of(16) * tower.flops / cost.flops) and seen > 1
     assert isinstance(tower, CostModel)
     with pytest.raises(UserError, match=r"--images 1: shape of Qwen2.5-3B has no vision tower"):
