@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from gcore import shipped
 from gcore.config.foreign_names import key_of, leaves, own_name
 from gcore.config.secrets import redacted
 from gcore.config.tree import Config
@@ -52,12 +53,14 @@ def load_config(
 
 
 def read_tree(path: str | Path, what: str = "recipe") -> dict[str, Any]:
-    """The parsed YAML file, not validated."""
-    file = Path(path)
+    """The parsed YAML file, or the shipped one of this name, not validated."""
+    file = shipped.named(path, f"{what}s")
     if file.is_dir():
         raise UserError(f"{file}: got a folder; expected a {what}, a YAML file (see {what}s/)")
     if not file.is_file():
-        raise UserError(f"{file}: no such {what}; expected a YAML file (see {what}s/)")
+        near = difflib.get_close_matches(str(path), shipped.names(f"{what}s"), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{file}: no such {what}; expected a YAML file (see {what}s/){hint}")
     try:
         tree = parse_yaml(file.read_text())
     except yaml.YAMLError as error:

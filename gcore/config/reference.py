@@ -1,4 +1,7 @@
-"""Prints the configuration reference in Markdown: `python -m gcore.config.reference > docs/configuration.md`."""
+"""What `make docs` writes: docs/configuration.md, the reference in Markdown, and recipes/schema.json.
+
+The recipe that docs/configuration.md opens with is START.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -106,5 +110,17 @@ def _text(text: str | None) -> str:
     return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", " ".join((text or "").split()).replace("|", "\\|"))
 
 
+def schema() -> str:
+    """The JSON schema of a recipe. It does not know the rules that join several keys."""
+    tree = Config.model_json_schema()
+    for section in (tree, *tree["$defs"].values()):
+        for key in section.get("properties", {}).values():
+            if isinstance(key.get("default"), dict):  # of a section: its keys have theirs
+                del key["default"]
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A recipe of G-Core"}
+    return json.dumps(head | {key: value for key, value in tree.items() if key != "title"}, indent=1) + "\n"
+
+
 if __name__ == "__main__":
-    print(reference(), end="")
+    Path("docs/configuration.md").write_text(reference())
+    Path("recipes/schema.json").write_text(schema())

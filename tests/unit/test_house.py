@@ -15,9 +15,10 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "role_errors": (),
     "protocols": ("role_errors",),
     "clients": ("protocols",),
-    "user_files": (),
+    "shipped": (),
+    "user_files": ("shipped",),
     "threads": (),
-    "config": (),
+    "config": ("shipped",),
     "user_functions": ("config.objects", "user_files"),
     "http_body": (),
     "content": ("config",),
@@ -65,7 +66,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         "user_functions",
     ),
     "api": ("checkpoint", "config", "driver", "observe", "protocols"),
-    "cli": ("checkpoint", "config", "cost", "driver", "launch", "observe", "protocols", "simulate"),
+    "cli": ("checkpoint", "config", "cost", "driver", "launch", "observe", "protocols", "shipped", "simulate"),
 }
 PURE = (
     "gcore.types",
