@@ -63,6 +63,8 @@ def _rows(section: type[BaseModel], prefix: str, written: dict[str, set[str]]) -
     written[prefix] = own
     lines = []
     for name, info in section.model_fields.items():
+        if info.annotation is type(None):  # a key of the same section elsewhere, not of this one
+            continue
         inner = sections_of(info.annotation) or items_of(info.annotation)
         if not inner or info.default is not PydanticUndefined:
             lines.append(_row(prefix + name, info))
@@ -74,7 +76,8 @@ def _rows(section: type[BaseModel], prefix: str, written: dict[str, set[str]]) -
 
 def _plain_rows(section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, info in section.model_fields.items():
-        yield _row(prefix + name, info)
+        if info.annotation is not type(None):
+            yield _row(prefix + name, info)
         for part in sections_of(info.annotation) or items_of(info.annotation):
             yield from _plain_rows(part, f"{prefix}{name}.")
 

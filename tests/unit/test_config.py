@@ -10,7 +10,7 @@ import yaml
 
 from gcore.cli import main
 from gcore.config import dump_config, load_config
-from gcore.config.load import all_keys, parse_yaml, read_tree, validate
+from gcore.config.load import FORMER, all_keys, parse_yaml, read_tree, validate
 from gcore.config.reference import reference, schema
 from gcore.config.training import Training
 from gcore.config.tree import Config
@@ -54,6 +54,22 @@ def refused(path, *overrides) -> str:
 def test_the_nearest_key_is_named(recipe, wrong, meant):
     section = wrong if wrong != "generations.top_k" else "generations"
     assert refused(recipe, f"{wrong}=3") == f"{recipe}: {section}: unknown key; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(("former", "answer"), FORMER.items())
+def test_a_former_name_of_a_key_is_answered(recipe, former, answer):
+    key, _, remark = answer.partition(" ")
+    assert (
+        refused(recipe, f"{former}=3")
+        == f"{recipe}: {former}: unknown key; did you mean {key}?{remark and ' ' + remark}"
+    )
+    assert key in all_keys() and former not in all_keys()
+
+
+def test_a_value_in_the_place_of_a_section(recipe):
+    assert refused(recipe, "algorithm.importance=token") == (
+        f"{recipe}: algorithm.importance: got 'token'; expected a section with keys such as level, mode, cap, floor"
+    )
 
 
 def test_a_key_like_no_other_gets_no_advice(recipe):
