@@ -59,7 +59,7 @@ class QueueEntry:
     key: Hashable
 
 
-class RolePool(Generic[R]):
+class ClientPool(Generic[R]):
     """Replicas of any role. Implements protocols.ReplicaPool. `router`: None if this pool is the only one."""
 
     def __init__(self, replicas: Sequence[R], router: Router | None = None) -> None:
@@ -228,7 +228,7 @@ class _NotSent(Exception):
     """The replica was drained before the requests were sent."""
 
 
-class EnginePool(RolePool[EngineClient]):
+class EnginePool(ClientPool[EngineClient]):
     """Replicas of protocols.Engine. `role`: their role name in placement."""
 
     def __init__(
@@ -393,7 +393,7 @@ class EnginePool(RolePool[EngineClient]):
         task.add_done_callback(self._aborts.discard)
 
 
-class ScorerPool(RolePool[ScorerClient]):
+class ScorerPool(ClientPool[ScorerClient]):
     """Replicas of protocols.Scorer."""
 
     async def score(self, tokens: Sequence[Ints]) -> list[float]:

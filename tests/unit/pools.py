@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gcore.generation.pool import Reason, RolePool
+from gcore.generation.pool import ClientPool, Reason
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PoolState:
     replicas: tuple[Outstanding, ...]
 
 
-def observe(pool: RolePool[Any]) -> PoolState:
+def observe(pool: ClientPool[Any]) -> PoolState:
     columns = zip(pool.replicas, pool._router.counts, pool._router.loads, pool._closed, strict=True)
     replicas = tuple(Outstanding(r.name, count, work, tuple(sorted(why))) for r, count, work, why in columns)
     return PoolState(sum(entry.count for _, _, entry, granted in pool._waiting if not granted.done()), replicas)

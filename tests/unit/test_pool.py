@@ -12,7 +12,7 @@ import pytest
 from gcore.clients import EngineClient, ScorerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas, WeightResender
-from gcore.generation.pool import EnginePool, RolePool, ScorerPool
+from gcore.generation.pool import ClientPool, EnginePool, ScorerPool
 from gcore.generation.routing import Router
 from gcore.protocols import RoleDied, RoleError
 from gcore.simulate import VirtualLoop
@@ -92,7 +92,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def idle(pool: RolePool[Any]) -> bool:
+def idle(pool: ClientPool[Any]) -> bool:
     seen = observe(pool)
     return seen.waiting == 0 and all((r.requests, r.work) == (0, 0) for r in seen.replicas)
 
