@@ -121,8 +121,8 @@ def make_collector(
 
 
 def make_engine(args: argparse.Namespace) -> Any:
+    from gcore.cost.replica_speed import ReplicaSpeed
     from gcore.emulate.engine import EmulatedEngine, log_normal
-    from gcore.placement.replica_speed import ReplicaSpeed
 
     return EmulatedEngine(
         ReplicaSpeed(

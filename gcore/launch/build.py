@@ -25,8 +25,9 @@ import numpy as np
 
 from gcore import faults
 from gcore.clients import CriticClient, EngineClient, ScorerClient, TrainerClient
-from gcore.config.base import Serving
-from gcore.config.tree import Config, Model
+from gcore.config.base import Model, Serving
+from gcore.config.judges import ServedJudge
+from gcore.config.tree import Config
 from gcore.launch.machines import Cluster, Machine, check_shared_folder, cluster_of, detect_machine
 from gcore.launch.plan import Plan
 from gcore.protocols import Group, Rendezvous
@@ -100,10 +101,10 @@ def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
 
 def build_judge(config: Config, plan: Plan, judge_name: str, rendezvous: Rendezvous) -> Engine:
     """A replica of the judge `judge_name`: an engine whose weights never change."""
-    judge = next(judge for judge in config.rewards.judges if judge.name == judge_name)
-    assert judge.model is not None
-    longest = judge.max_prompt_length + judge.max_response_length
-    if judge.mode == "teacher":  # it reads whole samples of the policy
+    judge = next(judge for judge in config.rewards.engine_judges if judge.name == judge_name)
+    if isinstance(judge, ServedJudge):
+        longest = judge.max_length
+    else:  # a teacher reads whole samples of the policy
         longest = config.data.max_prompt_length + config.generation.max_response_length
         longest += judge.traits.scores_at_one
     name = f"judge-{judge.name}-{rendezvous.rank}"

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gcore.config.base import Serving
-from gcore.config.tree import Config, Model, PolicyModel, ScalarReward
+from gcore.config.base import Model, PolicyModel, Serving
+from gcore.config.rewards import ScalarReward
+from gcore.config.tree import Config
 from gcore.cost.training_memory import off_gpu, state_bytes
 from gcore.hub import model_folder
 from gcore.launch.machines import Machine
@@ -63,10 +64,9 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[MemoryPart]:
 
     every = [MemoryPart("driver", 1, DRIVER_MB, "runtime", idle=True)]
     every.append(served("engine", plan.engines, key("placement.policy.replicas"), config.model, config.generation))
-    for i, judge in enumerate(config.rewards.judges):
-        if judge.model is not None:
-            count = plan.judges[judge.name]
-            every.append(served(f"judge {judge.name}", count, key(f"rewards.judges.{i}.replicas"), judge.model, judge))
+    for place, judge in config.rewards.engine_judges_by_key.items():
+        count = plan.judges[judge.name]
+        every.append(served(f"judge {judge.name}", count, key(f"{place}.replicas"), judge.model, judge))
     for i, scorer in enumerate(config.rewards.models):
         count = plan.scorers[scorer.name]
         every.append(served(f"scorer {scorer.name}", count, f"rewards.models.{i}.replicas", scorer.model, scorer))

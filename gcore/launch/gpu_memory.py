@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gcore.config.base import Serving
-from gcore.config.tree import Config, ScalarReward
+from gcore.config.rewards import ScalarReward
+from gcore.config.tree import Config
 from gcore.cost.backends import megatron_memory
 from gcore.cost.costs import ENGINE
 from gcore.cost.denoisers import MOST_ACTIVATIONS
@@ -218,7 +219,6 @@ def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
     judges = {
         judge.name: _awake(config, judge, num_parameters(judge.model), gpu_bytes)
         for judge in config.rewards.engine_judges
-        if judge.model is not None
     }
     if plan.grid is not None:  # one role at a time has a slot, the others sleep there
         awake = [size for size in (policy, *judges.values()) if size]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gcore import user_files
 from gcore.config.engines import ENGINES
+from gcore.config.judges import VerdictJudge
 from gcore.config.tree import Config
 from gcore.launch.build import look_at_nodes, see_nodes
 from gcore.launch.machines import Cluster, Machine
@@ -131,11 +132,12 @@ def sent_files(config: Config) -> list[str]:
     """Files of the recipe that the driver sends to the nodes: code, templates, datasets in a file."""
     rewards, data = config.rewards, config.data
     functions = [*(spec.path for spec in rewards.functions), config.workflow, config.sampling.filter]
-    functions += [judge.verdict for judge in rewards.judges if FUNCTION.fullmatch(judge.verdict)]
+    judges = [judge for judge in rewards.judges if isinstance(judge, VerdictJudge)]
+    functions += [judge.verdict for judge in judges if FUNCTION.fullmatch(judge.verdict)]
     functions += [spec.task for spec in (data.train, *data.eval_sets.values()) if spec.task is not None]
     functions += [config.algorithm.adv_estimator, config.algorithm.policy_loss]
     code = [path.rpartition(":")[0] for path in functions]
-    templates = [config.model.chat_template, *(judge.template for judge in rewards.judges if judge.template)]
+    templates = [config.model.chat_template, *(judge.template for judge in judges)]
     datasets = [spec.path for spec in (data.train, *data.eval_sets.values())]
     return [
         *(place for place in code if place.endswith(".py")),
@@ -171,7 +173,7 @@ def compare_nodes(config: Config, nodes: Sequence[Machine], trains: bool) -> lis
     files = needed_files(config, set(names) - set(left_out))
     folder = Path(config.run.dir) if trains else None
     driver, facts = look_at_nodes(nodes, list(files.values()), folder)
-    engines = {config.generation.engine, *(judge.engine for judge in config.rewards.judges if judge.model)}
+    engines = {config.generation.engine, *(judge.engine for judge in config.rewards.engine_judges)}
     differing = differences(driver, facts, engines=engines, files=files, folder=f"run.dir={config.run.dir}")
     packages = {name: size for name, size in left_out.items() if name not in names}
     return differing + [

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gcore.config.base import Model
+from gcore.config.judges import RemoteJudge, ServedJudge
 from gcore.config.load import parse_yaml
-from gcore.config.tree import Config, Model
+from gcore.config.tree import Config
 from gcore.hub import is_id, model_folder, pin_model
 from gcore.prompts.rows import pin_rows
 from gcore.types import UserError
@@ -33,7 +35,9 @@ def pin(config: Config) -> Config:
         for i, spec in enumerate(rewards.models)
     ]
     judges = [
-        spec.model_copy(update={"model": pin_model(spec.model, f"rewards.judges.{i}.model")}) if spec.model else spec
+        spec
+        if isinstance(spec, RemoteJudge)
+        else spec.model_copy(update={"model": pin_model(spec.model, f"rewards.judges.{i}.model")})
         for i, spec in enumerate(rewards.judges)
     ]
     critic = config.critic
@@ -54,7 +58,7 @@ def models_of(config: Config) -> dict[str, Model]:
     rewards = config.rewards
     models = {"model": config.model, "critic.model": config.critic.model}
     models |= {f"rewards.models.{i}.model": scorer.model for i, scorer in enumerate(rewards.models)}
-    models |= {f"rewards.judges.{i}.model": judge.model for i, judge in enumerate(rewards.judges)}
+    models |= {f"{key}.model": judge.model for key, judge in rewards.engine_judges_by_key.items()}
     return {key: model for key, model in models.items() if model is not None}
 
 
@@ -63,14 +67,13 @@ def check_models(config: Config) -> None:
     whole = config.data.max_prompt_length + config.generation.max_response_length
     keys_of_whole = "data.max_prompt_length + generation.max_response_length"
     _check(config.model, "model", keys_of_whole, whole)
-    for i, judge in enumerate(config.rewards.judges):
-        if judge.model is not None and judge.mode == "teacher":  # it reads whole samples of the policy
+    for key, judge in config.rewards.engine_judges_by_key.items():
+        if isinstance(judge, ServedJudge):
+            keys = f"{key}.max_prompt_length + {key}.max_response_length"
+            _check(judge.model, f"{key}.model", keys, judge.max_length)
+        else:  # a teacher reads whole samples of the policy
             more = judge.traits.scores_at_one  # needs room for one more token
-            _check(judge.model, f"rewards.judges.{i}.model", keys_of_whole, whole + more)
-        elif judge.model is not None:
-            key = f"rewards.judges.{i}"
-            longest = judge.max_prompt_length + judge.max_response_length
-            _check(judge.model, f"{key}.model", f"{key}.max_prompt_length + {key}.max_response_length", longest)
+            _check(judge.model, f"{key}.model", keys_of_whole, whole + more)
     if config.critic.model is not None and config.algorithm.estimator.critic:
         _check(config.critic.model, "critic.model", keys_of_whole, whole)
     for i, scorer in enumerate(config.rewards.models):
@@ -86,7 +89,7 @@ def find_weights(config: Config, *, of_hub: bool) -> None:
         unread.add("model")
     if not config.algorithm.estimator.critic:
         unread.add("critic.model")
-    unread |= {f"rewards.judges.{i}.model" for i, judge in enumerate(config.rewards.judges) if judge.emulated}
+    unread |= {f"{key}.model" for key, judge in config.rewards.engine_judges_by_key.items() if judge.emulated}
     for key, model in models_of(config).items():
         if key not in unread and model.path is not None and is_id(model.path) == of_hub:
             model_folder(model, key, weights=True)

@@ -25,9 +25,11 @@ from gcore.checkpoint.memory import check_memory
 from gcore.checkpoint.remote import Remote
 from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
+from gcore.config.data import Dataset
+from gcore.config.judges import RemoteJudge
 from gcore.config.megatron import check_family, check_shape, check_tensor_parallel
 from gcore.config.secrets import REDACTED, places
-from gcore.config.tree import Config, Dataset
+from gcore.config.tree import Config
 from gcore.cost.shapes import model_shape
 from gcore.hub import model_folder
 from gcore.launch.build import Roles, load_filter, load_workflow, quiet
@@ -196,8 +198,7 @@ def _packages(config: Config) -> None:
             f"training.backend=megatron: {missing[0]} is not installed; `pip install 'gcore-rl[megatron]'`, or use "
             "training.backend=fsdp"
         )
-    judges = ((f"rewards.judges.{i}", judge) for i, judge in enumerate(config.rewards.judges))
-    for key, serving in (("generation", config.generation), *judges):
+    for key, serving in (("generation", config.generation), *config.rewards.engine_judges_by_key.items()):
         traits = serving.traits
         if traits.packages and importlib.util.find_spec(traits.packages[0]) is None:
             raise UserError(
@@ -252,7 +253,7 @@ def _on_cuda(config: Config) -> list[str]:
     """The keys that are set to `cuda`."""
     rewards = config.rewards
     devices = {"training.device": config.training.device, "generation.device": config.generation.device}
-    devices |= {f"rewards.judges.{i}.device": judge.device for i, judge in enumerate(rewards.judges)}
+    devices |= {f"{key}.device": judge.device for key, judge in rewards.engine_judges_by_key.items()}
     devices |= {f"rewards.models.{i}.device": scorer.device for i, scorer in enumerate(rewards.models)}
     return [key for key, device in devices.items() if device == "cuda"]
 
@@ -291,7 +292,7 @@ def _sources(config: Config, datasets: Sequence[OpenDataset]) -> None:
         HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)
     ]
     for i, judge in enumerate(rewards.judges):
-        if judge.url is not None:
+        if isinstance(judge, RemoteJudge):
             place = f"rewards.judges.{i}"
             servers.append(JudgeSource(judge, RemoteBackend(judge, lambda key: 0, place), place))
     for data in datasets:
@@ -381,7 +382,7 @@ def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
             continue
         except UserError as error:
             raise _of_row(error, data, index) from None
-        num_media += len(prompt.content.image_pixels)
+        num_media += len(prompt.content.work.media)
         longest = max(longest, templater.length(prompt))
         if templater.length(prompt) > limit:
             too_long.append(index)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from gcore.config.tree import Lora, Model, PolicyModel
+from gcore.config.base import Lora, Model, PolicyModel
 from gcore.hub import model_folder
 from gcore.models.built import build_network
 from gcore.models.decoders import TOWER, VERIFIED, VISION, check_length, check_network, implementation, traits_of

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gcore.observe.files import LineFile
+from gcore.observe.files import LineFile, parsed_line
 from gcore.observe.values import clean
 
 FLUSH_EVENTS = 1000
@@ -155,11 +155,8 @@ def _read(path: Path) -> Iterator[Event]:
     """Events of a role. Incomplete lines (a kill during a write) are skipped."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and event.keys() >= {"name", "lane", "start"}:
+            event = parsed_line(line)
+            if event is not None and event.keys() >= {"name", "lane", "start"}:
                 yield event
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config import curriculum as config
+from gcore.config.sampling import Curriculum
 from gcore.types import UserError
 
 # number of a prompt, its row, fraction of its responses that passed; None: it has no rewards, because it failed
@@ -22,12 +22,10 @@ Passed = tuple[int, int, float | None]
 Floats64 = npt.NDArray[np.float64]
 
 
-class Curriculum:
+class CurriculumOrder:
     """`kept`: the rows of the dataset that are used, ascending. `start`: their pass rates before any was drawn."""
 
-    def __init__(
-        self, spec: config.Curriculum, kept: npt.NDArray[np.int64], seed: int, start: Floats64 | None = None
-    ) -> None:
+    def __init__(self, spec: Curriculum, kept: npt.NDArray[np.int64], seed: int, start: Floats64 | None = None) -> None:
         self._spec, self._kept, self._seed = spec, kept, seed
         self._rates: Floats64 = np.full(len(kept), spec.start) if start is None else start.copy()
         self._drawn = np.zeros(len(kept), np.int64)  # groups of each row
@@ -80,16 +78,14 @@ class Curriculum:
 
 
 def make_curriculum(
-    spec: config.Curriculum | None, rows: Sequence[Mapping[str, Any]], kept: npt.NDArray[np.int64], seed: int
-) -> Curriculum | None:
+    spec: Curriculum | None, rows: Sequence[Mapping[str, Any]], kept: npt.NDArray[np.int64], seed: int
+) -> CurriculumOrder | None:
     if spec is None:
         return None
-    return Curriculum(spec, kept, seed, None if spec.column is None else _start(spec, spec.column, rows, kept))
+    return CurriculumOrder(spec, kept, seed, None if spec.column is None else _start(spec, spec.column, rows, kept))
 
 
-def _start(
-    spec: config.Curriculum, column: str, rows: Sequence[Mapping[str, Any]], kept: npt.NDArray[np.int64]
-) -> Floats64:
+def _start(spec: Curriculum, column: str, rows: Sequence[Mapping[str, Any]], kept: npt.NDArray[np.int64]) -> Floats64:
     found = np.full(len(kept), spec.start)
     for at, row in enumerate(kept.tolist()):
         value = rows[row].get(column)

@@ -11,9 +11,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from gcore.config.base import Stored
+from gcore.config.data import Stored
 from gcore.hub import COMMIT, TIMEOUT_S, Repo, explain
-from gcore.prompts.files import Rows, reject_media
+from gcore.prompts.files import DatasetRows, reject_media
 from gcore.types import UserError
 
 
@@ -24,7 +24,7 @@ def pin_dataset(spec: Any, key: str) -> Any:
     return spec.model_copy(update={"revision": commit, "subset": builder.config.name, "split": split})
 
 
-def read_id(spec: Stored, size: int | None, key: str, media: bool = False) -> Rows:
+def read_id(spec: Stored, size: int | None, key: str, media: bool = False) -> DatasetRows:
     """Rows of a hub dataset whose commit is pinned."""
     builder, _ = _prepared(spec, key)
     split = _split(builder.info.splits, spec, key)
@@ -34,7 +34,7 @@ def read_id(spec: Stored, size: int | None, key: str, media: bool = False) -> Ro
         raise UserError(f"{key}.split={split}: {' '.join(str(error).split())}") from None
 
 
-def read_folder(spec: Stored, size: int | None, key: str, media: bool = False) -> Rows:
+def read_folder(spec: Stored, size: int | None, key: str, media: bool = False) -> DatasetRows:
     """Rows of a folder written by save_to_disk, or of data files such as a copy of a hub dataset."""
     datasets, path = _library(spec, key), str(spec.path)
     try:
@@ -55,14 +55,14 @@ def read_folder(spec: Stored, size: int | None, key: str, media: bool = False) -
     return _rows(found, size, key, media)
 
 
-def _rows(dataset: Any, size: int | None, key: str, media: bool) -> Rows:
+def _rows(dataset: Any, size: int | None, key: str, media: bool) -> DatasetRows:
     """`media`: images stay as they are stored, {"bytes": ..., "path": ...}: `datasets` would decode them unchecked."""
     num_rows = len(dataset) if size is None else min(size, len(dataset))
     if media:
         table = dataset.with_format("arrow")
-        return Rows(num_rows, lambda i: table[i : i + 1].to_pylist()[0], dataset.column_names)
+        return DatasetRows(num_rows, lambda i: table[i : i + 1].to_pylist()[0], dataset.column_names)
     reject_media(dataset.features.to_dict(), key)
-    return Rows(num_rows, dataset.with_format(None).__getitem__, dataset.column_names)
+    return DatasetRows(num_rows, dataset.with_format(None).__getitem__, dataset.column_names)
 
 
 def _library(spec: Stored, key: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcore.config.tree import Model
+from gcore.config.base import Model
 from gcore.hub import model_folder
 from gcore.models.networks import LORA_A, LORA_B, load_whole
 from gcore.types import UserError

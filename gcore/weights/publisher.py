@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gcore.config.tree import Placement
+from gcore.config.placement import Placement
 from gcore.models.networks import LORA_A, LORA_B
 from gcore.protocols import Receivers, WeightPlan, Weights
 from gcore.weights.broadcast import BroadcastSender

@@ -23,15 +23,15 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import BuildModel, Model
+from gcore.config.base import BuildModel, Model
 from gcore.content.tokens import Tokens
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, log_normal
 from gcore.generation import sampling
 from gcore.generation.embedded import EmbeddedBackend, EmbeddedEngine
 from gcore.generation.engine_shell import Step, SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.networks import load_model
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import EngineStats
 from gcore.threads import use_threads

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from gcore.config.tree import Observe
+from gcore.config.observe import Observe
 from gcore.observe import files
 from gcore.observe.events import EventLog, read_events
 from gcore.observe.files import LineFile, problem, take_notes
-from gcore.observe.metrics import MetricsWriter, read_rows, replace_lines
+from gcore.observe.metrics import MetricsWriter, read_rows
 from gcore.observe.trace import Tracer
 
 
@@ -94,7 +94,7 @@ def test_a_rewind_needs_no_space(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"1\n2\n3\n4")
     with no_file_above(0):
-        replace_lines(path, [b"1", b"2"])
+        files.replace_lines(path, [b"1", b"2"])
     assert path.read_bytes() == b"1\n2\n"
 
 

@@ -17,11 +17,11 @@ import pytest
 
 from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.generation.routing import Router
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import RoleDied
 from gcore.runtime.local import LocalHandle
 from gcore.simulate import VirtualLoop

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
-from gcore.config.tree import Config, Lora
+from gcore.config.base import Lora
+from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.generation.noise import noise_key
 from gcore.launch.build import build_engine, build_judge, build_scorer

@@ -432,7 +432,7 @@ def test_processes_that_exceed_the_cores_several_times_are_warned_of(place):
 
 def test_weights_count_by_the_parameters_and_not_by_the_files(place):
     """A folder in bfloat16 is held in float32 on a CPU, and trained with gradients and two moments."""
-    from gcore.config.tree import Model
+    from gcore.config.base import Model
 
     folder = place / "model"
     folder.mkdir()

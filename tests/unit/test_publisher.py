@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from gcore.config.tree import Placement
+from gcore.config.placement import Placement
 from gcore.protocols import Receivers, WeightPlan
 from gcore.weights import bucket, publisher
 from gcore.weights.bucket import PACKED, bucket_names, unpack_bucket
