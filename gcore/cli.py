@@ -80,8 +80,8 @@ def _keys_for(flags: Sequence[str]) -> str:
     from gcore.config.load import all_keys
 
     names = [flag.lstrip("-").partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")]
-    found = dict.fromkeys(key_of(own) for name in names if (own := own_name(name, set(all_keys()))))
-    return f" (keys are set without dashes: {' '.join(f'{key}=VALUE' for key in found)})" if found else ""
+    keys = dict.fromkeys(key_of(own) for name in names if (own := own_name(name, set(all_keys()))))
+    return f" (keys are set without dashes: {' '.join(f'{key}=VALUE' for key in keys)})" if keys else ""
 
 
 def _parser() -> argparse.ArgumentParser:

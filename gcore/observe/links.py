@@ -36,8 +36,8 @@ class Links:
 
     def take(self) -> Counter[tuple[Link, Reach]]:
         """Since the last call."""
-        found, self._bytes = self._bytes, Counter()
-        return found
+        taken, self._bytes = self._bytes, Counter()
+        return taken
 
 
 def link_row(parts: Iterable[Mapping[tuple[Link, Reach], int]]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,15 +81,15 @@ class Recording:
 
     name: str
     kind: Literal["simulation", "run"]
-    rule: str  # the placement rule; empty without one
     rows: tuple[str, ...]  # names of the Gantt rows
-    unit: Literal["slots", "processes"]  # what a row is
     segments: list[Segment]
-    spans: dict[int, tuple[float, float]]  # step -> from, to
     moves: list[RecordedMove]
     steps: list[Row]  # flat, ordered by step
     summary: Row
-    compare: dict[str, Row]
+    rule: str = ""  # the placement rule; empty without one
+    unit: Literal["slots", "processes"] = "slots"  # what a row is
+    spans: dict[int, tuple[float, float]] = field(default_factory=dict)  # step -> from, to
+    compare: dict[str, Row] = field(default_factory=dict)
     rows_of_metrics: Sequence[Row] = ()  # of a run: metrics.jsonl
 
 
@@ -123,9 +123,7 @@ def _simulation(data: Mapping[str, Any], path: Path) -> Recording:
         kind="simulation",
         rule=str(data.get("rule") or ""),
         rows=_slots(int(number(data, "slots") or 0), segments),
-        unit="slots",
         segments=segments,
-        spans={},
         moves=moves,
         steps=steps,
         summary=clean(summary),
@@ -150,20 +148,14 @@ def _run(folder: Path) -> Recording:
     recording = Recording(
         name=folder.resolve().name,
         kind="run",
-        rule="",
         rows=_slots(0, segments),
-        unit="slots",
         segments=segments,
-        spans={},
         moves=[_move(raw, where) for raw in placed if raw.get("kind") == "move"],
         steps=[steps[step] for step in sorted(steps)],
         summary=_run_summary(folder),
-        compare={},
         rows_of_metrics=rows,
     )
-    if not segments:
-        return _with_trace(recording, folder)
-    return _with_idle(recording)
+    return _with_idle(recording) if segments else _with_trace(recording, folder)
 
 
 def _run_summary(folder: Path) -> Row:

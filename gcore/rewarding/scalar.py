@@ -165,11 +165,11 @@ class ScalarModel:
         by_width: dict[int, list[list[_Job]]] = {}
         for jobs in texts.values():
             by_width.setdefault(min(padded_width(len(jobs[0].tokens)), self._longest + 1), []).append(jobs)
-        found = []
+        batches = []
         for width in sorted(by_width, reverse=True):
             rows, members = max(1, self._max_tokens // width), by_width[width]
-            found += [(width, members[i : i + rows]) for i in range(0, len(members), rows)]
-        return found
+            batches += [(width, members[i : i + rows]) for i in range(0, len(members), rows)]
+        return batches
 
     def _forward(self, texts: list[Ints], width: int) -> list[float]:
         from gcore.models.networks import score_texts
