@@ -306,9 +306,9 @@ def test_torn_lines_do_not_hurt_a_restarted_role(tmp_path: Path) -> None:
     after = Tracer(tmp_path, "engine-0")
     with pytest.raises(RuntimeError), after.span("b"):
         raise RuntimeError
-    after.instant("moved", slot=3)
+    after.span_at("moved", 3, 4, slot=3)
     after.flush()
-    found = {e["name"]: e for e in chrome(tmp_path) if e["ph"] in "Xi"}
+    found = {e["name"]: e for e in chrome(tmp_path) if e["ph"] == "X"}
     assert set(found) == {"a", "b", "moved"}
     assert found["b"]["args"] == {"error": "RuntimeError"} and found["moved"]["args"] == {"slot": 3}
 
@@ -316,11 +316,11 @@ def test_torn_lines_do_not_hurt_a_restarted_role(tmp_path: Path) -> None:
 def test_tracer_keeps_memory_bounded_and_can_be_off(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path, "driver")
     for _ in range(trace_module.FLUSH_EVENTS + 1):
-        tracer.instant("tick")
+        tracer.span_at("tick", 1, 2)
     assert len((tmp_path / "trace" / "driver.jsonl").read_text().splitlines()) == trace_module.FLUSH_EVENTS
     off = Tracer(None, "driver")
     with off.span("nothing"):
-        off.instant("nothing")
+        off.span_at("nothing", 1, 2)
     off.flush()
     assert merge_traces(tmp_path / "empty") is None
 
