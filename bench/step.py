@@ -114,7 +114,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from gcore.config.tree import BuildModel, Model
+    from gcore.config.base import BuildModel, Model
     from gcore.launch.build import quiet
     from gcore.models.networks import load_model
     from gcore.prompts.tasks import make_task

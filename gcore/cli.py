@@ -310,9 +310,9 @@ def _plan(args: argparse.Namespace) -> int:
         return _plan_denoiser(args)
 
     from gcore.cost.costs import gpu_of, shape_of
-    from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
-    from gcore.simulate.plan_table import show, show_backends, show_memory
-    from gcore.simulate.planner import memory_by_width, plan
+    from gcore.planner.inputs import Constraints, Workload, modes_of, work_of
+    from gcore.planner.plan import memory_by_width, plan
+    from gcore.planner.table import show, show_backends, show_memory
 
     options = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in PLAN_OPTIONS}
     names = ("policy_tp", "judge_tp", "trainer_tp", "trainer_context", "max_tokens_per_gpu")
@@ -328,7 +328,7 @@ def _plan(args: argparse.Namespace) -> int:
         Constraints(**limits, modes=modes_of(args.mode), swap_s=args.swap_s, price=args.price),
     )
     if args.backends:
-        from gcore.cost.backends import compare, work_of
+        from gcore.cost.backends import compare
 
         model, _, _, gpu, work, constraints = inputs
         update = work_of(work, constraints)
@@ -370,7 +370,7 @@ def _doctor(args: argparse.Namespace) -> int:
         from gcore.launch.node_checks import cluster_doctor
 
         return cluster_doctor(args.run_dir)
-    from gcore.launch.plan import detect_machine
+    from gcore.launch.machines import detect_machine
     from gcore.observe.doctor import doctor
 
     return doctor(detect_machine().gpus)

@@ -84,7 +84,7 @@ def own_modules() -> dict[str, dict[str, Path]]:
     paths = sysconfig.get_paths()
     installed = [sys.prefix, sys.base_prefix, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
     roots = {Path(path).resolve() for path in installed}
-    found: dict[str, dict[str, Path]] = {}
+    modules: dict[str, dict[str, Path]] = {}
     for name in sorted({name.partition(".")[0] for name in sys.modules}):
         module = sys.modules.get(name)
         if name in ("gcore", "__main__") or name.startswith("gcore_user_") or module is None:
@@ -96,8 +96,8 @@ def own_modules() -> dict[str, dict[str, Path]]:
             if "site-packages" in path.parts or "dist-packages" in path.parts or not _is_source(path):
                 continue
             files = {path.name: path} if path.is_file() else _files(path, name)
-            found.setdefault(name, {}).update(files)
-    return found
+            modules.setdefault(name, {}).update(files)
+    return modules
 
 
 def _is_source(path: Path) -> bool:

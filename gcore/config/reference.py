@@ -63,8 +63,8 @@ def _rows(section: type[BaseModel], prefix: str, written: dict[str, set[str]]) -
         if not inner or info.default is not PydanticUndefined:
             lines.append(_row(prefix + name, info))
         mark = "[]." if items_of(info.annotation) else "."
-        for part in inner:
-            lines += _rows(part, prefix + name + mark, written)
+        for part in inner:  # the kinds of a judge have keys in common
+            lines += [row for row in _rows(part, prefix + name + mark, written) if row not in lines]
     return lines
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.cost.replica_speed import ReplicaSpeed
 
 WAITING, RUNNING, ENDED = 0, 1, 2  # states of a job
 ROUNDING = 1e-9  # relative: a sum of floats may be a little less than the exact value

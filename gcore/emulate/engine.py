@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.content.tokens import Tokens, tokens_of
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.device import RUNNING, Device, Job
 from gcore.generation.spec import EngineSpec
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.types import Completion, Finish, Ints, Request, UserError
 

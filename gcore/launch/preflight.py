@@ -25,17 +25,19 @@ from gcore.checkpoint.memory import check_memory
 from gcore.checkpoint.remote import Remote
 from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
+from gcore.config.data import Dataset
+from gcore.config.judges import RemoteJudge
 from gcore.config.megatron import check_family, check_shape, check_tensor_parallel
 from gcore.config.secrets import REDACTED, places
-from gcore.config.tree import Config, Dataset
+from gcore.config.tree import Config
 from gcore.cost.shapes import model_shape
 from gcore.hub import model_folder
 from gcore.launch.build import Roles, load_filter, load_workflow, quiet
 from gcore.launch.build_rewarder import build_rewarder
-from gcore.launch.footprint import Part, check_sizes, num_parameters, parts
+from gcore.launch.footprint import MemoryPart, check_sizes, num_parameters, parts
 from gcore.launch.machines import Cluster, Machine
 from gcore.launch.own_algorithm import load_policy_loss, make_scoring
-from gcore.launch.pins import check_weights
+from gcore.launch.pins import find_weights
 from gcore.launch.plan import Plan
 from gcore.launch.router_replay import model_type, replay_warning, replays_experts
 from gcore.launch.vision_checks import check_vision
@@ -117,7 +119,7 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
     if trains and config.checkpoint.memory_every:
         check_memory(len(plan.nodes))
     _packages(config)
-    check_weights(config)
+    find_weights(config, of_hub=False)
     warnings = advice(config) if trains else []
     _devices(config, plan)
     if trains and config.training.backend == "megatron":
@@ -193,8 +195,7 @@ def _packages(config: Config) -> None:
             f"training.backend=megatron: {missing[0]} is not installed; `pip install 'gcore-rl[megatron]'`, or use "
             "training.backend=fsdp"
         )
-    judges = ((f"rewards.judges.{i}", judge) for i, judge in enumerate(config.rewards.judges))
-    for key, serving in (("generation", config.generation), *judges):
+    for key, serving in (("generation", config.generation), *config.rewards.engine_judges_by_key.items()):
         traits = serving.traits
         if traits.packages and importlib.util.find_spec(traits.packages[0]) is None:
             raise UserError(
@@ -203,7 +204,7 @@ def _packages(config: Config) -> None:
             )
 
 
-def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[Part]]]:
+def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[MemoryPart]]]:
     """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
     nodes = []
     for i, node in enumerate(plan.nodes):
@@ -249,7 +250,7 @@ def _on_cuda(config: Config) -> list[str]:
     """The keys that are set to `cuda`."""
     rewards = config.rewards
     devices = {"training.device": config.training.device, "generation.device": config.generation.device}
-    devices |= {f"rewards.judges.{i}.device": judge.device for i, judge in enumerate(rewards.judges)}
+    devices |= {f"{key}.device": judge.device for key, judge in rewards.engine_judges_by_key.items()}
     devices |= {f"rewards.models.{i}.device": scorer.device for i, scorer in enumerate(rewards.models)}
     return [key for key, device in devices.items() if device == "cuda"]
 
@@ -284,7 +285,7 @@ def _sources(config: Config, datasets: Sequence[OpenDataset]) -> None:
         HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)
     ]
     for i, judge in enumerate(rewards.judges):
-        if judge.url is not None:
+        if isinstance(judge, RemoteJudge):
             place = f"rewards.judges.{i}"
             servers.append(JudgeSource(judge, RemoteBackend(judge, lambda key: 0, place), place))
     for data in datasets:
@@ -369,7 +370,7 @@ def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
             continue
         except UserError as error:
             raise _of_row(error, data, index) from None
-        num_media += len(prompt.content.image_pixels)
+        num_media += len(prompt.content.work.media)
         longest = max(longest, templater.length(prompt))
         if templater.length(prompt) > limit:
             too_long.append(index)

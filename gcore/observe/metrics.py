@@ -19,7 +19,7 @@ from gcore.observe.trackers import Tracker, open_trackers
 from gcore.observe.values import Row, clean, kind, number, step_of
 
 if TYPE_CHECKING:
-    from gcore.config.tree import Observe
+    from gcore.config.observe import Observe
 
 FILE = "metrics.jsonl"
 log = logging.getLogger(__name__)

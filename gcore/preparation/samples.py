@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupEstimator, GroupScores, estimate, overlong_penalty
 from gcore.protocols import Group, Metric, add_metrics
 from gcore.types import Key, Rollout, Sample, SampleMeta, Scored, TrainBatch
@@ -136,12 +136,10 @@ def meta_of(sample: Sample) -> SampleMeta:
     return SampleMeta(
         sample.prompt_id,
         sample.sibling,
-        content.size,
+        content.work,
         actions=int(sample.mask_S.sum()),
         digest=content.digest(),
         steps=content.num_steps,
-        passes=content.passes,
-        images=content.image_pixels,
     )
 
 

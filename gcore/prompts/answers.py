@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gcore.config.data import Dataset
 from gcore.config.preference import Needs
-from gcore.config.tree import Dataset
 from gcore.prompts.files import DatasetRows, Row, short
 from gcore.prompts.media import media_parts
 from gcore.prompts.rows import answer_of, open_rows

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config.curriculum import Curriculum
+from gcore.config.sampling import Curriculum
 from gcore.types import UserError
 
 # number of a prompt, its row, fraction of its responses that passed; None: it has no rewards, because it failed

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gcore import hub
+from gcore.config.base import Model
 from gcore.config.engines import ENGINES, engines_with
-from gcore.config.tree import Model
 from gcore.content.vision import FAMILIES, VisionProcessor, built_processor, saved_processor
 from gcore.types import UserError
 

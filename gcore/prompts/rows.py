@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gcore import user_files
-from gcore.config.base import Stored, non_finite
+from gcore.config.base import non_finite
+from gcore.config.data import Dataset, Stored
 from gcore.config.objects import is_object, object_of
-from gcore.config.tree import Dataset
 from gcore.hub import is_id
 from gcore.prompts.files import READERS, DatasetRows, Row, computed_rows, read_file, short
 from gcore.prompts.media import COLUMNS, has_media, media_parts

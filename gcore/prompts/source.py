@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config.tree import Config, Data, Dataset
+from gcore.config.data import Data, Dataset
+from gcore.config.tree import Config
 from gcore.content.answers import answer_steps, scored_conversation
 from gcore.content.tokens import Tokens
 from gcore.content.vision import VisionProcessor

@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from gcore.config.base import Stored
+from gcore.config.data import Stored
 from gcore.hub import COMMIT, TIMEOUT_S, Repo, explain
 from gcore.prompts.files import DatasetRows, reject_media
 from gcore.types import UserError

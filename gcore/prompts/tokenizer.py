@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore import hub, user_files
-from gcore.config.tree import Model
+from gcore.config.base import Model
 from gcore.content.vision import BUILT_TOKENS
 from gcore.types import UserError
 

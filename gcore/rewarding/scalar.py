@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore.config.tree import ScalarReward
+from gcore.config.rewards import ScalarReward
 from gcore.content.answers import render, tokens_of
 from gcore.observe.trace import Tracer
 from gcore.protocols import ScorerStats

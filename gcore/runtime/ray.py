@@ -27,7 +27,7 @@ from gcore.protocols import Rendezvous, RoleDied, RoleError
 from gcore.runtime.guard import Guard
 from gcore.runtime.ray_cluster import (
     Daemons,
-    Place,
+    ProcessPlace,
     Reservation,
     is_alive,
     is_joined,
@@ -90,7 +90,7 @@ class RayRuntime:
         self,
         object_store_mb: int,
         bundles: Sequence[int] = (),
-        place_of: Callable[[str, int], Place] | None = None,
+        place_of: Callable[[str, int], ProcessPlace] | None = None,
         logs: Path | None = None,
         bundle_nodes: Sequence[str] = (),
         files: bytes = b"",
@@ -165,8 +165,8 @@ class RayRuntime:
                 self._actors[name] = actor.remote(name, None if log is None else str(log), folder, self._files)
         return [self._actors[name] for name in names]
 
-    def _places(self, kind: str, count: int) -> list[Place]:
-        return [Place() if self._place_of is None else self._place_of(kind, rank) for rank in range(count)]
+    def _places(self, kind: str, count: int) -> list[ProcessPlace]:
+        return [ProcessPlace() if self._place_of is None else self._place_of(kind, rank) for rank in range(count)]
 
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
@@ -229,7 +229,7 @@ class RayRuntime:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _options(self, kind: str, place: Place) -> dict[str, Any]:
+    def _options(self, kind: str, place: ProcessPlace) -> dict[str, Any]:
         """Options of an actor. Ray restarts a dead process on the same node, `revive` builds its role again."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.device import Device, Job
 from gcore.generation.routing import Router, shared_limit
 from gcore.placement.grid import POLICY, DeviceGrid
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Load, request_limit
 
 RecentLengths = Mapping[str, Sequence[float]]  # of requests that ended recently, by role: quantiles

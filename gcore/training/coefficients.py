@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 
 MAX_ERROR = 0.2  # 1909.08593: a KL that is far off counts as 20 % off
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.types import UserError
 
 MAX_LOG_RATIO = 20.0

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.protocols import Metric, add_metrics
 from gcore.training import losses
 from gcore.training.micro import StepColumns

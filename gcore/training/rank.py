@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gcore.config.tree import Algorithm, Config
+from gcore.config.algorithm import Algorithm
+from gcore.config.tree import Config
 from gcore.observe.trace import Tracer
 from gcore.protocols import Metric, Receivers, UpdateStats, WeightPlan, Weights
 from gcore.training import bad_batches, losses, objective, preference, state

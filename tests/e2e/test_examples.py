@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcore.config.tree import BuildModel, Model
+from gcore.config.base import BuildModel, Model
 from gcore.models.networks import load_scorer
 from gcore.prompts.tokenizer import build_char_tokenizer
 from tests.e2e.helpers import RECIPE, gcore, rows, steps, train, untimed, write_recipe

@@ -17,7 +17,8 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from gcore.config.tree import Config, Model
+from gcore.config.base import Model
+from gcore.config.tree import Config
 from gcore.content.media import png_url
 from gcore.prompts.processor import load_processor
 from gcore.prompts.tokenizer import load_tokenizer

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.algorithm import ESTIMATORS
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import ESTIMATORS, Algorithm
 from gcore.content.tokens import Tokens
 from gcore.preparation.advantages import (
     GROUP_ESTIMATORS,

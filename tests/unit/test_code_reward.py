@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gcore.config.tree import RewardFunction, Rewards
+from gcore.config.rewards import RewardFunction, Rewards
 from gcore.rewarding import code
 from gcore.rewarding import sandbox as boxes
 from gcore.rewarding.code import python_tests

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore.config import curriculum as config
-from gcore.config.tree import Algorithm, Sampling
+from gcore.config import sampling as config
+from gcore.config.algorithm import Algorithm
+from gcore.config.sampling import Sampling
 from gcore.controller.collect import Collected, answer_all, merge_places, no_filter
 from gcore.launch.build import load_filter
 from gcore.preparation.samples import make_samples

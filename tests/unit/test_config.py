@@ -11,7 +11,7 @@ from gcore.cli import main
 from gcore.config import dump_config, load_config
 from gcore.config.load import all_keys, parse_yaml
 from gcore.config.reference import reference
-from gcore.config.tree import Training
+from gcore.config.training import Training
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 

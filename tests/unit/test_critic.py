@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.critic import CriticPlacement
-from gcore.config.tree import Config, Model, Placement
+from gcore.config.base import Model
+from gcore.config.placement import CriticPlacement, Placement
+from gcore.config.tree import Config
 from gcore.content.tokens import tokens_of
 from gcore.controller.record import actor_row
 from gcore.models.networks import load_scorer

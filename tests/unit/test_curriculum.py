@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gcore.config import curriculum as config
+from gcore.config import sampling as config
 from gcore.config.tree import Config
 from gcore.prompts.curriculum import CurriculumOrder, make_curriculum
 from gcore.types import UserError

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.device import Device, Job, observe
-from gcore.placement.replica_speed import ReplicaSpeed
 from tests.seeds import seeds
 
 

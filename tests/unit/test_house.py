@@ -12,8 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "gcore"
 ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "types": ("content.base",),  # for the type checker
-    "role_errors": (),
-    "protocols": ("role_errors",),
+    "protocols": (),
     "clients": ("protocols",),
     "user_files": (),
     "threads": (),
@@ -28,8 +27,8 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "diffusion": ("config", "hub", "models"),
     "weights": ("clients", "config", "hub", "models", "protocols"),
     "runtime": ("config.engines", "faults", "observe", "protocols", "user_files"),
-    "placement": ("clients", "config", "protocols"),
-    "cost": ("config", "hub", "placement.replica_speed", "simulate.plan_inputs"),
+    "placement": ("clients", "config", "cost.replica_speed", "protocols"),
+    "cost": ("config", "hub"),
     "prompts": ("config", "content", "http_body", "hub", "user_files", "user_functions"),
     "preparation": ("config", "cost.workload", "protocols"),
     # an engine has a WeightReceiver, a trainer rank a WeightPublisher; a rank saves its shards
@@ -48,9 +47,10 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "workflows": ("config", "content", "generation", "prompts.answers", "protocols"),
     # what is emulated and simulated is the code of a run
     "emulate": (
-        *("checkpoint.store", "config", "content", "generation.spec", "hub", "placement.replica_speed", "protocols"),
+        *("checkpoint.store", "config", "content", "cost.replica_speed", "generation.spec", "hub", "protocols"),
     ),
     "simulate": ("config", "cost", "emulate.device", "generation.routing", "observe", "placement", "protocols"),
+    "planner": ("config", "cost", "observe", "placement"),
     "controller": (
         *("checkpoint", "clients", "config", "content", "cost", "driver.on_step", "faults", "generation", "launch"),
         *("observe", "placement", "preparation", "prompts", "protocols", "rewarding", "weights", "workflows"),
@@ -58,14 +58,14 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "launch": (
         *("checkpoint", "clients", "config", "content", "controller", "cost", "diffusion", "driver.on_step", "emulate"),
         *("faults", "generation", "hub", "models", "observe", "placement", "preparation", "prompts", "protocols"),
-        *("rewarding", "runtime", "simulate", "training", "user_files", "weights", "workflows"),
+        *("planner", "rewarding", "runtime", "training", "user_files", "weights", "workflows"),
     ),
     "driver": (
         *("checkpoint", "clients", "config", "launch", "observe", "protocols", "runtime", "user_files"),
         "user_functions",
     ),
     "api": ("checkpoint", "config", "driver", "observe", "protocols"),
-    "cli": ("checkpoint", "config", "cost", "driver", "launch", "observe", "protocols", "simulate"),
+    "cli": ("checkpoint", "config", "cost", "driver", "launch", "observe", "planner", "protocols", "simulate"),
 }
 PURE = (
     "gcore.types",
@@ -99,7 +99,7 @@ PURE = (
     "gcore.placement.baselines",
     "gcore.placement.forecast",
     "gcore.placement.guard",
-    "gcore.placement.replica_speed",
+    "gcore.cost.replica_speed",
     "gcore",
     "gcore.api",
     "gcore.user_functions",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.training.losses import POLICY_LOSSES, Steps, call_own, importance, kl_penalty, step_weights, value_loss
 from gcore.types import UserError
 

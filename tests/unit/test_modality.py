@@ -55,7 +55,18 @@ from gcore.protocols import (
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import Answer
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle
-from gcore.types import Completion, Finish, Prompt, Request, Rollout, Sample, SamplingParams, TrainBatch, Written
+from gcore.types import (
+    Completion,
+    Finish,
+    Prompt,
+    Request,
+    Rollout,
+    Sample,
+    SampleWork,
+    SamplingParams,
+    TrainBatch,
+    Written,
+)
 from gcore.workflows.context import generate_and_reward
 
 GOAL, STEPS, SIGMA = 6.0, 6, 0.5  # the best policy pushes by GOAL / STEPS
@@ -83,12 +94,8 @@ class Pushes:
         return 1 + self.num_steps
 
     @property
-    def passes(self) -> int:
-        return 1
-
-    @property
-    def image_pixels(self) -> tuple[int, ...]:
-        return ()
+    def work(self) -> SampleWork:
+        return SampleWork(self.size)
 
     @property
     def nbytes(self) -> int:

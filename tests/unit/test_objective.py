@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcore.config.tree import Algorithm, Preference
+from gcore.config.algorithm import Algorithm
+from gcore.config.preference import Preference
 from gcore.protocols import Metric, add_metrics
 from gcore.training import objective, preference
 from gcore.training.micro import StepColumns

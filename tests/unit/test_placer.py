@@ -21,13 +21,13 @@ import pytest
 from gcore.clients import EngineClient, TrainerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import Replicas, WeightResender
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, _sampled
 from gcore.generation.pool import EnginePool
 from gcore.generation.routing import shared_limit
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor, RolloutProgress
 from gcore.placement.placer import RETRY_S, Placer
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.placement.rules import Costs, View, request_limit
 from gcore.protocols import Rendezvous, RoleDied, WeightPlan

@@ -12,8 +12,8 @@ import pytest
 from gcore.clients import EngineClient, ScorerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas, WeightResender
-from gcore.generation.pool import EnginePool, ScorerPool
-from gcore.generation.replica_pool import Observation, Outstanding, Pool
+from gcore.generation.pool import EnginePool, Outstanding, PoolState, RolePool, ScorerPool
+from gcore.generation.routing import Router
 from gcore.protocols import RoleDied, RoleError
 from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams
@@ -91,7 +91,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def idle(pool: Pool[Any]) -> bool:
+def idle(pool: RolePool[Any]) -> bool:
     seen = pool.observe()
     return seen.waiting == 0 and all((r.requests, r.work) == (0, 0) for r in seen.replicas)
 
@@ -109,12 +109,12 @@ def same(found: Completion, expected: Completion) -> bool:
 def test_beyond_the_limit_calls_wait_by_priority_then_arrival():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool(engines(replica), limit=1)
+        pool = EnginePool(engines(replica), Router(1, limit=1))
         order = [(0, 5), (1, 7), (2, 5), (3, -1), (4, 7)]
         calls = [begin(pool.generate(ask(key), priority=priority)) for key, priority in order]
         await settle()
         assert replica.keys == [[0]]
-        assert pool.observe() == Observation(waiting=4, replicas=(Outstanding("a", 1, 14),))
+        assert pool.observe() == PoolState(waiting=4, replicas=(Outstanding("a", 1, 14),))
         for n in range(5):
             replica.answer(n, f"answer {n}")
             await settle()
@@ -129,7 +129,7 @@ def test_beyond_the_limit_calls_wait_by_priority_then_arrival():
 def test_no_call_overtakes_a_large_call_and_it_goes_through():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool(engines(replica), limit=2)
+        pool = EnginePool(engines(replica), Router(1, limit=2))
         for keys in ((0,), (1, 2, 3), (4,)):
             begin(pool.generate(ask(*keys)))
         await settle()
@@ -150,7 +150,7 @@ def test_no_call_overtakes_a_large_call_and_it_goes_through():
 def test_who_gives_up_in_the_line_makes_room_for_who_stands_behind():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool(engines(replica), limit=2)
+        pool = EnginePool(engines(replica), Router(1, limit=2))
         calls = [begin(pool.generate(ask(*keys))) for keys in ((0,), (1, 2), (3,))]
         await settle()
         assert replica.keys == [[0]]
@@ -165,7 +165,7 @@ def test_who_gives_up_in_the_line_makes_room_for_who_stands_behind():
 def test_a_place_granted_to_a_cancelled_call_goes_to_the_next():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool(engines(replica), limit=1)
+        pool = EnginePool(engines(replica), Router(1, limit=1))
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         replica.answer(0, "0")
@@ -224,12 +224,12 @@ def test_limits_of_a_controller():
 def test_what_a_dead_replica_had_goes_elsewhere_and_waits_when_no_replica_is_left():
     async def main() -> None:
         replicas = [Replica("a"), Replica("b")]
-        pool = EnginePool(engines(*replicas), limit=1)
+        pool = EnginePool(engines(*replicas), Router(2, limit=1))
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         replicas[0].die()
         await settle()
-        assert pool.observe() == Observation(2, (Outstanding("a", 0, 0, ("dead",)), Outstanding("b", 1, 14)))
+        assert pool.observe() == PoolState(2, (Outstanding("a", 0, 0, ("dead",)), Outstanding("b", 1, 14)))
         assert pool.alive() == {1: EngineClient(replicas[1])}
         replicas[1].answer(0, "1")
         await settle()
@@ -353,14 +353,14 @@ def test_an_abort_by_another_caller_is_an_abort():
 def test_what_is_moved_waits_for_a_replica_and_keeps_its_place():
     async def main() -> None:
         a = Replica("a")
-        pool = EnginePool(engines(a), limit=2)
+        pool = EnginePool(engines(a), Router(1, limit=2))
         calls = [begin(pool.generate(ask(*keys))) for keys in ((0, 1), (2,))]
         await settle()
         drained = begin(pool.drain("a"))
         await settle()
         a.answer(0, piece([3]), piece([4]))
         await settle()
-        assert drained.done() and pool.observe() == Observation(3, (Outstanding("a", 0, 0, ("drained",)),))
+        assert drained.done() and pool.observe() == PoolState(3, (Outstanding("a", 0, 0, ("drained",)),))
         pool.mark_alive("a")  # it is alive; that does not open what is drained
         await settle()
         assert a.keys == [[0, 1]]
@@ -593,7 +593,7 @@ def test_tokens_of_callers_that_give_up_are_counted():
 def test_whose_turn_came_as_the_replica_was_closed_goes_elsewhere():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
-        pool = EnginePool(engines(a, b), limit=1)
+        pool = EnginePool(engines(a, b), Router(2, limit=1))
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         a.answer(0, "0")

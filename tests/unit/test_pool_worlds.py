@@ -17,10 +17,11 @@ import pytest
 
 from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
-from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.generation.routing import Router
 from gcore.protocols import RoleDied
 from gcore.runtime.local import LocalHandle
 from gcore.simulate import VirtualLoop
@@ -92,7 +93,9 @@ class World:
         size = rng.randint(1, 3)
         self.pools = [EnginePool.for_controller(engines(*self.replicas), rank, size, SLOTS) for rank in range(size)]
         if rng.random() < 0.3:
-            self.pools = [EnginePool(engines(*self.replicas), (rank, size)) for rank in range(size)]
+            self.pools = [
+                EnginePool(engines(*self.replicas), Router(len(self.replicas), (rank, size))) for rank in range(size)
+            ]
         self.busy = set[int]()  # replicas something is happening to
 
     def check_sent(self, replica: Replica, args: Any) -> None:
@@ -215,7 +218,7 @@ def test_a_moved_sample_is_the_undisturbed_one(moves):
     async def main(network: Any) -> tuple[list[Completion], list[Completion], int]:
         engines = [embedded(network, max_concurrent=6) for _ in range(2)]
         clients = [EngineClient(LocalHandle(f"engine-{i}", engine)) for i, engine in enumerate(engines)]
-        pool = EnginePool(clients, limit=12)
+        pool = EnginePool(clients, Router(len(clients), limit=12))
         params = SamplingParams(56, temperature=0.8, top_p=0.95, stop_tokens=(5,))
         prompts = [np.arange(1, 4 + n % 3, dtype=np.int32) + n for n in range(4)]
         groups = [[Request(Tokens(p), params, noise_key(7, n, s)) for s in range(4)] for n, p in enumerate(prompts)]

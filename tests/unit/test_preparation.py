@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.content.tokens import Tokens
 from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores
 from gcore.preparation.samples import Scoring, advantages_of, make_samples, to_sample, with_advantages

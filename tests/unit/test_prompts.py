@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.tree import BuildModel, Data, Dataset, Model
+from gcore.config.base import BuildModel, Model
+from gcore.config.data import Data, Dataset
 from gcore.prompts.rows import answer_of, check_media, load_rows, prompt_of
 from gcore.prompts.source import PromptSource, Templater, measure
 from gcore.prompts.tasks import make_task
