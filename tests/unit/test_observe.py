@@ -429,7 +429,7 @@ def shown(view: RunView, width: int = 80, height: int = 24) -> list[str]:
 
 
 def test_live_panel_shows_the_run_and_fits() -> None:
-    view = RunView("sums", 150, "GRPO, 2 controllers", warm_steps=40)
+    view = RunView("sums", 150, warm_steps=40)
     view.add({"step": 0, "eval/accuracy": 0.118}, None)
     for step in range(1, 9):
         view.add({"step": step, "reward/mean": float(step), "timing_s/step": 1.0, "timing_s/training": 0.75}, None)
@@ -437,7 +437,7 @@ def test_live_panel_shows_the_run_and_fits() -> None:
     view.statuses = [Status(f"controller-{i}", "generation", "31/64 samples", 8) for i in range(30)]
     lines = shown(view)
     text = "\n".join(lines)
-    for part in ("sums", "GRPO, 2 controllers", "step 8/150", "▁▂▃▄▅▆▇█", "8.000", "0.118 → 0.500", "2 min 22 s left"):
+    for part in ("sums", "step 8/150", "▁▂▃▄▅▆▇█", "8.000", "0.118 → 0.500", "2 min 22 s left"):
         assert part in text
     assert "■ training 0.75 s  ■ other 0.25 s" in text and "controller-0  ● generation  31/64 samples" in text
     assert "+ 21 more" in text and "21 generation" in text and "warm start" not in text
