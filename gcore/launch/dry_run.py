@@ -203,10 +203,10 @@ def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rol
 
 def _memory(config: Config, plan: Plan) -> str:
     """One node: at least 2.2 GB of 24 GB. Several: the same for each of them."""
-    found = node_parts(config, plan)
-    if len(found) == 1:
-        return memory_line(found[0][1], found[0][0])
-    return "; ".join(f"{node.address} {memory_line(parts, node)}" for node, parts in found)
+    nodes = node_parts(config, plan)
+    if len(nodes) == 1:
+        return memory_line(nodes[0][1], nodes[0][0])
+    return "; ".join(f"{node.address} {memory_line(parts, node)}" for node, parts in nodes)
 
 
 def _dataset(data: DatasetCheck, limit: int) -> str:

@@ -61,17 +61,14 @@ DatasetSplit = Literal["train", "eval"]
 
 @dataclass(frozen=True, slots=True)
 class OpenDataset:
-    """A dataset and the numbers of the rows to check. OpenDataset("train", Dataset(...), [...], (0, 1, 3, ...))"""
+    """A dataset and the rows to check. OpenDataset("data.train", "train", Dataset(...), [...], (0, 1, 3, ...), "")"""
 
+    key: str
     split: DatasetSplit
     spec: Dataset
     rows: Sequence[dict[str, Any]]
     sample: tuple[int, ...]
-    eval_set: str = ""  # its name, of several
-
-    @property
-    def key(self) -> str:
-        return _key(self.split, self.eval_set)
+    eval_set: str  # its name, of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +206,11 @@ def _packages(config: Config) -> None:
 
 def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[MemoryPart]]]:
     """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
-    found = []
+    nodes = []
     for i, node in enumerate(plan.nodes):
         own = parts(config, plan.on_node(i), trains)
-        found.append((node, own if i == 0 else [part for part in own if part.what != "driver"]))
-    return [(node, own) for node, own in found if own]
+        nodes.append((node, own if i == 0 else [part for part in own if part.what != "driver"]))
+    return [(node, own) for node, own in nodes if own]
 
 
 def _sizes(config: Config, plan: Plan, trains: bool) -> list[str]:
@@ -258,23 +255,19 @@ def _on_cuda(config: Config) -> list[str]:
     return [key for key, device in devices.items() if device == "cuda"]
 
 
-def _key(split: DatasetSplit, eval_set: str) -> str:
-    return f"data.{split}.{eval_set}" if eval_set else f"data.{split}"
-
-
 def _open(config: Config, split: DatasetSplit, spec: Dataset, media: bool, eval_set: str = "") -> OpenDataset:
     """Open the dataset; each row of the sample has a prompt."""
-    key = _key(split, eval_set)
+    key = f"data.{split}.{eval_set}" if eval_set else f"data.{split}"
     rows = load_answered(spec, config.needs, key) if config.trains_on_answers(split) else load_rows(spec, key, media)
-    data = OpenDataset(split, spec, rows, sample_of(len(rows)), eval_set)
+    data = OpenDataset(key, split, spec, rows, sample_of(len(rows)), eval_set)
     for index in data.sample:
         row = rows[index]
         names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
         if (empty := [name for name in names if name in row]) and all(row[name] is None for name in empty):
-            raise UserError(f"{data.key}: row {index} has no prompt: its column {empty[0]!r} is empty (null)")
+            raise UserError(f"{key}: row {index} has no prompt: its column {empty[0]!r} is empty (null)")
         try:
-            check_numbers(row, data.key)
-            prompt_of(row, spec, data.key)
+            check_numbers(row, key)
+            prompt_of(row, spec, key)
         except UserError as error:
             raise _of_row(error, data, index) from None
     return data
@@ -339,7 +332,9 @@ def heavy_checks(config: Config, plan: Plan, datasets: Sequence[OpenDataset]) ->
 def _network(config: Config, plan: Plan, tokenizer: Any) -> None:
     """Checks that need torch. It is not imported for built models without adapters, which need no check."""
     if config.generation.denoising is not None:
-        _denoiser(config)
+        from gcore.diffusion.load import check_denoiser
+
+        check_denoiser(config)  # the classes of model.lora.targets and the kind of transformer, without weights
     elif config.objective == "reward_model":
         pass  # a trainer rank loads a language model or a scorer
     elif config.training.emulated is None and (config.model.path is not None or config.model.lora is not None):
@@ -351,13 +346,6 @@ def _network(config: Config, plan: Plan, tokenizer: Any) -> None:
         from gcore.models.networks import pick_device
 
         pick_device("cuda")
-
-
-def _denoiser(config: Config) -> None:
-    """The classes of model.lora.targets and the kind of transformer, without weights."""
-    from gcore.diffusion.load import check_denoiser
-
-    check_denoiser(config)
 
 
 def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
