@@ -10,7 +10,7 @@ import json
 import mmap
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -42,7 +42,7 @@ class Rows(Sequence[Row]):
         return self._read(index % self._num_rows)
 
 
-def read_file(path: Path, size: int | None, key: str, media: bool = False) -> Rows:
+def read_file(path: Path, size: int | None, key: str, media: Collection[str] = ()) -> Rows:
     """The first `size` rows. UserError names the file and the line. `media`: columns of images are allowed."""
     try:
         return READERS[path.suffix](path, size, key) if path.suffix != ".parquet" else _parquet(path, size, key, media)
@@ -164,7 +164,7 @@ def _csv(path: Path, size: int | None, key: str) -> Rows:
     return _rows_of(pa.table({n: pa.array(c, pa.large_string()) for n, c in zip(names, columns, strict=True)}), size)
 
 
-def _parquet(path: Path, size: int | None, key: str, media: bool = False) -> Rows:
+def _parquet(path: Path, size: int | None, key: str, media: Collection[str] = ()) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
