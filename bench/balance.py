@@ -38,7 +38,7 @@ from bench import layouts  # noqa: E402
 from gcore.cost.shapes import SHAPES, model_shape  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
 from gcore.preparation.balance import idle_share, make_layout  # noqa: E402
-from gcore.types import SampleMeta, TrainBatch  # noqa: E402
+from gcore.types import SampleMeta, SampleWork, TrainBatch  # noqa: E402
 
 LONGEST = 16384
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -77,7 +77,7 @@ def lengths_of_a_run(tokens: int) -> list[int]:
             **{f"model.build.{name}": value for name, value in MODEL.items()},
             **{"generation.max_response_length": tokens, "run.steps": 2, "run.dir": folder, "runtime": "local"},
             **{"controllers": 1, "training.warm_start": "null", "data.eval": "null", "observe.samples_per_step": 64},
-            **{"training.device": "cpu", "observe.tensorboard": "false", "observe.progress": "none"},
+            **{"training.device": "cpu", "observe.trackers": "[]", "observe.progress": "none"},
         }
         recipe = str(ROOT / "recipes" / "quickstart.yaml")
         status = main(["train", recipe, *(f"{key}={value}" for key, value in keys.items())])
@@ -101,7 +101,7 @@ def simulated(run: Sequence[int], seeds: int, ranks: Sequence[int]) -> list[dict
 def one(case: dict[str, Any], draw: Callable[..., np.ndarray], cost: CostModel, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     lengths = draw(rng, case["ranks"] * case["per_rank"]).clip(32, LONGEST).astype(int)
-    metas = [SampleMeta(i // 8, i % 8, int(n), 1, steps=int(n) - 24) for i, n in enumerate(lengths)]
+    metas = [SampleMeta(i // 8, i % 8, SampleWork(int(n)), 1, steps=int(n) - 24) for i, n in enumerate(lengths)]
     costs = [cost.of_sample(meta) for meta in metas]
     row = {**case, "seed": seed, "largest": max(costs) * case["ranks"] / sum(costs)}
     request = {"num_ranks": case["ranks"], "max_tokens": case["budget"], "cost": cost, "padded": False}

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from bench.control_costs import ControlCosts, Observation, Step, fit, fit_layout, predict  # noqa: E402
 from gcore.cost.workload import CostModel  # noqa: E402
 from gcore.preparation.balance import make_layout, num_parts  # noqa: E402
-from gcore.types import SampleMeta  # noqa: E402
+from gcore.types import SampleMeta, SampleWork  # noqa: E402
 
 MARK, END = "<!-- control model -->", "<!-- end of control model -->"
 DEVICES, SIZES, SIBLINGS, PER_DEVICE = (64, 512, 4096), (1, 8, 64, 512), 8, 16
@@ -48,7 +48,7 @@ def layout_seconds(ranks: int) -> tuple[int, int, float]:
     """Samples, parts, and CPU seconds of one part of a layout, for ranks that share weights."""
     lengths = 2048 * np.exp(np.random.default_rng(0).normal(0, 0.3, PER_DEVICE * ranks))
     metas = [
-        SampleMeta(i // SIBLINGS, i % SIBLINGS, int(length), int(length), steps=int(length))
+        SampleMeta(i // SIBLINGS, i % SIBLINGS, SampleWork(int(length)), int(length), steps=int(length))
         for i, length in enumerate(lengths)
     ]
     began = time.process_time()

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gcore.content.media import ArrayRef, store
 from gcore.content.tokens import NO_TOKENS, Tokens, tokens_of
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, log_normal
 from gcore.emulate.trainer import EmulatedTrainer
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import Handle, UpdateStats
-from gcore.types import Completion, Floats, Key, Request, Sample, SamplingParams, TrainBatch
+from gcore.types import Completion, Floats, Key, Request, Sample, SampleWork, SamplingParams, TrainBatch
 
 ALPHABET = "0123456789+="
 HEAVY = 10
@@ -89,16 +89,12 @@ class Pictured:
         return self.tokens.size
 
     @property
-    def passes(self) -> int:
-        return 1
-
-    @property
     def actions_S(self) -> Any:
         return np.ones(self.num_steps, np.bool_)
 
     @property
-    def image_pixels(self) -> tuple[int, ...]:
-        return ()  # no vision tower: the same layout in all control planes
+    def work(self) -> SampleWork:
+        return SampleWork(self.size)  # without the images: the same layout in all control planes
 
     @property
     def nbytes(self) -> int:
@@ -151,16 +147,12 @@ class Remote:
         return self.context.size + sum(piece.steps for piece in self.pieces)
 
     @property
-    def passes(self) -> int:
-        return 1
-
-    @property
     def actions_S(self) -> Any:
         return np.ones(self.num_steps, np.bool_)
 
     @property
-    def image_pixels(self) -> tuple[int, ...]:
-        return ()
+    def work(self) -> SampleWork:
+        return SampleWork(self.size)
 
     @property
     def nbytes(self) -> int:

@@ -240,21 +240,32 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleWork:
+    """What a trainer rank computes for a content; cost/workload.py prices it. SampleWork(9, media=(("image", 256),))"""
+
+    length: int  # tokens of one pass of the network: the size of the content
+    passes: int = 1  # over these tokens: 1 for a sequence; of a denoiser, the steps that are trained
+    media: tuple[tuple[str, int], ...] = ()  # that towers encode: the kind of each, and its size, such as pixels
+
+
+@dataclass(frozen=True, slots=True)
 class SampleMeta:
-    """The metadata of a sample, which collectives exchange. SampleMeta(prompt_id=70, sibling=3, length=9, actions=3)"""
+    """The metadata of a sample, which collectives exchange. SampleMeta(70, sibling=3, work=SampleWork(9), actions=3)"""
 
     prompt_id: int
     sibling: int
-    length: int  # size of the content
+    work: SampleWork
     actions: int  # steps that count in the loss
     digest: bytes = b""  # of the steps, for samples_digest
     steps: int = 0  # that the head predicts
-    passes: int = 1  # of the network over the content: for diffusion, the denoising steps that are trained
-    images: tuple[int, ...] = ()  # pixels of each image
 
     @property
     def key(self) -> tuple[int, int]:
         return (self.prompt_id, self.sibling)
+
+    @property
+    def length(self) -> int:
+        return self.work.length
 
 
 @dataclass(frozen=True, slots=True)

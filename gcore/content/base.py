@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 
 if TYPE_CHECKING:
-    from gcore.types import Bools, Finish, SamplingParams
+    from gcore.types import Bools, Finish, SampleWork, SamplingParams
 
 
 class Content(Protocol):
@@ -41,13 +41,8 @@ class Content(Protocol):
         ...
 
     @property
-    def passes(self) -> int:
-        """Times that a trainer rank computes `size` tokens: 1 for a sequence, else the trained denoising steps."""
-        ...
-
-    @property
-    def image_pixels(self) -> tuple[int, ...]:
-        """Of the images that a vision tower encodes."""
+    def work(self) -> SampleWork:
+        """What a trainer rank computes for it, `size` among it."""
         ...
 
     @property

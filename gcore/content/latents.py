@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore.config.tree import Generation
+from gcore.config.generation import Generation
 from gcore.content.media import ArrayRef
-from gcore.types import Bools, Finish, Pixels, SamplingParams, UserError
+from gcore.types import Bools, Finish, Pixels, SampleWork, SamplingParams, UserError
 
 if TYPE_CHECKING:
     from gcore.content.base import Content
@@ -63,12 +63,8 @@ class Latents:
         return self.tokens
 
     @property
-    def passes(self) -> int:
-        return max(1, int(self.actions_S.sum()))
-
-    @property
-    def image_pixels(self) -> tuple[int, ...]:
-        return ()
+    def work(self) -> SampleWork:
+        return SampleWork(self.tokens, passes=max(1, int(self.actions_S.sum())))
 
     @property
     def nbytes(self) -> int:

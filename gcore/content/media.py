@@ -66,14 +66,14 @@ class Media:
     seconds: float = 0.0  # of a video, between two times of the grid
 
     @property
-    def tower_pixels(self) -> tuple[int, ...]:
+    def tower_sizes(self) -> tuple[tuple[str, int], ...]:
         """Pixels that the vision tower encodes, after resizing and tiling, if it is known: of the image, or of each
         time of a video's grid, which the tower encodes like an image."""
         if (given := self.inputs.get("pixel_values")) is None:
-            return (int(np.prod(self.pixels.shape[:-1])),)
+            return (("image", int(np.prod(self.pixels.shape[:-1]))),)
         in_patches = len(given.shape) == 2  # of Qwen-VL, where a patch holds an image twice, or two frames
         pixels, times = int(np.prod(given.shape)) // (6 if in_patches else 3), self.grid[0]
-        return (pixels // times,) * times
+        return (("image", pixels // times),) * times
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gcore.content.media import Media
-from gcore.types import Bools, Finish, Ints, UserError
+from gcore.types import Bools, Finish, Ints, SampleWork, UserError
 
 if TYPE_CHECKING:
     from gcore.content.base import Content
@@ -97,12 +97,8 @@ class Tokens:
         return len(self.tokens_P) + len(self.tokens_S)
 
     @property
-    def passes(self) -> int:
-        return 1
-
-    @property
-    def image_pixels(self) -> tuple[int, ...]:
-        return tuple(pixels for medium in self.media for pixels in medium.tower_pixels)
+    def work(self) -> SampleWork:
+        return SampleWork(self.size, media=tuple(size for medium in self.media for size in medium.tower_sizes))
 
     @property
     def nbytes(self) -> int:

@@ -29,7 +29,7 @@ from gcore.config.tree import Config
 from gcore.controller.prompt_ledger import FAILURES, NO_SPREAD, Place, ProgressReport, PromptLedger
 from gcore.controller.run_prompts import Filter, PromptRunner, reason_of, run_workflow
 from gcore.placement.monitor import RolloutProgress
-from gcore.prompts.curriculum import Curriculum
+from gcore.prompts.curriculum import CurriculumOrder
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
 from gcore.types import Prompt, RewardError, SampleMeta, Scored, UserError, WorkflowError
@@ -221,7 +221,7 @@ class Collector:
         report: Callable[[str], None],
         source: PromptSource,
         version: Callable[[], int],
-        curriculum: Curriculum | None = None,
+        curriculum: CurriculumOrder | None = None,
     ) -> None:
         self._sampling, self._report, self._group = sampling, report, group.subgroup()
         self.rate = 1.0  # fraction of groups that pass the filter, as of the last step

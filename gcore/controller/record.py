@@ -45,7 +45,7 @@ class Recorder:
         self._status = services.status
         self._pool, self._rewarder = services.pool, services.rewarder
         self._dispatcher, self._placement = services.dispatcher, services.placement
-        self._vision = services.vision
+        self._kind = services.kind
         self._writer, self._samples = writer, samples
         self.last_row: Row = {}  # of the last step, with its evaluation
 
@@ -62,7 +62,7 @@ class Recorder:
             **overlong_sum(collected, self._config),
             "counts": self._rewarder.take_counts(),
             "links": self._take_links(),
-            "media": self._vision.take_bytes() if self._vision is not None else 0,
+            "media": self._kind.take_media_bytes(),
             "times": {**self._status.take_all_seconds(), **stages},
         }
         gathered = await self._group.all_gather(f"metrics of step {step}", sums)
@@ -168,8 +168,8 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
 
 
 def overlong_sum(collected: Collected, config: Config) -> dict[str, Fraction]:
-    """Sum of the overlong penalties, if algorithm.overlong_buffer is set."""
-    if not config.algorithm.overlong_buffer:
+    """Sum of the overlong penalties, if algorithm.overlong.buffer is set."""
+    if not config.algorithm.overlong.buffer:
         return {}
     longest = config.generation.max_response_length
     scored = [s for group in collected.groups for s in group]

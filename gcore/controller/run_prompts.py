@@ -16,7 +16,7 @@ from pathlib import Path
 
 import gcore
 from gcore.controller.prompt_ledger import REWARD_ERROR, WORKFLOW_ERROR, PromptLedger
-from gcore.prompts.curriculum import Curriculum, Passed
+from gcore.prompts.curriculum import CurriculumOrder, Passed
 from gcore.prompts.source import PromptSource
 from gcore.protocols import RoleDied, RoleError
 from gcore.rewarding.source import is_finite
@@ -36,7 +36,7 @@ class PromptRunner:
         shared: SharedContext,
         keep: Filter,
         source: PromptSource,
-        curriculum: Curriculum | None,
+        curriculum: CurriculumOrder | None,
         ledger: PromptLedger,
         version: Callable[[], int],
         wants_more: Callable[[], bool],

@@ -10,14 +10,9 @@ collector: prompts -> groups of scored samples     recorder, evaluator, checkpoi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 from gcore.config.tree import Config
 from gcore.content.base import Modality
-from gcore.content.latents import LatentModality
-from gcore.content.text import ConversationModality, TextModality
-from gcore.content.vision import VisionProcessor
 from gcore.controller.checkpointing import Checkpointer
 from gcore.controller.collect import Collector
 from gcore.controller.dispatch import Dispatcher
@@ -34,17 +29,16 @@ from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.gpu_assignment import CRITIC, TRAINER
 from gcore.launch.own_algorithm import make_scoring
 from gcore.launch.plan import Plan
-from gcore.launch.router_replay import replays_experts
+from gcore.modalities.base import PolicyKind
+from gcore.modalities.table import kind_of
 from gcore.observe.links import Links
 from gcore.observe.trace import Tracer
 from gcore.placement.grid import POLICY
 from gcore.preparation.advantages import Scoring
-from gcore.prompts.processor import load_processor
-from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
 from gcore.protocols import Group, Rewarder
 from gcore.workflows.context import SharedContext, Workflow
 
-MEDIA = "media"  # folder of a run: pixels and inputs of vision towers
+MEDIA = "media"  # folder of a run: the media of prompts, and what networks read of them
 
 
 @dataclass(slots=True)
@@ -53,7 +47,7 @@ class Services:
 
     config: Config
     controllers: Group
-    tokenizer: Any  # None for diffusion models
+    kind: PolicyKind
     modality: Modality
     workflow: Workflow  # makes the group of a prompt in evaluations, and in training unless it is offline
     group_filter: Filter  # sampling.filter
@@ -66,7 +60,6 @@ class Services:
     replicas: Replicas
     status: LiveStatus  # for the progress view
     gate: StepGate = field(default_factory=StepGate)  # to the driver after a step, with run.on_step
-    vision: VisionProcessor | None = None  # of a model that takes images
     eval_modality: Modality | None = None  # with other sampling parameters in evaluations
     # Made by start_run.py. An evaluation has neither collector nor checkpointer.
     collector: Collector = field(init=False)
@@ -108,26 +101,9 @@ class Services:
         await self.controllers.barrier("end")
 
 
-def _modalities(config: Config, tokenizer: Any, vision: VisionProcessor | None) -> tuple[Modality, Modality]:
-    """The modality of the policy: for training, and with other sampling parameters for evaluations."""
-    generation, in_evaluations = config.generation, config.generation.model_copy(update=config.evaluation.sampling)
-    if generation.denoising is not None:
-        return LatentModality(generation), LatentModality(in_evaluations)
-    stops, longest = stop_tokens(config.model, tokenizer), config.data.max_prompt_length
-    kind = ConversationModality if config.objective == "reward_model" else TextModality
-    make = partial(kind, tokenizer=tokenizer, stop_tokens=stops, max_prompt_length=longest, vision=vision)
-    return make(generation, keep_experts=replays_experts(config)), make(in_evaluations)
-
-
 def make_services(config: Config, plan: Plan, roles: Roles, group: Group) -> Services:
     grid, level = plan.grid, sleep_level(config, plan)
-    denoises = config.generation.denoising is not None
-    tokenizer = None if denoises else load_tokenizer(config.model)
-    vision = (
-        None
-        if denoises
-        else load_processor(config.model, tokenizer, config.run.folder / MEDIA, engine=config.generation.engine)
-    )
+    kind = kind_of(config, config.run.folder / MEDIA)
     rewarder = build_rewarder(config, plan, roles, group.rank)
     status = LiveStatus(group.rank, Tracer(trace_folder(config), f"controller-{group.rank}"))
     max_concurrent = config.generation.max_concurrent
@@ -142,12 +118,12 @@ def make_services(config: Config, plan: Plan, roles: Roles, group: Group) -> Ser
         per_call=config.sampling.samples_per_prompt,
     )
     links = (
-        Links.of(group.rank, plan.nodes_of_pool(TRAINER)),
-        Links.of(group.rank, plan.nodes_of_pool(CRITIC)),
+        Links(group.rank, plan.nodes_of_pool(TRAINER)),
+        Links(group.rank, plan.nodes_of_pool(CRITIC)),
     )
     dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.topology, links, roles.critics)
     weights = WeightResender(roles.trainers, lambda: dispatcher.version, dispatcher.transfer)
-    modality, eval_modality = _modalities(config, tokenizer, vision)
+    modality, eval_modality = kind.modalities()
     slot_placement: SlotPlacement | None = None
     if grid is not None and roles.trainers:  # in an evaluation all replicas are awake
         pools = {POLICY: pool} | {
@@ -157,8 +133,7 @@ def make_services(config: Config, plan: Plan, roles: Roles, group: Group) -> Ser
     return Services(
         config=config,
         controllers=group,
-        tokenizer=tokenizer,
-        vision=vision,
+        kind=kind,
         modality=modality,
         workflow=load_workflow(config.workflow),
         group_filter=load_filter(config.sampling.filter),

@@ -18,7 +18,6 @@ from gcore.controller.warm_start import warm_start
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.placement_log import rewind_placement
 from gcore.observe.samples import SampleLog, rewind_samples
-from gcore.prompts.conditions import templater_of
 from gcore.prompts.curriculum import make_curriculum
 from gcore.prompts.source import PromptSource, Templater, add_digests, check_bad_rows, measure, rows_of
 from gcore.types import UserError
@@ -88,9 +87,8 @@ async def _load_prompts(services: Services) -> tuple[PromptSource, dict[str, Pro
     """The prompts to train on, and the held-out prompts of each evaluation set."""
     data = services.config.data
     services.status.show("loading data")
-    parts = services.config, services.tokenizer
-    source = await _load(services, "train", templater_of(*parts, "train", vision=services.vision), data.shuffle)
-    templaters = {name: templater_of(*parts, "eval", name, services.vision) for name in data.eval_sets}
+    source = await _load(services, "train", services.kind.templater("train"), data.shuffle)
+    templaters = {name: services.kind.templater("eval", name) for name in data.eval_sets}
     return source, {
         name: await _load(services, "eval", templater, shuffle=False) for name, templater in templaters.items()
     }
@@ -101,7 +99,7 @@ async def _load(
 ) -> PromptSource:
     """Each controller measures a part of the rows. The numbers of rows that fit are gathered."""
     config, key, limit = services.config, templater.key, services.config.data.max_prompt_length
-    rows, answers = rows_of(config, split, templater, services.tokenizer, media=services.vision is not None)
+    rows, answers = rows_of(config, split, templater)
     part = services.controllers.rank, services.controllers.size
     mine = measure(rows, templater, limit, *part, answers, services.rewarder.check if answers is None else None)
     parts = await services.controllers.all_gather(f"prompts of {key}", mine)

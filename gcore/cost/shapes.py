@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class Shape:
     tied: bool = False
     experts: int = 0  # 0: dense
     active_experts: int = 0
-    vision: CostModel | None = None  # of the vision tower
+    towers: tuple[tuple[str, CostModel], ...] = ()  # what encodes media, by their kind
     source: str = "given dimensions"
 
     @property
@@ -93,7 +94,7 @@ class Shape:
         head = 2.0 * self.table_parameters
         token = 2.0 * self.product_parameters - head
         pair = 4.0 * self.layers * self.heads * self.head_dim
-        return CostModel(crossover=2 * token / pair, head=head / token, flops=token, vision=self.vision)
+        return CostModel(crossover=2 * token / pair, head=head / token, flops=token, towers=self.towers)
 
     def forward_flops(self, context: float) -> float:
         """FLOPs of one token that attends to `context` others."""
@@ -177,7 +178,7 @@ def model_shape(model: Model, key: str) -> Shape:
         tied=True,
         experts=build.experts if build.architecture == "qwen3_moe" else 0,
         active_experts=build.active_experts if build.architecture == "qwen3_moe" else 0,
-        vision=_vision(build.vision.model_dump() if build.vision else None),
+        towers=_towers({"vision_config": build.vision.model_dump() if build.vision else None}),
     )
 
 
@@ -238,9 +239,15 @@ def _from_config(file: Path, option: str) -> Shape:
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts + shared if experts else 0,
         active_experts=number("num_experts_per_tok") + shared if experts else 0,  # shared experts are always used
-        vision=_vision(config.get("vision_config")),
+        towers=_towers(config),
         source=str(file),
     )
+
+
+def _towers(config: Mapping[str, Any]) -> tuple[tuple[str, CostModel], ...]:
+    """Of the sections of a config.json that describe them."""
+    vision = _vision(config.get("vision_config"))
+    return () if vision is None else (("image", vision),)
 
 
 def _vision(config: Any) -> CostModel | None:
@@ -257,4 +264,4 @@ def _vision(config: Any) -> CostModel | None:
         return None
     side = int(number("patch_size") or 14)
     token = 2 * layers * (4 * hidden * hidden + 2 * hidden * mlp)
-    return CostModel(2 * token / (4 * layers * hidden), causal=False, flops=token, patch_pixels=side * side)
+    return CostModel(2 * token / (4 * layers * hidden), causal=False, flops=token, patch=side * side)

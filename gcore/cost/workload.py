@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gcore.types import SampleMeta
+from gcore.types import SampleMeta, SampleWork
 
 UPDATE = 3  # forward passes that forward and backward cost, without recomputation
 MICRO_BATCH_TOKENS = 128.0  # cost of a micro-batch beyond its samples: kernel launches, weights to gather. Chosen
@@ -35,16 +35,20 @@ class CostModel:
     head: float = 0.0  # cost of predicting one step
     causal: bool = True  # False: every token attends to all tokens, as in diffusion transformers
     flops: float = 1.0  # of a token: a forward pass of n tokens takes n * flops FLOPs, without attention and head
-    vision: CostModel | None = None  # of the patches of images
-    patch_pixels: int = 196  # of a vision tower
+    towers: tuple[tuple[str, CostModel], ...] = ()  # what encodes media, by their kind
+    patch: int = 196  # of a tower: pixels of an image that become one of its tokens
 
-    def of(self, length: int, *, steps: int = 0, passes: int = 1, images: Sequence[int] = ()) -> float:
-        """`passes`: of the network over the sequence (denoising steps). `images`: pixels of each image."""
+    def of(self, length: int, *, steps: int = 0) -> float:
+        """Of one pass over a sequence."""
         quadratic = length * length / self.crossover * (1 if self.causal else 2)
-        return passes * (length + quadratic) + self.head * steps + sum(map(self.of_image, images))
+        return length + quadratic + self.head * steps
+
+    def of_work(self, work: SampleWork, *, steps: int = 0) -> float:
+        media = sum(self.of_medium(kind, size) for kind, size in work.media)
+        return work.passes * self.of(work.length) + self.head * steps + media
 
     def of_sample(self, meta: SampleMeta) -> float:
-        return self.of(meta.length, steps=meta.steps, passes=meta.passes, images=meta.images)
+        return self.of_work(meta.work, steps=meta.steps)
 
     def of_token(self, context: float) -> float:
         """Of a token in the middle of a batch: it attends to `context` others, and a step is predicted after it."""
@@ -58,12 +62,14 @@ class CostModel:
         """Of a row that is computed with a mask: padding and pairs of different samples are computed too."""
         return width + 2 * width * width / self.crossover
 
-    def of_image(self, pixels: int) -> float:
-        """Of its patches in the vision tower, in tokens of the decoder. Its tokens are part of the length."""
-        if self.vision is None:
+    def tower(self, kind: str) -> CostModel | None:
+        return dict(self.towers).get(kind)
+
+    def of_medium(self, kind: str, size: int) -> float:
+        """Of its patches in the tower, in tokens of the decoder. Its tokens are part of the length."""
+        if (tower := self.tower(kind)) is None:
             return 0.0
-        patches = -(-pixels // self.vision.patch_pixels)
-        return self.vision.of(patches) * self.vision.flops / self.flops
+        return tower.of(-(-size // tower.patch)) * tower.flops / self.flops
 
 
 # ---- fit to measured times ----------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ from gcore.launch.build_ranks import build_critic, build_trainer
 from gcore.launch.epochs import with_steps
 from gcore.launch.machines import Cluster
 from gcore.launch.node_checks import NodeGate, check_nodes, sent_files
-from gcore.launch.pins import check_models, fetch, pin
+from gcore.launch.pins import check_models, find_weights, pin
 from gcore.launch.plan import Plan
 from gcore.launch.preflight import make_ready
 from gcore.observe.events import EventLog
@@ -138,7 +138,7 @@ def _make_ready(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, P
     config = ready.config
     if mode == "train":
         check_resume(config, next(data for data in ready.checked.datasets if data.key == "data.train"))
-    fetch(config)
+    find_weights(config, of_hub=True)
     differences = check_nodes(config, ready.plan, mode == "train")
     if mode == "eval":
         config = open_evaluation_folder(config)

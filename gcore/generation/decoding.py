@@ -13,24 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gcore.generation.cache import RowCache
 from gcore.generation.noise import uniforms
 from gcore.types import Ints, Request
 
 GRID = ("qwen2_5_vl_text", "qwen3_vl_text")  # positions with three axes
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *GRID)
-
-
-class LayerCache(Protocol):
-    """The part of the KV cache that a step uses."""
-
-    def write_step(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(slots=True)
@@ -87,7 +82,7 @@ class FusedDecoder:
             mlp.down_proj,
         )
 
-    def step(self, tokens_B: Tensor, positions_B: Tensor, masks: Sequence[Tensor], cache: LayerCache) -> Tensor:
+    def step(self, tokens_B: Tensor, positions_B: Tensor, masks: Sequence[Tensor], cache: RowCache) -> Tensor:
         num, dim = len(tokens_B), self.head_dim
         cos, sin = self.cos[positions_B], self.sin[positions_B]
         x = F.embedding(tokens_B, self.embedding)
@@ -139,7 +134,7 @@ def _join(parts: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 # ---- from logits to tokens ------------------------------------------------------------------------------------------
 
 
-class Rows:
+class SamplingRows:
     """Sampling parameters per row, as arrays: set when a request gets the row, moved when the row moves."""
 
     def __init__(self, capacity: int) -> None:
@@ -161,7 +156,7 @@ class Rows:
             array[target] = array[source]
 
 
-def sample(logits: Tensor, rows: Rows) -> tuple[np.ndarray, np.ndarray, dict[int, Ints]]:
+def sample(logits: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, dict[int, Ints]]:
     """Per row of `logits`: the next token and its logprob. Also the candidates by row. Temperature 0 is greedy.
 
     Increments the positions. Candidates are the tokens that top-k and top-p left to choose from. They are returned for
@@ -192,7 +187,7 @@ def sample(logits: Tensor, rows: Rows) -> tuple[np.ndarray, np.ndarray, dict[int
     return tokens.cpu().numpy(), logprobs.cpu().numpy(), candidates
 
 
-def _truncate(probs_BV: Tensor, rows: Rows) -> Tensor:
+def _truncate(probs_BV: Tensor, rows: SamplingRows) -> Tensor:
     """Set excluded tokens to 0: first top-k, then top-p of what top-k left. The most likely token always stays."""
     n, vocabulary = probs_BV.shape
     sorted_BV, order = probs_BV.sort(dim=-1, descending=True, stable=True)

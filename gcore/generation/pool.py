@@ -1,16 +1,15 @@
-"""A controller's pools of replicas: which of them accept calls, and the queue of calls. Requests that an engine leaves
-unfinished continue on another.
+"""A controller's pools of engines and of reward models. Requests that a replica leaves unfinished continue on another.
 
-    call ──> queue (priority, then arrival) ──Router has room──> a replica ──> completions, scores
-               ^                                                    │
-               └── whole requests, if the replica died; remaining tokens, if the replica is drained
-
-A replica is closed for one or several reasons: it is dead, drained, paused, or fails health checks (suspect).
+    generate ──> queue (priority, then arrival) ──Router has room──> a replica ──> completions
+                    ^                                                   │
+                    └── whole requests, if the replica died; remaining tokens, if the replica is drained
 
 The choice of the replica does not change the tokens (noise depends on the sample and the position in it), so routing
 can optimize for speed alone. An interrupted response continues on another replica from the tokens it has. The embedded
 and the emulated engine generate the same tokens as without the interruption; vLLM and SGLang draw the rest from the
 same distribution with different noise. If a caller is cancelled, its requests are aborted and free their slots at once.
+
+A replica is closed for one or several reasons: it is dead, drained, paused, or fails health checks (suspect).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import heapq
 import itertools
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -33,11 +32,11 @@ from gcore.protocols import RoleDied, RoleError, RoleReport
 from gcore.types import Completion, Ints, Request
 
 Reason = Literal["dead", "drained", "paused", "suspect"]
-MAX_CALLS = 2048  # whose response lengths are held between two reports
 RECALL_S = 1.0  # an abort may overtake its own requests: it is repeated until they are back
+MAX_CALLS = 2048  # whose response lengths are held between two reports
 
 
-class Replica(Protocol):
+class RoleClient(Protocol):
     """The part of any role's client (gcore/clients.py) that a pool uses."""
 
     @property
@@ -45,26 +44,8 @@ class Replica(Protocol):
     async def stats(self) -> object: ...
 
 
-R = TypeVar("R", bound=Replica)
+R = TypeVar("R", bound=RoleClient)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Outstanding:
-    """One controller's load on a replica. Outstanding(name="engine-0", requests=16, work=9216, closed=("suspect",))"""
-
-    name: str
-    requests: int
-    work: int  # tokens of the prompts plus maximum tokens of the responses
-    closed: tuple[Reason, ...] = ()  # why nothing is sent to it; empty: it is open
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """Snapshot of a pool. Observation(waiting=8, replicas=(Outstanding(name="engine-0", ...), ...))"""
-
-    waiting: int  # requests in the pool's own queue
-    replicas: tuple[Outstanding, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +59,11 @@ class QueueEntry:
     key: Hashable
 
 
-class Pool(Generic[R]):
-    """Replicas of any role. Implements protocols.ReplicaPool. See Router for `controller`, `own` and the limits."""
+class ClientPool(Generic[R]):
+    """Replicas of any role. Implements protocols.ReplicaPool. `router`: None if this pool is the only one."""
 
-    def __init__(
-        self,
-        replicas: Sequence[R],
-        controller: tuple[int, int] = (0, 1),
-        own: Collection[int] | None = None,
-        limit: int | None = None,
-        guest_limit: int | None = None,
-    ) -> None:
-        self.replicas = replicas
-        self._router = Router(len(replicas), controller, own, limit, guest_limit)
+    def __init__(self, replicas: Sequence[R], router: Router | None = None) -> None:
+        self.replicas, self._router = replicas, router or Router(len(replicas))
         self._closed: list[set[Reason]] = [set() for _ in replicas]
         self._idle = [asyncio.Event() for _ in replicas]  # set when no request of this pool is there
         self._waiting: list[tuple[int, int, QueueEntry, asyncio.Future[int]]] = []  # heap; cancelled entries too
@@ -174,12 +147,6 @@ class Pool(Generic[R]):
         columns = zip(self.replicas, self._closed, strict=True)
         return {replica.name: why for replica, closed in columns for why in reasons if why in closed}
 
-    def observe(self) -> Observation:
-        router = self._router
-        columns = zip(self.replicas, router.counts, router.loads, self._closed, strict=True)
-        found = tuple(Outstanding(r.name, count, work, tuple(sorted(why))) for r, count, work, why in columns)
-        return Observation(sum(entry.count for _, _, entry, granted in self._waiting if not granted.done()), found)
-
     def _indices(self, name: str) -> list[int]:
         return [i for i, replica in enumerate(self.replicas) if replica.name == name]
 
@@ -261,20 +228,17 @@ class _NotSent(Exception):
     """The replica was drained before the requests were sent."""
 
 
-class EnginePool(Pool[EngineClient]):
+class EnginePool(ClientPool[EngineClient]):
     """Replicas of protocols.Engine. `role`: their role name in placement."""
 
     def __init__(
         self,
         engines: Sequence[EngineClient],
-        controller: tuple[int, int] = (0, 1),
-        own: Collection[int] | None = None,
-        limit: int | None = None,
-        guest_limit: int | None = None,
+        router: Router | None = None,
         role: str = "",
         links: Links | None = None,
     ) -> None:
-        super().__init__(engines, controller, own, limit, guest_limit)
+        super().__init__(engines, router)
         self.role, self.links = role, links or Links()
         self.cost_of: Callable[[int], float] = float  # of a sequence of this length, in tokens: the work of a request
         self._name, self._numbering = uuid.uuid4().hex[:12], itertools.count()
@@ -303,12 +267,13 @@ class EnginePool(Pool[EngineClient]):
         `roam`: placement moves replicas, so no controller owns one: each controller gets a share of every replica.
         `nodes`: of the controllers and of the engines, see own_replicas. `per_call`: requests of a usual call.
         """
-        own, links = None if roam else own_replicas(rank, size, len(engines), nodes), Links.of(rank, nodes)
+        own = None if roam else own_replicas(rank, size, len(engines), nodes)
         if own is None:
-            limit = shared_limit(max_concurrent, size if roam else 1)
-            return cls(engines, (rank, size), limit=limit, role=role, links=links)
-        limits = limits_of(max_concurrent, per_call)
-        return cls(engines, (rank, size), own, limits.own, limits.guest, role, links)
+            router = Router(len(engines), (rank, size), limit=shared_limit(max_concurrent, size if roam else 1))
+        else:
+            limits = limits_of(max_concurrent, per_call)
+            router = Router(len(engines), (rank, size), own, limits.own, limits.guest)
+        return cls(engines, router, role, Links(rank, nodes))
 
     async def generate(self, requests: Sequence[Request], priority: int = 0, key: Hashable = None) -> list[Completion]:
         """Completions in the order of the requests. The requests go to one replica together, unless it is drained.
@@ -316,19 +281,19 @@ class EnginePool(Pool[EngineClient]):
         Lower priority values go first, here and in the engine. Calls with the same key (the prompt) go to the same
         replica, which has cached the prefix, unless its load is too high."""
         left = {n: r if r.priority == priority else replace(r, priority=priority) for n, r in enumerate(requests)}
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         arrival = next(self._arrivals)
         self._num_calls += 1
         try:
-            await self._complete(left, found, priority, arrival, key)
+            await self._complete(left, completions, priority, arrival, key)
         finally:
             self._num_calls -= 1
         if requests:
-            self._ended.append(tuple(found[n].content.num_steps for n in range(len(requests))))
-        return [found[n] for n in range(len(requests))]
+            self._ended.append(tuple(completions[n].content.num_steps for n in range(len(requests))))
+        return [completions[n] for n in range(len(requests))]
 
     async def _complete(
-        self, left: dict[int, Request], found: dict[int, Completion], priority: int, arrival: int, key: Hashable
+        self, left: dict[int, Request], completions: dict[int, Completion], priority: int, arrival: int, key: Hashable
     ) -> None:
         while left:
             work = sum(round(self.cost_of(r.content.size + r.params.max_tokens)) for r in left.values())
@@ -339,7 +304,7 @@ class EnginePool(Pool[EngineClient]):
                 continue
             for (n, request), answer in zip(list(left.items()), answers, strict=True):
                 piece = _with_finish(request, answer) if moved else answer
-                found[n] = found[n].joined(piece) if n in found else piece
+                completions[n] = completions[n].joined(piece) if n in completions else piece
                 if moved and piece.finish == "abort":
                     left[n] = request.after(piece)
                 else:
@@ -347,15 +312,14 @@ class EnginePool(Pool[EngineClient]):
 
     def report(self) -> RoleReport:
         """For placement, which adds the replicas' counters."""
-        seen = self.observe()
-        found = RoleReport(
-            requests=sum(replica.requests for replica in seen.replicas),
-            waiting=seen.waiting,
+        report = RoleReport(
+            requests=sum(self._router.counts),
+            waiting=sum(entry.count for _, _, entry, granted in self._waiting if not granted.done()),
             calls=self._num_calls,
             ended=tuple(self._ended),
         )
         self._ended.clear()
-        return found
+        return report
 
     async def _generate_on(self, i: int, requests: list[Request]) -> tuple[list[Completion], bool]:
         """The replica's completions, and whether a drain interrupted them."""
@@ -429,7 +393,7 @@ class EnginePool(Pool[EngineClient]):
         task.add_done_callback(self._aborts.discard)
 
 
-class ScorerPool(Pool[ScorerClient]):
+class ScorerPool(ClientPool[ScorerClient]):
     """Replicas of protocols.Scorer."""
 
     async def score(self, tokens: Sequence[Ints]) -> list[float]:
@@ -442,7 +406,7 @@ def _with_finish(request: Request, piece: Completion) -> Completion:
     return piece if finish is None else replace(piece, finish=finish)
 
 
-async def _responds(replica: Replica, timeout_s: float) -> bool | None:
+async def _responds(replica: RoleClient, timeout_s: float) -> bool | None:
     try:
         async with asyncio.timeout(timeout_s):
             await replica.stats()

@@ -13,6 +13,9 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import logging
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,14 +25,14 @@ import numpy as np
 
 from gcore import faults
 from gcore.clients import CriticClient, EngineClient, ScorerClient, TrainerClient
-from gcore.config.base import Serving
-from gcore.config.tree import Config, Model
+from gcore.config.base import Model, Serving
+from gcore.config.judges import ServedJudge
+from gcore.config.tree import Config
 from gcore.hub import model_folder
-from gcore.launch.environment import cache_folder as cache_folder
-from gcore.launch.environment import quiet as quiet
 from gcore.launch.footprint import num_parameters
 from gcore.launch.machines import Cluster, Machine, check_shared_folder, cluster_of, detect_machine
 from gcore.launch.plan import Plan
+from gcore.modalities.table import kind_of
 from gcore.protocols import Group, Rendezvous
 from gcore.runtime.protocol import NodeFacts, Runtime
 from gcore.types import Scored, UserError
@@ -76,10 +79,10 @@ def build_runtime(config: Config, plan: Plan, user_files: bytes = b"", lock: Seq
 
         return LocalRuntime()
     from gcore.runtime.ray import RayRuntime
-    from gcore.runtime.ray_cluster import Place
+    from gcore.runtime.ray_cluster import ProcessPlace
 
-    def place_of(kind: str, rank: int) -> Place:
-        return Place(plan.nodes[plan.role_nodes[kind][rank]].node_id, *gpus.of(kind, rank))
+    def place_of(kind: str, rank: int) -> ProcessPlace:
+        return ProcessPlace(plan.nodes[plan.role_nodes[kind][rank]].node_id, *gpus.of(kind, rank))
 
     gpus = plan.gpu_assignment
     bundle_nodes = [plan.nodes[node].node_id for node in gpus.nodes]
@@ -97,43 +100,31 @@ def model_megabytes(config: Config) -> int:
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
-    generation = config.generation
     name = f"engine-{rendezvous.rank}"
-    if generation.denoising is not None:
-        from gcore.launch.build_diffusion import diffusion_engine
-
-        arm_faults(config, name, rendezvous)
-        quiet()
-        return diffusion_engine(config, plan, name, rendezvous.rank)
-    longest = config.data.max_prompt_length + generation.max_response_length
-    return _engine(config, plan, name, rendezvous, config.model, generation, longest)
+    arm_faults(config, name, rendezvous)
+    return kind_of(config).engine(plan, name, rendezvous.rank)
 
 
 def build_judge(config: Config, plan: Plan, judge_name: str, rendezvous: Rendezvous) -> Engine:
     """A replica of the judge `judge_name`: an engine whose weights never change."""
-    judge = next(judge for judge in config.rewards.judges if judge.name == judge_name)
-    assert judge.model is not None
-    longest = judge.max_prompt_length + judge.max_response_length
-    if judge.mode == "teacher":  # it reads whole samples of the policy
+    judge = next(judge for judge in config.rewards.engine_judges if judge.name == judge_name)
+    if isinstance(judge, ServedJudge):
+        longest = judge.max_length
+    else:  # a teacher reads whole samples of the policy
         longest = config.data.max_prompt_length + config.generation.max_response_length
         longest += judge.traits.scores_at_one
     name = f"judge-{judge.name}-{rendezvous.rank}"
-    return _engine(config, plan, name, rendezvous, judge.model, judge, longest)
+    arm_faults(config, name, rendezvous)
+    return make_engine(config, plan, name, rendezvous.rank, judge.model, judge, longest)
 
 
-def _engine(
-    config: Config,
-    plan: Plan,
-    name: str,
-    rendezvous: Rendezvous,
-    model: Model,
-    serving: Serving,
-    max_length: int,
+def make_engine(
+    config: Config, plan: Plan, name: str, index: int, model: Model, serving: Serving, max_length: int
 ) -> Engine:
+    """An engine for a language model."""
     from gcore.generation.spec import EngineSpec
     from gcore.prompts.tokenizer import load_tokenizer
 
-    arm_faults(config, name, rendezvous)
     if serving.traits.computes:
         quiet()
     is_policy = serving is config.generation
@@ -144,7 +135,7 @@ def _engine(
         max_length,
         seed=config.run.seed,
         device=role_device(config, serving.device),
-        index=rendezvous.rank,
+        index=index,
         load_tokenizer=load_tokenizer,
         trace=trace_folder(config),
         threads=plan.engine_threads,
@@ -159,8 +150,7 @@ def _engine(
 def sleep_level(config: Config, plan: Plan) -> int:
     """Sleep level of the policy's engines while the trainer works; 0: they do not sleep."""
     level = config.generation.sleep
-    sleeps = config.generation.traits.sleeps or config.generation.denoising is not None
-    if not sleeps or config.sampling.max_staleness:
+    if not kind_of(config).engines_sleep or config.sampling.max_staleness:
         return 0
     if config.placement.mode == "disaggregated":  # the trainer does not need their memory
         return 0
@@ -211,7 +201,7 @@ def import_controller() -> None:
     """What build_controller imports. Done while the other roles load their models."""
     quiet()
     importlib.import_module("gcore.controller.loop")
-    importlib.import_module("gcore.controller.setup")
+    importlib.import_module("gcore.controller.services")
 
 
 def build_controller(config: Config, plan: Plan, roles: Roles, rendezvous: Rendezvous) -> Controller:
@@ -240,6 +230,19 @@ def build_group(rendezvous: Rendezvous) -> Group:
     from gcore.runtime.tree import TreeGroup
 
     return TreeGroup(rendezvous)
+
+
+def quiet() -> None:
+    """The environment of processes with torch. Switches off the messages that libraries print at import."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # compiled code of earlier runs; PyTorch's default is a folder in /tmp. vLLM has its own, VLLM_CACHE_ROOT.
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "gcore" / "torchinductor"))
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    logging_of_transformers = importlib.import_module("transformers").logging
+    logging_of_transformers.set_verbosity_error()
+    logging_of_transformers.disable_progress_bar()
 
 
 def load_workflow(path: str) -> Workflow:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gcore.config.judges import RemoteJudge, Teacher
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.driver.on_step import load_on_step
@@ -29,6 +30,7 @@ from gcore.launch.node_checks import check_nodes
 from gcore.launch.pins import check_models, pin
 from gcore.launch.plan import Plan
 from gcore.launch.preflight import Checked, DatasetCheck, make_ready, node_parts
+from gcore.modalities.table import kind_of
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut
@@ -74,10 +76,10 @@ def dry_run(config: Config) -> None:
         _print(_labelled(data.key, _dataset(data, config.data.max_prompt_length)))
     prompt = next((data.prompt for data in checked.datasets if data.prompt is not None), None)
     failed: list[Score] = []
-    if prompt is not None and config.generation.denoising is not None:
+    if prompt is not None and (why := kind_of(config).unscored):
         print()
         _print(_labelled("prompt", f"row {prompt.row}: {_one_line(prompt.text)}"))
-        _print(_labelled("rewards", "not called: their input is a picture, which only a run makes"))
+        _print(_labelled("rewards", why))
     elif prompt is not None:
         failed = _show_prompt(config, plan, checked, prompt)
     for warning in (*checked.warnings, *differences):
@@ -174,7 +176,7 @@ def _reason(error: Exception, name: str, prompt: Prompt) -> str:
 def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rollout]) -> Iterator[Score]:
     """Prints the prompt of each judge. Yields a Score for each judge whose prompt cannot be made."""
     for spec in config.rewards.judges:
-        if spec.mode == "teacher":
+        if isinstance(spec, Teacher):
             continue  # it has no prompt of its own
         source = rewarder.sources[spec.name]
         assert isinstance(source, JudgeSource)
@@ -198,10 +200,10 @@ def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rol
 
 def _memory(config: Config, plan: Plan) -> str:
     """One node: at least 2.2 GB of 24 GB. Several: the same for each of them."""
-    found = node_parts(config, plan)
-    if len(found) == 1:
-        return memory_line(found[0][1], found[0][0])
-    return "; ".join(f"{node.address} {memory_line(parts, node)}" for node, parts in found)
+    nodes = node_parts(config, plan)
+    if len(nodes) == 1:
+        return memory_line(nodes[0][1], nodes[0][0])
+    return "; ".join(f"{node.address} {memory_line(parts, node)}" for node, parts in nodes)
 
 
 def _dataset(data: DatasetCheck, limit: int) -> str:
@@ -222,7 +224,11 @@ def _table(config: Config, scores: Sequence[Score], titles: Sequence[str]) -> li
     ]
     rows += [(m.name, f"{m.weight:g}", "not called: a model that the run serves") for m in rewards.models]
     rows += [
-        (j.name, f"{j.weight:g}", f"not called: a judge {'behind a URL' if j.url else 'that the run serves'}")
+        (
+            j.name,
+            f"{j.weight:g}",
+            f"not called: a judge {'behind a URL' if isinstance(j, RemoteJudge) else 'that the run serves'}",
+        )
         for j in rewards.judges
     ]
     wide, narrow = (max(len(row[i]) for row in rows) for i in range(2))

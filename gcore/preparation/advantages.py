@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.preparation.samples import Groups, mask_of
 from gcore.protocols import Group, Metric, add_metrics
 from gcore.types import Key, Rollout, TrainBatch, UserError
@@ -160,7 +160,7 @@ def advantages_of(
         charged = [value - kl.get(key, 0.0) for key, value in zip(keys, scores, strict=True)]
         group = GroupScores(
             np.array(charged, np.float64),
-            np.array([mask_of(s.rollout, algorithm.mask_truncated).sum() for s in siblings], np.float64),
+            np.array([mask_of(s.rollout, algorithm.overlong.mask).sum() for s in siblings], np.float64),
             {part: np.array([s.parts.get(part, np.nan) for s in siblings], np.float64) for part in weights},
             weights,
             siblings[0].baseline,
@@ -193,6 +193,6 @@ def overlong(rollout: Rollout, algorithm: Algorithm, max_length: int) -> float:
     return overlong_penalty(
         rollout.num_steps,
         max_length=max_length,
-        buffer=algorithm.overlong_buffer,
-        penalty=algorithm.overlong_penalty,
+        buffer=algorithm.overlong.buffer,
+        penalty=algorithm.overlong.penalty,
     )

@@ -158,7 +158,7 @@ def _joined(unit: Sequence[SampleMeta]) -> SampleMeta:
     """The samples of a unit as one item of the layout."""
     first = unit[0]
     length, steps = sum(meta.length for meta in unit), sum(meta.steps for meta in unit)
-    return first if len(unit) == 1 else replace(first, length=length, steps=steps)
+    return first if len(unit) == 1 else replace(first, work=replace(first.work, length=length), steps=steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _items(metas: Sequence[SampleMeta], costs: Mapping[Key, int], ranks: Ranks, 
     arrival = sorted(range(len(metas)), key=lambda i: metas[i].key)
     block = 2 * context if context > 1 else 1
     return Items(
-        [-(-m.length // block) * block * m.passes for m in metas],
+        [-(-m.length // block) * block * m.work.passes for m in metas],
         [max(1, costs[m.key] // context) for m in metas],
         ranks.number // context,
         ranks.max_tokens * context,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.types import Rollout, Sample, SampleMeta, Scored
 
 Groups = Sequence[Sequence[Scored]]
@@ -22,7 +22,7 @@ def make_samples(
     versions = {v for s in scored for v in (s.rollout.version, int(s.rollout.versions_S.max()))}
     invalid = {v for v in versions if not version - staleness <= v <= version}
     assert not invalid, f"samples of policy versions {sorted(invalid)} in a step that trains version {version}"
-    return [to_sample(s, algorithm.mask_truncated) for s in scored]
+    return [to_sample(s, algorithm.overlong.mask) for s in scored]
 
 
 def best_and_worst(siblings: Sequence[Scored]) -> list[Scored]:
@@ -56,12 +56,10 @@ def meta_of(sample: Sample) -> SampleMeta:
     return SampleMeta(
         sample.prompt_id,
         sample.sibling,
-        content.size,
+        content.work,
         actions=int(sample.mask_S.sum()),
         digest=content.digest(),
         steps=content.num_steps,
-        passes=content.passes,
-        images=content.image_pixels,
     )
 
 

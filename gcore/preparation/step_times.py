@@ -83,6 +83,6 @@ def observe(
 def _work(micro: MicroBatch, metas: Mapping[Key, SampleMeta], cost: CostModel) -> tuple[float, float]:
     """Tokens (with the head, in tokens) and pairs of one rank in a micro-batch."""
     samples = [metas[key] for row in micro.rows for key in row]
-    tokens = sum(m.passes * m.length + cost.head * m.steps for m in samples)
-    pairs = sum(m.passes * m.length**2 * (1 if cost.causal else 2) for m in samples)
+    tokens = sum(m.work.passes * m.length + cost.head * m.steps for m in samples)
+    pairs = sum(m.work.passes * m.length**2 * (1 if cost.causal else 2) for m in samples)
     return tokens / micro.context, pairs / micro.context

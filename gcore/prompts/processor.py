@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gcore import hub
+from gcore.config.base import Model
 from gcore.config.engines import ENGINES, engines_with
-from gcore.config.tree import Model
 from gcore.content.vision import FAMILIES, VisionProcessor, built_processor, saved_processor
 from gcore.types import UserError
 
@@ -33,6 +33,11 @@ def vision_family(model: Model, key: str = "model") -> str | None:
             "model of text"
         )
     return None
+
+
+def media_of(model: Model) -> frozenset[str]:
+    """The kinds of media that prompts of the model may have."""
+    return frozenset({"image", "video"} if vision_family(model) else ())
 
 
 def load_processor(

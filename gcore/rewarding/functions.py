@@ -29,7 +29,7 @@ from gcore.types import RewardError, Rollout, UserError
 from gcore.user_functions import load_function, one_line
 
 if TYPE_CHECKING:
-    from gcore.config.tree import RewardFunction  # a worker starts without it
+    from gcore.config.rewards import RewardFunction  # a worker starts without it
 
 Function = Callable[..., Any]
 Style = Literal["trl", "verl", "openrlhf"]

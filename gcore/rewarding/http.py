@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gcore.config.tree import HttpReward
+from gcore.config.rewards import HttpReward
 from gcore.rewarding.client import JsonClient, RetryDelays
 from gcore.rewarding.functions import OWN, adapt
 from gcore.rewarding.source import Answer

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from jinja2 import TemplateError
 
-from gcore.config.tree import Judge
+from gcore.config.judges import RemoteJudge, ServedJudge
 from gcore.content.decoding import TextDecoder
 from gcore.content.media import ArrayRef, png_url, resolve
 from gcore.content.tokens import Tokens, tokens_of
@@ -81,7 +81,7 @@ class EngineBackend:
 
     def __init__(
         self,
-        spec: Judge,
+        spec: ServedJudge,
         tokenizer: Any,
         stop_tokens: tuple[int, ...],
         ask: Ask,
@@ -166,13 +166,13 @@ class RemoteBackend:
     """A model on another server, called by OpenAI's chat completions API. The server has the tokenizer, so it enforces
     the maximum length of a conversation."""
 
-    def __init__(self, spec: Judge, seed_of: Callable[[Key], int], key: str, delays: RetryDelays | None = None):
+    def __init__(self, spec: RemoteJudge, seed_of: Callable[[Key], int], key: str, delays: RetryDelays | None = None):
         self.spec, self.seed_of, self.key = spec, seed_of, key
         self.counts: Counter[str] = Counter()
         self.sees = spec.images is True
-        versioned = re.search(r"/v\d", spec.url or "") is not None
+        versioned = re.search(r"/v\d", spec.url) is not None
         self.client = JsonClient(
-            spec.url or "",
+            spec.url,
             key,
             path="chat/completions",
             tries=1 + spec.retries,
@@ -246,7 +246,7 @@ class RemoteBackend:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or None,  # not OpenAI's, but vLLM's and SGLang's
-            "seed": self.seed_of(key) % 2**31 if self.spec.seeds is not False else None,
+            "seed": self.seed_of(key) % 2**31 if self.spec.seeds else None,
         }
         return {name: value for name, value in (own | self.spec.extra).items() if value is not None}
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gcore.config.tree import Rewards
+from gcore.config.rewards import Rewards
 from gcore.observe.logs import Log
 from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.processes import exit_reason, has_exited, kill_all, kill_group, shutdown_on_exit

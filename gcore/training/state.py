@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gcore.checkpoint.tensors import Place, Shard, ShardFiles, assign, shapes
-from gcore.config.tree import Config, Training
+from gcore.config.training import Training
+from gcore.config.tree import Config
 from gcore.models.networks import LORA_A, Adapters
 from gcore.training.backend import NetworkName, TrainedName
 from gcore.training.lora import trainable_parameters

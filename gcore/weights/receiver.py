@@ -149,6 +149,18 @@ class WeightReceiver:
         return known
 
 
+def receiver_in_process(parameters: Mapping[str, Tensor], adapters: Adapters | None) -> WeightReceiver:
+    """Of an engine whose parameters these are. With adapters, only their factors arrive: it keeps a copy of the base
+    matrices."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if adapters is None:
+        return WeightReceiver(shapes)
+    names = [f"{layer}.weight" for layer in adapters.layers]
+    matrices = {name: parameters[name].detach().to("cpu", copy=True) for name in names}
+    first = parameters[names[0]]
+    return WeightReceiver(shapes, Base(adapters, matrices, first.device, first.dtype))
+
+
 # ---- the checkpoint folder that an engine starts from
 
 
@@ -175,8 +187,8 @@ def base_of(
         return None
     names = set(shapes) if whole else {f"{layer}.weight" for layer in adapters.layers}
     files = WeightFiles(folder)
-    found = {name: name for name in files} if stored is None else stored
-    tensors = {name: files.read(found[name]) for name in sorted(names) if name in found}
+    stored = {name: name for name in files} if stored is None else stored
+    tensors = {name: files.read(stored[name]) for name in sorted(names) if name in stored}
     if missing := sorted({f"{layer}.weight" for layer in adapters.layers} - tensors.keys()):
         raise UserError(
             f"model.lora: {folder} has no safetensors with {missing[0]} ({len(missing)} in all), which adapters need"

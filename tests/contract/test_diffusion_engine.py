@@ -205,7 +205,7 @@ def test_content_is_saved_and_loaded(open_engine):
     whole = request.content.extended(completion.content)
     again = request.content.with_steps(whole.step_arrays())
     assert again == whole and again.digest() == whole.digest() and again.end(request.params) == "stop"
-    assert whole.size == 4 and whole.passes == 3
+    assert whole.size == 4 and whole.work.passes == 3
 
 
 def test_the_sampler_draws_from_its_transition(open_engine):

@@ -19,7 +19,8 @@ import pytest
 import torch
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-from gcore.config.tree import Data, Dataset, Model
+from gcore.config.base import Model
+from gcore.config.data import Data, Dataset
 from gcore.content.media import Media, Video
 from gcore.content.video import VideoProcessor, edges_of_video
 from gcore.generation.embedded import EmbeddedEngine
@@ -204,7 +205,12 @@ def test_media_of_a_prompt(family: str, worlds: Callable[[str], World]):
     assert [len(m.places) for m in found] == [12, 4, 4]
     assert np.array_equal(found[0].pixels.read(), frames(1, 4, 16, 24))
     assert Media.from_json(found[0].as_json()).seconds == 2.0
-    assert world.contents[1].image_pixels == (384, 384, 256, 256)  # the tower encodes two frames like an image
+    assert [size for _, size in world.contents[1].work.media] == [
+        384,
+        384,
+        256,
+        256,
+    ]  # the tower encodes two frames like an image
     other = [{"role": "user", "content": [replace_fps(part, 3.0) for part in PROMPTS[0]]}]
     assert world.templater.content({"prompt": other})[2].prefix_key() != world.contents[0].prefix_key()
 

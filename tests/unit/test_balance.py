@@ -11,7 +11,7 @@ from gcore.preparation import assignment, balance
 from gcore.preparation.assignment import WIDTH_BLOCK, Items
 from gcore.preparation.balance import UNIT, Idle, Ranks, context_degrees, equal_shares, idle_share, make_layout, split
 from gcore.preparation.refine import refine
-from gcore.types import MicroBatch, MiniBatch, SampleMeta, TrainBatch
+from gcore.types import MicroBatch, MiniBatch, SampleMeta, SampleWork, TrainBatch
 
 COST = CostModel(crossover=100.0)
 LIMIT = 1e18  # of costs: only samples that do not fit are split
@@ -23,7 +23,7 @@ def draw(seed: int) -> tuple[list[SampleMeta], dict]:
     rng = np.random.default_rng(seed)
     longest = int(rng.choice([5, 40, 400]))
     metas = [
-        SampleMeta(int(prompt), sibling, length := int(rng.integers(2, longest + 1)), int(rng.integers(0, length)))
+        SampleMeta(int(prompt), sibling, SampleWork(n := int(rng.integers(2, longest + 1))), int(rng.integers(0, n)))
         for prompt in rng.choice(10_000, int(rng.integers(1, 30)), replace=False)
         for sibling in range(int(rng.integers(1, 9)))
     ]
@@ -102,7 +102,11 @@ def test_the_ranks_of_a_group_have_the_same_micro_batch_and_a_position_one_conte
 
 
 def test_a_sample_over_the_budget_stands_alone():
-    metas = [SampleMeta(0, 0, 50, 1), SampleMeta(1, 0, 8, 1), SampleMeta(0, 1, 50, 1)]
+    metas = [
+        SampleMeta(0, 0, SampleWork(50), 1),
+        SampleMeta(1, 0, SampleWork(8), 1),
+        SampleMeta(0, 1, SampleWork(50), 1),
+    ]
     for padded in (True, False):
         (batch,) = make_layout(metas, step=1, num_ranks=1, mini_batches=1, max_tokens=20, cost=COST, padded=padded)
         rows = [micro.rows for micro in batch.mini_batches[0].micro_batches]
@@ -241,7 +245,7 @@ def test_exchanges_never_take_longer_and_keep_every_item_and_the_budget():
 
 def real_batch(number: int, sigma: float = 1.0, longest: int = 4096) -> list[SampleMeta]:
     lengths = np.random.default_rng(0).lognormal(6, sigma, number).clip(10, longest)
-    return [SampleMeta(i, 0, int(n), 1) for i, n in enumerate(lengths)]
+    return [SampleMeta(i, 0, SampleWork(int(n)), 1) for i, n in enumerate(lengths)]
 
 
 def idle_of(metas, method=None, **changes) -> Idle:
@@ -266,16 +270,16 @@ def test_sharded_weights_decide_what_is_balanced():
 
 
 def test_the_work_of_the_head_and_of_images_is_balanced_too():
-    cost = CostModel(1000.0, head=4.0, vision=CostModel(100.0, causal=False, flops=2.0))
-    metas = [SampleMeta(0, 0, 100, 1, steps=50), *(SampleMeta(i, 0, 100, 1) for i in (1, 2))]
-    metas += [SampleMeta(3, 0, 100, 1, images=(196 * 10,))]  # 10 patches: 2 x (10 + 2)
+    cost = CostModel(1000.0, head=4.0, towers=(("image", CostModel(100.0, causal=False, flops=2.0)),))
+    metas = [SampleMeta(0, 0, SampleWork(100), 1, steps=50), *(SampleMeta(i, 0, SampleWork(100), 1) for i in (1, 2))]
+    metas += [SampleMeta(3, 0, SampleWork(100, media=(("image", 196 * 10),)), 1)]  # 10 patches: 2 x (10 + 2)
     assert [cost.of_sample(m) for m in metas] == [310.0, 110.0, 110.0, 134.0]
     batches = make_layout(metas, step=1, num_ranks=2, mini_batches=1, max_tokens=400, cost=cost, padded=False)
     assert sorted(sorted(batch.keys) for batch in batches) == [[(0, 0)], [(1, 0), (2, 0), (3, 0)]]
 
 
 def test_idle_share_by_hand():
-    metas = [SampleMeta(i, 0, n, 1) for i, n in enumerate([100, 50, 50])]  # costs 200, 75, 75
+    metas = [SampleMeta(i, 0, SampleWork(n), 1) for i, n in enumerate([100, 50, 50])]  # costs 200, 75, 75
     first, second, third = (MicroBatch((((i, 0),),), 104) for i in range(3))
     ranks = [MiniBatch((first, MicroBatch((), 8)), 3, 3), MiniBatch((second, third), 3, 3)]
     found = idle_share([TrainBatch(1, (rank,)) for rank in ranks], metas, COST)
@@ -292,7 +296,7 @@ def test_idle_share_by_hand():
 
 def test_context_degrees_by_hand():
     lengths = {"fits": 8000, "twice": 8001, "four times": 20_000, "more than there is": 100_000}
-    metas = [SampleMeta(i, 0, n, 1) for i, n in enumerate(lengths.values())]
+    metas = [SampleMeta(i, 0, SampleWork(n), 1) for i, n in enumerate(lengths.values())]
     costs = {m.key: UNIT * m.length for m in metas}
     found = context_degrees(metas, costs, Ranks(4, 8000, max_context=4), LIMIT)
     assert list(found.values()) == [1, 2, 4, 4]
@@ -300,14 +304,14 @@ def test_context_degrees_by_hand():
     assert list(six.values()) == [1, 2, 2, 2]  # 4 does not divide 6
     assert set(context_degrees(metas, costs, Ranks(4, 8000), LIMIT).values()) == {1}
     # above the limit, though it would fit; short ones are never split for this reason
-    metas = [SampleMeta(i, 0, n, 1) for i, n in enumerate((7000, 4000, 2000))]
+    metas = [SampleMeta(i, 0, SampleWork(n), 1) for i, n in enumerate((7000, 4000, 2000))]
     costs = {m.key: UNIT * m.length for m in metas}
     assert list(context_degrees(metas, costs, Ranks(4, 8000, max_context=4), 1900 * UNIT).values()) == [4, 2, 1]
     assert list(context_degrees(metas, costs, Ranks(4, 8000, max_context=4), 3500 * UNIT).values()) == [2, 2, 1]
 
 
 def test_groups_that_would_wait_for_a_long_sample_get_other_samples():
-    metas = [SampleMeta(0, 0, 4000, 1), *(SampleMeta(i, 0, 100, 1) for i in range(1, 81))]
+    metas = [SampleMeta(0, 0, SampleWork(4000), 1), *(SampleMeta(i, 0, SampleWork(100), 1) for i in range(1, 81))]
     request = {"num_ranks": 4, "max_tokens": 2000, "padded": False, "sharded": True}
     batches = make_layout(metas, step=1, mini_batches=1, cost=COST, max_context=2, **request)
     contexts = [[micro.context for micro in b.mini_batches[0].micro_batches] for b in batches]
@@ -318,7 +322,7 @@ def test_groups_that_would_wait_for_a_long_sample_get_other_samples():
 
 def test_long_samples_on_several_ranks_end_the_waiting():
     lengths = [60_000, *np.random.default_rng(1).lognormal(6.5, 0.8, 512).clip(10, 8000).astype(int)]
-    metas = [SampleMeta(i, 0, int(n), 1) for i, n in enumerate(lengths)]
+    metas = [SampleMeta(i, 0, SampleWork(int(n)), 1) for i, n in enumerate(lengths)]
     alone = idle_of(metas, num_ranks=8, max_tokens=65536)
     shared = idle_of(metas, num_ranks=8, max_tokens=16384, max_context=8)
     assert alone.per_micro_batch > 0.2 and shared.per_micro_batch < 0.05
@@ -345,7 +349,7 @@ def test_pack_prefers_the_tightest_room_then_the_first_row():
 
 
 def test_lay_out_pads_with_empty_micro_batches():
-    metas = [SampleMeta(0, 0, 16, 3), SampleMeta(0, 1, 8, 2)]
+    metas = [SampleMeta(0, 0, SampleWork(16), 3), SampleMeta(0, 1, SampleWork(8), 2)]
     batches = make_layout(metas, step=1, num_ranks=3, mini_batches=1, max_tokens=16, cost=COST)
     assert [b.mini_batches[0].micro_batches for b in batches] == [
         (MicroBatch((((0, 0),),), 16),),
@@ -394,7 +398,11 @@ def slow_pack(lengths, max_tokens):
 def test_many_ranks_are_laid_out_in_parts_that_fit_together(monkeypatch):
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(6, 0.4, (64, 8)).astype(int)
-    metas = [SampleMeta(p, s, int(n), int(n), steps=int(n)) for p, row in enumerate(lengths) for s, n in enumerate(row)]
+    metas = [
+        SampleMeta(p, s, SampleWork(int(n)), int(n), steps=int(n))
+        for p, row in enumerate(lengths)
+        for s, n in enumerate(row)
+    ]
     request = {"step": 1, "num_ranks": 16, "mini_batches": 2, "max_tokens": 4096, "cost": COST}
     for padded, sharded in itertools.product((True, False), repeat=2):
         kind = {"padded": padded, "sharded": sharded}

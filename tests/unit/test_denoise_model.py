@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.content.latents import Latents
 from gcore.cost.workload import CostModel
 from gcore.preparation.balance import make_layout
@@ -98,7 +98,7 @@ def test_the_gradient_is_that_of_a_finite_difference(tmp_path):
     config = config_of()
     samples, model = trained(config, tmp_path, number=3)
     model.double()
-    algorithm = Algorithm(kl_coef=0.1, kl_estimator="exact", importance="none")
+    algorithm = Algorithm(kl_coef=0.1, kl_estimator="exact", importance={"level": "none"})
     advantages = {key: torch.full((4,), a) for key, a in zip(samples, (1.0, -0.5, 0.3), strict=True)}
     old = pass_of(model_of(config, 0), samples, "logprobs_S")  # fixed, else the value of the loss is constant
     reference = pass_of(model_of(config, 4), samples, "location_SD")
@@ -189,8 +189,9 @@ def test_the_layout_counts_passes(tmp_path):
     """A micro-batch holds as many tokens as the budget, over all denoising steps that are trained."""
     config = config_of()
     samples, _ = trained(config, tmp_path, number=8)
-    metas = [dataclasses.replace(meta_of(sample), length=100) for sample in samples.values()]
-    assert {meta.passes for meta in metas} == {3} and {meta.actions for meta in metas} == {3}
+    found = [meta_of(sample) for sample in samples.values()]
+    metas = [dataclasses.replace(m, work=dataclasses.replace(m.work, length=100)) for m in found]
+    assert {meta.work.passes for meta in metas} == {3} and {meta.actions for meta in metas} == {3}
     cost = CostModel(crossover=768.0, causal=False)
     (batch,) = make_layout(metas, step=1, num_ranks=1, mini_batches=1, max_tokens=700, cost=cost, padded=False)
     sizes = [sum(map(len, micro.rows)) for micro in batch.mini_batches[0].micro_batches]

@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "gcore"
 ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "types": ("content.base",),  # for the type checker
-    "role_errors": (),
-    "protocols": ("role_errors",),
+    "protocols": (),
     "clients": ("protocols",),
-    "user_files": (),
+    "shipped": (),
+    "user_files": ("shipped",),
     "threads": (),
-    "config": (),
+    "config": ("shipped",),
     "user_functions": ("config.objects", "user_files"),
     "http_body": (),
     "content": ("config",),
@@ -29,8 +29,8 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "diffusion": ("config", "hub", "models"),
     "weights": ("clients", "config", "hub", "models", "protocols"),
     "runtime": ("config.engines", "faults", "observe", "protocols", "user_files"),
-    "placement": ("clients", "config", "protocols"),
-    "cost": ("config", "hub", "placement.replica_speed", "simulate.plan_inputs"),
+    "placement": ("clients", "config", "cost.replica_speed", "protocols"),
+    "cost": ("config", "hub"),
     "prompts": ("config", "content", "http_body", "hub", "user_files", "user_functions"),
     "preparation": ("config", "cost.workload", "protocols"),
     # an engine has a WeightReceiver, a trainer rank a WeightPublisher; a rank saves its shards
@@ -45,28 +45,55 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         *("config", "content", "faults", "http_body", "models", "observe", "protocols", "threads", "user_files"),
         "user_functions",
     ),
-    "checkpoint": ("config", "content", "diffusion", "faults", "hub", "models", "prompts", "weights"),
+    "checkpoint": ("config", "content", "diffusion", "faults", "hub", "modalities", "models", "prompts", "weights"),
     "workflows": ("config", "content", "generation", "prompts.answers", "protocols"),
     # what is emulated and simulated is the code of a run
     "emulate": (
-        *("checkpoint.store", "config", "content", "generation.spec", "hub", "placement.replica_speed", "protocols"),
+        *("checkpoint.store", "config", "content", "cost.replica_speed", "generation.spec", "hub", "protocols"),
     ),
     "simulate": ("config", "cost", "emulate.device", "generation.routing", "observe", "placement", "protocols"),
+    "planner": ("config", "cost", "observe", "placement"),
+    "modalities": (
+        *("checkpoint", "config", "content", "cost", "diffusion", "generation", "hub", "launch", "models", "observe"),
+        *("prompts", "protocols", "training", "weights"),
+    ),
     "controller": (
         *("checkpoint", "clients", "config", "content", "cost", "driver.on_step", "faults", "generation", "launch"),
-        *("observe", "placement", "preparation", "prompts", "protocols", "rewarding", "weights", "workflows"),
+        *(
+            "modalities",
+            "observe",
+            "placement",
+            "preparation",
+            "prompts",
+            "protocols",
+            "rewarding",
+            "weights",
+            "workflows",
+        ),
     ),
     "launch": (
-        *("checkpoint", "clients", "config", "content", "controller", "cost", "diffusion", "driver.on_step", "emulate"),
-        *("faults", "generation", "hub", "models", "observe", "placement", "preparation", "prompts", "protocols"),
-        *("rewarding", "runtime", "simulate", "training", "user_files", "user_functions", "weights", "workflows"),
+        *("checkpoint", "clients", "config", "content", "controller", "cost", "driver.on_step", "emulate"),
+        *("faults", "generation", "hub", "modalities", "models", "observe", "placement", "preparation", "prompts"),
+        *("planner", "protocols", "rewarding", "runtime", "training", "user_files", "user_functions", "weights"),
+        "workflows",
     ),
     "driver": (
         *("checkpoint", "clients", "config", "launch", "observe", "protocols", "runtime", "user_files"),
         "user_functions",
     ),
     "api": ("checkpoint", "config", "driver", "observe", "protocols"),
-    "cli": ("checkpoint", "config", "cost", "driver", "launch", "observe", "protocols", "simulate"),
+    "cli": (
+        "checkpoint",
+        "config",
+        "cost",
+        "driver",
+        "launch",
+        "observe",
+        "planner",
+        "protocols",
+        "shipped",
+        "simulate",
+    ),
 }
 PURE = (
     "gcore.types",
@@ -75,7 +102,9 @@ PURE = (
     "gcore.config",
     "gcore.config.reference",
     "gcore.hub",
-    "gcore.prompts",
+    "gcore.prompts.source",
+    "gcore.prompts.tasks",
+    "gcore.prompts.tokenizer",
     "gcore.launch.pins",
     "gcore.preparation.assignment",
     "gcore.preparation.balance",
@@ -98,7 +127,7 @@ PURE = (
     "gcore.placement.baselines",
     "gcore.placement.forecast",
     "gcore.placement.guard",
-    "gcore.placement.replica_speed",
+    "gcore.cost.replica_speed",
     "gcore",
     "gcore.api",
     "gcore.user_functions",
@@ -182,6 +211,16 @@ def test_tokens_are_handled_by_engines_and_trainers_alone():
         if not where.startswith(allowed) and where != "types.py":
             assert not re.search(r"\btokens_[A-Z]", path.read_text()), where
     assert not re.search(r"\btokens_[A-Z]", (PACKAGE / "generation" / "pool.py").read_text())
+
+
+def test_a_kind_of_policy_is_named_in_its_own_modules():
+    """Others ask modalities.table.kind_of."""
+    own = ("config/denoising.py", "config/tree.py", "content/latents.py", "prompts/conditions.py", "diffusion/")
+    own += ("modalities/table.py", "modalities/diffusion.py", "checkpoint/export_pipeline.py")
+    for path in PACKAGE.rglob("*.py"):
+        where = path.relative_to(PACKAGE).as_posix()
+        if not where.startswith(own):
+            assert not re.search(r"\.denoising is|if \S*\.denoising\b|else \S*\.denoising\b", path.read_text()), where
 
 
 def test_no_module_imports_the_command_line():

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gcore.config.media import MediaData
-from gcore.config.tree import BuildModel, Data, Dataset, Model
+from gcore.config.base import BuildModel, Model
+from gcore.config.data import Data, Dataset, MediaData
 from gcore.content.media import ArrayRef
 from gcore.content.vision import saved_processor
 from gcore.prompts import media
@@ -258,7 +258,7 @@ def test_rows_by_reference_and_a_budget_of_bad_ones(tokenizer, tmp_path):
     )
     assert np.array_equal(prompt.columns["images"][1].read(), picture(1)) and prompt.columns["answer"] == "2"
     assert prompt.content.nbytes < 1000 and [m.grid for m in prompt.content.media] == [(1, 2, 2)] * 2
-    assert prompt.content.image_pixels == (256, 256)
+    assert prompt.content.work.media == (("image", 256), ("image", 256))
     rows = [good, {**good, "images": [b"x"]}, {"prompt": "2"}, {**good, "images": [picture(0), picture(2)]}]
     found = measure(rows, templater, 99)
     assert (found.kept, list(found.bad), found.with_media) == ([0, 2, 3], [1], 2)
@@ -286,7 +286,7 @@ def test_videos_of_a_built_model(tokenizer, tmp_path):
     found = templater.content(row)[2]
     (medium,) = found.media
     # 40 x 40 -> 32 x 32: the pixels of all frames together are at most 16 * 16**2
-    assert medium.grid == (2, 4, 4) and found.image_pixels == (1024, 1024)
+    assert medium.grid == (2, 4, 4) and found.work.media == (("image", 1024), ("image", 1024))
     wrapped = "<0.2 seconds><|vision_start|>" + "<|video_pad|>" * 16 + "<|vision_end|><1.2 seconds><|vision_start|>"
     assert f"<|vision_start|>{wrapped}" in own.decode(found.tokens_P)
     vision.save(tmp_path, None)  # as an export does

@@ -39,6 +39,7 @@ from gcore.controller.status import LiveStatus
 from gcore.generation.noise import uniforms
 from gcore.generation.pool import EnginePool
 from gcore.launch.own_algorithm import make_scoring
+from gcore.modalities.table import kind_of
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.trace import Tracer
 from gcore.protocols import (
@@ -54,7 +55,18 @@ from gcore.protocols import (
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import Answer
 from gcore.runtime.local import Hub, LocalGroup, LocalHandle
-from gcore.types import Completion, Finish, Prompt, Request, Rollout, Sample, SamplingParams, TrainBatch, Written
+from gcore.types import (
+    Completion,
+    Finish,
+    Prompt,
+    Request,
+    Rollout,
+    Sample,
+    SampleWork,
+    SamplingParams,
+    TrainBatch,
+    Written,
+)
 from gcore.workflows.context import generate_and_reward
 
 GOAL, STEPS, SIGMA = 6.0, 6, 0.5  # the best policy pushes by GOAL / STEPS
@@ -82,12 +94,8 @@ class Pushes:
         return 1 + self.num_steps
 
     @property
-    def passes(self) -> int:
-        return 1
-
-    @property
-    def image_pixels(self) -> tuple[int, ...]:
-        return ()
+    def work(self) -> SampleWork:
+        return SampleWork(self.size)
 
     @property
     def nbytes(self) -> int:
@@ -312,7 +320,7 @@ class World:
         return Services(
             config=config,
             controllers=group,
-            tokenizer=None,
+            kind=kind_of(config),
             modality=PushModality(),
             workflow=generate_and_reward,
             scoring=make_scoring(config),

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Config, Data
+from gcore.config.data import Data
+from gcore.config.tree import Config
 from gcore.content.media import store
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
@@ -24,11 +25,11 @@ from gcore.generation.embedded import EmbeddedEngine
 from gcore.models.networks import load_model
 from gcore.models.towers import _encode_grids, tower_parameters
 from gcore.observe.trace import Tracer
+from gcore.planner.inputs import Workload
 from gcore.preparation.samples import meta_of
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.simulate.plan_inputs import Workload
 from gcore.training import logprob_model
 from gcore.training.critic import new_critic
 from gcore.training.fsdp import FsdpBackend
@@ -188,9 +189,9 @@ def test_images_cost_what_the_tower_computes(tmp_path):
     (prompt,) = contents(config, tmp_path, [[0, 1]])
     (sample, _) = samples_of([prompt])
     meta, cost = meta_of(sample), model_shape(config.model, "model").cost
-    assert meta.images == (256, 256) and cost.vision is not None
-    seen = cost.of_sample(meta) - cost.of_sample(replace(meta, images=()))
-    tower = cost.vision
+    assert meta.work.media == (("image", 256), ("image", 256)) and cost.towers
+    seen = cost.of_sample(meta) - cost.of_sample(replace(meta, work=replace(meta.work, media=())))
+    tower = cost.tower("image")
     assert seen == pytest.approx(2 * tower.of(16) * tower.flops / cost.flops) and seen > 1
     assert isinstance(tower, CostModel)
     with pytest.raises(UserError, match=r"--images 1: shape of Qwen2.5-3B has no vision tower"):

@@ -10,7 +10,7 @@ from gcore.cost.workload import CostModel, Observation, fit
 from gcore.preparation.balance import make_layout
 from gcore.preparation.step_times import StepTimes, observe
 from gcore.protocols import TrainerInfo, UpdateStats
-from gcore.types import SampleMeta
+from gcore.types import SampleMeta, SampleWork
 
 TINY = Shape("tiny", layers=2, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4, vocab=10)
 COST = CostModel(crossover=100.0, head=0.5)
@@ -18,15 +18,15 @@ COST = CostModel(crossover=100.0, head=0.5)
 
 def test_costs_by_hand():
     assert COST.of(100) == 200.0 and COST.of(100, steps=40) == 220.0
-    assert COST.of(100, passes=3) == 600.0  # denoising steps
+    assert COST.of_work(SampleWork(100, passes=3)) == 600.0  # denoising steps
     assert CostModel(100.0, causal=False).of(100) == 300.0
-    vision = CostModel(50.0, causal=False, flops=3.0, patch_pixels=100)
-    seeing = CostModel(100.0, flops=2.0, vision=vision)
-    assert seeing.of(100, images=(950,)) == 200.0 + 1.5 * (10 + 4)  # ten patches
-    assert COST.of(100, images=(950,)) == 200.0  # no vision tower is known
+    vision = CostModel(50.0, causal=False, flops=3.0, patch=100)
+    seeing = CostModel(100.0, flops=2.0, towers=(("image", vision),))
+    assert seeing.of_work(SampleWork(100, media=(("image", 950),))) == 200.0 + 1.5 * (10 + 4)  # ten patches
+    assert COST.of_work(SampleWork(100, media=(("image", 950),))) == 200.0  # no vision tower is known
     assert COST.of_row(100) == 300.0  # no pair is skipped
     assert COST.recomputed().head == 0.375 and COST.recomputed().of(100) == 200.0
-    meta = SampleMeta(0, 0, 100, 1, steps=40, passes=2, images=(7,))
+    meta = SampleMeta(0, 0, SampleWork(100, passes=2, media=(("image", 7),)), 1, steps=40)
     assert COST.of_sample(meta) == 420.0
 
 
@@ -51,11 +51,11 @@ def test_vision_towers_are_read_from_config_json(tmp_path):
     text = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4}
     tower = {"depth": 3, "embed_dim": 32, "mlp_ratio": 4, "num_heads": 4, "patch_size": 16, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps({**text, "vocab_size": 100, "vision_config": tower}))
-    vision = shape_of(str(tmp_path)).cost.vision
-    assert vision is not None and vision.patch_pixels == 256 and not vision.causal
+    vision = shape_of(str(tmp_path)).cost.tower("image")
+    assert vision is not None and vision.patch == 256 and not vision.causal
     assert vision.flops == 2 * 3 * (4 * 32 * 32 + 2 * 32 * 128)
     (tmp_path / "config.json").write_text(json.dumps({**text, "vocab_size": 100, "vision_config": {"other": 1}}))
-    assert shape_of(str(tmp_path)).cost.vision is None
+    assert shape_of(str(tmp_path)).cost.tower("image") is None
 
 
 # --- fit
@@ -99,7 +99,7 @@ def test_the_fit_keeps_the_ratios_of_the_model_where_nothing_was_measured():
 
 
 def test_the_row_of_an_update():
-    metas = [SampleMeta(i, 0, n, 1) for i, n in enumerate([100, 50, 50])]  # costs 200, 75, 75
+    metas = [SampleMeta(i, 0, SampleWork(n), 1) for i, n in enumerate([100, 50, 50])]  # costs 200, 75, 75
     cost = CostModel(100.0)
     batches = make_layout(metas, step=1, num_ranks=2, mini_batches=1, max_tokens=104, cost=cost, padded=False)
     stats = [UpdateStats(1, wall_s=2.0, busy_s=1.9), UpdateStats(1, wall_s=2.0, busy_s=1.5)]
@@ -120,7 +120,7 @@ def test_the_row_of_an_update():
 
 
 def test_one_rank_waits_for_nobody():
-    metas = [SampleMeta(0, 0, 100, 1)]
+    metas = [SampleMeta(0, 0, SampleWork(100), 1)]
     batches = make_layout(metas, step=1, num_ranks=1, mini_batches=1, max_tokens=104, cost=COST)
     times = StepTimes(COST, TrainerInfo(1, 8))
     row = [times.row(batches, metas, [UpdateStats(1, wall_s=2.0, busy_s=1.9)]) for _ in range(2)][1]

@@ -6,16 +6,17 @@ import json
 from pathlib import Path
 
 from gcore.config.engines import engines_with
-from gcore.config.experts import REPLAYABLE
 from gcore.config.tree import Config
 from gcore.hub import model_folder
 from gcore.types import UserError
+
+REPLAYABLE = ("qwen2_moe", "qwen3_moe", "mixtral", "granitemoe", "gpt_oss")  # families with a test: models/decoders.py
 
 
 def replays_experts(config: Config) -> bool:
     """Raises UserError if the recipe asks for it and it is not possible."""
     wanted = config.training.router_replay
-    if wanted is False or config.generation.denoising is not None:
+    if wanted is False:
         return False
     obstacle = _obstacle(config)
     if wanted is True and obstacle:
@@ -26,8 +27,6 @@ def replays_experts(config: Config) -> bool:
 def replay_warning(config: Config) -> list[str]:
     """If a mixture of experts is trained and the trainer chooses other experts than the engine where two are close."""
     if config.training.router_replay != "auto" or config.objective != "policy" or config.training.emulated is not None:
-        return []
-    if config.generation.denoising is not None:  # no language model
         return []
     obstacle = _obstacle(config)
     if not obstacle or model_type(config) not in REPLAYABLE:
