@@ -36,11 +36,11 @@ class Tracker(Protocol):
 
 def check_trackers(observe: Observe) -> None:
     """Raises UserError at the start of a run if an enabled tracker is not installed."""
-    for name in ("tensorboard", "wandb", "mlflow"):
-        if getattr(observe, name) and not _installed(name):
+    for name in observe.trackers:
+        if not _installed(name):
             raise UserError(
-                f"observe.{name}=true needs the package {name}, which is not installed: "
-                f"run `pip install {name}` or set observe.{name}=false"
+                f"observe.trackers: {name} needs the package {name}, which is not installed: run `pip install {name}` "
+                "or remove it from observe.trackers"
             )
 
 
@@ -50,11 +50,11 @@ def open_trackers(
     """`last_step` is the newest logged step if a run resumes, None for a new run."""
     check_trackers(observe)
     trackers: list[Tracker] = []
-    if observe.tensorboard:
+    if "tensorboard" in observe.trackers:
         trackers.append(TensorBoard(folder / "tensorboard", last_step))
-    if observe.wandb:
+    if "wandb" in observe.trackers:
         trackers.append(Wandb(folder, run_name, config))
-    if observe.mlflow:
+    if "mlflow" in observe.trackers:
         trackers.append(MLflow(folder, run_name, config))
     return trackers
 
