@@ -51,7 +51,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         *("checkpoint.store", "config", "content", "cost.replica_speed", "generation.spec", "hub", "protocols"),
     ),
     "simulate": ("config", "cost", "emulate.device", "generation.routing", "observe", "placement", "protocols"),
-    "planner": ("config", "cost", "observe", "placement"),
+    "planner": ("cost", "observe"),
     "controller": (
         *("checkpoint", "clients", "config", "content", "cost", "driver.on_step", "faults", "generation", "launch"),
         *("observe", "placement", "preparation", "prompts", "protocols", "rewarding", "weights", "workflows"),
