@@ -80,8 +80,8 @@ def _keys_for(flags: Sequence[str]) -> str:
     from gcore.config.load import all_keys
 
     names = [flag.lstrip("-").partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")]
-    found = dict.fromkeys(key_of(own) for name in names if (own := own_name(name, set(all_keys()))))
-    return f" (keys are set without dashes: {' '.join(f'{key}=VALUE' for key in found)})" if found else ""
+    keys = dict.fromkeys(key_of(own) for name in names if (own := own_name(name, set(all_keys()))))
+    return f" (keys are set without dashes: {' '.join(f'{key}=VALUE' for key in keys)})" if keys else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,18 +97,19 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function)
         return command
 
-    train = add("train", _train, "Train a policy with a recipe.")
-    train.add_argument("recipe", help="YAML file, or the name of one of `gcore recipes`, such as quickstart")
-    train.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
+    def add_run(name: str, function: Any, text: str, first: str, help: str) -> argparse.ArgumentParser:
+        command = add(name, function, text)
+        command.add_argument(first, help=help)
+        command.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
+        return command
+
+    recipe = ("recipe", "YAML file, or the name of one of `gcore recipes`, such as quickstart")
+    train = add_run("train", _train, "Train a policy with a recipe.", *recipe)
     train.add_argument("--dry-run", action="store_true", help="only check: show sizes, a prompt and rewards, and exit")
-    sft = add("sft", _sft, "Supervised training: a recipe with `objective: sft`, or only the warm start of a recipe.")
-    sft.add_argument("recipe")
-    sft.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
-    evaluate = add("eval", _eval, "Held-out accuracy of a recipe's model, a run or a checkpoint.")
-    evaluate.add_argument(
-        "target", help="a recipe (its starting model), runs/NAME (its last checkpoint) or runs/NAME/step_N"
-    )
-    evaluate.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
+    about_sft = "Supervised training: a recipe with `objective: sft`, or only the warm start of a recipe."
+    add_run("sft", _sft, about_sft, *recipe)
+    target = "a recipe (its starting model), runs/NAME (its last checkpoint) or runs/NAME/step_N"
+    add_run("eval", _eval, "Held-out accuracy of a recipe's model, a run or a checkpoint.", "target", target)
     export = add(
         "export", _export, "Write the policy of a run as a Hugging Face folder, and compare it after reloading."
     )

@@ -273,7 +273,7 @@ class EnginePool(ClientPool[EngineClient]):
         else:
             limits = limits_of(max_concurrent, per_call)
             router = Router(len(engines), (rank, size), own, limits.own, limits.guest)
-        return cls(engines, router, role, Links.of(rank, nodes))
+        return cls(engines, router, role, Links(rank, nodes))
 
     async def generate(self, requests: Sequence[Request], priority: int = 0, key: Hashable = None) -> list[Completion]:
         """Completions in the order of the requests. The requests go to one replica together, unless it is drained.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gcore.observe import page_samples
+from gcore.observe.files import told
 from gcore.observe.histograms import histogram_charts
 from gcore.observe.page_data import RecordedMove, Recording, Segment, has_data, read_recording
 from gcore.observe.page_html import render, thinned_steps
@@ -25,6 +26,7 @@ from gcore.observe.page_samples import samples_page
 from gcore.observe.pictures import before_and_after
 from gcore.observe.report import smooth
 from gcore.observe.samples import FOLDER, read_samples
+from gcore.observe.trace import merge_traces
 from gcore.observe.values import STAGES, Row, count, duration, held_out_name, number, numbers
 from gcore.types import UserError
 
@@ -57,6 +59,9 @@ def write_pages(paths: Sequence[Path], target: Path) -> list[Path]:
     """`gcore report`: the report and, of a run with samples and in its folder, the page of samples. Raises UserError if
     there is nothing to draw or the target cannot be written."""
     model, others = page_model([read_recording(path) for path in paths]), list[Path]()
+    for path in paths:
+        with told(path / "trace.json"):
+            merge_traces(path)  # of a run that is in progress, or was killed
     in_run_folder = len(paths) == 1 and paths[0].is_dir() and target.parent.resolve() == paths[0].resolve()
     if in_run_folder and (samples := samples_page(paths[0], report=target.name)):
         others = [_write(target.with_name(page_samples.FILE), samples)]

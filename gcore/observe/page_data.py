@@ -3,7 +3,7 @@
     simulation.json ─────────────────────────────────┐
     RUN/metrics.jsonl ── steps ──────────────────────┤
     RUN/placement.jsonl ── timeline, moves, steps ───┼──> Recording ──> page.py
-    RUN/trace.json ── spans (without placement) ─────┘
+    RUN/trace/*.jsonl ── spans (without placement) ──┘
 
 Both give the same Recording: rows of a Gantt chart with segments, moves, and one flat row of numbers per step
 ({"step": 3, "rollout_s": 41.2, "idle": 0.05, "busy/policy": 0.9, "split/judge": 16, ...}). Missing numbers are omitted.
@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gcore.observe.files import parsed_line, whole_lines
+from gcore.observe.files import whole_lines
 from gcore.observe.metrics import FILE, read_rows
 from gcore.observe.placement_log import FILE as PLACEMENT
 from gcore.observe.report import summarize
-from gcore.observe.trace import merge_traces
+from gcore.observe.trace import spans_of
 from gcore.observe.values import Row, clean, kind, number, stage_times, step_of
 from gcore.types import UserError
 
@@ -81,15 +81,15 @@ class Recording:
 
     name: str
     kind: Literal["simulation", "run"]
-    rule: str  # the placement rule; empty without one
     rows: tuple[str, ...]  # names of the Gantt rows
-    unit: Literal["slots", "processes"]  # what a row is
     segments: list[Segment]
-    spans: dict[int, tuple[float, float]]  # step -> from, to
     moves: list[RecordedMove]
     steps: list[Row]  # flat, ordered by step
     summary: Row
-    compare: dict[str, Row]
+    rule: str = ""  # the placement rule; empty without one
+    unit: Literal["slots", "processes"] = "slots"  # what a row is
+    spans: dict[int, tuple[float, float]] = field(default_factory=dict)  # step -> from, to
+    compare: dict[str, Row] = field(default_factory=dict)
     rows_of_metrics: Sequence[Row] = ()  # of a run: metrics.jsonl
 
 
@@ -123,9 +123,7 @@ def _simulation(data: Mapping[str, Any], path: Path) -> Recording:
         kind="simulation",
         rule=str(data.get("rule") or ""),
         rows=_slots(int(number(data, "slots") or 0), segments),
-        unit="slots",
         segments=segments,
-        spans={},
         moves=moves,
         steps=steps,
         summary=clean(summary),
@@ -150,20 +148,14 @@ def _run(folder: Path) -> Recording:
     recording = Recording(
         name=folder.resolve().name,
         kind="run",
-        rule="",
         rows=_slots(0, segments),
-        unit="slots",
         segments=segments,
-        spans={},
         moves=[_move(raw, where) for raw in placed if raw.get("kind") == "move"],
         steps=[steps[step] for step in sorted(steps)],
         summary=_run_summary(folder),
-        compare={},
         rows_of_metrics=rows,
     )
-    if not segments:
-        return _with_trace(recording, folder)
-    return _with_idle(recording)
+    return _with_idle(recording) if segments else _with_trace(recording, folder)
 
 
 def _run_summary(folder: Path) -> Row:
@@ -298,18 +290,12 @@ def role_of(process: str) -> str | None:
 
 def _with_trace(recording: Recording, folder: Path) -> Recording:
     """Without a placement log, the Gantt chart shows the spans of the processes."""
-    path = folder / "trace.json"
-    written = path.stat().st_mtime_ns if path.exists() else 0
-    if any(file.stat().st_mtime_ns >= written for file in (folder / "trace").glob("*.jsonl")):
-        merge_traces(folder)  # the run is in progress, or was killed
-    if not path.exists():
-        return recording
     rows: dict[str, tuple[int, str]] = {}  # process -> row, role
     recorded: list[Segment] = []
     spans: dict[int, tuple[float, float]] = {}
     clock = None  # the controller whose steps are used
-    for name, span, start, end, args in _trace(path):
-        role = role_of(name)
+    for name, event in spans_of(folder):
+        role, span, start, end = role_of(name), str(event["name"]), event["start"], event["end"]
         if role is None:
             continue
         row, _ = rows.setdefault(name, (len(rows), role))
@@ -317,9 +303,11 @@ def _with_trace(recording: Recording, folder: Path) -> Recording:
             clock = clock or name
             if span == "step":
                 if name == clock:
-                    spans[step_of(args)] = (start, end)
+                    spans[step_of(event.get("args", {}))] = (start, end)
                 continue
         recorded.append(Segment(row, "switch" if span in SWITCHES else role, start, end, name=span))
+    if not rows:
+        return recording
     segments = _in_steps(_joined(recorded), spans)
     steps = {row["step"]: row for row in recording.steps}
     for step, busy in _busy(segments, spans, [role for _, role in rows.values()]).items():
@@ -332,22 +320,6 @@ def _with_trace(recording: Recording, folder: Path) -> Recording:
         spans=dict(sorted(spans.items())),
         steps=[steps[step] for step in sorted(steps)],
     )
-
-
-def _trace(path: Path) -> Iterator[tuple[str, str, float, float, Row]]:
-    """(process, span, start, end, arguments). merge_traces writes one event per line, so that a long trace can be
-    streamed."""
-    processes: dict[int, str] = {}
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            event = parsed_line(line.rstrip("\n,"))
-            if event is None:
-                continue
-            if event.get("name") == "process_name":
-                processes[event["pid"]] = str(event["args"]["name"])
-            elif event.get("ph") == "X" and event["pid"] in processes:
-                start = event["ts"] / 1e6
-                yield processes[event["pid"]], str(event["name"]), start, start + event["dur"] / 1e6, event["args"]
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:

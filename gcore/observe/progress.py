@@ -42,7 +42,6 @@ class RunView:
 
     run_name: str
     total_steps: int
-    title: str = ""
     warm_steps: int = 0
     step: int = 0
     warm_step: int = 0
@@ -98,14 +97,13 @@ class RunView:
 
 
 class Progress:
-    """`with Progress("auto", "run", 150, "GRPO, 2 controllers") as progress: progress.update(statuses, row)`"""
+    """`with Progress("auto", "run", 150) as progress: progress.update(statuses, row)`"""
 
     def __init__(
         self,
         mode: Mode,
         run_name: str,
         total_steps: int,
-        title: str = "",
         *,
         warm_steps: int = 0,
         history: Iterable[Row] = (),
@@ -115,7 +113,7 @@ class Progress:
         """`history`: rows from before a resume, so that the curve shows the whole run."""
         self._stream = stream or sys.stdout
         self.mode = resolve_mode(mode, self._stream)
-        self.view = RunView(run_name, total_steps, title, warm_steps)
+        self.view = RunView(run_name, total_steps, warm_steps)
         for row in history:
             self.view.add(row, None)
         self._clock = clock

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gcore.observe.files import RecordFile
 from gcore.types import UserError
@@ -24,14 +24,6 @@ _numbers = itertools.count()  # of event files of this process
 IDS = "trackers.json"  # ids of the remote runs, so that a resumed run continues the same one
 PARAMS_AT_ONCE = 100  # MLflow's limit per request
 PARAM_LENGTH = 500  # MLflow's limit per value, on old servers
-
-
-class Tracker(Protocol):
-    name: str
-
-    def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None: ...
-
-    def close(self, ok: bool) -> None: ...
 
 
 def check_trackers(observe: Observe) -> None:
@@ -134,15 +126,18 @@ class MLflow:
         run = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=run_name)
         _keep_id(folder, "mlflow", run.info.run_id)
         if known is None:  # parameters of an existing run cannot be changed
-            params = [(key, str(value)[:PARAM_LENGTH]) for key, value in _leaves(config)]
-            for i in range(0, len(params), PARAMS_AT_ONCE):
-                self._mlflow.log_params(dict(params[i : i + PARAMS_AT_ONCE]))
+            params = ((key, str(value)[:PARAM_LENGTH]) for key, value in _leaves(config))
+            while some := dict(itertools.islice(params, PARAMS_AT_ONCE)):
+                self._mlflow.log_params(some)
 
     def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None:
         self._mlflow.log_metrics(dict(scalars), step=step)
 
     def close(self, ok: bool) -> None:
         self._mlflow.end_run(status="FINISHED" if ok else "FAILED")
+
+
+Tracker = TensorBoard | Wandb | MLflow
 
 
 def _write(file: RecordFile, event: Any) -> None:

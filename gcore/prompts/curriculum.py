@@ -68,9 +68,9 @@ class CurriculumOrder:
 
     def state(self) -> dict[str, list[Any]]:
         """For a checkpoint: of the rows that were drawn."""
-        found = np.flatnonzero(self._drawn + self._failed)
+        drawn = np.flatnonzero(self._drawn + self._failed)
         columns = {"rows": self._kept, "drawn": self._drawn, "failed": self._failed, "rates": self._rates}
-        return {name: column[found].tolist() for name, column in columns.items()}
+        return {name: column[drawn].tolist() for name, column in columns.items()}
 
     def restore(self, state: Mapping[str, list[Any]]) -> None:
         at = np.searchsorted(self._kept, np.array(state["rows"], np.int64))
@@ -86,7 +86,7 @@ def make_curriculum(
 
 
 def _start(spec: Curriculum, column: str, rows: Sequence[Mapping[str, Any]], kept: npt.NDArray[np.int64]) -> Floats64:
-    found = np.full(len(kept), spec.start)
+    rates = np.full(len(kept), spec.start)
     for at, row in enumerate(kept.tolist()):
         value = rows[row].get(column)
         if value is None:
@@ -96,9 +96,9 @@ def _start(spec: Curriculum, column: str, rows: Sequence[Mapping[str, Any]], kep
                 f"sampling.curriculum.column={column}: row {row} of data.train has {value!r}; expected a number from 0 "
                 "to 1"
             )
-        found[at] = value
+        rates[at] = value
     if not any(column in rows[row] for row in kept.tolist()):
         raise UserError(
             f"sampling.curriculum.column={column}: no row of data.train has it; expected one of {sorted(rows[0])}"
         )
-    return found
+    return rates

@@ -45,7 +45,7 @@ def test_a_pool_counts_the_payloads_of_near_and_far_engines():
 
 
 def test_controllers_add_up_and_one_machine_has_no_links_between_nodes():
-    one, two = Links.of(0, ((0, 1), (0, 1, 1))), Links.of(0, ((), ()))
+    one, two = Links(0, ((0, 1), (0, 1, 1))), Links(0, ((), ()))
     one.add("samples", 2, 3_000_000)
     one.add("samples", 0, 1_000_000)
     two.add("samples", 2, 1_000_000)

@@ -304,9 +304,9 @@ def test_torn_lines_do_not_hurt_a_restarted_role(tmp_path: Path) -> None:
     after = Tracer(tmp_path, "engine-0")
     with pytest.raises(RuntimeError), after.span("b"):
         raise RuntimeError
-    after.instant("moved", slot=3)
+    after.span_at("moved", 3, 4, slot=3)
     after.flush()
-    found = {e["name"]: e for e in chrome(tmp_path) if e["ph"] in "Xi"}
+    found = {e["name"]: e for e in chrome(tmp_path) if e["ph"] == "X"}
     assert set(found) == {"a", "b", "moved"}
     assert found["b"]["args"] == {"error": "RuntimeError"} and found["moved"]["args"] == {"slot": 3}
 
@@ -314,11 +314,11 @@ def test_torn_lines_do_not_hurt_a_restarted_role(tmp_path: Path) -> None:
 def test_tracer_keeps_memory_bounded_and_can_be_off(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path, "driver")
     for _ in range(trace_module.FLUSH_EVENTS + 1):
-        tracer.instant("tick")
+        tracer.span_at("tick", 1, 2)
     assert len((tmp_path / "trace" / "driver.jsonl").read_text().splitlines()) == trace_module.FLUSH_EVENTS
     off = Tracer(None, "driver")
     with off.span("nothing"):
-        off.instant("nothing")
+        off.span_at("nothing", 1, 2)
     off.flush()
     assert merge_traces(tmp_path / "empty") is None
 
@@ -427,7 +427,7 @@ def shown(view: RunView, width: int = 80, height: int = 24) -> list[str]:
 
 
 def test_live_panel_shows_the_run_and_fits() -> None:
-    view = RunView("sums", 150, "GRPO, 2 controllers", warm_steps=40)
+    view = RunView("sums", 150, warm_steps=40)
     view.add({"step": 0, "eval/accuracy": 0.118}, None)
     for step in range(1, 9):
         view.add({"step": step, "reward/mean": float(step), "timing_s/step": 1.0, "timing_s/training": 0.75}, None)
@@ -435,7 +435,7 @@ def test_live_panel_shows_the_run_and_fits() -> None:
     view.statuses = [Status(f"controller-{i}", "generation", "31/64 samples", 8) for i in range(30)]
     lines = shown(view)
     text = "\n".join(lines)
-    for part in ("sums", "GRPO, 2 controllers", "step 8/150", "▁▂▃▄▅▆▇█", "8.000", "0.118 → 0.500", "2 min 22 s left"):
+    for part in ("sums", "step 8/150", "▁▂▃▄▅▆▇█", "8.000", "0.118 → 0.500", "2 min 22 s left"):
         assert part in text
     assert "■ training 0.75 s  ■ other 0.25 s" in text and "controller-0  ● generation  31/64 samples" in text
     assert "+ 21 more" in text and "21 generation" in text and "warm start" not in text

@@ -509,12 +509,12 @@ def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.Monkey
     run_parts = {"model_dump": lambda mode: {}, "model_copy": lambda update: config}
     config = SimpleNamespace(run=run, objective="policy", **run_parts)
     monkeypatch.setattr(supervise, "choose_mode", lambda config, machine: (config, ""))
-    monkeypatch.setattr(supervise, "decide", lambda config, plan: supervise.Decided(config))
+    monkeypatch.setattr(supervise, "plan_memory", lambda config, plan: supervise.MemoryPlan(config))
     monkeypatch.setattr(supervise, "pin", lambda config: config)
     monkeypatch.setattr(supervise, "open_on_step", lambda config: (config, None))
     monkeypatch.setattr(supervise, "with_steps", lambda config: (run, []))
-    for name in ("make_plan", "see_cluster", "model_megabytes", "check_models", "fetch"):
-        monkeypatch.setattr(supervise, name, lambda *args: None)
+    for name in ("make_plan", "see_cluster", "model_megabytes", "check_models", "find_weights"):
+        monkeypatch.setattr(supervise, name, lambda *args, **keys: None)
     train = DatasetCheck("data.train", 1, 1, (), 1, None)
     monkeypatch.setattr(supervise, "preflight", lambda *args: Checked([], [train], None))
     monkeypatch.setattr(supervise, "check_nodes", lambda *args: [])
