@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
     "runtime": "local",
     "controllers": 1,
     "placement": {"policy": {"replicas": 1}, "trainer": {"threads": 1}},
-    "observe": {"progress": "none", "tensorboard": False, "trace": False, "samples_per_step": 0, "eval_every": 8},
+    "observe": {"progress": "none", "trackers": [], "trace": False, "samples_per_step": 0, "eval_every": 8},
     "checkpoint": {"every": 0},
 }
 REHEARSAL: dict[str, Any] = {

@@ -213,7 +213,7 @@ def config_of(scenario: Scenario, split: Split | None, data: Path, folder: Path,
                 "trainer": {"ranks": min(2, scenario.num_controllers)},
             },
             "checkpoint": {"every": 0},
-            "observe": {"progress": "none", "trace": False, "tensorboard": False},
+            "observe": {"progress": "none", "trace": False, "trackers": []},
         }
     )
 

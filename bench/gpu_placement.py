@@ -127,7 +127,7 @@ def config_of(args: argparse.Namespace, work: Work, data: Path, folder: Path) ->
             },
             "placement": {"mode": "colocated", "slots": 1, "trainer": {"ranks": 1}},
             "checkpoint": {"every": 0},
-            "observe": {"progress": "plain", "trace": False, "tensorboard": False},
+            "observe": {"progress": "plain", "trace": False, "trackers": []},
         }
     )
 

@@ -168,7 +168,7 @@ def gcore_tree(system: str, args: argparse.Namespace, folder: Path) -> dict[str,
         "sampling": {"prompts_per_step": args.prompts, "samples_per_prompt": args.siblings},
         "training": training,
         "checkpoint": {"every": 0},
-        "observe": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
+        "observe": {"progress": "plain", "trackers": [], "samples_per_step": 0},
         **({"placement": {"trainer": {"ranks": 1}, "policy": {"replicas": 1}}} if args.cpu else {}),
     }
 

@@ -90,7 +90,7 @@ def run_gcore(runtime: str, args: argparse.Namespace) -> dict[str, Any]:
             "rewards": {"functions": [{"name": "even", "path": f"{here}:even_digits"}]},
             "sampling": {"prompts_per_step": args.prompts, "samples_per_prompt": args.siblings},
             "training": {"lr": LR, "betas": list(BETAS), "device": "cpu", "dtype": "float32"},
-            "observe": {"progress": "none", "tensorboard": False},
+            "observe": {"progress": "none", "trackers": []},
         }
         run(validate(tree, "bench/step.py", Config))
         config_folder = Path(folder) / "step"

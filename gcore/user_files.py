@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gcore import shipped
 from gcore.types import UserError
 
 FOLDER = "GCORE_USER_FILES"  # environment: the unpacked archive
@@ -41,12 +42,13 @@ class Archive:
 
 
 def find(name: str) -> Path:
-    """The file that a recipe names `name`: the driver's copy if it sent one, otherwise the file of this machine."""
+    """The file that a recipe names `name`: the driver's copy if it sent one, otherwise the file of this machine, or
+    one of G-Core's examples."""
     if folder := os.environ.get(FOLDER):
         index: dict[str, str] = json.loads((Path(folder) / INDEX).read_text())
         if name in index:
             return Path(folder) / index[name]
-    return Path(name).expanduser()
+    return shipped.find(name)
 
 
 def pack(names: Iterable[str]) -> Archive:
@@ -55,7 +57,7 @@ def pack(names: Iterable[str]) -> Archive:
     index: dict[str, str] = {}
     left_out: dict[str, int] = {}
     for name in sorted(set(names)):
-        file = Path(name).expanduser()
+        file = shipped.find(name)
         if not file.is_file():
             continue
         if (size := file.stat().st_size >> 20) >= MAX_MB:

@@ -59,9 +59,9 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares siblings; "
             f"sampling.samples_per_prompt must be at least 2, got {config.sampling.samples_per_prompt}"
         )
-    if config.algorithm.overlong_buffer > config.generation.max_response_length:
+    if config.algorithm.overlong.buffer > config.generation.max_response_length:
         raise ValueError(
-            f"algorithm.overlong_buffer={config.algorithm.overlong_buffer} exceeds "
+            f"algorithm.overlong.buffer={config.algorithm.overlong.buffer} exceeds "
             f"generation.max_response_length={config.generation.max_response_length}: expected at most that number"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from gcore.config.base import Count, Model, NonNegative, Section
 
@@ -12,8 +12,13 @@ if TYPE_CHECKING:
     pass
 
 
+class StoredModel(Model):
+    build: None = None
+    """Not for the critic: it starts from a folder, or as a copy of the policy."""
+
+
 class Critic(Section):
-    model: Model | None = None
+    model: StoredModel | None = None
     """Where the value network of `adv_estimator: gae` starts: a reward model (`objective: reward_model`) or a language
     model, with the tokenizer of the policy. A language model gets a value head of zeros. If the policy takes images, of
     the same family. Default: the policy at the start of reinforcement learning; with `model.lora`, the weights in its
@@ -27,9 +32,3 @@ class Critic(Section):
     `null`: off."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this global norm."""
-
-    @model_validator(mode="after")
-    def _stored(self) -> Critic:
-        if self.model is not None and self.model.build is not None:
-            raise ValueError("critic.model.build: expected critic.model.path, or no critic.model: a copy of the policy")
-        return self

@@ -17,7 +17,7 @@ from gcore.config.engines import engines_with
 from gcore.config.objects import FunctionPath
 
 
-class EngineJudge(RewardSource, Serving):
+class EngineJudge(Serving, RewardSource):
     """A judge on engines of this run."""
 
     model: Model

@@ -76,8 +76,6 @@ class Placement(Section):
     `dynamic` starts with it. Default: an even split."""
     poll_interval_s: Seconds = 0.25
     """Seconds between polls of the roles' remaining work; at least a hundredth of the last rollout."""
-    move_timeout_s: Seconds = 120.0
-    """A move that takes longer is undone."""
     weights: Literal["auto", "host", "broadcast"] = "auto"
     """How the trainer's weights reach engines in other processes. `host`: through shared memory of the machine;
     `broadcast`: from GPU to GPU by NCCL (by gloo on a CPU). `auto`: CUDA IPC handles on a shared GPU, `broadcast`

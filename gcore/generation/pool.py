@@ -49,24 +49,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Outstanding:
-    """One controller's load on a replica. Outstanding(name="engine-0", requests=16, work=9216, closed=("suspect",))"""
-
-    name: str
-    requests: int
-    work: int  # tokens of the prompts plus maximum tokens of the responses
-    closed: tuple[Reason, ...] = ()  # why nothing is sent to it; empty: it is open
-
-
-@dataclass(frozen=True, slots=True)
-class PoolState:
-    """Snapshot of a pool. PoolState(waiting=8, replicas=(Outstanding(name="engine-0", ...), ...))"""
-
-    waiting: int  # requests in the pool's own queue
-    replicas: tuple[Outstanding, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class QueueEntry:
     """A call in the queue. QueueEntry(priority=70, arrival=3, work=9216, count=16, key=70)"""
 
@@ -77,7 +59,7 @@ class QueueEntry:
     key: Hashable
 
 
-class RolePool(Generic[R]):
+class ClientPool(Generic[R]):
     """Replicas of any role. Implements protocols.ReplicaPool. `router`: None if this pool is the only one."""
 
     def __init__(self, replicas: Sequence[R], router: Router | None = None) -> None:
@@ -165,12 +147,6 @@ class RolePool(Generic[R]):
         columns = zip(self.replicas, self._closed, strict=True)
         return {replica.name: why for replica, closed in columns for why in reasons if why in closed}
 
-    def observe(self) -> PoolState:
-        router = self._router
-        columns = zip(self.replicas, router.counts, router.loads, self._closed, strict=True)
-        loads = tuple(Outstanding(r.name, count, work, tuple(sorted(why))) for r, count, work, why in columns)
-        return PoolState(sum(entry.count for _, _, entry, granted in self._waiting if not granted.done()), loads)
-
     def _indices(self, name: str) -> list[int]:
         return [i for i, replica in enumerate(self.replicas) if replica.name == name]
 
@@ -252,7 +228,7 @@ class _NotSent(Exception):
     """The replica was drained before the requests were sent."""
 
 
-class EnginePool(RolePool[EngineClient]):
+class EnginePool(ClientPool[EngineClient]):
     """Replicas of protocols.Engine. `role`: their role name in placement."""
 
     def __init__(
@@ -336,10 +312,9 @@ class EnginePool(RolePool[EngineClient]):
 
     def report(self) -> RoleReport:
         """For placement, which adds the replicas' counters."""
-        seen = self.observe()
         report = RoleReport(
-            requests=sum(replica.requests for replica in seen.replicas),
-            waiting=seen.waiting,
+            requests=sum(self._router.counts),
+            waiting=sum(entry.count for _, _, entry, granted in self._waiting if not granted.done()),
             calls=self._num_calls,
             ended=tuple(self._ended),
         )
@@ -418,7 +393,7 @@ class EnginePool(RolePool[EngineClient]):
         task.add_done_callback(self._aborts.discard)
 
 
-class ScorerPool(RolePool[ScorerClient]):
+class ScorerPool(ClientPool[ScorerClient]):
     """Replicas of protocols.Scorer."""
 
     async def score(self, tokens: Sequence[Ints]) -> list[float]:

@@ -28,11 +28,11 @@ PARAM_LENGTH = 500  # MLflow's limit per value, on old servers
 
 def check_trackers(observe: Observe) -> None:
     """Raises UserError at the start of a run if an enabled tracker is not installed."""
-    for name in ("tensorboard", "wandb", "mlflow"):
-        if getattr(observe, name) and not _installed(name):
+    for name in observe.trackers:
+        if not _installed(name):
             raise UserError(
-                f"observe.{name}=true needs the package {name}, which is not installed: "
-                f"run `pip install {name}` or set observe.{name}=false"
+                f"observe.trackers: {name} needs the package {name}, which is not installed: run `pip install {name}` "
+                "or remove it from observe.trackers"
             )
 
 
@@ -42,11 +42,11 @@ def open_trackers(
     """`last_step` is the newest logged step if a run resumes, None for a new run."""
     check_trackers(observe)
     trackers: list[Tracker] = []
-    if observe.tensorboard:
+    if "tensorboard" in observe.trackers:
         trackers.append(TensorBoard(folder / "tensorboard", last_step))
-    if observe.wandb:
+    if "wandb" in observe.trackers:
         trackers.append(Wandb(folder, run_name, config))
-    if observe.mlflow:
+    if "mlflow" in observe.trackers:
         trackers.append(MLflow(folder, run_name, config))
     return trackers
 
@@ -99,7 +99,7 @@ class Wandb:
     def __init__(self, folder: Path, run_name: str, config: dict[str, Any]):
         import wandb
 
-        project, known = os.environ.get("WANDB_PROJECT", "gcore"), _known_id(folder, "wandb")
+        project, known = os.environ.get("WANDB_PROJECT", "gcore"), _known_ids(folder).get("wandb")
         self._run: Any = wandb.init(
             project=project, name=run_name, config=config, dir=str(folder), id=known, resume="allow"
         )
@@ -122,7 +122,7 @@ class MLflow:
         import mlflow
 
         self._mlflow: Any = mlflow
-        known = _known_id(folder, "mlflow")
+        known = _known_ids(folder).get("mlflow")
         run = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=run_name)
         _keep_id(folder, "mlflow", run.info.run_id)
         if known is None:  # parameters of an existing run cannot be changed
@@ -154,16 +154,15 @@ def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _known_id(folder: Path, name: str) -> str | None:
+def _known_ids(folder: Path) -> dict[str, str]:
     path = folder / IDS
-    return json.loads(path.read_text()).get(name) if path.exists() else None
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def _keep_id(folder: Path, name: str, run_id: str) -> None:
     path = folder / IDS
-    ids = json.loads(path.read_text()) if path.exists() else {}
     temp = path.with_name(path.name + ".tmp")
-    temp.write_text(json.dumps({**ids, name: run_id}))
+    temp.write_text(json.dumps({**_known_ids(folder), name: run_id}))
     temp.replace(path)
 
 

@@ -22,7 +22,7 @@ from functools import partial
 
 from gcore.config.placement import Placement
 from gcore.config.sampling import acceptance_rate
-from gcore.emulate.device import Job, observe
+from gcore.emulate.device import DeviceJob, observe
 from gcore.placement.grid import POLICY, Move, Split
 from gcore.placement.meters import GroupCounts, SpeedMeter
 from gcore.placement.monitor import LEAST_RATE, call_quantiles, quantiles
@@ -193,7 +193,7 @@ class Simulation:
         self.running += 1
         self.result.drawn += 1
         prompt = self.scenario.prompt_length
-        jobs = [Job(tokens, 0) for tokens in draw.tokens]
+        jobs = [DeviceJob(tokens, 0) for tokens in draw.tokens]
         jobs[0].prompt = prompt  # siblings share the prefix: it is prefilled once
         work = len(jobs) * (prompt + self.policy.longest_allowed)
         self.policy.send(Call(Group(number, draw, len(jobs)), jobs, work, len(jobs), len(jobs)))
@@ -208,7 +208,9 @@ class Simulation:
                 # once; its other verdicts find it in the prefix cache
                 prefill = prompt + round(self.scenario.read_by_judges(response))
                 for i, tokens in enumerate(repeats):
-                    judge.send(Call(group, [Job(tokens, 0 if i else prefill)], prefill + judge.longest_allowed, 1, 1))
+                    judge.send(
+                        Call(group, [DeviceJob(tokens, 0 if i else prefill)], prefill + judge.longest_allowed, 1, 1)
+                    )
 
     def _stage_ended(self, fleet: Fleet, group: Group) -> None:
         self.clock.at(self.clock.now + self.scenario.rpc_s, self._next_stage, (fleet, group))

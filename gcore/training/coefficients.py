@@ -35,8 +35,8 @@ class Coefficients:
     @staticmethod
     def restored(counters: dict[str, float], algorithm: Algorithm) -> Coefficients:
         start = Coefficients.of(algorithm)
-        kl = counters.get("kl_coef", start.kl) if algorithm.kl_target is not None else start.kl
-        if algorithm.entropy_target is None:
+        kl = counters.get("kl_coef", start.kl) if algorithm.adaptive_kl is not None else start.kl
+        if algorithm.adaptive_entropy is None:
             return Coefficients(kl, start.entropy)
         return Coefficients(kl, counters.get("entropy_coef", start.entropy), bool(counters.get("entropy_bonus", 1)))
 

@@ -132,7 +132,7 @@ def test_workflows(tmp_path, scorer, example):
     found = {}
     for controllers in (1, 3):
         flow = (f"workflow={EXAMPLES}/{example}.py:workflow", f"run.name=n{controllers}", f"controllers={controllers}")
-        done = gcore("train", str(path), "runtime=local", "run.steps=2", "observe.tensorboard=false", *flow)
+        done = gcore("train", str(path), "runtime=local", "run.steps=2", "observe.trackers=[]", *flow)
         assert done.returncode == 0, done.stdout + done.stderr
         found[controllers] = [untimed(row) for row in steps(rows(tmp_path / "runs" / f"n{controllers}"))]
     assert found[1] == found[3] and len(found[1]) == 2

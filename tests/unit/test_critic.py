@@ -264,7 +264,9 @@ def test_a_trainer_rank_without_samples_beside_critic_ranks():
     assert update(trainer, [], dataclasses.replace(batch, mini_batches=(mini,))).updates == 1
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"kl_target": 0.01, "kl_horizon": 20, "entropy_target": 9.0}])
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"adaptive_kl": {"target": 0.01, "horizon": 20}, "adaptive_entropy": {"target": 9.0}}]
+)
 def test_a_checkpoint_continues_to_the_last_bit(tmp_path, algorithm):
     config = ppo_config(epochs=2, **algorithm)
     trainer = trainer_of(config)

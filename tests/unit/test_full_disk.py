@@ -43,7 +43,7 @@ def no_file_above(size: int) -> Iterator[None]:
 
 def test_lines_wait_until_there_is_space_and_the_user_is_told_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(tmp_path, Observe(tensorboard=False), "run", {})
+    writer = MetricsWriter(tmp_path, Observe(trackers=[]), "run", {})
     with no_file_above(0):
         for step in (1, 2):
             writer.log({"step": step, "reward/mean": 0.5})

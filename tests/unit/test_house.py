@@ -14,9 +14,10 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "types": ("content.base",),  # for the type checker
     "protocols": (),
     "clients": ("protocols",),
-    "user_files": (),
+    "shipped": (),
+    "user_files": ("shipped",),
     "threads": (),
-    "config": (),
+    "config": ("shipped",),
     "user_functions": ("config.objects", "user_files"),
     "http_body": (),
     "content": ("config",),
@@ -65,7 +66,18 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         "user_functions",
     ),
     "api": ("checkpoint", "config", "driver", "observe", "protocols"),
-    "cli": ("checkpoint", "config", "cost", "driver", "launch", "observe", "planner", "protocols", "simulate"),
+    "cli": (
+        "checkpoint",
+        "config",
+        "cost",
+        "driver",
+        "launch",
+        "observe",
+        "planner",
+        "protocols",
+        "shipped",
+        "simulate",
+    ),
 }
 PURE = (
     "gcore.types",

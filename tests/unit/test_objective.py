@@ -41,10 +41,7 @@ def algorithm_of(importance, mode, estimator, aggregation, **more) -> Algorithm:
     return Algorithm(
         clip_ratio_low=KEYS["low"],
         clip_ratio_high=KEYS["high"],
-        importance=importance,
-        importance_mode=mode,
-        importance_cap=KEYS["cap"],
-        importance_floor=KEYS["floor"],
+        importance={"level": importance, "mode": mode, "cap": KEYS["cap"], "floor": KEYS["floor"]},
         kl_coef=KEYS["kl_coef"],
         kl_estimator=estimator,
         loss_aggregation=aggregation,
@@ -129,7 +126,7 @@ OBJECTIVES = {
         f"{loss}/{importance}/{estimator}/{aggregation}": objective.policy(
             Algorithm(
                 policy_loss=loss,
-                importance=importance,
+                importance={"level": importance},
                 kl_estimator=estimator,
                 loss_aggregation=aggregation,
                 kl_coef=0.1,

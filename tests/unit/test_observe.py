@@ -28,7 +28,7 @@ from gcore.observe.report import plot_reward, smooth, summarize, summary_text
 from gcore.observe.trace import Tracer, lowest_free_lanes, merge_traces
 from gcore.observe.values import count, duration, small, sparkline, stage_times
 
-QUIET = Observe(tensorboard=False)
+QUIET = Observe(trackers=[])
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> Path:
@@ -169,7 +169,7 @@ def test_wandb_gets_rows_and_a_resumed_run_goes_on_in_the_same_one(
     wandb = Recorder("wandb", {"init": run})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for _ in range(2):
-        with MetricsWriter(tmp_path, Observe(tensorboard=False, wandb=True), "run", {"lr": 1}) as writer:
+        with MetricsWriter(tmp_path, Observe(trackers=["wandb"]), "run", {"lr": 1}) as writer:
             writer.log({"step": 1, "reward/mean": 0.5, "samples_digest": "ab"})
     assert [call[2]["id"] for call in wandb.calls] == [None, "abc"]
     assert wandb.calls[0][2] | {"id": 0} == {
@@ -186,9 +186,7 @@ def test_mlflow_gets_parameters_once_metrics_and_how_it_ended(tmp_path: Path, mo
     mlflow = Recorder("mlflow", {"start_run": SimpleNamespace(info=SimpleNamespace(run_id="r1"))})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     for _ in range(2):
-        writer = MetricsWriter(
-            tmp_path, Observe(tensorboard=False, mlflow=True), "run", {"training": {"lr": 1}, "x": None}
-        )
+        writer = MetricsWriter(tmp_path, Observe(trackers=["mlflow"]), "run", {"training": {"lr": 1}, "x": None})
         writer.log({"step": 4, "reward/mean": 0.5})
         writer.close(ok=False)
     assert mlflow.calls == [
@@ -209,7 +207,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_file_goes_on(
     run = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
     mlflow = Recorder("mlflow", {"start_run": run, "log_metrics": OSError("server is gone")})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    with MetricsWriter(tmp_path, Observe(tensorboard=False, mlflow=True), "run", {}) as writer:
+    with MetricsWriter(tmp_path, Observe(trackers=["mlflow"]), "run", {}) as writer:
         writer.log({"step": 1, "reward/mean": 0.5})
         writer.log({"step": 2, "reward/mean": 0.5})
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
@@ -221,8 +219,8 @@ def test_a_tracker_that_is_not_installed_names_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    observe = QUIET.model_copy(update={name: True})
-    with pytest.raises(ValueError, match=rf"observe\.{name}=true .*pip install {name}") as error:
+    observe = QUIET.model_copy(update={"trackers": [name]})
+    with pytest.raises(ValueError, match=rf"observe\.trackers: {name} .*pip install {name}") as error:
         MetricsWriter(tmp_path, observe, "run", {})
     assert type(error.value).__name__ == "UserError"
 

@@ -27,6 +27,7 @@ from gcore.runtime.local import LocalHandle
 from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams
 from tests.contract.test_engine import embedded, network_of
+from tests.unit.pools import observe
 
 STOP, SLOTS, CALLS = 2, 4, 30
 
@@ -101,7 +102,7 @@ class World:
     def check_sent(self, replica: Replica, args: Any) -> None:
         requests, ticket = args
         (pool,) = (pool for pool in self.pools if ticket.startswith(pool._name))
-        seen = pool.observe().replicas[replica.number]
+        seen = observe(pool).replicas[replica.number]
         assert seen.closed == ()
         tier = pool._router._tiers[replica.number]
         assert tier._limit is None or seen.requests <= max(tier._limit, len(requests))
@@ -116,7 +117,7 @@ class World:
         for task in troubles:
             task.cancel()
         for pool in self.pools:
-            seen = pool.observe()
+            seen = observe(pool)
             assert seen.waiting == 0 and all((r.requests, r.work) == (0, 0) for r in seen.replicas)
             assert not pool._recalled and not any(pool._tickets) and not pool._aborts and not pool._waiting
         for replica in self.replicas:
@@ -191,7 +192,7 @@ class World:
             await asyncio.sleep(2)
             for name, answers in (await pool.check(1.0)).items():
                 self.happened["answers again" if answers else "silent"] += 1
-                seen = next(r for r in pool.observe().replicas if r.name == name)
+                seen = next(r for r in observe(pool).replicas if r.name == name)
                 assert ("suspect" in seen.closed) is not answers
 
 
