@@ -19,6 +19,8 @@ from gcore.checkpoint import store
 from gcore.config import load_config
 from gcore.config.base import Model
 from gcore.config.tree import Config
+from gcore.content.vision import VisionProcessor
+from gcore.modalities.table import kind_of
 from gcore.types import UserError
 
 if TYPE_CHECKING:
@@ -59,23 +61,25 @@ def _export(run: Path, checkpoint: Path, folder: Path) -> int:
     config = load_config(run / "config.yaml")
     for place in (folder, *([adapter_folder(folder)] if config.model.lora else [])):
         _check_place(place)
-    if config.generation.denoising is not None:
-        from gcore.checkpoint.export_pipeline import export_pipeline
+    return kind_of(config).export(checkpoint, folder, adapter_folder(folder))
 
-        return export_pipeline(config, checkpoint, folder, adapter_folder(folder))
+
+def export_language_model(
+    config: Config, checkpoint: Path, folder: Path, adapters: Path, tokenizer: Any, processor: VisionProcessor | None
+) -> int:
+    """`processor`: of a model that takes media."""
     from gcore.hub import model_folder
     from gcore.models.networks import load_whole, make_empty
-    from gcore.prompts.processor import load_processor
-    from gcore.prompts.tokenizer import load_tokenizer, with_padding
+    from gcore.prompts.tokenizer import with_padding
     from gcore.weights.pretrained import conversions, stored_tensors
 
-    tokenizer, scorer = load_tokenizer(config.model), config.objective == "reward_model"
+    scorer = config.objective == "reward_model"
     network: Any = make_empty(config.model, tokenizer, scorer=scorer)
     if scorer:  # serving reads the last token that is not padding
         network.config.pad_token_id = with_padding(tokenizer, config.model).pad_token_id
     policy = _Policy(checkpoint / "weights", config, network, tokenizer)
     if policy.adapters is not None:
-        _save_adapters(adapter_folder(folder), network, policy.adapters, policy.factors, config.model.path)
+        _save_adapters(adapters, network, policy.adapters, policy.factors, config.model.path)
     parts = _parts({name: tensor.numel() * 4 for name, tensor in stored_tensors(network).items()})
     if conversions(network) or config.model.trust_remote_code:  # transformers must write it: the whole model at once
         network = load_whole(config.model, tokenizer, config.run.seed)
@@ -86,8 +90,8 @@ def _export(run: Path, checkpoint: Path, folder: Path) -> int:
         _save_parts(folder, network, policy, parts)
         _save_config(folder, network, config.model)
     tokenizer.save_pretrained(folder)
-    if (vision := load_processor(config.model, tokenizer, None)) is not None:
-        vision.save(folder, None if config.model.path is None else model_folder(config.model))
+    if processor is not None:
+        processor.save(folder, None if config.model.path is None else model_folder(config.model))
     _compare(folder, policy, parts, tokenizer, config.model.trust_remote_code, scorer)
     return sum(map(len, parts))
 

@@ -94,6 +94,11 @@ class VisionProcessor:
             self._kinds[str(processor.video_token)] = "video"
             self._features.append(int(self._tokenizer.convert_tokens_to_ids(processor.video_token)))
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of the media that a prompt may have."""
+        return frozenset(self._kinds.values())
+
     def _feature_token(self) -> int:
         if self.family == "gemma3":  # its placeholder is the mark before the features
             return int(self._tokenizer.image_token_id)

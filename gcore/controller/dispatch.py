@@ -20,15 +20,15 @@ from pathlib import Path
 from gcore.clients import CriticClient, EngineClient, TrainerClient
 from gcore.config.tree import Config
 from gcore.controller.rank_group import C, RankGroup
-from gcore.cost.shapes import model_shape
 from gcore.cost.workload import CostModel
 from gcore.generation.pool import EnginePool
+from gcore.modalities.table import kind_of
 from gcore.observe.links import Link, Links, Reach
 from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.preparation.samples import meta_of
 from gcore.preparation.step_times import StepTimes
 from gcore.protocols import Group, Metric, TrainerInfo, UpdateStats, add_metrics
-from gcore.types import Floats, Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch, UserError, Written
+from gcore.types import Floats, Key, ObjectiveName, Sample, SampleMeta, Topology, TrainBatch, Written
 from gcore.weights.transfer import WeightTransfer, copy_policy
 
 
@@ -73,7 +73,7 @@ class Dispatcher:
         info = await self._trainers.open()
         if self._critics is not None:
             await self._critics.open()
-        found = await self._group.all_gather("cost model", cost_model(self._config, info))
+        found = await self._group.all_gather("cost model", kind_of(self._config).cost_model(info))
         self._open(info, found[0])  # every controller must compute the same layout
         return info
 
@@ -273,14 +273,3 @@ async def _give(
                 ranks.links.add("samples", rank, sum(values.nbytes for values in part.values()))
                 calls.append(give(ranks.clients[rank], part))
     await asyncio.gather(*calls)
-
-
-def cost_model(config: Config, info: TrainerInfo) -> CostModel:
-    """Of the policy's own shape. A model whose shape is not known has that of a dense decoder of its width."""
-    if config.generation.denoising is not None:
-        return CostModel(crossover=12.0 * info.hidden_size, causal=False)  # 12 matrices of this width in a layer
-    try:
-        cost = model_shape(config.model, "model.path").cost
-    except UserError:
-        return CostModel(crossover=6.0 * info.hidden_size)
-    return cost.recomputed() if config.training.activation_checkpointing is True else cost

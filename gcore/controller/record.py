@@ -40,7 +40,7 @@ class Recorder:
         self._status, self._tracer = setup.status, setup.tracer
         self._pool, self._rewarder = setup.pool, setup.rewarder
         self._dispatcher, self._placement = setup.dispatcher, setup.placement
-        self._vision = setup.vision
+        self._kind = setup.kind
         self._writer, self._samples = writer, samples
         self.last_row: Row = {}  # of the last step, with its evaluation
 
@@ -57,7 +57,7 @@ class Recorder:
             **overlong_sum(collected, self._config),
             "counts": self._rewarder.take_counts(),
             "links": self._take_links(),
-            "media": self._vision.take_bytes() if self._vision is not None else 0,
+            "media": self._kind.take_media_bytes(),
             "times": {**self._status.take_all_seconds(), **stages},
         }
         gathered = await self._group.all_gather(f"metrics of step {step}", sums)

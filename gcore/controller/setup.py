@@ -9,14 +9,9 @@ controller/start_run.py makes the services of the training loop from it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 from gcore.config.tree import Config
 from gcore.content.base import Modality
-from gcore.content.latents import LatentModality
-from gcore.content.text import ConversationModality, TextModality
-from gcore.content.vision import VisionProcessor
 from gcore.controller.collect import Filter
 from gcore.controller.dispatch import Dispatcher
 from gcore.controller.placement import AllEngines, RolloutPlacement, SlotPlacement
@@ -29,24 +24,23 @@ from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.gpu_assignment import CRITIC, TRAINER
 from gcore.launch.own_algorithm import make_scoring
 from gcore.launch.plan import Plan
-from gcore.launch.router_replay import replays_experts
+from gcore.modalities.base import PolicyKind
+from gcore.modalities.table import kind_of
 from gcore.observe.links import Links
 from gcore.observe.trace import Tracer
 from gcore.placement.grid import POLICY
 from gcore.preparation.samples import Scoring
-from gcore.prompts.processor import load_processor
-from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
 from gcore.protocols import Group, Rewarder
 from gcore.workflows.context import SharedContext, Workflow, stored_answers
 
-MEDIA = "media"  # folder of a run: pixels and inputs of vision towers
+MEDIA = "media"  # folder of a run: the media of prompts, and what networks read of them
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     config: Config
     controllers: Group
-    tokenizer: Any  # None for diffusion models
+    kind: PolicyKind
     modality: Modality
     workflow: Workflow  # makes the group of a prompt in evaluations, and in training unless it is offline
     training_workflow: Workflow
@@ -61,7 +55,6 @@ class Setup:
     status: LiveStatus
     tracer: Tracer
     gate: StepGate = field(default_factory=StepGate)  # after a step, with run.on_step
-    vision: VisionProcessor | None = None  # of a model that takes images
     eval_modality: Modality | None = None  # with other sampling parameters in evaluations
 
     def sample_context(self) -> SharedContext:
@@ -79,26 +72,9 @@ class Setup:
         return [SharedContext(*parts, attempt=i) for i in range(evaluation.samples)]
 
 
-def _modalities(config: Config, tokenizer: Any, vision: VisionProcessor | None) -> tuple[Modality, Modality]:
-    """The modality of the policy: for training, and with other sampling parameters for evaluations."""
-    generation, in_evaluations = config.generation, config.generation.model_copy(update=config.evaluation.sampling)
-    if generation.denoising is not None:
-        return LatentModality(generation), LatentModality(in_evaluations)
-    stops, longest = stop_tokens(config.model, tokenizer), config.data.max_prompt_length
-    kind = ConversationModality if config.objective == "reward_model" else TextModality
-    make = partial(kind, tokenizer=tokenizer, stop_tokens=stops, max_prompt_length=longest, vision=vision)
-    return make(generation, keep_experts=replays_experts(config)), make(in_evaluations)
-
-
 def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
     grid, level = plan.grid, sleep_level(config, plan)
-    denoises = config.generation.denoising is not None
-    tokenizer = None if denoises else load_tokenizer(config.model)
-    vision = (
-        None
-        if denoises
-        else load_processor(config.model, tokenizer, config.run.folder / MEDIA, engine=config.generation.engine)
-    )
+    kind = kind_of(config, config.run.folder / MEDIA)
     rewarder = build_rewarder(config, plan, roles, group.rank)
     tracer = Tracer(trace_folder(config), f"controller-{group.rank}")
     status = LiveStatus(group.rank, tracer)
@@ -119,7 +95,7 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
     )
     dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.topology, links, roles.critics)
     weights = WeightResender(roles.trainers, lambda: dispatcher.version, dispatcher.transfer)
-    modality, eval_modality = _modalities(config, tokenizer, vision)
+    modality, eval_modality = kind.modalities()
     slot_placement: SlotPlacement | None = None
     if grid is not None and roles.trainers:  # in an evaluation all replicas are awake
         pools = {POLICY: pool} | {
@@ -130,8 +106,7 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
     return Setup(
         config=config,
         controllers=group,
-        tokenizer=tokenizer,
-        vision=vision,
+        kind=kind,
         modality=modality,
         workflow=workflow,
         training_workflow=stored_answers if config.is_offline else workflow,

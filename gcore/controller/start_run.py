@@ -19,7 +19,6 @@ from gcore.controller.warm_start import warm_start
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.placement_log import rewind_placement
 from gcore.observe.samples import SampleLog, rewind_samples
-from gcore.prompts.conditions import templater_of
 from gcore.prompts.curriculum import make_curriculum
 from gcore.prompts.source import PromptSource, Templater, add_digests, check_bad_rows, measure, rows_of
 from gcore.types import UserError
@@ -100,16 +99,15 @@ async def _load_prompts(setup: Setup) -> tuple[PromptSource, dict[str, PromptSou
     """The prompts to train on, and the held-out prompts of each evaluation set."""
     data = setup.config.data
     setup.status.show("loading data")
-    parts = setup.config, setup.tokenizer
-    source = await _load(setup, "train", templater_of(*parts, "train", vision=setup.vision), data.shuffle)
-    templaters = {name: templater_of(*parts, "eval", name, setup.vision) for name in data.eval_sets}
+    source = await _load(setup, "train", setup.kind.templater("train"), data.shuffle)
+    templaters = {name: setup.kind.templater("eval", name) for name in data.eval_sets}
     return source, {name: await _load(setup, "eval", found, shuffle=False) for name, found in templaters.items()}
 
 
 async def _load(setup: Setup, split: Literal["train", "eval"], templater: Templater, shuffle: bool) -> PromptSource:
     """Each controller measures a part of the rows. The numbers of rows that fit are gathered."""
     config, key, limit = setup.config, templater.key, setup.config.data.max_prompt_length
-    rows, answers = rows_of(config, split, templater, setup.tokenizer, media=setup.vision is not None)
+    rows, answers = rows_of(config, split, templater)
     part = setup.controllers.rank, setup.controllers.size
     mine = measure(rows, templater, limit, *part, answers, setup.rewarder.check if answers is None else None)
     parts = await setup.controllers.all_gather(f"prompts of {key}", mine)

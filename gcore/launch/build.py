@@ -30,6 +30,7 @@ from gcore.config.judges import ServedJudge
 from gcore.config.tree import Config
 from gcore.launch.machines import Cluster, Machine, check_shared_folder, cluster_of, detect_machine
 from gcore.launch.plan import Plan
+from gcore.modalities.table import kind_of
 from gcore.protocols import Group, Rendezvous
 from gcore.runtime.protocol import NodeFacts, Runtime
 from gcore.types import Scored, UserError
@@ -87,16 +88,9 @@ def build_runtime(config: Config, plan: Plan, user_files: bytes = b"", lock: Seq
 
 
 def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
-    generation = config.generation
     name = f"engine-{rendezvous.rank}"
-    if generation.denoising is not None:
-        from gcore.launch.build_diffusion import diffusion_engine
-
-        arm_faults(config, name, rendezvous)
-        quiet()
-        return diffusion_engine(config, plan, name, rendezvous.rank)
-    longest = config.data.max_prompt_length + generation.max_response_length
-    return _engine(config, plan, name, rendezvous, config.model, generation, longest)
+    arm_faults(config, name, rendezvous)
+    return kind_of(config).engine(plan, name, rendezvous.rank)
 
 
 def build_judge(config: Config, plan: Plan, judge_name: str, rendezvous: Rendezvous) -> Engine:
@@ -108,22 +102,17 @@ def build_judge(config: Config, plan: Plan, judge_name: str, rendezvous: Rendezv
         longest = config.data.max_prompt_length + config.generation.max_response_length
         longest += judge.traits.scores_at_one
     name = f"judge-{judge.name}-{rendezvous.rank}"
-    return _engine(config, plan, name, rendezvous, judge.model, judge, longest)
+    arm_faults(config, name, rendezvous)
+    return make_engine(config, plan, name, rendezvous.rank, judge.model, judge, longest)
 
 
-def _engine(
-    config: Config,
-    plan: Plan,
-    name: str,
-    rendezvous: Rendezvous,
-    model: Model,
-    serving: Serving,
-    max_length: int,
+def make_engine(
+    config: Config, plan: Plan, name: str, index: int, model: Model, serving: Serving, max_length: int
 ) -> Engine:
+    """An engine for a language model."""
     from gcore.generation.spec import EngineSpec
     from gcore.prompts.tokenizer import load_tokenizer
 
-    arm_faults(config, name, rendezvous)
     if serving.traits.computes:
         quiet()
     is_policy = serving is config.generation
@@ -134,7 +123,7 @@ def _engine(
         max_length,
         seed=config.run.seed,
         device=role_device(config, serving.device),
-        index=rendezvous.rank,
+        index=index,
         load_tokenizer=load_tokenizer,
         trace=trace_folder(config),
         threads=plan.engine_threads,
@@ -149,8 +138,7 @@ def _engine(
 def sleep_level(config: Config, plan: Plan) -> int:
     """Sleep level of the policy's engines while the trainer works; 0: they do not sleep."""
     level = config.generation.sleep
-    sleeps = config.generation.traits.sleeps or config.generation.denoising is not None
-    if not sleeps or config.sampling.max_staleness:
+    if not kind_of(config).engines_sleep or config.sampling.max_staleness:
         return 0
     if config.placement.mode == "disaggregated":  # the trainer does not need their memory
         return 0

@@ -9,6 +9,7 @@ from gcore.config.tree import Config
 from gcore.launch.build import arm_faults, quiet, role_device, trace_folder
 from gcore.launch.machines import check_shared_folder
 from gcore.launch.plan import Plan
+from gcore.modalities.table import kind_of
 from gcore.protocols import Critic, Rendezvous, Trainer
 
 if TYPE_CHECKING:
@@ -26,21 +27,18 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
         return trainer_of(config, config.training.emulated, rendezvous.rank)
     quiet()
     check_shared_folder(config.run.folder, plan.nodes)
-    from gcore.launch.build_backend import build_backend
     from gcore.launch.gpu_memory import plan_memory
     from gcore.launch.own_algorithm import load_policy_loss
     from gcore.models.networks import pick_dtype
     from gcore.observe.trace import Tracer
-    from gcore.prompts.tokenizer import load_tokenizer
     from gcore.training.rank import TrainerRank
 
     device, gpu_bytes = _join(config, rendezvous)
     if gpu_bytes and "auto" in (config.training.activation_checkpointing, config.training.offload):
         config = plan_memory(config, plan, gpu_bytes).config  # the driver saw no GPU
-    tokenizer = None if config.generation.denoising else load_tokenizer(config.model)
     return TrainerRank(
         config,
-        partial(build_backend, config, plan, device, pick_dtype(config.training.dtype, device), tokenizer),
+        partial(kind_of(config).backend, plan, device, pick_dtype(config.training.dtype, device)),
         rendezvous.rank,
         plan.trainer_threads,
         Tracer(trace_folder(config), name),

@@ -31,6 +31,7 @@ from gcore.launch.node_checks import check_nodes
 from gcore.launch.pins import check_models, pin
 from gcore.launch.plan import Plan, make_plan
 from gcore.launch.preflight import Checked, DatasetCheck, model_megabytes, node_parts, preflight
+from gcore.modalities.table import kind_of
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.rewarder import WeightedRewarder
 from gcore.rewarding.source import BadAnswer, Source, TimedOut
@@ -79,10 +80,10 @@ def dry_run(config: Config) -> None:
         _print(_labelled(data.key, _dataset(data, config.data.max_prompt_length)))
     prompt = next((data.prompt for data in checked.datasets if data.prompt is not None), None)
     failed: list[Score] = []
-    if prompt is not None and config.generation.denoising is not None:
+    if prompt is not None and (why := kind_of(config).unscored):
         print()
         _print(_labelled("prompt", f"row {prompt.row}: {_one_line(prompt.text)}"))
-        _print(_labelled("rewards", "not called: their input is a picture, which only a run makes"))
+        _print(_labelled("rewards", why))
     elif prompt is not None:
         failed = _show_prompt(config, plan, checked, prompt)
     for warning in (*checked.warnings, *differences):

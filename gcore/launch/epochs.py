@@ -9,10 +9,8 @@ import math
 
 from gcore.config.run import Run
 from gcore.config.tree import Config
-from gcore.prompts.conditions import templater_of
-from gcore.prompts.processor import load_processor
+from gcore.modalities.table import kind_of
 from gcore.prompts.source import check_bad_rows, measure, rows_of
-from gcore.prompts.tokenizer import load_tokenizer
 
 
 def with_steps(config: Config) -> tuple[Run, list[str]]:
@@ -41,12 +39,8 @@ def steps_of(epochs: float, num_prompts: int, per_step: int) -> int:
 
 def count_prompts(config: Config) -> int:
     """The prompts of an epoch: len(PromptSource) of the run."""
-    tokenizer = vision = None
-    if config.generation.denoising is None:
-        tokenizer = load_tokenizer(config.model)
-        vision = load_processor(config.model, tokenizer, None, engine=config.generation.engine)
-    templater = templater_of(config, tokenizer, "train", vision=vision)
-    rows, answers = rows_of(config, "train", templater, tokenizer, media=vision is not None)
+    templater = kind_of(config).templater("train")
+    rows, answers = rows_of(config, "train", templater)
     measured = measure(rows, templater, config.data.max_prompt_length, answers=answers)
     check_bad_rows(measured.bad, len(rows), config.data.media.max_bad_rows, templater.key)
     return len(measured.kept)

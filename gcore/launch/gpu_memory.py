@@ -21,7 +21,6 @@ from gcore.config.rewards import ScalarReward
 from gcore.config.tree import Config
 from gcore.cost.backends import megatron_memory
 from gcore.cost.costs import ENGINE
-from gcore.cost.denoisers import MOST_ACTIVATIONS
 from gcore.cost.shapes import Shape, model_shape
 from gcore.cost.training_memory import (
     COMFORTABLE,
@@ -37,14 +36,13 @@ from gcore.cost.training_memory import (
 )
 from gcore.launch.footprint import num_parameters
 from gcore.launch.plan import Plan
-from gcore.prompts.conditions import pass_tokens, transformer_config
+from gcore.modalities.table import kind_of
 from gcore.types import UserError
 
 NEGLIGIBLE = 0.05  # of a GPU: a smaller peak needs no table
 WORTH_CHANGING = 0.05  # share of the peak of parts that advice is about
 MEGATRON_STATE = ("weights", "gradients", "optimizer", "reference")  # on the GPU at all times
 BYTES = 2  # engines and scorers on a GPU: bfloat16
-ACTIVATION_SHARE = 0.25  # of a GPU: a denoiser whose samples need more recomputes its activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +65,25 @@ def plan_memory(config: Config, plan: Plan, gpu_bytes: float | None = None) -> M
     if training.emulated is not None:
         return MemoryPlan(config)
     if not _on_gpu(config, plan):
-        return MemoryPlan(_with(config, training.activation_checkpointing is True, "none"))
+        return MemoryPlan(with_keys(config, training.activation_checkpointing is True, "none"))
     if gpu_bytes is None and (gpu_bytes := detect_gpu_bytes()) is None:
         return MemoryPlan(config, note=_unplanned(config))
-    if config.generation.denoising is not None:
-        return _plan_denoiser(config, gpu_bytes)
+    return kind_of(config).plan_memory(plan, gpu_bytes)
+
+
+def plan_language_memory(config: Config, plan: Plan, gpu_bytes: float) -> MemoryPlan:
+    training = config.training
     if config.critic_ranks:
         plan_critic_memory(config, plan, gpu_bytes)  # a UserError now, not after the start of all processes
     try:
         shape = model_shape(config.model, "model.path")
     except UserError as error:  # a kind of model that the planner does not know
         chosen = training.activation_checkpointing is True, "none" if training.offload == "auto" else training.offload
-        return MemoryPlan(_with(config, *chosen), note=f"GPU memory is not planned: {error}")
+        return MemoryPlan(with_keys(config, *chosen), note=f"GPU memory is not planned: {error}")
     if training.backend == "megatron":
         return _plan_megatron(config, plan, shape, gpu_bytes)
     choice = choose_for_trainer(config, plan, shape, gpu_bytes)
-    free = choose_for_trainer(_with(config, "auto", "auto"), plan, shape, gpu_bytes)
+    free = choose_for_trainer(with_keys(config, "auto", "auto"), plan, shape, gpu_bytes)
     if not choice.fits:
         raise UserError(f"this run does not fit on its GPUs: {_needed(choice)}; {_advice(config, choice, free)}")
     note = ""
@@ -91,24 +92,7 @@ def plan_memory(config: Config, plan: Plan, gpu_bytes: float | None = None) -> M
             f"GPU memory is close to its limit: {_needed(choice)}; if it runs out of memory, "
             f"{_advice(config, choice, free)}"
         )
-    return MemoryPlan(_with(config, choice.rank.checkpointing, choice.rank.offload), choice, note)
-
-
-def _plan_denoiser(config: Config, gpu_bytes: float) -> MemoryPlan:
-    """Recomputation, if the activations of one sample, which are in one micro-batch, need a large part of the GPU.
-    Nothing is off-loaded, and nothing is refused: `gcore plan --denoiser` estimates the rest."""
-    training, spec = config.training, config.generation.denoising
-    assert spec is not None
-    offload = "none" if training.offload == "auto" else training.offload
-    if training.activation_checkpointing != "auto" or config.model.path is None:
-        return MemoryPlan(_with(config, training.activation_checkpointing is True, offload))
-    about = transformer_config(config.model)
-    width = int(about["num_attention_heads"]) * int(about["attention_head_dim"])
-    depth = int(about["num_layers"]) + int(about.get("num_single_layers") or 0)
-    passes = spec.window.size if spec.window else spec.steps - 1
-    kept = passes * pass_tokens(config.model, spec) * width * depth * MOST_ACTIVATIONS
-    note = f"a sample needs {kept / GB:.1f} GB of activations without training.activation_checkpointing"
-    return MemoryPlan(_with(config, kept > ACTIVATION_SHARE * gpu_bytes, offload), note=note)
+    return MemoryPlan(with_keys(config, choice.rank.checkpointing, choice.rank.offload), choice, note)
 
 
 def _plan_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> MemoryPlan:
@@ -132,7 +116,7 @@ def _plan_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
             "lower generation.gpu_memory_utilization, or placement.mode=disaggregated"
         )
     note = f"GPU memory is close to its limit: {text}" if needed > COMFORTABLE * gpu_bytes else ""
-    return MemoryPlan(_with(config, recompute, "none"), note=note)
+    return MemoryPlan(with_keys(config, recompute, "none"), note=note)
 
 
 def choose_for_trainer(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Choice:
@@ -171,7 +155,7 @@ def plan_critic_memory(config: Config, plan: Plan, gpu_bytes: float) -> Config:
     except UserError:  # a kind of model that the planner does not know
         gpu_bytes = 0.0
     if not gpu_bytes:
-        return _with(config, checkpointing is True, "none" if offload == "auto" else offload)
+        return with_keys(config, checkpointing is True, "none" if offload == "auto" else offload)
     longest = config.data.max_prompt_length + config.generation.max_response_length  # critic ranks share no sample
     rank = replace(
         rank_of(config, plan, shape),
@@ -190,7 +174,7 @@ def plan_critic_memory(config: Config, plan: Plan, gpu_bytes: float) -> Config:
             f"the critic does not fit on its GPUs: {_needed(choice)}; raise placement.critic.ranks, or lower "
             "training.max_tokens_per_gpu"
         )
-    return _with(config, choice.rank.checkpointing, choice.rank.offload)
+    return with_keys(config, choice.rank.checkpointing, choice.rank.offload)
 
 
 def critic_shape(config: Config, policy: Shape) -> Shape | None:
@@ -349,7 +333,8 @@ def _unplanned(config: Config) -> str:
 # ---- parts of the configuration -----------------------------------------------------------------------------------
 
 
-def _with(config: Config, checkpointing: bool | str, offload: str) -> Config:
+def with_keys(config: Config, checkpointing: bool | str, offload: str) -> Config:
+    """With these values of training.activation_checkpointing and training.offload."""
     changes = {"activation_checkpointing": checkpointing, "offload": offload}
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
 

@@ -56,7 +56,7 @@ def pin(config: Config) -> Config:
 def models_of(config: Config) -> dict[str, Model]:
     """Every model that the recipe names: key -> model."""
     rewards = config.rewards
-    models = {"model": config.model, "critic.model": config.critic.model}
+    models: dict[str, Model | None] = {"model": config.model, "critic.model": config.critic.model}
     models |= {f"rewards.models.{i}.model": scorer.model for i, scorer in enumerate(rewards.models)}
     models |= {f"{key}.model": judge.model for key, judge in rewards.engine_judges_by_key.items()}
     return {key: model for key, model in models.items() if model is not None}

@@ -27,10 +27,8 @@ from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
 from gcore.config.data import Dataset
 from gcore.config.judges import RemoteJudge
-from gcore.config.megatron import check_family, check_shape, check_tensor_parallel
 from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config
-from gcore.cost.shapes import model_shape
 from gcore.hub import model_folder
 from gcore.launch.build import Roles, load_filter, load_workflow, quiet
 from gcore.launch.build_rewarder import build_rewarder
@@ -39,16 +37,14 @@ from gcore.launch.machines import Cluster, Machine
 from gcore.launch.own_algorithm import load_policy_loss, make_scoring
 from gcore.launch.pins import find_weights
 from gcore.launch.plan import Plan
-from gcore.launch.router_replay import model_type, replay_warning, replays_experts
-from gcore.launch.vision_checks import check_vision
+from gcore.modalities.base import PolicyKind
+from gcore.modalities.table import kind_of
 from gcore.observe.trackers import check_trackers
 from gcore.prompts.answers import load_answered
-from gcore.prompts.conditions import templater_of
 from gcore.prompts.media import BadMedia
-from gcore.prompts.processor import load_processor, vision_family
 from gcore.prompts.rows import PROMPTS, check_numbers, load_rows, prompt_of, reward_columns
 from gcore.prompts.source import check_bad_rows, sample_digest, sample_of
-from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
+from gcore.prompts.tokenizer import stop_tokens
 from gcore.rewarding.http import HttpSource
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import RemoteBackend
@@ -122,23 +118,11 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
     find_weights(config, of_hub=False)
     warnings = advice(config) if trains else []
     _devices(config, plan)
-    if trains and config.training.backend == "megatron":
-        check_family(model_type(config))
-        check_shape(plan.topology, model_shape(config.model, "model"))
     warnings += _sizes(config, plan, trains)
-    media = check_vision(config)
-    if trains and config.training.backend == "fsdp" and plan.tensor_parallel > 1:
-        try:
-            shape = model_shape(config.model, "model")
-        except UserError:  # a kind of model that the planner does not know: trainer ranks check it
-            pass
-        else:
-            check_tensor_parallel(plan.tensor_parallel, shape)
-    if trains:
-        replays_experts(config)
-        warnings += replay_warning(config)
-    datasets = [_open(config, "train", config.data.train, media)]
-    datasets += [_open(config, "eval", spec, media, name) for name, spec in config.data.eval_sets.items()]
+    kind = kind_of(config)
+    warnings += kind.check(plan, trains)
+    datasets = [_open(config, "train", config.data.train, kind.media)]
+    datasets += [_open(config, "eval", spec, kind.media, name) for name, spec in config.data.eval_sets.items()]
     if config.runtime == "ray" or plan.reward_workers:
         pickle.dumps(config)  # UserError if it holds a Python object that cannot be sent to other processes
     load_workflow(config.workflow)
@@ -255,7 +239,7 @@ def _on_cuda(config: Config) -> list[str]:
     return [key for key, device in devices.items() if device == "cuda"]
 
 
-def _open(config: Config, split: DatasetSplit, spec: Dataset, media: bool, eval_set: str = "") -> OpenDataset:
+def _open(config: Config, split: DatasetSplit, spec: Dataset, media: frozenset[str], eval_set: str = "") -> OpenDataset:
     """Open the dataset; each row of the sample has a prompt."""
     key = f"data.{split}.{eval_set}" if eval_set else f"data.{split}"
     rows = load_answered(spec, config.needs, key) if config.trains_on_answers(split) else load_rows(spec, key, media)
@@ -315,9 +299,9 @@ async def _reach(servers: Sequence[HttpSource | JudgeSource]) -> None:
 def heavy_checks(config: Config, plan: Plan, datasets: Sequence[OpenDataset]) -> tuple[Any, list[DatasetCheck]]:
     """The policy's tokenizer, and the result for each dataset."""
     quiet()
-    scores = config.objective == "reward_model"
-    tokenizer = None if config.generation.denoising else load_tokenizer(config.model, chat=scores)
-    checked = [_render(config, data, tokenizer) for data in datasets]
+    kind = kind_of(config)
+    tokenizer = kind.tokenizer
+    checked = [_render(config, data, kind) for data in datasets]
     rewarder = build_rewarder(config, plan, Roles())
     try:
         for data in checked:
@@ -325,34 +309,17 @@ def heavy_checks(config: Config, plan: Plan, datasets: Sequence[OpenDataset]) ->
                 rewarder.check(data.prompt.columns)
     finally:
         rewarder.close()
-    _network(config, plan, tokenizer)
-    return tokenizer, checked
-
-
-def _network(config: Config, plan: Plan, tokenizer: Any) -> None:
-    """Checks that need torch. It is not imported for built models without adapters, which need no check."""
-    if config.generation.denoising is not None:
-        from gcore.diffusion.load import check_denoiser
-
-        check_denoiser(config)  # the classes of model.lora.targets and the kind of transformer, without weights
-    elif config.objective == "reward_model":
-        pass  # a trainer rank loads a language model or a scorer
-    elif config.training.emulated is None and (config.model.path is not None or config.model.lora is not None):
-        from gcore.models.networks import check_policy
-
-        longest = config.data.max_prompt_length + config.generation.max_response_length
-        check_policy(config.model, tokenizer, longest)
+    kind.check_network()
     if _on_cuda(config) and not Cluster(plan.nodes).is_joined:
         from gcore.models.networks import pick_device
 
         pick_device("cuda")
+    return tokenizer, checked
 
 
-def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
+def _render(config: Config, data: OpenDataset, kind: PolicyKind) -> DatasetCheck:
     """Render the sampled rows with the template, and their demonstrations if there is a warm start."""
-    denoises = config.generation.denoising is not None
-    vision = None if denoises else load_processor(config.model, tokenizer, None, engine=config.generation.engine)
-    templater = templater_of(config, tokenizer, data.split, data.eval_set, vision)
+    templater = kind.templater(data.split, data.eval_set)
     limit, longest = config.data.max_prompt_length, 0
     too_long: list[int] = []
     bad: dict[int, str] = {}
@@ -362,7 +329,7 @@ def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
         try:
             prompt = templater.prompt(data.rows[index], index, 0)
             if config.trains_on_answers(data.split):
-                templater.answers(data.rows[index], stop_tokens(config.model, tokenizer))
+                templater.answers(data.rows[index], stop_tokens(config.model, kind.tokenizer))
             if data.split == "train" and config.training.warm_start is not None:
                 templater.demonstration(data.rows[index])
         except BadMedia as error:
@@ -377,8 +344,7 @@ def _render(config: Config, data: OpenDataset, tokenizer: Any) -> DatasetCheck:
         elif first is None:
             first = prompt
     check_bad_rows(bad, len(data.rows), config.data.media.max_bad_rows, data.key)
-    is_text = config.generation.denoising is None
-    if is_text and vision_family(config.model) and not num_media and not config.data.media.optional:
+    if kind.media and not num_media and not config.data.media.optional:
         raise UserError(
             f"{data.key}: no image in {len(data.sample)} rows, and the model takes images; expected a column image or "
             "images, or image parts of messages (a text-only dataset needs data.media.optional=true)"

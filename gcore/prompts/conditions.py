@@ -21,7 +21,6 @@ from gcore.content.tokens import Tokens
 from gcore.hub import model_folder
 from gcore.prompts.files import short
 from gcore.prompts.rows import answer_of, prompt_column, prompt_of
-from gcore.prompts.source import Templater
 from gcore.types import Message, Pixels, Prompt, UserError
 
 Row = Mapping[str, Any]
@@ -31,6 +30,9 @@ LATENT_PIXELS = 8  # height and width in pixels of one number of the latents
 
 class ConditionTemplater:
     """In place of source.Templater, with the same methods."""
+
+    tokenizer = None
+    media = frozenset[str]()
 
     def __init__(self, config: Config, split: Literal["train", "eval"] = "train", eval_set: str = "") -> None:
         spec = config.data.train if split == "train" else config.data.eval_sets.get(eval_set)
@@ -107,15 +109,6 @@ def _pixels(given: Any, key: str) -> Pixels:
         shown = f"numbers from {found.min():g} to {found.max():g}" if is_number else short(given)
         raise UserError(f"{key}: a demonstration has {shown}; expected whole numbers from 0 to 255")
     return found.astype(np.uint8)
-
-
-def templater_of(
-    config: Config, tokenizer: Any, split: Literal["train", "eval"], eval_set: str = "", vision: Any = None
-) -> Any:
-    """For language models a Templater, for diffusion models a ConditionTemplater."""
-    if config.generation.denoising is not None:
-        return ConditionTemplater(config, split, eval_set)
-    return Templater(tokenizer, config.data, split, eval_set, vision, scored=config.objective == "reward_model")
 
 
 def pass_tokens(model: PolicyModel, spec: Denoising) -> int:

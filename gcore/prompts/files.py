@@ -10,7 +10,7 @@ import json
 import mmap
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -48,7 +48,7 @@ def computed_rows(num_rows: int, read: Callable[[int], Row], size: int | None = 
     return DatasetRows(num_rows, read, read(0) if num_rows else ())
 
 
-def read_file(path: Path, size: int | None, key: str, media: bool = False) -> DatasetRows:
+def read_file(path: Path, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
     """The first `size` rows. UserError names the file and the line. `media`: columns of images are allowed."""
     try:
         return READERS[path.suffix](path, size, key) if path.suffix != ".parquet" else _parquet(path, size, key, media)
@@ -170,7 +170,7 @@ def _csv(path: Path, size: int | None, key: str) -> DatasetRows:
     return _rows_of(pa.table({n: pa.array(c, pa.large_string()) for n, c in zip(names, columns, strict=True)}), size)
 
 
-def _parquet(path: Path, size: int | None, key: str, media: bool = False) -> DatasetRows:
+def _parquet(path: Path, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

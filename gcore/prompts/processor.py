@@ -35,6 +35,11 @@ def vision_family(model: Model, key: str = "model") -> str | None:
     return None
 
 
+def media_of(model: Model) -> frozenset[str]:
+    """The kinds of media that prompts of the model may have."""
+    return frozenset({"image", "video"} if vision_family(model) else ())
+
+
 def load_processor(
     model: Model, tokenizer: Any, folder: Path | None, key: str = "model", engine: str = "embedded"
 ) -> VisionProcessor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ PROMPTS = ("prompt", "question", "input", "messages")
 ANSWERS = ("answer", "ground_truth", "label", "solution", "reward_model.ground_truth")
 
 
-def load_rows(spec: Dataset, key: str = "data.train", media: bool = False) -> Sequence[Row]:
+def load_rows(spec: Dataset, key: str = "data.train", media: Collection[str] = ()) -> Sequence[Row]:
     """The rows of a dataset, at most `spec.size`. `key` is the config key of `spec`, for messages. `media`: the model
     takes images; else rows with images are refused."""
     rows = open_rows(spec, key, media)
@@ -29,7 +29,7 @@ def load_rows(spec: Dataset, key: str = "data.train", media: bool = False) -> Se
     return rows
 
 
-def open_rows(spec: Dataset, key: str, media: bool = False) -> DatasetRows:
+def open_rows(spec: Dataset, key: str, media: Collection[str] = ()) -> DatasetRows:
     """Without a check of the columns."""
     if spec.task is not None:
         rows = make_task(spec.task, spec.args, spec.size, key)
@@ -164,7 +164,7 @@ def check_media(row: Mapping[str, Any], key: str) -> None:
 # ---- where rows are stored ----
 
 
-def read_rows(spec: Stored, size: int | None, key: str, media: bool = False) -> DatasetRows:
+def read_rows(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
     """Rows of a file, a folder or a hub id, or those that a Python program passed. `media`: columns of images
     are allowed, and are not decoded."""
     if spec.path is not None and is_object(spec.path):

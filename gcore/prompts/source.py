@@ -64,7 +64,8 @@ class Templater:
         self._alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
         self._chat = bool(tokenizer.chat_template)
         self._scored = scored
-        self._vision, self._media = vision, MediaReader(data.media, media_folder(spec))
+        self._vision, self._reader = vision, MediaReader(data.media, media_folder(spec))
+        self.media = vision.kinds if vision is not None else frozenset[str]()  # of prompts
         if vision is not None and not self._chat:
             raise no_template("a model that takes images")
         if data.system_prompt is not None and not self._chat:
@@ -102,7 +103,7 @@ class Templater:
         self._check_alphabet([part for m in messages for part in _texts(m.get("content"))])
         text = self._text(messages)
         try:
-            return messages, text, self._vision.content(text, self._media.read(values))
+            return messages, text, self._vision.content(text, self._reader.read(values))
         except BadMedia:
             raise
         except UserError as error:
@@ -245,13 +246,13 @@ class Answers:
 
 
 def rows_of(
-    config: Config, split: Literal["train", "eval"], templater: Templater, tokenizer: Any, media: bool
+    config: Config, split: Literal["train", "eval"], templater: Templater
 ) -> tuple[Sequence[Row], Answers | None]:
     """The rows of a dataset, and how their answers are measured, if they have answers to train on."""
     dataset, key, needs = templater.spec, templater.key, config.needs
     if not config.trains_on_answers(split):
-        return load_rows(dataset, key, media), None
-    stops, longest = stop_tokens(config.model, tokenizer), config.generation.max_response_length
+        return load_rows(dataset, key, templater.media), None
+    stops, longest = stop_tokens(config.model, templater.tokenizer), config.generation.max_response_length
     if config.objective == "reward_model":  # its answers are whole conversations
         longest += config.data.max_prompt_length
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def pin_dataset(spec: Any, key: str) -> Any:
     return spec.model_copy(update={"revision": commit, "subset": builder.config.name, "split": split})
 
 
-def read_id(spec: Stored, size: int | None, key: str, media: bool = False) -> DatasetRows:
+def read_id(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
     """Rows of a hub dataset whose commit is pinned."""
     builder, _ = _prepared(spec, key)
     split = _split(builder.info.splits, spec, key)
@@ -34,7 +35,7 @@ def read_id(spec: Stored, size: int | None, key: str, media: bool = False) -> Da
         raise UserError(f"{key}.split={split}: {' '.join(str(error).split())}") from None
 
 
-def read_folder(spec: Stored, size: int | None, key: str, media: bool = False) -> DatasetRows:
+def read_folder(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
     """Rows of a folder written by save_to_disk, or of data files such as a copy of a hub dataset."""
     datasets, path = _library(spec, key), str(spec.path)
     try:
@@ -55,7 +56,7 @@ def read_folder(spec: Stored, size: int | None, key: str, media: bool = False) -
     return _rows(dataset, size, key, media)
 
 
-def _rows(dataset: Any, size: int | None, key: str, media: bool) -> DatasetRows:
+def _rows(dataset: Any, size: int | None, key: str, media: Collection[str]) -> DatasetRows:
     """`media`: images stay as they are stored, {"bytes": ..., "path": ...}: `datasets` would decode them unchecked."""
     num_rows = len(dataset) if size is None else min(size, len(dataset))
     if media:

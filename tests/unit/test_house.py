@@ -44,7 +44,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         *("config", "content", "faults", "http_body", "models", "observe", "protocols", "threads", "user_files"),
         "user_functions",
     ),
-    "checkpoint": ("config", "content", "diffusion", "faults", "hub", "models", "prompts", "weights"),
+    "checkpoint": ("config", "content", "diffusion", "faults", "hub", "modalities", "models", "prompts", "weights"),
     "workflows": ("config", "content", "generation", "prompts.answers", "protocols"),
     # what is emulated and simulated is the code of a run
     "emulate": (
@@ -52,14 +52,28 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     ),
     "simulate": ("config", "cost", "emulate.device", "generation.routing", "observe", "placement", "protocols"),
     "planner": ("config", "cost", "observe", "placement"),
+    "modalities": (
+        *("checkpoint", "config", "content", "cost", "diffusion", "generation", "hub", "launch", "models", "observe"),
+        *("prompts", "protocols", "training", "weights"),
+    ),
     "controller": (
         *("checkpoint", "clients", "config", "content", "cost", "driver.on_step", "faults", "generation", "launch"),
-        *("observe", "placement", "preparation", "prompts", "protocols", "rewarding", "weights", "workflows"),
+        *(
+            "modalities",
+            "observe",
+            "placement",
+            "preparation",
+            "prompts",
+            "protocols",
+            "rewarding",
+            "weights",
+            "workflows",
+        ),
     ),
     "launch": (
-        *("checkpoint", "clients", "config", "content", "controller", "cost", "diffusion", "driver.on_step", "emulate"),
-        *("faults", "generation", "hub", "models", "observe", "placement", "preparation", "prompts", "protocols"),
-        *("planner", "rewarding", "runtime", "training", "user_files", "weights", "workflows"),
+        *("checkpoint", "clients", "config", "content", "controller", "cost", "driver.on_step", "emulate"),
+        *("faults", "generation", "hub", "modalities", "models", "observe", "placement", "preparation", "prompts"),
+        *("planner", "protocols", "rewarding", "runtime", "training", "user_files", "weights", "workflows"),
     ),
     "driver": (
         *("checkpoint", "clients", "config", "launch", "observe", "protocols", "runtime", "user_files"),
@@ -195,6 +209,16 @@ def test_tokens_are_handled_by_engines_and_trainers_alone():
         if not where.startswith(allowed) and where != "types.py":
             assert not re.search(r"\btokens_[A-Z]", path.read_text()), where
     assert not re.search(r"\btokens_[A-Z]", (PACKAGE / "generation" / "pool.py").read_text())
+
+
+def test_a_kind_of_policy_is_named_in_its_own_modules():
+    """Others ask modalities.table.kind_of."""
+    own = ("config/denoising.py", "config/tree.py", "content/latents.py", "prompts/conditions.py", "diffusion/")
+    own += ("modalities/table.py", "modalities/diffusion.py", "checkpoint/export_pipeline.py")
+    for path in PACKAGE.rglob("*.py"):
+        where = path.relative_to(PACKAGE).as_posix()
+        if not where.startswith(own):
+            assert not re.search(r"\.denoising is|if \S*\.denoising\b|else \S*\.denoising\b", path.read_text()), where
 
 
 def test_no_module_imports_the_command_line():

@@ -40,6 +40,7 @@ from gcore.controller.status import LiveStatus
 from gcore.generation.noise import uniforms
 from gcore.generation.pool import EnginePool
 from gcore.launch.own_algorithm import make_scoring
+from gcore.modalities.table import kind_of
 from gcore.observe.metrics import MetricsWriter
 from gcore.observe.trace import Tracer
 from gcore.protocols import (
@@ -321,7 +322,7 @@ class World:
         return Setup(
             config=config,
             controllers=group,
-            tokenizer=None,
+            kind=kind_of(config),
             modality=PushModality(),
             workflow=generate_and_reward,
             training_workflow=generate_and_reward,

@@ -15,7 +15,7 @@ from gcore.content.tokens import Tokens
 from gcore.generation import embedded
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
-from gcore.launch.router_replay import replay_warning, replays_experts
+from gcore.modalities.router_replay import replay_warning, replays_experts
 from gcore.models.decoders import Routers, find_routers
 from gcore.training.critic import ValueModel
 from gcore.training.logprob_model import LogprobModel, own_experts

@@ -1,4 +1,4 @@
-"""Checks before the start of which keys fit a model that takes images, and a model that takes none. No torch."""
+"""Which keys fit a model that takes images, and a model that takes none. No torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from gcore.prompts.processor import vision_family
 from gcore.types import UserError
 
 
-def check_vision(config: Config) -> bool:
-    """Whether the policy takes images. Raises UserError for a key that does not fit."""
-    family = vision_family(config.model) if config.generation.denoising is None else None
+def check_media_keys(config: Config, family: str | None) -> None:
+    """Raises UserError for a key that does not fit. `family`: of a policy that takes images."""
     _check_critic(config, family)
     if family is None:
         if config.training.vision_lr is not None:
             raise UserError(
                 f"training.vision_lr={config.training.vision_lr}: the model has no vision tower; expected it unset"
             )
-        return False
+        return
     training, placement, engine = config.training, config.placement.trainer, config.generation.traits
     refused = {
         "training.backend": (training.backend == "megatron", "Megatron-Core trains models of text"),
@@ -37,7 +36,6 @@ def check_vision(config: Config) -> bool:
     for key, (is_refused, why) in refused.items():
         if is_refused:
             raise UserError(f"{key}={_value(config, key)}: {why}; the model takes images ({family}, docs/vision.md)")
-    return True
 
 
 def _check_critic(config: Config, family: str | None) -> None:

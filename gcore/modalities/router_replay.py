@@ -16,7 +16,7 @@ REPLAYABLE = ("qwen2_moe", "qwen3_moe", "mixtral", "granitemoe", "gpt_oss")  # f
 def replays_experts(config: Config) -> bool:
     """Raises UserError if the recipe asks for it and it is not possible."""
     wanted = config.training.router_replay
-    if wanted is False or config.generation.denoising is not None:
+    if wanted is False:
         return False
     obstacle = _obstacle(config)
     if wanted is True and obstacle:
@@ -27,8 +27,6 @@ def replays_experts(config: Config) -> bool:
 def replay_warning(config: Config) -> list[str]:
     """If a mixture of experts is trained and the trainer chooses other experts than the engine where two are close."""
     if config.training.router_replay != "auto" or config.objective != "policy" or config.training.emulated is not None:
-        return []
-    if config.generation.denoising is not None:  # no language model
         return []
     obstacle = _obstacle(config)
     if not obstacle or model_type(config) not in REPLAYABLE:

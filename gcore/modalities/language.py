@@ -1,0 +1,165 @@
+"""Language models: a step is a token, the output text. Models that take images and videos are language models whose
+prompts have media (media_keys.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from gcore.config.megatron import check_family, check_shape, check_tensor_parallel
+from gcore.config.tree import Config
+from gcore.content.base import Modality
+from gcore.content.text import ConversationModality, TextModality
+from gcore.cost.shapes import model_shape
+from gcore.cost.workload import CostModel
+from gcore.modalities.media_keys import check_media_keys
+from gcore.modalities.router_replay import model_type, replay_warning, replays_experts
+from gcore.prompts.processor import load_processor, media_of, vision_family
+from gcore.prompts.source import Templater
+from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
+from gcore.types import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from gcore.content.vision import VisionProcessor
+    from gcore.launch.gpu_memory import MemoryPlan
+    from gcore.launch.plan import Plan
+    from gcore.protocols import Engine, TrainerInfo
+    from gcore.training.backend import Backend
+
+
+@dataclass(frozen=True)
+class Language:
+    """Implements PolicyKind. `media_folder`: where the media of prompts are stored; None: they stay in memory."""
+
+    config: Config
+    media_folder: Path | None = None
+    unscored: ClassVar[str] = ""
+
+    @property
+    def media(self) -> frozenset[str]:
+        return media_of(self.config.model)
+
+    @property
+    def _longest(self) -> int:
+        return self.config.data.max_prompt_length + self.config.generation.max_response_length
+
+    def check(self, plan: Plan, trains: bool) -> list[str]:
+        config, training = self.config, self.config.training
+        if trains and training.backend == "megatron":
+            check_family(model_type(config))
+            check_shape(plan.topology, model_shape(config.model, "model"))
+        check_media_keys(config, vision_family(config.model))
+        if trains and training.backend == "fsdp" and plan.tensor_parallel > 1:
+            try:
+                shape = model_shape(config.model, "model")
+            except UserError:  # a kind of model that the planner does not know: trainer ranks check it
+                pass
+            else:
+                check_tensor_parallel(plan.tensor_parallel, shape)
+        if not trains:
+            return []
+        replays_experts(config)
+        return replay_warning(config)
+
+    def check_network(self) -> None:
+        """Built models without adapters need no check. A trainer rank of a reward model loads a language model or a
+        scorer."""
+        config = self.config
+        if config.objective == "reward_model" or config.training.emulated is not None:
+            return
+        if config.model.path is not None or config.model.lora is not None:
+            from gcore.models.networks import check_policy
+
+            check_policy(config.model, self.tokenizer, self._longest)
+
+    def plan_memory(self, plan: Plan, gpu_bytes: float) -> MemoryPlan:
+        from gcore.launch.gpu_memory import plan_language_memory
+
+        return plan_language_memory(self.config, plan, gpu_bytes)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.config.model, chat=self.config.objective == "reward_model")
+
+    @cached_property
+    def processor(self) -> VisionProcessor | None:
+        """Of a model that takes media."""
+        engine = self.config.generation.engine
+        return load_processor(self.config.model, self.tokenizer, self.media_folder, engine=engine)
+
+    def templater(self, split: Literal["train", "eval"], eval_set: str = "") -> Templater:
+        scored = self.config.objective == "reward_model"
+        return Templater(self.tokenizer, self.config.data, split, eval_set, self.processor, scored=scored)
+
+    def modalities(self) -> tuple[Modality, Modality]:
+        config, generation = self.config, self.config.generation
+        kind = ConversationModality if config.objective == "reward_model" else TextModality
+        make = partial(
+            kind,
+            tokenizer=self.tokenizer,
+            stop_tokens=stop_tokens(config.model, self.tokenizer),
+            max_prompt_length=config.data.max_prompt_length,
+            vision=self.processor,
+        )
+        in_evaluations = generation.model_copy(update=config.evaluation.sampling)
+        return make(generation, keep_experts=replays_experts(config)), make(in_evaluations)
+
+    def take_media_bytes(self) -> int:
+        return self.processor.take_bytes() if self.processor is not None else 0
+
+    def cost_model(self, info: TrainerInfo) -> CostModel:
+        """Of the policy's own shape. A model whose shape is not known has that of a dense decoder of its width."""
+        try:
+            cost = model_shape(self.config.model, "model.path").cost
+        except UserError:
+            return CostModel(crossover=6.0 * info.hidden_size)
+        return cost.recomputed() if self.config.training.activation_checkpointing is True else cost
+
+    @property
+    def engines_sleep(self) -> bool:
+        return self.config.generation.traits.sleeps
+
+    def engine(self, plan: Plan, name: str, index: int) -> Engine:
+        from gcore.launch.build import make_engine
+
+        return make_engine(self.config, plan, name, index, self.config.model, self.config.generation, self._longest)
+
+    def backend(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> Backend:
+        import torch
+
+        from gcore.models.networks import load_scorer, make_empty
+        from gcore.prompts.tokenizer import with_padding
+        from gcore.training import loading
+        from gcore.training.critic import new_critic
+        from gcore.training.fsdp import FsdpBackend
+        from gcore.training.logprob_model import LogprobModel
+        from gcore.training.score_model import ScoreModel
+        from gcore.training.vision_model import VisionLogprobModel
+        from gcore.weights.pretrained import open_weights
+
+        config, tokenizer = self.config, self.tokenizer
+        model, seed, context = config.model, config.run.seed, config.training.context_parallel
+        if config.objective == "reward_model":
+            padded = with_padding(tokenizer, model)
+            scorer = partial(load_scorer, model, seed, torch.float32, device, tokenizer=padded, new_head=True)
+            return FsdpBackend(config, scorer, device, dtype, plan.shard, wrap=ScoreModel)
+        make = partial(make_empty, model, tokenizer, self._longest)
+        critic = None if config.critic_ranks else new_critic(config, tokenizer, device, self._longest)
+        if config.training.backend == "megatron":
+            from gcore.training.megatron.backend import MegatronBackend
+
+            read = partial(open_weights, model=model, seed=seed, tokenizer=tokenizer)
+            return MegatronBackend(config, make, device, dtype, plan.topology, read, context, critic)
+        fill = partial(loading.fill, model=model, seed=seed, device=device, tokenizer=tokenizer)
+        wrap = VisionLogprobModel if self.media else LogprobModel
+        shards = (plan.shard, plan.tensor_parallel)
+        return FsdpBackend(config, make, device, dtype, *shards, fill, context, wrap, critic)
+
+    def export(self, checkpoint: Path, folder: Path, adapters: Path) -> int:
+        from gcore.checkpoint.export import export_language_model
+
+        return export_language_model(self.config, checkpoint, folder, adapters, self.tokenizer, self.processor)
