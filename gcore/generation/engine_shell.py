@@ -31,7 +31,7 @@ from gcore.generation.sleep import SleepState
 from gcore.observe.trace import Tracer
 from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.types import Completion, Finish, Floats, Ints, Request, UserError
-from gcore.weights.receiver import WeightReceiver
+from gcore.weights.receiver import Loads, WeightReceiver
 
 # ---- requests inside an engine ---------------------------------------------------------------------------------------
 
@@ -294,10 +294,7 @@ class EngineShell(ABC):
     async def _drop(self, waiting: Sequence[Job], running: Sequence[Job]) -> None: ...  # end them as aborted
 
     @abstractmethod
-    async def _begin_load(self) -> None: ...  # before some of the weights are written
-
-    @abstractmethod
-    async def _write(self, tensors: Mapping[str, torch.Tensor], last: bool) -> None: ...  # some of the weights
+    async def _write(self, loads: Loads) -> None: ...  # some of the weights
 
     @abstractmethod
     async def _end_load(self) -> None: ...  # all weights of `self.version` are written
@@ -329,9 +326,7 @@ class EngineShell(ABC):
             self._receiver.receive(version, weights, bucket) as loads,
             self._tracer.span("load weights", bucket=bucket[0]),
         ):
-            await self._begin_load()
-            for tensors, last in loads:
-                await self._write(tensors, last)
+            await self._write(loads)
         if not self._receiver.incomplete:
             self.version = version
             self._memory.loaded()
@@ -512,11 +507,10 @@ class SteppedEngine(EngineShell):
         self.backend.remove(running)
         self._deliver((job, "abort") for job in (*running, *waiting))
 
-    async def _begin_load(self) -> None:
+    async def _write(self, loads: Loads) -> None:
         self._flush_steps()
-
-    async def _write(self, tensors: Mapping[str, torch.Tensor], last: bool) -> None:
-        self.backend.load(tensors)
+        for tensors, _ in loads:
+            self.backend.load(tensors)
 
     async def _end_load(self) -> None:
         restarted = self.backend.finish_load()

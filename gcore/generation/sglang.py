@@ -34,7 +34,7 @@ from gcore.generation.spec import EngineSpec, library_options
 from gcore.observe.trace import Tracer
 from gcore.protocols import MemoryChange
 from gcore.types import Completion, Finish, Request, UserError
-from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
+from gcore.weights.receiver import Loads, WeightReceiver, base_of, shapes_of
 
 WATCH_S = 0.5
 T = TypeVar("T")
@@ -272,7 +272,7 @@ class SglangEngine(EngineShell):
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _begin_load(self) -> None:
+    async def _write(self, loads: Loads) -> None:
         from sglang.srt.managers import io_struct
 
         if not self._session:
@@ -282,6 +282,8 @@ class SglangEngine(EngineShell):
                 _check_success(
                     await self._server.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
                 )
+        for tensors, last in loads:
+            await self._send(tensors, last)
 
     async def _end_load(self) -> None:
         from sglang.srt.managers import io_struct
@@ -296,7 +298,7 @@ class SglangEngine(EngineShell):
         self._session = False
         self._admit()
 
-    async def _write(self, tensors: Mapping[str, torch.Tensor], last: bool) -> None:
+    async def _send(self, tensors: Mapping[str, torch.Tensor], last: bool) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 

@@ -26,6 +26,7 @@ from gcore.weights.files import WeightFiles
 
 CHUNK_BYTES = 2**29  # limit of merged matrices held at a time
 Shapes = Mapping[str, tuple[int, ...]]
+Loads = Iterator[tuple[dict[str, Tensor], bool]]  # what to write now; True: the last of the update
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,8 @@ class WeightReceiver:
         return was_incomplete
 
     @contextmanager
-    def receive(
-        self, version: int, weights: Weights, bucket: tuple[int, int]
-    ) -> Iterator[Iterator[tuple[dict[str, Tensor], bool]]]:
-        """Yields what to load now, as (tensors, last): after the last tensors, `version` is served.
+    def receive(self, version: int, weights: Weights, bucket: tuple[int, int]) -> Iterator[Loads]:
+        """Yields what to load now: after the last tensors, `version` is served.
 
         A bucket that does not fit raises ValueError and changes nothing. If loading fails, the update stays incomplete:
         the sender repeats this bucket, or starts again with bucket 0.
@@ -114,7 +113,7 @@ class WeightReceiver:
             if self._base is not None and not self._whole:
                 update.pending = self._base.unpaired(update.pending)
 
-    def _loads(self, tensors: dict[str, Tensor], last: bool) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    def _loads(self, tensors: dict[str, Tensor], last: bool) -> Loads:
         if self._whole and not last:
             return
         if self._base is None:

@@ -52,7 +52,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         *("checkpoint.store", "config", "content", "cost.replica_speed", "generation.spec", "hub", "protocols"),
     ),
     "simulate": ("config", "cost", "emulate.device", "generation.routing", "observe", "placement", "protocols"),
-    "planner": ("config", "cost", "observe", "placement"),
+    "planner": ("cost", "observe"),
     "modalities": (
         *("checkpoint", "config", "content", "cost", "diffusion", "generation", "hub", "launch", "models", "observe"),
         *("prompts", "protocols", "training", "weights"),
