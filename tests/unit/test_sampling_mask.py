@@ -10,7 +10,8 @@ import torch
 from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
 from gcore.config.advice import warnings
 from gcore.content.tokens import SamplingMask, Tokens
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.sampling import SamplingRows, sample
 from gcore.preparation.samples import to_sample
@@ -83,7 +84,7 @@ def test_engine_and_trainer_agree():
         for parameter in network.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4)  # neither flat nor certain
-    engine = EmbeddedEngine(network, max_concurrent=4, max_length=24)
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=4, max_length=24))
     params = SamplingParams(6, top_p=0.7, keep_mask=True)
     completions = asyncio.run(engine.generate([Request(Tokens(PROMPT), params, noise_key(i)) for i in range(5)]))
     engine.close()
