@@ -99,7 +99,7 @@ class Wandb:
     def __init__(self, folder: Path, run_name: str, config: dict[str, Any]):
         import wandb
 
-        project, known = os.environ.get("WANDB_PROJECT", "gcore"), _known_id(folder, "wandb")
+        project, known = os.environ.get("WANDB_PROJECT", "gcore"), _known_ids(folder).get("wandb")
         self._run: Any = wandb.init(
             project=project, name=run_name, config=config, dir=str(folder), id=known, resume="allow"
         )
@@ -122,7 +122,7 @@ class MLflow:
         import mlflow
 
         self._mlflow: Any = mlflow
-        known = _known_id(folder, "mlflow")
+        known = _known_ids(folder).get("mlflow")
         run = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=run_name)
         _keep_id(folder, "mlflow", run.info.run_id)
         if known is None:  # parameters of an existing run cannot be changed
@@ -154,16 +154,15 @@ def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _known_id(folder: Path, name: str) -> str | None:
+def _known_ids(folder: Path) -> dict[str, str]:
     path = folder / IDS
-    return json.loads(path.read_text()).get(name) if path.exists() else None
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def _keep_id(folder: Path, name: str, run_id: str) -> None:
     path = folder / IDS
-    ids = json.loads(path.read_text()) if path.exists() else {}
     temp = path.with_name(path.name + ".tmp")
-    temp.write_text(json.dumps({**ids, name: run_id}))
+    temp.write_text(json.dumps({**_known_ids(folder), name: run_id}))
     temp.replace(path)
 
 
