@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gcore.content.tokens import Tokens  # noqa: E402
-from gcore.generation.embedded import EmbeddedEngine  # noqa: E402
+from gcore.generation.embedded import EmbeddedBackend  # noqa: E402
+from gcore.generation.engine_shell import SteppedEngine  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.training.logprob_model import LogprobModel, to_tensors  # noqa: E402
 from gcore.types import MicroBatch, Request, Sample, SamplingParams  # noqa: E402
@@ -57,7 +58,7 @@ def peak_mb() -> float:
 
 def measure(prompt_length: int, response: int) -> dict[str, float]:
     network = network_of(prompt_length + response)
-    engine = EmbeddedEngine(network, max_concurrent=2, max_length=prompt_length + response)
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=2, max_length=prompt_length + response))
     prompt = np.random.default_rng(0).integers(3, VOCABULARY, prompt_length).astype(np.int32)
 
     def ask(steps: int) -> list[Any]:

@@ -38,7 +38,6 @@ from gcore.generation.vision import VisionPrefill
 from gcore.models.decoders import as_argument, routers_of, traits_of
 from gcore.models.networks import Adapters, adapters_of, load_model
 from gcore.models.towers import takes_images
-from gcore.observe.trace import Tracer
 from gcore.threads import use_threads
 from gcore.types import Floats, Request
 from gcore.weights.receiver import WeightReceiver, receiver_in_process
@@ -54,36 +53,13 @@ def _round_up(value: int, block: int) -> int:
     return -(-value // block) * block
 
 
-def make_engine(spec: EngineSpec) -> EmbeddedEngine:
+def make_engine(spec: EngineSpec) -> SteppedEngine:
     device, dtype = spec.placed()
     tokenizer = spec.load_tokenizer(spec.model)
     network = load_model(spec.model, tokenizer, spec.seed, dtype, device, max_length=spec.max_length)
-    return EmbeddedEngine(
-        network,
-        max_concurrent=spec.serving.max_concurrent,
-        max_length=spec.max_length,
-        threads=spec.threads,
-        min_step_s=spec.serving.min_step_s,
-        adapters=adapters_of(network, spec.lora) if spec.lora else None,
-        tracer=spec.open_tracer(),
-    )
-
-
-class EmbeddedEngine(SteppedEngine):
-    """Implements protocols.Engine."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        max_concurrent: int,
-        max_length: int,
-        threads: int = 1,
-        min_step_s: float = 0.0,
-        adapters: Adapters | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
-        super().__init__(EmbeddedBackend(model, max_concurrent, max_length, threads, adapters), tracer, min_step_s)
+    adapters = adapters_of(network, spec.lora) if spec.lora else None
+    backend = EmbeddedBackend(network, spec.serving.max_concurrent, spec.max_length, spec.threads, adapters)
+    return SteppedEngine(backend, spec.open_tracer(), spec.serving.min_step_s)
 
 
 class EmbeddedBackend:

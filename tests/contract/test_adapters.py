@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from gcore.config.base import Lora, PolicyModel
-from gcore.generation.embedded import EmbeddedBackend, EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.models.networks import Adapters, adapters_in, adapters_of
 from gcore.prompts.tokenizer import build_char_tokenizer
@@ -45,8 +45,8 @@ from tests.contract.test_engine import (
 Factors = dict[str, np.ndarray]
 
 
-def embedded(network: Any, adapters: Adapters) -> EmbeddedEngine:
-    return EmbeddedEngine(network, max_concurrent=32, max_length=MAX_LENGTH, adapters=adapters)
+def embedded(network: Any, adapters: Adapters) -> SteppedEngine:
+    return SteppedEngine(EmbeddedBackend(network, max_concurrent=32, max_length=MAX_LENGTH, adapters=adapters))
 
 
 def embedded_by_library(network: Any, adapters: Adapters) -> SteppedEngine:

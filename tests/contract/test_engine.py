@@ -28,7 +28,7 @@ from gcore.content.tokens import Tokens
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, log_normal
 from gcore.generation import sampling
-from gcore.generation.embedded import EmbeddedBackend, EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import Step, SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.networks import load_model
@@ -60,8 +60,8 @@ def network_of(architecture: str = "qwen3", seed: int = 0, **sizes: int) -> Any:
     return network
 
 
-def embedded(network: Any, max_concurrent: int = 32) -> EmbeddedEngine:
-    return EmbeddedEngine(network, max_concurrent=max_concurrent, max_length=MAX_LENGTH)
+def embedded(network: Any, max_concurrent: int = 32) -> SteppedEngine:
+    return SteppedEngine(EmbeddedBackend(network, max_concurrent=max_concurrent, max_length=MAX_LENGTH))
 
 
 def embedded_by_library(network: Any, max_concurrent: int = 32) -> SteppedEngine:

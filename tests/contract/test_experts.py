@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.decoders import find_routers
 from gcore.training.fsdp import FsdpBackend
@@ -43,7 +44,7 @@ def policy(config: Config, moved: float) -> Any:
 
 
 def sampled(config: Config) -> list[Sample]:
-    engine = EmbeddedEngine(policy(config, 0.0), max_concurrent=4, max_length=64)
+    engine = SteppedEngine(EmbeddedBackend(policy(config, 0.0), max_concurrent=4, max_length=64))
     rng, requests = np.random.default_rng(0), []
     for i, (prompt, steps) in enumerate([(5, 6), (9, 3), (2, 9), (12, 12)]):
         content = Tokens(rng.integers(4, 16, prompt).astype(np.int32))

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from gcore.config.base import Model
 from gcore.content.tokens import Tokens
 from gcore.generation import embedded
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.decoders import traits_of
 from gcore.models.networks import load_model, load_scorer, score_texts
@@ -182,7 +183,7 @@ def trained(
 def generated(
     network: Any, prompts: list[np.ndarray], max_tokens: list[int], max_length: int = 128, first_key: int = 0
 ) -> list[Any]:
-    engine = EmbeddedEngine(network, max_concurrent=4, max_length=max_length)
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=4, max_length=max_length))
     try:
         requests = [
             Request(Tokens(prompt.astype(np.int32)), SamplingParams(max_tokens=n, temperature=1.0), noise_key(0, i))

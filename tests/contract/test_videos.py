@@ -23,7 +23,8 @@ from gcore.config.base import Model
 from gcore.config.data import Data, Dataset
 from gcore.content.media import Media, Video
 from gcore.content.video import VideoProcessor, edges_of_video
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.decoders import forbid, forbidden_tokens
 from gcore.models.networks import load_model, make_empty
@@ -84,7 +85,7 @@ class World:
         self.contents = [self.templater.prompt(row, i, i).content for i, row in enumerate(rows)]
         params = SamplingParams(6, stop_tokens=(self.tokenizer.eos_token_id,))
         self.requests = [Request(c, params, noise_key(i, s)) for i, c in enumerate(self.contents) for s in range(2)]
-        self.engine = EmbeddedEngine(self.network, max_concurrent=16, max_length=384)
+        self.engine = SteppedEngine(EmbeddedBackend(self.network, max_concurrent=16, max_length=384))
         self.completions = self.generate(self.requests)
         self.samples = {
             (i, 0): Sample(i, 0, r.content.extended(c.content), np.ones(c.content.num_steps, bool), c.logprobs_S)

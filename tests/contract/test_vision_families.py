@@ -18,7 +18,8 @@ import torch
 
 from gcore.config.base import Lora, Model, PolicyModel
 from gcore.config.data import Data, Dataset
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.vllm_core import vision_weights
 from gcore.models.decoders import forbid, forbidden_tokens
@@ -52,7 +53,7 @@ class World:
         self.prompts: list[Prompt] = [templater.prompt(row, i, i) for i, row in enumerate(rows)]
         params = SamplingParams(6, stop_tokens=(self.tokenizer.eos_token_id,))
         self.requests = [Request(p.content, params, noise_key(p.id, s)) for p in self.prompts for s in range(2)]
-        self.engine = EmbeddedEngine(self.network, max_concurrent=16, max_length=256)
+        self.engine = SteppedEngine(EmbeddedBackend(self.network, max_concurrent=16, max_length=256))
         self.completions = self.generate(self.requests)
         self.samples = {
             (i, 0): Sample(i, 0, r.content.extended(c.content), np.ones(c.content.num_steps, bool), c.logprobs_S)

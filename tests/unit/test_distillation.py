@@ -10,7 +10,8 @@ import torch
 
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.networks import load_model
 from gcore.preparation.samples import to_sample
@@ -25,8 +26,8 @@ from tests.unit.test_training import CPU, config_of, network_of, samples_of
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def engine_of(network) -> EmbeddedEngine:
-    return EmbeddedEngine(network, max_concurrent=8, max_length=24)
+def engine_of(network) -> SteppedEngine:
+    return SteppedEngine(EmbeddedBackend(network, max_concurrent=8, max_length=24))
 
 
 def scored(engine, contents, temperature=1.0):

@@ -19,7 +19,8 @@ from gcore.content.media import raw_image
 from gcore.content.tokens import Tokens
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.pool import EnginePool
 from gcore.generation.request_check import check_request
 from gcore.generation.vllm_core import with_images
@@ -88,11 +89,11 @@ def test_what_a_drain_takes_back_goes_on_with_its_images():
 # --- who refuses them
 
 
-def embedded() -> EmbeddedEngine:
+def embedded() -> SteppedEngine:
     tokenizer = build_char_tokenizer("0123456789+=")
     build = BuildModel(alphabet="0123456789+=", hidden_size=32, intermediate_size=32, layers=1, heads=2, kv_heads=1)
     network = load_model(Model(build=build), tokenizer, 0, torch.float32, torch.device("cpu"))
-    return EmbeddedEngine(network, max_concurrent=2, max_length=64)
+    return SteppedEngine(EmbeddedBackend(network, max_concurrent=2, max_length=64))
 
 
 def emulated() -> EmulatedEngine:

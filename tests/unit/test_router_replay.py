@@ -13,7 +13,8 @@ import torch
 from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_groups
 from gcore.content.tokens import Tokens
 from gcore.generation import embedded
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.modalities.router_replay import replay_warning, replays_experts
 from gcore.models.decoders import Routers, find_routers
@@ -49,7 +50,9 @@ def ask(content: Tokens, max_tokens: int, key: int, keep: bool = True) -> Reques
 
 
 def generated(network: Any, requests: list[Request]) -> list[Completion]:
-    engine = EmbeddedEngine(network, max_concurrent=3, max_length=64)  # fewer rows than requests: rows move
+    engine = SteppedEngine(
+        EmbeddedBackend(network, max_concurrent=3, max_length=64)
+    )  # fewer rows than requests: rows move
     try:
         return asyncio.run(engine.generate(requests))
     finally:

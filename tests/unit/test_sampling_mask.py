@@ -11,7 +11,8 @@ from gcore.checkpoint.pending_groups import load_pending_groups, write_pending_g
 from gcore.config.advice import warnings
 from gcore.content.tokens import SamplingMask, Tokens
 from gcore.generation.decoding import SamplingRows, sample
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.preparation.samples import to_sample
 from gcore.training import logprob_model as policy_module
@@ -82,7 +83,7 @@ def test_engine_and_trainer_agree():
         for parameter in network.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4)  # neither flat nor certain
-    engine = EmbeddedEngine(network, max_concurrent=4, max_length=24)
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=4, max_length=24))
     params = SamplingParams(6, top_p=0.7, keep_mask=True)
     completions = asyncio.run(engine.generate([Request(Tokens(PROMPT), params, noise_key(i)) for i in range(5)]))
     engine.close()

@@ -17,7 +17,8 @@ import torch
 from gcore.config.base import Lora
 from gcore.config.tree import Config
 from gcore.cost.workload import CostModel
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.models.networks import LORA_A, LORA_B, adapters_of
 from gcore.models.towers import tower_parameters
 from gcore.observe.trace import Tracer
@@ -156,7 +157,7 @@ def test_adapters_sit_on_the_parts_that_are_asked_for(parts: list[str], tmp_path
     assert towers == {part == "vision" for part in parts}
     assert ("model.visual.merger.linear_fc1" in adapters.layers) == ("vision" in parts)
     prompts = contents(config, tmp_path, [[0, 1], [2]])
-    engine = EmbeddedEngine(network, max_concurrent=8, max_length=48, adapters=adapters)
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=8, max_length=48, adapters=adapters))
 
     async def run() -> list[Any]:
         await trainer.begin()

@@ -21,7 +21,8 @@ from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
 from gcore.cost.shapes import model_shape, shape_of
 from gcore.cost.workload import CostModel
-from gcore.generation.embedded import EmbeddedEngine
+from gcore.generation.embedded import EmbeddedBackend
+from gcore.generation.engine_shell import SteppedEngine
 from gcore.models.networks import load_model
 from gcore.models.towers import _encode_grids, tower_parameters
 from gcore.observe.trace import Tracer
@@ -159,7 +160,7 @@ def test_tokens_of_features_are_never_said(tmp_path, monkeypatch):
         head[[image, video]] = 40 * other  # tied: the embedding too, which features replace
         head[7] = 2 * other
     (prompt,) = contents(config, tmp_path, [[0]])
-    engine = EmbeddedEngine(network, max_concurrent=64, max_length=48)
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=64, max_length=48))
     requests = [Request(prompt, SamplingParams(6), key) for key in range(64)]
     found = asyncio.run(asyncio.wait_for(engine.generate(requests), 60))
     engine.close()
@@ -230,7 +231,7 @@ def test_images_of_tools_in_later_turns(tmp_path):
         again.media[1].places, places[4:]
     )
     network = network_of(config)
-    engine = EmbeddedEngine(network, max_concurrent=8, max_length=48)
+    engine = SteppedEngine(EmbeddedBackend(network, max_concurrent=8, max_length=48))
     (found,) = asyncio.run(engine.generate([Request(whole, SamplingParams(4), 1)]))
     engine.close()
     sample = Sample(0, 0, whole.extended(found.content), np.ones(whole.num_steps + 4, bool), found.logprobs_S)
