@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gcore.checkpoint import store
 from gcore.config import load_config
 from gcore.config.tree import Config, Model
-from gcore.content.vision import VisionProcessor
+from gcore.content.processor import MediaProcessor
 from gcore.modalities.table import kind_of
 from gcore.types import UserError
 
@@ -64,7 +64,7 @@ def _export(run: Path, checkpoint: Path, folder: Path) -> int:
 
 
 def export_language_model(
-    config: Config, checkpoint: Path, folder: Path, adapters: Path, tokenizer: Any, processor: VisionProcessor | None
+    config: Config, checkpoint: Path, folder: Path, adapters: Path, tokenizer: Any, processor: MediaProcessor | None
 ) -> int:
     """`processor`: of a model that takes media."""
     from gcore.hub import model_folder

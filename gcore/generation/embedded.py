@@ -27,19 +27,20 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from gcore.content.families import FAMILIES
 from gcore.content.tokens import compact_experts, tokens_of
 from gcore.generation.cache import RowCache
 from gcore.generation.decoder import FusedDecoder
 from gcore.generation.engine_shell import Ended, Step, SteppedEngine
 from gcore.generation.jobs import Job
+from gcore.generation.media_prefill import MediaPrefill
 from gcore.generation.request_check import check_request
 from gcore.generation.sampling import Rows, sample
 from gcore.generation.sleep import GIB, SleepState
 from gcore.generation.spec import EngineSpec
-from gcore.generation.vision import VisionPrefill
-from gcore.models.decoders import as_argument, routers_of, traits_of
+from gcore.models.decoders import as_argument, feature_tokens, routers_of, traits_of
 from gcore.models.networks import Adapters, adapters_of, load_model
-from gcore.models.towers import takes_images
+from gcore.models.towers import takes_media
 from gcore.observe.trace import Tracer
 from gcore.threads import use_threads
 from gcore.types import Floats, Request
@@ -110,7 +111,7 @@ class EmbeddedBackend:
         self._cache = RowCache(self._num_layers)
         self.jobs: list[Job] = []  # jobs[i] has row i of the cache
         self._lengths = np.zeros(_round_up(max_concurrent, ROW_BLOCK), np.int64)  # tokens already in the cache, by row
-        self._offsets = np.zeros_like(self._lengths)  # position - number of a new token: not 0 after images, by row
+        self._offsets = np.zeros_like(self._lengths)  # position - number of a new token: not 0 after media, by row
         self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
         self._rows = Rows(len(self._lengths))
         self._fused = FusedDecoder(model, max_length) if fused and FusedDecoder.supports(model) else None
@@ -118,10 +119,10 @@ class EmbeddedBackend:
         self._routers = routers_of(model)
         embedding: Any = model.get_input_embeddings()
         self._vocabulary = len(embedding.weight)
-        self._vision: VisionPrefill | None = None
-        if takes_images(model):
-            self._vision = VisionPrefill(model, self._traits)
-            self._vocabulary = max(self._vocabulary, model.config.image_token_id + 1)  # prompts may have it
+        self._media: MediaPrefill | None = None
+        if takes_media(model):
+            self._media = MediaPrefill(model, self._traits)
+            self._vocabulary = max(self._vocabulary - 1, *feature_tokens(model.config)) + 1  # prompts may have it
         self._receiver = self._make_receiver(adapters)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
@@ -148,8 +149,8 @@ class EmbeddedBackend:
             self._parameters[name].copy_(tensor)
 
     def finish_load(self) -> Collection[Job]:
-        if self._vision is not None:
-            self._vision.forget()
+        if self._media is not None:
+            self._media.forget()
         return ()
 
     def free(self, level: int) -> float:
@@ -165,8 +166,8 @@ class EmbeddedBackend:
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        images = self._vision is not None
-        check_request(request, self._max_length, self._vocabulary, accepts_images=images, scores=True)
+        row = FAMILIES.get(self._model.config.model_type)
+        check_request(request, self._max_length, self._vocabulary, row.kinds if row else (), scores=True)
 
     def room(self, waiting: int) -> int:
         return min(self._max_rows - len(self.jobs), waiting)
@@ -183,7 +184,7 @@ class EmbeddedBackend:
             tokens_T = job.content.tokens_T
             self._lengths[i], self._last[i] = len(tokens_T) - 1, tokens_T[-1]
             self._rows.put(i, job.request)
-            self._offsets[i] = self._vision.offset(job.content) if self._vision and job.content.media else 0
+            self._offsets[i] = self._media.offset(job.content) if self._media and job.content.media else 0
             if len(tokens_T) > 1:
                 prompts.setdefault(job.content.prefix_key(), []).append(i)
         self.jobs.extend(jobs)
@@ -205,14 +206,14 @@ class EmbeddedBackend:
             for i, rows in enumerate(part):
                 length = self._lengths[rows[0]]
                 tokens[i, :length] = self.jobs[rows[0]].content.tokens_T[:-1]
-            if width > PREFILL_TOKENS and self._vision is None:
+            if width > PREFILL_TOKENS and self._media is None:
                 self._prefill_in_chunks(part[0], torch.from_numpy(tokens))
                 continue
             position = torch.arange(width, device=self._device)
             positions, inputs, blocks = position[None].expand(len(part), -1), dict[str, Any](), None
-            if self._vision is not None:
+            if self._media is not None:
                 contents = [self.jobs[rows[0]].content for rows in part]
-                inputs, positions, blocks = self._vision.inputs(torch.from_numpy(tokens).to(self._device), contents)
+                inputs, positions, blocks = self._media.inputs(torch.from_numpy(tokens).to(self._device), contents)
             causal = position <= position[:, None]
             masks = self._traits.masks(causal, position[:, None], self._model.dtype, blocks)
             masks = {kind: mask.expand(len(part), 1, width, width) for kind, mask in masks.items()}
@@ -271,7 +272,7 @@ class EmbeddedBackend:
     ) -> torch.Tensor:
         """`inputs`: of the decoder, instead of tokens."""
         state = {"past_key_values": self._cache, "use_cache": True, "attention_mask": as_argument(masks)}
-        if self._vision is not None:  # the joint modules of transformers would search for images
+        if self._media is not None:  # the joint modules of transformers would search for media
             inputs = inputs or {"input_ids": tokens.to(self._device)}
             decoder, head = self._model.get_decoder(), self._model.get_output_embeddings()
             hidden = decoder(**inputs, position_ids=positions, **state).last_hidden_state
@@ -291,7 +292,7 @@ class EmbeddedBackend:
         seen = torch.arange(read_length, device=self._device) <= at_B111
         masks = self._traits.masks(seen, at_B111, self._model.dtype)
         self._cache.begin_step(positions_B, read_length)
-        if self._vision is not None:
+        if self._media is not None:
             self._offsets[n:padded] = 0
             positions_B = positions_B + torch.from_numpy(self._offsets[:padded].copy()).to(self._device)
         experts = None

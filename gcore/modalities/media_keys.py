@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from gcore.config.engines import engines_with
+from gcore.config.engines import engines_taking
 from gcore.config.tree import Config
-from gcore.prompts.processor import vision_family
+from gcore.content.families import FAMILIES, KINDS
+from gcore.prompts.processor import media_family
 from gcore.types import UserError
 
 
@@ -17,12 +18,16 @@ def check_media_keys(config: Config, family: str | None) -> None:
                 f"training.vision_lr={config.training.vision_lr}: the model has no vision tower; expected it unset"
             )
         return
+    kinds = FAMILIES[family].kinds
     training, placement, engine = config.training, config.placement.trainer, config.generation.traits
     refused = {
         "training.backend": (training.backend == "megatron", "Megatron-Core trains models of text"),
         "training.context_parallel": (training.context_parallel > 1, "ranks cannot share a sample with images"),
         "placement.trainer.tensor_parallel": (placement.tensor_parallel > 1, "matrices of a tower are not split"),
-        "generation.engine": (not engine.images, f"only {engines_with('images')} get images"),
+        "generation.engine": (
+            not set(kinds) & set(engine.media),
+            f"only {engines_taking(kinds[0])} get {KINDS[kinds[0]].plural}",
+        ),
         "generation.engine (with model.build)": (
             engine.loads_folder and config.model.build is not None,
             f"{engine.library} needs the folder of a model with its processor",
@@ -43,7 +48,7 @@ def _check_critic(config: Config, family: str | None) -> None:
     model = config.critic.model
     if model is None or not config.algorithm.estimator.critic:
         return
-    found = vision_family(model, "critic.model")
+    found = media_family(model, "critic.model")
     if found != family:
         kinds = [f"takes images ({kind})" if kind else "takes no images" for kind in (found, family)]
         raise UserError(f"critic.model.path={model.path}: {kinds[0]}; the policy {kinds[1]}, expected the same family")

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gcore.config.base import BuildModel, BuildVision
+from gcore.config.base import BuildModel
+from gcore.content.families import built_family, module_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,8 +23,11 @@ def build_network(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) ->
         Qwen3MoeConfig,
     )
 
-    if build.vision is not None and not scorer:
-        return _build_vision(build, build.vision, tokenizer, seed)
+    if (family := built_family(build)) is not None and not scorer:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network: PreTrainedModel = module_of(family).build_network(build, tokenizer)
+            return network
     families = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
     experts: dict[str, Any] = {}
     if build.architecture == "qwen3_moe":
@@ -51,58 +55,3 @@ def build_network(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) ->
             config.num_labels = 1
             return AutoModelForSequenceClassification.from_config(config)
         return AutoModelForCausalLM.from_config(config)
-
-
-def _build_vision(build: BuildModel, vision: BuildVision, tokenizer: Any, seed: int) -> PreTrainedModel:
-    """A small Qwen3-VL. Its vision tower also feeds the first decoder layer directly, as in the large ones."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    token = tokenizer.convert_tokens_to_ids
-    head_dim = build.hidden_size // build.heads
-    across = head_dim // 2 // 3
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": build.hidden_size,
-        "intermediate_size": build.intermediate_size,
-        "num_hidden_layers": build.layers,
-        "num_attention_heads": build.heads,
-        "num_key_value_heads": build.kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": build.max_length,
-        "tie_word_embeddings": True,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": [head_dim // 2 - 2 * across, across, across],
-            "mrope_interleaved": True,
-        },
-    }
-    tower = {
-        "depth": vision.layers,
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
-        "num_heads": vision.heads,
-        "patch_size": vision.patch_size,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": build.hidden_size,
-        "num_position_embeddings": (vision.image_size // vision.patch_size) ** 2,
-        "deepstack_visual_indexes": [0],
-    }
-    attention: dict[str, Any] = {"attn_implementation": "sdpa"}
-    config = Qwen3VLConfig(
-        text_config=text,
-        vision_config=tower,
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
-        tie_word_embeddings=True,
-        **attention,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3VLForConditionalGeneration(config)
