@@ -3,7 +3,7 @@
 # make test-all     these tests and the slow ones that are run before a release (make test-release: only the slow ones)
 # make test-failed  repeat the tests that failed the last time, one after another
 # make lint         run ruff, and mypy on gcore/, bench/ and examples/
-# make docs         write docs/configuration.md from the configuration classes
+# make docs         write docs/configuration.md and recipes/schema.json from the configuration classes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,7 +32,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy gcore bench examples
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m gcore.config.reference > docs/configuration.md
+	$(BIN)/python -m gcore.config.reference
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -30,12 +30,12 @@ from gcore import cli  # noqa: E402
 from gcore.config.presets import ALGORITHMS  # noqa: E402
 
 GOAL = 0.9
-START, END = "<!-- bench/algorithms.py --docs -->", "<!-- end -->"  # of the table in docs/algorithms.md
+START, END = "<!-- bench/algorithms.py --docs -->", "<!-- end -->"  # of the table in docs/benchmarks.md
 BASE: dict[str, Any] = {
     "runtime": "local",
     "controllers": 1,
     "placement": {"policy": {"replicas": 1}, "trainer": {"threads": 1}},
-    "observe": {"progress": "none", "tensorboard": False, "trace": False, "samples_per_step": 0, "eval_every": 8},
+    "observe": {"progress": "none", "trackers": [], "trace": False, "samples_per_step": 0, "eval_every": 8},
     "checkpoint": {"every": 0},
 }
 REHEARSAL: dict[str, Any] = {
@@ -153,7 +153,7 @@ def draw(found: dict[str, dict[int, dict[str, Any]]], target: Path) -> None:
 
 
 def write_docs(found: dict[str, dict[int, dict[str, Any]]]) -> None:
-    page = ROOT / "docs" / "algorithms.md"
+    page = ROOT / "docs" / "benchmarks.md"
     text = page.read_text()
     before, _, rest = text.partition(START)
     after = rest.partition(END)[2]

@@ -77,7 +77,7 @@ def lengths_of_a_run(tokens: int) -> list[int]:
             **{f"model.build.{name}": value for name, value in MODEL.items()},
             **{"generation.max_response_length": tokens, "run.steps": 2, "run.dir": folder, "runtime": "local"},
             **{"controllers": 1, "training.warm_start": "null", "data.eval": "null", "observe.samples_per_step": 64},
-            **{"training.device": "cpu", "observe.tensorboard": "false", "observe.progress": "none"},
+            **{"training.device": "cpu", "observe.trackers": "[]", "observe.progress": "none"},
         }
         recipe = str(ROOT / "recipes" / "quickstart.yaml")
         status = main(["train", recipe, *(f"{key}={value}" for key, value in keys.items())])

@@ -56,7 +56,7 @@ from gcore.controller.dispatch import Dispatcher
 from gcore.cost.workload import CostModel
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
-from gcore.generation.routing import limits_of, own_replicas
+from gcore.generation.routing import Router, limits_of, own_replicas
 from gcore.launch.own_algorithm import make_scoring
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import advantages_of, make_samples, meta_of, with_advantages
@@ -270,7 +270,7 @@ class Program:
         own, slots = own_replicas(rank, size, len(engines)), self.workload.slots
         if not self.plane.spill and own is not None:
             limit = limits_of(slots, self.workload.siblings).own
-            return EnginePool([engines[i] for i in sorted(own)], (0, 1), limit=limit)
+            return EnginePool([engines[i] for i in sorted(own)], Router(len(own), limit=limit))
         return EnginePool.for_controller(engines, rank, size, slots, per_call=self.workload.siblings)
 
     async def step(self, number: int, mode: Mode) -> Report:

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gcore.content.media import ArrayRef, store
 from gcore.content.tokens import NO_TOKENS, Tokens, tokens_of
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, log_normal
 from gcore.emulate.trainer import EmulatedTrainer
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import Handle, UpdateStats
 from gcore.types import Completion, Floats, Key, Request, Sample, SampleWork, SamplingParams, TrainBatch
 

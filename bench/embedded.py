@@ -167,7 +167,7 @@ def worker(pipe: Any, contender: Contender, setting: Setting) -> None:
     """Answers every list of jobs with the token lists, until it receives None."""
     import torch
 
-    from gcore.config.tree import BuildModel, Model
+    from gcore.config.base import BuildModel, Model
     from gcore.launch.build import quiet
     from gcore.models.networks import load_model, pick_device, pick_dtype
     from gcore.prompts.tokenizer import load_tokenizer

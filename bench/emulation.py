@@ -46,7 +46,7 @@ from gcore.emulate.engine import Lengths, log_normal  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
 from gcore.placement.grid import POLICY, Split, all_splits, split_by  # noqa: E402
 from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
-from gcore.simulate.run import expected_view, first_state, rule_of, simulate  # noqa: E402
+from gcore.simulate.run import evenly, expected_view, first_state, rule_of, simulate  # noqa: E402
 from gcore.simulate.scenario import Draw, Scenario, load_scenario  # noqa: E402
 from gcore.types import Request, SamplingParams  # noqa: E402
 
@@ -135,13 +135,14 @@ class SameWork:
 
 
 def simulate_same(scenario: Scenario, load: Load, policy: str, steps: int) -> list[Rollout]:
-    rule, state, found = rule_of(policy, scenario), first_state(scenario), list[Rollout]()
+    rule, state, rollouts = rule_of(policy, scenario), first_state(scenario), list[Rollout]()
+    split, took_s = evenly(scenario.grid), None
     for step in range(1, steps + 1):
         work: Any = SameWork(scenario, step, load)
-        split = rule.begin(expected_view(scenario, state), scenario.costs(step), found[-1] if found else None)
-        found.append(Simulation(work, split, rule.decide, state).run())
-        state = found[-1].state
-    return found
+        begin = rule.begin(expected_view(scenario, state), scenario.costs(step), split, took_s)
+        rollouts.append(Simulation(work, begin, rule, state).run())
+        state, split, took_s = rollouts[-1].state, rollouts[-1].split, rollouts[-1].seconds
+    return rollouts
 
 
 def best_split(scenario: Scenario) -> Split:
@@ -212,7 +213,7 @@ def config_of(scenario: Scenario, split: Split | None, data: Path, folder: Path,
                 "trainer": {"ranks": min(2, scenario.num_controllers)},
             },
             "checkpoint": {"every": 0},
-            "observe": {"progress": "none", "trace": False, "tensorboard": False},
+            "observe": {"progress": "none", "trace": False, "trackers": []},
         }
     )
 
@@ -243,7 +244,8 @@ async def emulate(config: Config) -> dict[str, Any]:
 
     from gcore.driver.run_folder import open_folder
     from gcore.launch.build import build_runtime
-    from gcore.launch.plan import detect_machine, make_plan
+    from gcore.launch.machines import detect_machine
+    from gcore.launch.plan import make_plan
     from gcore.observe.metrics import read_rows
 
     plan = make_plan(config, detect_machine())

@@ -86,14 +86,14 @@ def open_engine(
 async def measure_pool(part: str, args: argparse.Namespace) -> None:
     from gcore.clients import EngineClient
     from gcore.runtime.ray import RayRuntime
-    from gcore.runtime.ray_cluster import Place
+    from gcore.runtime.ray_cluster import ProcessPlace
 
     kind, _, how = part.partition("-")
     counts = args.engines if kind == "vllm" else [1]
     fraction, device = 0.85 / max(counts), "cpu" if args.cpu else "cuda"
     argument = kind, str(args.folder), max(args.sizes), PROMPT + args.tokens, fraction, how == "eager", device
     share = round(0.95 / max(counts), 3)
-    place = Place() if args.cpu else Place(bundles=(0,), gpus=share)
+    place = ProcessPlace() if args.cpu else ProcessPlace(bundles=(0,), gpus=share)
     runtime = RayRuntime(1024, () if args.cpu else (1,), lambda kind, rank: place)
     rows: list[dict[str, Any]] = []
     try:
@@ -142,7 +142,7 @@ async def sleep_seconds(engine: Any) -> dict[str, float]:
 async def measure_exact(args: argparse.Namespace) -> None:
     """Requests that end at different times, by a stop token or by their limit."""
     from gcore.content.tokens import Tokens
-    from gcore.generation import vllm_repeat, vllm_run
+    from gcore.generation import vllm_run
     from gcore.generation.vllm import VllmBackend, VllmEngine
     from gcore.generation.vllm_core import VllmOptions
     from gcore.types import Request, SamplingParams
@@ -157,7 +157,7 @@ async def measure_exact(args: argparse.Namespace) -> None:
         for i, p in enumerate(prompts(64, 5))
     ]
     runs = await engine.generate(requests)
-    vllm_repeat.RepeatedStep.of = classmethod(lambda *_: None)  # type: ignore[method-assign,assignment]
+    vllm_run.RepeatedStep.of = classmethod(lambda *_: None)  # type: ignore[method-assign,assignment]
     prepared = await engine.generate(requests)
     vllm_run.PLANNED_STEPS = 1
     single = await engine.generate(requests)

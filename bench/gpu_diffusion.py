@@ -379,7 +379,7 @@ def tree_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "sampling": {"prompts_per_step": args.prompts, "samples_per_prompt": args.samples},
         "training": {"lr": 1e-6, "device": device_of(args)},
         "checkpoint": {"every": 0},
-        "observe": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
+        "observe": {"progress": "plain", "trackers": [], "samples_per_step": 0},
         "placement": {"trainer": {"ranks": 1, **({"threads": 1} if args.tiny else {})}, "policy": {"replicas": 1}},
     }
 

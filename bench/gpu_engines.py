@@ -172,11 +172,11 @@ async def measure(name: str, folder: Path, count: int, tokens: int, fraction: fl
     from gcore.content.tokens import Tokens, tokens_of
     from gcore.generation.pool import EnginePool
     from gcore.runtime.ray import RayRuntime
-    from gcore.runtime.ray_cluster import Place
+    from gcore.runtime.ray_cluster import ProcessPlace
     from gcore.types import Request, SamplingParams
     from gcore.weights.transfer import WeightTransfer
 
-    runtime = RayRuntime(1024, (1,) * int(gpu), lambda kind, rank: Place(bundles=(0,), gpus=0.45))
+    runtime = RayRuntime(1024, (1,) * int(gpu), lambda kind, rank: ProcessPlace(bundles=(0,), gpus=0.45))
     try:
         started = time.perf_counter()
         handles = await runtime.start_group("engine", make_engine, [(name, str(folder), count, fraction)])

@@ -97,7 +97,8 @@ def measure_trainer(part: str, args: argparse.Namespace) -> None:
     import torch
 
     from gcore.launch.build_ranks import build_trainer
-    from gcore.launch.plan import detect_machine, make_plan
+    from gcore.launch.machines import detect_machine
+    from gcore.launch.plan import make_plan
     from gcore.protocols import Receivers, Rendezvous
     from gcore.weights import publisher
 
@@ -232,14 +233,15 @@ def plan_of_run(options: argparse.Namespace) -> float:
     """The plan's peak of the whole GPU."""
     from bench import gpu_step
     from gcore.config.load import load_config
-    from gcore.launch.gpu_memory import decide
-    from gcore.launch.plan import detect_machine, make_plan
+    from gcore.launch.gpu_memory import plan_memory
+    from gcore.launch.machines import detect_machine
+    from gcore.launch.plan import make_plan
 
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "step.yaml"
         recipe.write_text(json.dumps(gpu_step.gcore_tree("gcore", options, Path(folder))))
         config = load_config(recipe, options.set)
-        choice = decide(config, make_plan(config, detect_machine())).choice
+        choice = plan_memory(config, make_plan(config, detect_machine())).choice
     return float("nan") if choice is None else choice.peak
 
 

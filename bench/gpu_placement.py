@@ -35,7 +35,7 @@ from bench.emulation import start_roles  # noqa: E402
 from gcore.config.tree import Config  # noqa: E402
 from gcore.content.tokens import Tokens  # noqa: E402
 from gcore.generation.noise import noise_key  # noqa: E402
-from gcore.placement.baselines import colocated  # noqa: E402
+from gcore.placement.baselines import ColocatedRule  # noqa: E402
 from gcore.placement.grid import POLICY, Split  # noqa: E402
 from gcore.simulate.cluster import Rollout, Simulation  # noqa: E402
 from gcore.simulate.run import first_state  # noqa: E402
@@ -127,7 +127,7 @@ def config_of(args: argparse.Namespace, work: Work, data: Path, folder: Path) ->
             },
             "placement": {"mode": "colocated", "slots": 1, "trainer": {"ranks": 1}},
             "checkpoint": {"every": 0},
-            "observe": {"progress": "plain", "trace": False, "tensorboard": False},
+            "observe": {"progress": "plain", "trace": False, "trackers": []},
         }
     )
 
@@ -136,7 +136,8 @@ async def run(config: Config, work: Work) -> dict[str, Any]:
     """Start the roles, measure their speeds, then the whole run with the same roles."""
     from gcore.driver.run_folder import open_folder
     from gcore.launch.build import build_runtime
-    from gcore.launch.plan import detect_machine, make_plan
+    from gcore.launch.machines import detect_machine
+    from gcore.launch.plan import make_plan
     from gcore.observe.metrics import read_rows
 
     plan = make_plan(config, detect_machine())
@@ -230,7 +231,11 @@ class SameWork:
 def scenario_of(work: Work, config: Config, gpu: str, speeds: dict[str, dict[str, float]] | None) -> Scenario:
     fixed = {"start": work.verdict, "sigma": 0.0, "shared": 0.0, "longest": work.verdict}
     policy: dict[str, Any] = {"model": _folder(config.model, config)}
-    judge: dict[str, Any] = {"name": JUDGE, "model": _folder(config.rewards.judges[0].model, config), "verdict": fixed}
+    judge: dict[str, Any] = {
+        "name": JUDGE,
+        "model": _folder(config.rewards.engine_judges[0].model, config),
+        "verdict": fixed,
+    }
     if speeds:
         policy["speed"], judge["speed"] = Speed.model_validate(speeds[POLICY]), Speed.model_validate(speeds[JUDGE])
     return Scenario.model_validate(
@@ -262,7 +267,7 @@ def simulated(scenario: Scenario, work: Work) -> list[Rollout]:
     state, found = first_state(scenario), list[Rollout]()
     for step in range(1, scenario.steps + 1):
         same: Any = SameWork(scenario, step, work)
-        found.append(Simulation(same, Split((POLICY,)), colocated, state).run())
+        found.append(Simulation(same, Split((POLICY,)), ColocatedRule(), state).run())
         state = found[-1].state
     return found
 

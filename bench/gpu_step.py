@@ -168,7 +168,7 @@ def gcore_tree(system: str, args: argparse.Namespace, folder: Path) -> dict[str,
         "sampling": {"prompts_per_step": args.prompts, "samples_per_prompt": args.siblings},
         "training": training,
         "checkpoint": {"every": 0},
-        "observe": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
+        "observe": {"progress": "plain", "trackers": [], "samples_per_step": 0},
         **({"placement": {"trainer": {"ranks": 1}, "policy": {"replicas": 1}}} if args.cpu else {}),
     }
 
@@ -189,7 +189,8 @@ def watch_run(folder: Path, args: argparse.Namespace, save_step: Save) -> None:
 
 def gcore_steps(folder: Path, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
     """Seconds until the first step, and the steps that are complete, from the files of the run."""
-    from gcore.observe.metrics import read_rows, whole_lines
+    from gcore.observe.files import whole_lines
+    from gcore.observe.metrics import read_rows
 
     rows = [row for row in read_rows(folder) if "samples_digest" in row]
     events: list[Any] = [event for _, event in whole_lines(folder / "trace" / "controller-0.jsonl")]

@@ -184,7 +184,7 @@ def run_gcore(args: argparse.Namespace) -> None:
             "max_tokens_per_gpu": args.micro * (longest + args.tokens),
         },
         "checkpoint": {"every": 0},
-        "observe": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
+        "observe": {"progress": "plain", "trackers": [], "samples_per_step": 0},
         **({"placement": {"trainer": {"ranks": 1, "threads": 1}, "policy": {"replicas": 1}}} if args.cpu else {}),
     }
     recipe = folder / "step.yaml"

@@ -62,7 +62,7 @@ def recipe(folder: Path, data: Path, samples: int, controllers: int, name: str) 
         "workflow": f"{Path(__file__).resolve()}:counted",
         "placement": {"trainer": {"ranks": 1, "threads": 1}, "policy": {"replicas": 1}},
         "checkpoint": {"every": 0},
-        "observe": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
+        "observe": {"progress": "plain", "trackers": [], "samples_per_step": 0},
     }
 
 

@@ -311,7 +311,7 @@ def scorer(folder: Path) -> Path:
     if not folder.exists():
         import torch
 
-        from gcore.config.tree import BuildModel, Model
+        from gcore.config.base import BuildModel, Model
         from gcore.models.networks import load_scorer
         from gcore.prompts.tokenizer import build_char_tokenizer
 

@@ -23,7 +23,8 @@ import numpy as np
 import psutil
 
 from gcore.checkpoint import memory, store
-from gcore.observe.metrics import FILE, whole_lines
+from gcore.observe.files import whole_lines
+from gcore.observe.metrics import FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "GCORE_SOAK"

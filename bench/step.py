@@ -90,7 +90,7 @@ def run_gcore(runtime: str, args: argparse.Namespace) -> dict[str, Any]:
             "rewards": {"functions": [{"name": "even", "path": f"{here}:even_digits"}]},
             "sampling": {"prompts_per_step": args.prompts, "samples_per_prompt": args.siblings},
             "training": {"lr": LR, "betas": list(BETAS), "device": "cpu", "dtype": "float32"},
-            "observe": {"progress": "none", "tensorboard": False},
+            "observe": {"progress": "none", "trackers": []},
         }
         run(validate(tree, "bench/step.py", Config))
         config_folder = Path(folder) / "step"
@@ -114,7 +114,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from gcore.config.tree import BuildModel, Model
+    from gcore.config.base import BuildModel, Model
     from gcore.launch.build import quiet
     from gcore.models.networks import load_model
     from gcore.prompts.tasks import make_task

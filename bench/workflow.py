@@ -107,10 +107,11 @@ def make_collector(
     from gcore.content.text import TextModality
     from gcore.controller.collect import Collector
     from gcore.generation.pool import EnginePool
+    from gcore.generation.routing import Router
     from gcore.prompts.tokenizer import stop_tokens
     from gcore.workflows.context import SharedContext
 
-    pool = EnginePool([EngineClient(handle) for handle in engines], (group.rank, group.size))
+    pool = EnginePool([EngineClient(handle) for handle in engines], Router(len(engines), (group.rank, group.size)))
     modality = TextModality(config.generation, tokenizer, stop_tokens(config.model, tokenizer))
     shared = SharedContext(config, pool, rewarder, modality)
     return Collector(workflow, shared, group, config.sampling, keep, lambda _: None, source, version)
@@ -120,8 +121,8 @@ def make_collector(
 
 
 def make_engine(args: argparse.Namespace) -> Any:
+    from gcore.cost.replica_speed import ReplicaSpeed
     from gcore.emulate.engine import EmulatedEngine, log_normal
-    from gcore.placement.replica_speed import ReplicaSpeed
 
     return EmulatedEngine(
         ReplicaSpeed(

@@ -127,7 +127,7 @@ def train_judge(folder: Path, name: str, settings: Settings) -> float:
         "rewards": {"functions": [{"name": "exact", "path": "gcore.rewarding.rules:exact_answer"}]},
         "training": {"warm_start": {"steps": settings.steps[name], "batch_size": settings.batch_size, "lr": 3e-3}},
         "placement": {"trainer": {"threads": 1}},
-        "observe": {"progress": "none", "trace": False, "tensorboard": False},
+        "observe": {"progress": "none", "trace": False, "trackers": []},
     }
     recipe.write_text(yaml.safe_dump(tree, sort_keys=False))
     gcore("sft", str(recipe))

@@ -48,10 +48,10 @@ class Result:
     @property
     def metrics(self) -> Row:
         """The last value of every metric."""
-        found: Row = {}
+        newest: Row = {}
         for row in self.rows:
-            found |= row
-        return found
+            newest |= row
+        return newest
 
     def history(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of one metric: result.history("reward/mean")"""
@@ -71,8 +71,8 @@ class Result:
     def best(self) -> Path | None:
         """The checkpoint with the highest `checkpoint.best_metric`; None if none was evaluated at its step."""
         scores = {path: store.read_manifest(path).get("score") for path in self.checkpoints}
-        found = {path: score for path, score in scores.items() if score is not None}
-        return max(found, key=lambda path: found[path]) if found else None
+        scored = {path: score for path, score in scores.items() if score is not None}
+        return max(scored, key=lambda path: scored[path]) if scored else None
 
     @property
     def report(self) -> Path:
@@ -113,8 +113,8 @@ def train(
     `data`: rows to train on, a list of dicts or a datasets.Dataset: replaces `data.train`.
     `on_step`: called in this process after each training step with its metrics; True ends the run: `run.on_step`.
     """
-    objects = {"reward": reward, "workflow": workflow, "filter": filter, "data": data, "on_step": on_step}
-    config = make_config(recipe, *overrides, **objects)
+    objects = {"workflow": workflow, "sampling.filter": filter, "data.train": data, "run.on_step": on_step}
+    config = make_config(recipe, *overrides, reward=reward, objects=objects)
     _run(partial(run, config))
     return Result(config.run.folder, config)
 
@@ -147,24 +147,19 @@ def evaluate(
         overrides = (f"run.resume={checkpoint}", *overrides)
     overrides = ("checkpoint.keep_best=0", *overrides)  # its metric may be of another evaluation
     # `data` also stands for the training set, which is not used, and which may have been rows of another program
-    config = make_config(recipe, *overrides, reward=reward, workflow=workflow, data=data, eval_data=data)
+    objects = {"workflow": workflow, "data.train": data, "data.eval": data}
+    config = make_config(recipe, *overrides, reward=reward, objects=objects)
     if config.data.eval is None:
         raise UserError(f"{target}: no prompts to evaluate on (key: data.eval)")
-    found: Row = _run(partial(run, config, "eval"))
-    return found
+    metrics: Row = _run(partial(run, config, "eval"))
+    return metrics
 
 
 def make_config(
-    recipe: Recipe,
-    *overrides: str,
-    reward: Functions | None = None,
-    workflow: Callable[..., Any] | None = None,
-    filter: Callable[..., Any] | None = None,
-    data: Any = None,
-    eval_data: Any = None,
-    on_step: Callable[[Row], Any] | None = None,
+    recipe: Recipe, *overrides: str, reward: Functions | None = None, objects: Mapping[str, Any] | None = None
 ) -> Config:
-    """One configuration of a recipe, overrides and objects. Raises UserError with all problems."""
+    """One configuration of a recipe, overrides, and objects by key (None: as in the recipe). Raises UserError with all
+    problems."""
     match recipe:
         case Config():
             tree, name = recipe.model_dump(exclude_unset=True), "Config"
@@ -175,18 +170,13 @@ def make_config(
     tree = _copied(tree)
     for word in overrides:
         override(tree, word)
-    if reward is not None:
-        rewards = tree.get("rewards")
-        tree["rewards"] = {**(rewards if isinstance(rewards, dict) else {}), "functions": _functions(reward)}
-    for section, key, value in (
-        (None, "workflow", workflow),
-        ("sampling", "filter", filter),
-        ("data", "train", data),
-        ("data", "eval", eval_data),
-        ("run", "on_step", on_step),
-    ):
+    objects = {**(objects or {}), "rewards.functions": None if reward is None else _functions(reward)}
+    for key, value in objects.items():
         if value is not None:
-            (tree if section is None else tree.setdefault(section, {}))[key] = value
+            section, _, last = key.rpartition(".")
+            if section and not isinstance(tree.get(section), dict):
+                tree[section] = {}
+            (tree[section] if section else tree)[last] = value
     return validate(tree, name, Config)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `gcore train | eval | sft | plan | simulate | export | report | doctor`.
+"""The command line: `gcore train | eval | sft | plan | simulate | export | report | recipes | schema | doctor`.
 
 Each command is one function that imports what it needs, so `gcore --help` is fast. Exit codes: 0 success, 1 failure,
 2 user error, 130 interrupted.
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.command(args) or 0)
     except UserError as error:
-        print(f"gcore: {error}", file=sys.stderr)
+        print(f"gcore: {error}{_what_comes_first(args)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("gcore: interrupted; all processes are stopped", file=sys.stderr)
@@ -80,8 +80,8 @@ def _keys_for(flags: Sequence[str]) -> str:
     from gcore.config.load import all_keys
 
     names = [flag.lstrip("-").partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")]
-    found = dict.fromkeys(key_of(own) for name in names if (own := own_name(name, set(all_keys()))))
-    return f" (keys are set without dashes: {' '.join(f'{key}=VALUE' for key in found)})" if found else ""
+    keys = dict.fromkeys(key_of(own) for name in names if (own := own_name(name, set(all_keys()))))
+    return f" (keys are set without dashes: {' '.join(f'{key}=VALUE' for key in keys)})" if keys else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,18 +97,19 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function)
         return command
 
-    train = add("train", _train, "Train a policy with a recipe.")
-    train.add_argument("recipe", help="YAML file, see recipes/")
-    train.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
+    def add_run(name: str, function: Any, text: str, first: str, help: str) -> argparse.ArgumentParser:
+        command = add(name, function, text)
+        command.add_argument(first, help=help)
+        command.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
+        return command
+
+    recipe = ("recipe", "YAML file, or the name of one of `gcore recipes`, such as quickstart")
+    train = add_run("train", _train, "Train a policy with a recipe.", *recipe)
     train.add_argument("--dry-run", action="store_true", help="only check: show sizes, a prompt and rewards, and exit")
-    sft = add("sft", _sft, "Supervised training: a recipe with `objective: sft`, or only the warm start of a recipe.")
-    sft.add_argument("recipe")
-    sft.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
-    evaluate = add("eval", _eval, "Held-out accuracy of a recipe's model, a run or a checkpoint.")
-    evaluate.add_argument(
-        "target", help="a recipe (its starting model), runs/NAME (its last checkpoint) or runs/NAME/step_N"
-    )
-    evaluate.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=OVERRIDES)
+    about_sft = "Supervised training: a recipe with `objective: sft`, or only the warm start of a recipe."
+    add_run("sft", _sft, about_sft, *recipe)
+    target = "a recipe (its starting model), runs/NAME (its last checkpoint) or runs/NAME/step_N"
+    add_run("eval", _eval, "Held-out accuracy of a recipe's model, a run or a checkpoint.", "target", target)
     export = add(
         "export", _export, "Write the policy of a run as a Hugging Face folder, and compare it after reloading."
     )
@@ -178,6 +179,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     simulate.add_argument("--oracle", action="store_true", help="also the best of many rules, step by step; slow")
     simulate.add_argument("--json", metavar="FILE", help="write the first run to this file, for `gcore report FILE`")
+    recipes = add("recipes", _recipes, "List the recipes of G-Core, print one of them, or copy them all.")
+    recipes.add_argument("name", nargs="?", help="print this recipe: gcore recipes quickstart > mine.yaml")
+    recipes.add_argument("--copy", metavar="FOLDER", help="copy recipes/, scenarios/ and examples/ into this folder")
+    add("schema", _schema, "Print the JSON schema of recipes, with which editors complete and check keys.")
     doctor = add("doctor", _doctor, "Report what is installed, which backends can be used, how to install the others.")
     doctor.add_argument(
         "--cluster", action="store_true", help="instead: compare the nodes of the Ray cluster at RAY_ADDRESS"
@@ -237,6 +242,7 @@ def _run_and_report(config: Any) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    from gcore import shipped
     from gcore.config import load_config
     from gcore.driver.supervise import run
 
@@ -247,7 +253,7 @@ def _eval(args: argparse.Namespace) -> int:
         folder, checkpoint = locate(target)
         own = (f"run.resume={checkpoint}", "checkpoint.keep_best=0")  # its metric may be of another evaluation
         config = load_config(folder / "config.yaml", [*own, *args.overrides])
-    elif target.exists():
+    elif shipped.named(target, "recipes").exists():
         config = _load("train", args.target, args.overrides)
     else:
         raise UserError(f"{target}: no such run or recipe; expected runs/NAME, runs/NAME/step_N or a YAML file")
@@ -259,6 +265,42 @@ def _eval(args: argparse.Namespace) -> int:
         shown = f"{value:,}" if isinstance(value, int) else "none could be scored" if value is None else f"{value:.4f}"
         print(f"{name:{wide}} {shown}")
     return 0
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    from gcore import shipped
+
+    if args.copy:
+        print(*(f"wrote {folder}" for folder in shipped.copy_to(Path(args.copy))), sep="\n")
+    elif args.name:
+        path = shipped.named(args.name, "recipes")
+        if not path.is_file():
+            raise UserError(f"{args.name}: no such recipe; expected one of {', '.join(shipped.names('recipes'))}")
+        print(path.read_text(), end="")
+    else:
+        print(*(f"{name:14} {title}" for name, title in shipped.names("recipes").items()), sep="\n")
+    return 0
+
+
+def _schema(args: argparse.Namespace) -> int:
+    from gcore.config.reference import schema
+
+    print(schema(), end="")
+    return 0
+
+
+def _what_comes_first(args: argparse.Namespace) -> str:
+    """The commands in the first lines of a recipe of G-Core that need more than itself."""
+    from gcore import shipped
+
+    path = shipped.named(name := str(getattr(args, "recipe", "")), "recipes")
+    if not path.is_relative_to(shipped.ROOT / "recipes") or Path(name).exists():
+        return ""
+    own = f"gcore train recipes/{path.name}"
+    commands = [line.removeprefix("#   ") for line in path.read_text().splitlines() if line.startswith("#   ")]
+    if all(command == own for command in commands):
+        return ""
+    return f"\n({path.stem} needs: {'; '.join(commands)}; `gcore recipes --copy .` copies the examples)"
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -310,9 +352,9 @@ def _plan(args: argparse.Namespace) -> int:
         return _plan_denoiser(args)
 
     from gcore.cost.costs import gpu_of, shape_of
-    from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
-    from gcore.simulate.plan_table import show, show_backends, show_memory
-    from gcore.simulate.planner import memory_by_width, plan
+    from gcore.planner.inputs import Constraints, Workload, modes_of, work_of
+    from gcore.planner.plan import memory_by_width, plan
+    from gcore.planner.table import show, show_backends, show_memory
 
     options = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name, _, _ in PLAN_OPTIONS}
     names = ("policy_tp", "judge_tp", "trainer_tp", "trainer_context", "max_tokens_per_gpu")
@@ -328,7 +370,7 @@ def _plan(args: argparse.Namespace) -> int:
         Constraints(**limits, modes=modes_of(args.mode), swap_s=args.swap_s, price=args.price),
     )
     if args.backends:
-        from gcore.cost.backends import compare, work_of
+        from gcore.cost.backends import compare
 
         model, _, _, gpu, work, constraints = inputs
         update = work_of(work, constraints)
@@ -370,7 +412,7 @@ def _doctor(args: argparse.Namespace) -> int:
         from gcore.launch.node_checks import cluster_doctor
 
         return cluster_doctor(args.run_dir)
-    from gcore.launch.plan import detect_machine
+    from gcore.launch.machines import detect_machine
     from gcore.observe.doctor import doctor
 
     return doctor(detect_machine().gpus)

@@ -50,12 +50,12 @@ class FaultPlan:
     def _due(self, moment: str) -> list[tuple[int, Fault]]:
         """The faults that begin now. They are recorded."""
         self._reached[moment] += 1
-        found = []
+        beginning = []
         for index, fault in self._faults:
             if fault.at == moment and fault.nth == self._reached[moment] and not self._has_occurred(index):
                 EventLog(self._folder).add("fault", index=index, kind=fault.kind, role=self._role, at=moment)
-                found.append((index, fault))
-        return found
+                beginning.append((index, fault))
+        return beginning
 
     def _has_occurred(self, index: int) -> bool:
         return any(event["event"] == "fault" and event["index"] == index for event in read_events(self._folder))

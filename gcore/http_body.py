@@ -6,7 +6,7 @@ A server that is broken, or not ours, may send without end, or a byte now and th
 from __future__ import annotations
 
 import asyncio
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,21 +28,8 @@ async def read_body(response: ClientResponse, most: int) -> bytes | None:
 
 def download(url: str, most: int, total_s: float) -> bytes | None:
     """The body of a GET, from any thread; None if it has more than `most` bytes. Raises OSError or ValueError."""
-    result: list[bytes | BaseException | None] = []
-
-    def work() -> None:  # a thread of its own: the caller's may run an event loop
-        try:
-            result.append(asyncio.run(_get(url, most, total_s)))
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join()
-    (got,) = result
-    if isinstance(got, BaseException):
-        raise got
-    return got
+    with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop
+        return thread.submit(lambda: asyncio.run(_get(url, most, total_s))).result()
 
 
 async def _get(url: str, most: int, total_s: float) -> bytes | None:

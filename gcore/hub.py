@@ -55,15 +55,15 @@ def is_id(path: str) -> bool:
 
 def pin_model(model: AnyModel, key: str = "model") -> AnyModel:
     """The model with its revisions as commits. Configuration and tokenizer are in the cache afterwards."""
-    found: dict[str, str] = {}
+    changes: dict[str, str] = {}
     for name, path, revision in _paths(model):
         repo = Repo(path, revision, f"{key}.{name}")
         folder = _folder(repo, weights=False, code=model.trust_remote_code, pinning=True)
         if name == "path" and not is_id(path):
-            found["path"] = str(folder)  # of a run: the export of now
+            changes["path"] = str(folder)  # of a run: the export of now
         if is_id(path):
-            found[repo.revision_key.rpartition(".")[2]] = folder.name  # .../snapshots/COMMIT
-    return model.model_copy(update=found)
+            changes[repo.revision_key.rpartition(".")[2]] = folder.name  # .../snapshots/COMMIT
+    return model.model_copy(update=changes)
 
 
 def model_folder(model: Model, key: str = "model", *, weights: bool = False) -> Path:
@@ -144,9 +144,9 @@ def _cached(repo: Repo) -> Path | None:
 
     try:
         for name in ("config.json", "tokenizer_config.json"):
-            found = try_to_load_from_cache(repo.id, name, revision=repo.revision)
-            if isinstance(found, str):
-                return Path(found).parent
+            file = try_to_load_from_cache(repo.id, name, revision=repo.revision)
+            if isinstance(file, str):
+                return Path(file).parent
     except HFValidationError as error:
         raise UserError(f"{repo.key}={repo.id}: no such folder here, and not an id of the hub: {error}") from None
     return None
@@ -233,11 +233,11 @@ def _download(repo: Repo, weights: bool, code: bool) -> Path:
 def wanted(names: Iterable[str], weights: bool, code: bool) -> list[str]:
     """Which files of a model to download: never the same weights in two formats, no folders (original/, onnx/)."""
     top = [name for name in names if "/" not in name]
-    found = [name for name in top if name.endswith((*SMALL, ".py") if code else SMALL)]
+    small = [name for name in top if name.endswith((*SMALL, ".py") if code else SMALL)]
     if not weights:
-        return found
+        return small
     tensors = [name for name in top if name.endswith(".safetensors") and not name.startswith("consolidated")]
-    return found + (tensors or [name for name in top if name.startswith("pytorch_model") and name.endswith(".bin")])
+    return small + (tensors or [name for name in top if name.startswith("pytorch_model") and name.endswith(".bin")])
 
 
 def explain(error: Exception, repo: Repo) -> UserError:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from gcore.role_errors import RoleDied as RoleDied
-from gcore.role_errors import RoleError as RoleError
 from gcore.types import (
     Completion,
     Floats,
@@ -27,12 +25,53 @@ from gcore.types import (
     Sample,
     Scored,
     TrainBatch,
+    UserError,
     Written,
 )
 
 Weights = Mapping[str, Any]  # name (Hugging Face; PEFT for adapters) -> array, or packed: see weights/bucket.py
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+
+# ---- what a caller of a role in another process gets if the role fails
+
+
+class RoleError(RuntimeError):
+    """A role raised an exception. `traceback`: the first one. `user_error`: the user can fix it. `kind`: name of the
+    exception's class, for callers that handle it."""
+
+    def __init__(self, role: str, message: str, traceback: str, user_error: bool = False, kind: str = ""):
+        super().__init__(role, message, traceback, user_error, kind)
+        self.role, self.message, self.traceback, self.user_error = role, message, traceback, user_error
+        self.kind = kind
+
+    @classmethod
+    def of(cls, role: str, error: Exception, traceback: str) -> RoleError:
+        kind, is_users = type(error).__name__, isinstance(error, UserError)
+        return cls(role, str(error) if is_users else f"{kind}: {error}", traceback, is_users, kind)
+
+    def __str__(self) -> str:
+        return f"{self.role}: {self.message}"
+
+
+class RoleDied(RuntimeError):
+    """A process died: killed, crashed or out of memory. `observed`: by the runtime itself; other reports of deaths may
+    be consequences of it."""
+
+    def __init__(self, role: str, detail: str, observed: bool = False):
+        super().__init__(role, detail, observed)
+        self.role, self.detail, self.observed = role, detail, observed
+
+    def __str__(self) -> str:
+        return f"{self.role} died: {self.detail}"
+
+
+class BroadcastError(RuntimeError):
+    """A member of the group of a broadcast of weights died or is late."""
+
+
+# ---- values
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +265,7 @@ class Scorer(Protocol):
 
 
 class ReplicaPool(Protocol):
-    """A controller's view of the replicas of one role. Implementation: generation/replica_pool.py."""
+    """A controller's view of the replicas of one role. Implementation: generation/pool.py."""
 
     def mark_dead(self, name: str) -> None:
         """Send nothing to the replica until `mark_alive`. Both ignore names that are not in the pool."""

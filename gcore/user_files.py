@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gcore import shipped
 from gcore.types import UserError
 
 FOLDER = "GCORE_USER_FILES"  # environment: the unpacked archive
@@ -41,12 +42,13 @@ class Archive:
 
 
 def find(name: str) -> Path:
-    """The file that a recipe names `name`: the driver's copy if it sent one, otherwise the file of this machine."""
+    """The file that a recipe names `name`: the driver's copy if it sent one, otherwise the file of this machine, or
+    one of G-Core's examples."""
     if folder := os.environ.get(FOLDER):
         index: dict[str, str] = json.loads((Path(folder) / INDEX).read_text())
         if name in index:
             return Path(folder) / index[name]
-    return Path(name).expanduser()
+    return shipped.find(name)
 
 
 def pack(names: Iterable[str]) -> Archive:
@@ -55,7 +57,7 @@ def pack(names: Iterable[str]) -> Archive:
     index: dict[str, str] = {}
     left_out: dict[str, int] = {}
     for name in sorted(set(names)):
-        file = Path(name).expanduser()
+        file = shipped.find(name)
         if not file.is_file():
             continue
         if (size := file.stat().st_size >> 20) >= MAX_MB:
@@ -84,7 +86,7 @@ def own_modules() -> dict[str, dict[str, Path]]:
     paths = sysconfig.get_paths()
     installed = [sys.prefix, sys.base_prefix, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
     roots = {Path(path).resolve() for path in installed}
-    found: dict[str, dict[str, Path]] = {}
+    modules: dict[str, dict[str, Path]] = {}
     for name in sorted({name.partition(".")[0] for name in sys.modules}):
         module = sys.modules.get(name)
         if name in ("gcore", "__main__") or name.startswith("gcore_user_") or module is None:
@@ -96,8 +98,8 @@ def own_modules() -> dict[str, dict[str, Path]]:
             if "site-packages" in path.parts or "dist-packages" in path.parts or not _is_source(path):
                 continue
             files = {path.name: path} if path.is_file() else _files(path, name)
-            found.setdefault(name, {}).update(files)
-    return found
+            modules.setdefault(name, {}).update(files)
+    return modules
 
 
 def _is_source(path: Path) -> bool:

@@ -35,10 +35,10 @@ def load_function(path: str, key: str = "rewards.functions.path") -> Function:
     return _callable(function, path, key)
 
 
-def _callable(found: Any, path: str, key: str) -> Function:
-    if not callable(found):
-        raise UserError(f"{key}: {path} is of type {type(found).__name__}; expected a function")
-    function: Function = found
+def _callable(value: Any, path: str, key: str) -> Function:
+    if not callable(value):
+        raise UserError(f"{key}: {path} is of type {type(value).__name__}; expected a function")
+    function: Function = value
     return function
 
 

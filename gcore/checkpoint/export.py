@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from gcore.checkpoint import store
 from gcore.config import load_config
-from gcore.config.tree import Config, Model
+from gcore.config.base import Model
+from gcore.config.tree import Config
 from gcore.content.processor import MediaProcessor
 from gcore.modalities.table import kind_of
 from gcore.types import UserError

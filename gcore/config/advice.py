@@ -5,11 +5,14 @@ Shown when a run starts and by `--dry-run`. The validators reject settings that 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 
 from gcore.config.algorithm import Algorithm
 from gcore.config.base import Section
 from gcore.config.presets import preset_values
+from gcore.config.resume import leaves_of
 from gcore.config.tree import Config
 
 SMALL_CLIP, LARGE_CLIP = 0.01, 0.05  # ratios of whole samples are clipped at about 4e-4, those of tokens at 0.2
@@ -32,11 +35,11 @@ def _departures(config: Config) -> Iterator[str]:
     preset = config.algorithm.preset
     if preset is None:
         return
-    for section, values in preset_values(preset, config.generation.max_response_length).items():
-        for name, value in values.items():
-            got = getattr(getattr(config, section), name)
-            if got != value:
-                yield f"{section}.{name}={got} differs from algorithm.preset={preset} ({value}); {got} is used"
+    own = config.model_dump()
+    for key, value in leaves_of(preset_values(preset, config.generation.max_response_length)):
+        got = functools.reduce(operator.getitem, key.split("."), own)
+        if got != value:
+            yield f"{key}={got} differs from algorithm.preset={preset} ({value}); {got} is used"
 
 
 def _loss(algorithm: Algorithm) -> Iterator[str]:
@@ -112,8 +115,8 @@ def _unused(config: Config) -> Iterator[str]:
     """Keys that the objective or the estimator does not read."""
     algorithm, objective = config.algorithm, config.objective
     if objective != "policy":
-        read = {"preset", "mini_batches", "mask_truncated"}
-        unused = [name for name in _changed(algorithm) if name not in read]
+        unread = algorithm.model_copy(update={"overlong": algorithm.overlong.model_copy(update={"mask": False})})
+        unused = [name for name in _changed(unread) if name not in ("preset", "mini_batches")]
         yield from _lines("algorithm", unused, f"objective={objective}")
     else:
         yield from _lines("preference", _changed(config.preference), "objective=policy")
@@ -139,14 +142,14 @@ def _samples(config: Config) -> Iterator[str]:
             "sampling.deterministic=false with surplus=abort prefers short responses: those that finish first are "
             "trained on, the others are discarded; use surplus=keep (docs/sampling.md), and watch rollout/length_bias"
         )
-    if algorithm.importance == "none" and config.sampling.staleness:
+    if algorithm.importance.level == "none" and config.sampling.staleness:
         yield (
-            f"algorithm.importance=none with samples up to {config.sampling.staleness} version(s) old "
+            f"algorithm.importance.level=none with samples up to {config.sampling.staleness} version(s) old "
             "(sampling.max_staleness, sampling.surplus): they train as if the current policy had sampled them"
         )
-    if algorithm.mask_truncated and algorithm.overlong_buffer:
+    if algorithm.overlong.mask and algorithm.overlong.buffer:
         yield (
-            "algorithm.mask_truncated=true with overlong_buffer > 0: samples of full length get a penalty in their "
+            "algorithm.overlong.mask=true with overlong.buffer > 0: samples of full length get a penalty in their "
             "group, but do not train; DAPO uses only one of the two"
         )
     is_truncated = (generation.top_p < 1 or generation.top_k > 0) and generation.temperature > 0

@@ -17,6 +17,7 @@ from gcore.config.base import Count, Fraction, NonNegative, PositiveInt, Section
 from gcore.config.presets import Preset
 
 KlEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "exact", "velocity"]
+Positive = Annotated[float, Field(gt=0)]
 LOSSES = ("ppo", "gspo", "cispo", "sapo", "reinforce")
 
 
@@ -48,6 +49,57 @@ ESTIMATORS = {
 OWN_ESTIMATOR = Estimator(siblings=False)  # of a user's function
 
 
+class AdaptiveKl(Section):
+    """1909.08593: after each step `kl_coef` grows if the mean KL per token is above the target, and shrinks if it is
+    below."""
+
+    target: Positive
+    """Mean KL per token."""
+    horizon: PositiveInt = 10_000
+    """Samples in which `kl_coef` changes by at most 20 %."""
+
+
+class AdaptiveEntropy(Section):
+    """2505.22312: after each step `entropy_coef` grows if the mean entropy per token is below the target, else it
+    shrinks, to 0 at least. There is no bonus in a step after one whose entropy was above the target."""
+
+    target: Positive
+    """Mean entropy per token."""
+    change: Positive = 0.005
+    """Change of `entropy_coef` per step."""
+
+
+class ImportanceWeights(Section):
+    level: Literal["token", "sequence", "geometric", "none"] = "token"
+    """`token`: the ratio of each token; `sequence`: the product of the ratios of a sample, unbiased but of high
+    variance; `geometric`: their geometric mean, which is biased but does not depend on the length; `none`: no
+    weights."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """Treatment of weights outside [`floor`, `cap`]. `truncate`: set to the nearest bound (TIS); `mask`: set to 0, so
+    that these tokens or samples do not train (IcePop by token, MIS by sequence)."""
+    cap: Positive = 2.0
+    """Upper bound of the weights."""
+    floor: NonNegative = 0.0
+    """Lower bound of the weights; 0: none. IcePop: `mode: mask`, 0.5 and `cap: 5`."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> ImportanceWeights:
+        if self.floor >= self.cap:
+            raise ValueError(f"floor={self.floor} must be below cap={self.cap}")
+        return self
+
+
+class Overlong(Section):
+    buffer: Count = 0
+    """Soft penalty (DAPO): the reward falls linearly over the last `buffer` tokens before
+    `generation.max_response_length`; 0: off. Applied after `sampling.filter`."""
+    penalty: NonNegative = 1.0
+    """Penalty of a response of full length."""
+    mask: bool = False
+    """Overlong filtering: samples cut at the length limit do not count in the loss. Their rewards still count in
+    their group's mean and standard deviation."""
+
+
 class Algorithm(Section):
     preset: Preset | None = None
     """Sets the keys of this section that the recipe does not set to the values of a paper, see docs/algorithms.md.
@@ -72,21 +124,14 @@ class Algorithm(Section):
     """Upper clipping range of the probability ratio (0.28 in DAPO's clip-higher)."""
     clip_ratio_dual: float | None = Field(default=None, gt=1)
     """Dual clip: upper bound of the ratio for negative advantages; default: off."""
-    sapo_tau_positive: Annotated[float, Field(gt=0)] = 1.0
-    """`sapo`: steepness of the soft gate for positive advantages."""
-    sapo_tau_negative: Annotated[float, Field(gt=0)] = 1.05
-    """`sapo`: the same for negative advantages."""
+    sapo_tau: tuple[Positive, Positive] = (1.0, 1.05)
+    """`sapo`: steepness of the soft gate for positive and for negative advantages."""
     gamma: Fraction = 1.0
     """Discount per step. Only for estimators with rewards per step: `gae`, `reinforce_pp` and `remax`."""
     gae_lambda: Fraction = 0.95
     """`gae`: 1 uses the whole return of a sample (high variance), 0 only the next value (biased)."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL penalty to the initial policy; above 0, a reference model is loaded."""
-    kl_target: Annotated[float, Field(gt=0)] | None = None
-    """Adaptive KL (1909.08593): after each step `kl_coef` grows if the mean KL per token is above this value, and
-    shrinks if it is below; `kl_coef` is its start. Default: fixed."""
-    kl_horizon: PositiveInt = 10_000
-    """Adaptive KL: samples in which `kl_coef` changes by at most 20 %."""
     kl_estimator: KlEstimator = "k3"
     """Estimate of the KL per token, with d = log p_policy - log p_reference. `k1`: d; `k2`: d^2 / 2; `k3`: exp(-d) + d
     - 1, at most 10. `k1+` and `k3+` have the value of k1 and k3, and in the loss the gradient of k2, which is the
@@ -95,39 +140,22 @@ class Algorithm(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: the KL is a term of the loss, weighted by the importance weights; `reward`: it is subtracted from the
     reward before advantages are computed, with the policy before the update; needs one more forward pass."""
+    adaptive_kl: AdaptiveKl | None = None
+    """Change `kl_coef`, which is its start, during the run. Default: fixed."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    entropy_target: Annotated[float, Field(gt=0)] | None = None
-    """Entropy control (2505.22312): after each step `entropy_coef` grows by `entropy_change` if the mean entropy per
-    token is below this value, else it shrinks by it, to 0 at least. There is no bonus in a step after one whose entropy
-    was above the target. Default: a fixed `entropy_coef`."""
-    entropy_change: Annotated[float, Field(gt=0)] = 0.005
-    """Change of `entropy_coef` per step, see `entropy_target`."""
-    importance: Literal["token", "sequence", "geometric", "none"] = "token"
+    adaptive_entropy: AdaptiveEntropy | None = None
+    """Change `entropy_coef` during the run. Default: fixed."""
+    importance: ImportanceWeights = ImportanceWeights()
     """Importance weights p_trainer / p_engine of the sampled tokens: they correct for stale samples and for numerical
-    differences of engines. `token`: the ratio of each token; `sequence`: the product of the ratios of a sample,
-    unbiased but of high variance; `geometric`: their geometric mean, which is biased but does not depend on the length;
-    `none`: no weights."""
-    importance_mode: Literal["truncate", "mask"] = "truncate"
-    """Treatment of weights outside [`importance_floor`, `importance_cap`]. `truncate`: set to the nearest bound (TIS);
-    `mask`: set to 0, so that these tokens or samples do not train (IcePop by token, MIS by sequence)."""
-    importance_cap: Annotated[float, Field(gt=0)] = 2.0
-    """Upper bound of the weights."""
-    importance_floor: NonNegative = 0.0
-    """Lower bound of the weights; 0: none. IcePop: `importance_mode: mask`, 0.5 and `importance_cap: 5`."""
-    overlong_buffer: Count = 0
-    """Soft overlong penalty (DAPO): the reward falls linearly over the last `overlong_buffer` tokens before
-    `generation.max_response_length`; 0: off. Applied after `sampling.filter`."""
-    overlong_penalty: NonNegative = 1.0
-    """Penalty of a response of full length, see `overlong_buffer`."""
-    mask_truncated: bool = False
-    """Overlong filtering: samples cut at the length limit do not count in the loss. Their rewards still count in
-    their group's mean and standard deviation."""
+    differences of engines."""
+    overlong: Overlong = Overlong()
+    """Responses near or at the length limit."""
     mini_batches: PositiveInt = 1
     """Mini-batches per training step; must not exceed `sampling.prompts_per_step`. Each one is an optimizer step."""
     epochs: PositiveInt = 1
     """Times that a training step passes over its mini-batches: `mini_batches` x `epochs` optimizer steps."""
-    early_stop_kl: Annotated[float, Field(gt=0)] | None = None
+    early_stop_kl: Positive | None = None
     """Stop the updates of the policy in a training step when the KL between the policy before the step and the current
     one, measured on a mini-batch before its update, is above this value. Default: never."""
 
@@ -171,13 +199,9 @@ class Algorithm(Section):
         return _known(name, LOSSES)
 
     @model_validator(mode="after")
-    def _bounds(self) -> Algorithm:
-        if self.importance_floor >= self.importance_cap:
-            raise ValueError(
-                f"importance_floor={self.importance_floor} must be below importance_cap={self.importance_cap}"
-            )
-        if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_target adapts kl_coef, which is 0; expected kl_coef above 0, its start")
+    def _adapts(self) -> Algorithm:
+        if self.adaptive_kl is not None and self.kl_coef == 0:
+            raise ValueError("adaptive_kl changes kl_coef, which is 0; expected kl_coef above 0, its start")
         return self
 
 

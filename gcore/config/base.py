@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from gcore.config.engines import ENGINES, EngineName, EngineTraits
-from gcore.config.objects import RowsPath
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -162,21 +161,6 @@ class BuildDenoiser(Section):
         return self
 
 
-class Stored(Section):
-    """A dataset in a file, in a folder, or on the hub."""
-
-    path: RowsPath | None = None
-    """A file (.jsonl, .json, .csv, .tsv or .parquet), the folder of a Hugging Face dataset, or a hub id such as
-    `openai/gsm8k` (needs the extra `datasets`)."""
-    subset: str | None = None
-    """Hub ids and dataset folders: name of the subset (also called configuration), such as `main`."""
-    split: str | None = None
-    """Hub ids and dataset folders: name of the split, such as `test`. Default: `train` for the training set. A held-out
-    set must name its split."""
-    revision: str | None = None
-    """Hub ids: branch, tag or commit. Default: `main`. The run's `config.yaml` records the commit."""
-
-
 class Model(Section):
     path: str | None = None
     """Folder of a Hugging Face model (config.json, safetensors, tokenizer), or a hub id such as `Qwen/Qwen3-0.6B`, read
@@ -232,6 +216,15 @@ class PolicyModel(Model):
     checkpoints, see docs/engines.md. `{}` uses the defaults. Default: train all weights."""
 
 
+class RewardSource(Section):
+    """What computes one of the rewards of a response."""
+
+    name: str
+    """Name in the logs: `reward/NAME`."""
+    weight: float = 1.0
+    """Weight in the sum that is the reward."""
+
+
 class EmulatedDevice(Section):
     base_s: Annotated[float, Field(gt=0)] = 0.02
     """Fixed seconds per decoding step."""
@@ -251,13 +244,6 @@ class EmulatedDevice(Section):
     """Spread of the lengths: standard deviation of the logarithm."""
     shared: Fraction = 0.0
     """Fraction of the variance of lengths that all responses of a prompt share."""
-    speed: Annotated[float, Field(gt=0)] = 1.0
-    """Emulated seconds per real second; must be equal for everything emulated in a run."""
-
-
-class EmulatedTraining(Section):
-    seconds_per_token: NonNegative = 1e-5
-    """Seconds of one rank per token that it trains on, prompts included."""
     speed: Annotated[float, Field(gt=0)] = 1.0
     """Emulated seconds per real second; must be equal for everything emulated in a run."""
 
@@ -305,32 +291,3 @@ class Serving(Section):
                 "expected it with engine=emulated, and only there"
             )
         return self
-
-
-def check_lora(lora: Lora | None, backend: str, sleep: int | Auto) -> None:
-    """Raises ValueError if `model.lora` contradicts other keys."""
-    if lora is not None and backend == "emulated":
-        raise ValueError("model.lora: training.backend=emulated does not train; remove one of the two")
-    if lora is not None and sleep == 2:
-        raise ValueError(
-            "generation.sleep=2 drops the engines' weights, but with model.lora the trainer sends only adapters; "
-            "expected 0, 1 or auto"
-        )
-
-
-def check_emulated(backend: str, training: EmulatedTraining | None, policy: Serving, judges: Sequence[Serving]) -> None:
-    """Raises ValueError if emulated sections contradict each other."""
-    if (backend == "emulated") != (training is not None):
-        raise ValueError(
-            f"training.backend={backend}, section `training.emulated` is {'set' if training else 'not set'}; "
-            "expected it with backend=emulated, and only there"
-        )
-    if training is not None and policy.traits.computes:
-        raise ValueError(
-            f"training.backend=emulated has no weights for engines, got generation.engine={policy.engine}; expected "
-            "generation.engine=emulated"
-        )
-    sections = (training, policy.emulated, *(judge.emulated for judge in judges))
-    speeds = sorted({section.speed for section in sections if section is not None})
-    if len(speeds) > 1:
-        raise ValueError(f"emulated.speed: got {speeds}; expected the same value in all emulated sections of a run")

@@ -137,6 +137,6 @@ def check_denoising(config: Config) -> None:
         raise ValueError("generation.denoising: expected training.context_parallel=1 and trainer.tensor_parallel=1")
     if exact and algorithm.kl_in != "loss":
         raise ValueError(f"algorithm.kl_estimator={algorithm.kl_estimator} needs kl_in=loss, got {algorithm.kl_in}")
-    if algorithm.entropy_coef or algorithm.entropy_target is not None:
-        key = "entropy_coef" if algorithm.entropy_coef else "entropy_target"
+    if algorithm.entropy_coef or algorithm.adaptive_entropy is not None:
+        key = "entropy_coef" if algorithm.entropy_coef else "adaptive_entropy"
         raise ValueError(f"algorithm.{key}: the entropy of a denoising step is constant; expected it unset")

@@ -13,12 +13,31 @@ from typing import Any, TypeVar, overload
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from gcore import shipped
 from gcore.config.foreign_names import key_of, leaves, own_name
 from gcore.config.secrets import redacted
 from gcore.config.tree import Config
 from gcore.types import UserError
 
-MOVED = {"training.tensor_parallel": "placement.trainer.tensor_parallel"}  # of several keys of this name
+FORMER = {  # names that keys had, or that one could expect -> the key, with a remark
+    "training.tensor_parallel": "placement.trainer.tensor_parallel",
+    "algorithm.sapo_tau_positive": "algorithm.sapo_tau (two numbers: for positive and for negative advantages)",
+    "algorithm.sapo_tau_negative": "algorithm.sapo_tau (two numbers: for positive and for negative advantages)",
+    "algorithm.kl_target": "algorithm.adaptive_kl.target",
+    "algorithm.kl_horizon": "algorithm.adaptive_kl.horizon",
+    "algorithm.entropy_target": "algorithm.adaptive_entropy.target",
+    "algorithm.entropy_change": "algorithm.adaptive_entropy.change",
+    "algorithm.importance_mode": "algorithm.importance.mode",
+    "algorithm.importance_cap": "algorithm.importance.cap",
+    "algorithm.importance_floor": "algorithm.importance.floor",
+    "algorithm.overlong_buffer": "algorithm.overlong.buffer",
+    "algorithm.overlong_penalty": "algorithm.overlong.penalty",
+    "algorithm.mask_truncated": "algorithm.overlong.mask",
+    "placement.move_timeout_s": "run.hang_s (a move that takes longer is undone)",
+    "observe.tensorboard": "observe.trackers (a list: [tensorboard] is the default, [] is none)",
+    "observe.wandb": "observe.trackers (a list, such as [tensorboard, wandb])",
+    "observe.mlflow": "observe.trackers (a list, such as [tensorboard, mlflow])",
+}
 Tree = TypeVar("Tree", bound=BaseModel)
 
 
@@ -52,12 +71,14 @@ def load_config(
 
 
 def read_tree(path: str | Path, what: str = "recipe") -> dict[str, Any]:
-    """The parsed YAML file, not validated."""
-    file = Path(path)
+    """The parsed YAML file, or the shipped one of this name, not validated."""
+    file = shipped.named(path, f"{what}s")
     if file.is_dir():
         raise UserError(f"{file}: got a folder; expected a {what}, a YAML file (see {what}s/)")
     if not file.is_file():
-        raise UserError(f"{file}: no such {what}; expected a YAML file (see {what}s/)")
+        near = difflib.get_close_matches(str(path), shipped.names(f"{what}s"), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{file}: no such {what}; expected a YAML file (see {what}s/){hint}")
     try:
         tree = parse_yaml(file.read_text())
     except yaml.YAMLError as error:
@@ -193,6 +214,12 @@ def _explain(where: str, error: Any, keys: list[str]) -> str:
         case "value_error":
             message = str(error["ctx"]["error"])
             return f"{where}: {message}" if where else message
+        case "none_required":
+            return f"{where}: got {error['input']!r}; expected no value: this key is of the same section elsewhere"
+        case "model_type" | "model_attributes_type":
+            inside = [key.removeprefix(f"{where}.") for key in keys if key.startswith(f"{where}.")]
+            expected = f"a section with keys such as {', '.join(inside[:4])}" if inside else "a section"
+            return f"{where}: got {error['input']!r}; expected {expected}"
         case _:
             return f"{where}: {error['msg'][0].lower() + error['msg'][1:]}, got {error['input']!r}"
 
@@ -208,8 +235,8 @@ def _nearest_key(where: str, keys: list[str]) -> str | None:
     section or another trainer has this name), the same name in another section, a similar name there, a similar
     path."""
     section, _, name = where.rpartition(".")
-    if MOVED.get(where) in keys:
-        return MOVED[where]
+    if key_of(FORMER.get(where, "")) in keys:
+        return FORMER[where]
     inside = ".".join(part for part in section.split(".") if not part.isdigit())  # functions.0.name: any item
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == inside]
     same, foreign = [key for key in keys if key.rpartition(".")[2] == name], own_name(where, keys)

@@ -5,25 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import PositiveInt
-
-from gcore.config.base import Section
 from gcore.types import Topology, UserError
 
 TRAINER = "placement.trainer"
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")  # model types whose mapping of weights is tested
-
-
-class MegatronDegrees(Section):
-    pipeline_parallel: PositiveInt = 1
-    """`training.backend: megatron`: stages that divide the layers of the model (pipeline parallelism); the ranks of a
-    pipeline train on the same samples. `tensor_parallel` x this number must divide `ranks`. See docs/megatron.md."""
-    virtual_pipeline: PositiveInt = 1
-    """`training.backend: megatron`: parts of the layers that each stage holds (interleaved schedule): less waiting in
-    the pipeline, more messages. Needs `pipeline_parallel` of at least 3."""
-    expert_parallel: PositiveInt = 1
-    """`training.backend: megatron`: data-parallel ranks that divide the experts of each layer. Must divide the number
-    of data-parallel ranks and of experts."""
 
 
 def topology_of(trainer: Any, ranks: int) -> Topology:
@@ -42,38 +27,6 @@ def topology_of(trainer: Any, ranks: int) -> Topology:
             f"{topology.data_parallel} (ranks / tensor_parallel / pipeline_parallel)"
         )
     return topology
-
-
-def check_backend(config: Any) -> None:
-    """Raises ValueError if other keys contradict `training.backend`. `config`: the whole tree."""
-    training, trainer = config.training, config.placement.trainer
-    if training.backend != "megatron":
-        for key in ("pipeline_parallel", "virtual_pipeline", "expert_parallel"):
-            if getattr(trainer, key) > 1:
-                value = getattr(trainer, key)
-                raise ValueError(f"{TRAINER}.{key}={value}: expected 1, or training.backend=megatron")
-        return
-    if config.objective == "reward_model":
-        raise ValueError("objective=reward_model: training.backend=megatron trains policies; expected backend=fsdp")
-    if config.model.lora is not None:
-        raise ValueError("model.lora: training.backend=megatron has no adapters; expected training.backend=fsdp")
-    if training.offload not in ("auto", "none"):
-        raise ValueError(
-            f"training.offload={training.offload}: training.backend=megatron keeps its state on the device; "
-            "expected auto or none"
-        )
-    if training.compile is True:
-        raise ValueError("training.compile=true: not with training.backend=megatron; expected auto or false")
-    if trainer.shard != "auto":
-        raise ValueError(
-            f"{TRAINER}.shard={trainer.shard}: training.backend=megatron shards the optimizer over all data-parallel "
-            "ranks; expected auto"
-        )
-    if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel < 3:
-        # With two stages both neighbours are one rank, and Megatron receives gradients as activations.
-        raise ValueError(
-            f"{TRAINER}.virtual_pipeline={trainer.virtual_pipeline}: expected 1, or pipeline_parallel of at least 3"
-        )
 
 
 def check_family(model_type: str) -> None:

@@ -6,18 +6,17 @@ from typing import Literal
 
 from gcore.config.base import Count, Section
 
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
 
 class Observe(Section):
     eval_every: Count = 0
     """Steps between evaluations. 0: only before and after training."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """Terminal output; `live`: a live panel; `plain`: one line per step; `auto`: `live` on a terminal, else `plain`."""
-    tensorboard: bool = True
-    """Write TensorBoard events."""
-    wandb: bool = False
-    """Log to Weights & Biases (needs `wandb`)."""
-    mlflow: bool = False
-    """Log to MLflow (needs `mlflow`)."""
+    trackers: list[Tracker] = ["tensorboard"]
+    """Where metrics go beside `metrics.jsonl`: `tensorboard`, `wandb` (Weights & Biases) and `mlflow`. The packages of
+    the last two have to be installed."""
     trace: bool = True
     """Write `trace.json` for Perfetto."""
     samples_per_step: Count = 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -63,107 +63,6 @@ class Preference(Section):
     """KTO: weight of the answers with a true `label`."""
     undesirable_weight: NonNegative = 1.0
     """KTO: weight of the answers with a false `label`."""
-
-
-class ObjectiveView:
-    """What the objective of a recipe implies: a part of config.tree.Config."""
-
-    if TYPE_CHECKING:
-        objective: Objective
-        preference: Preference
-        algorithm: Any
-        data: Any
-        generation: Any
-        rewards: Any
-        run: Any
-        sampling: Any
-        training: Any
-        placement: Any
-        model: Any
-
-    @property
-    def needs(self) -> Needs:
-        """What the objective trains on."""
-        return OBJECTIVES[self.objective]
-
-    @property
-    def is_offline(self) -> bool:
-        """All samples are answers of the dataset: no policy generates them, no reward scores them."""
-        return self.objective != "policy" and not (self.needs.pairs and self.preference.pairs == "rollouts")
-
-    def trains_on_answers(self, split: str) -> bool:
-        """The rows of this dataset have answers to train on, or to compute the loss of."""
-        return self.is_offline and (split == "train" or not self.rewards.names)
-
-    @property
-    def generates(self) -> bool:
-        """The run has engines of the policy: for samples, or only to evaluate."""
-        return not self.is_offline or (self.data.eval is not None and bool(self.rewards.names))
-
-    @property
-    def has_reference(self) -> bool:
-        """The trainer keeps the initial policy."""
-        return bool(self.algorithm.kl_coef > 0) if self.objective == "policy" else self.needs.reference
-
-    @property
-    def needs_passes(self) -> bool:
-        """Passes of the trainer before the update."""
-        return bool(self.algorithm.needs_passes) if self.objective == "policy" else self.needs.reference
-
-    def check_objective(self) -> None:
-        """Raises ValueError if other keys contradict the objective."""
-        if not self.run.steps and not (self.training.warm_start and self.training.warm_start.steps):
-            raise ValueError("run.steps=0 without training.warm_start: nothing is trained; expected at least 1 step")
-        if not self.rewards.names and not self.is_offline:
-            raise ValueError(
-                "rewards: got no reward; expected one or more of rewards.functions, models, judges, http or by_workflow"
-            )
-        if self.objective != "policy" and self.algorithm.estimator.critic:
-            raise ValueError(
-                f"objective={self.objective} has no critic; expected another estimator than "
-                f"algorithm.adv_estimator={self.algorithm.adv_estimator}"
-            )
-        if self.algorithm.adv_estimator == "gdpo" and self.rewards.by_workflow:
-            raise ValueError(
-                f"algorithm.adv_estimator=gdpo normalizes each reward by itself and then needs its weight, which "
-                f"rewards.by_workflow={self.rewards.by_workflow} has not; expected another estimator, such as grpo"
-            )
-        at_one = [j for j in self.rewards.judges if j.mode == "teacher" and j.traits.scores_at_one]
-        if at_one and self.generation.temperature != 1:
-            raise ValueError(
-                f"generation.temperature={self.generation.temperature}: the teacher {at_one[0].name!r} is on "
-                f"engine={at_one[0].engine}, which returns logprobs of given tokens at temperature 1 only; expected 1, "
-                "or engine=embedded for the teacher"
-            )
-        if self.objective == "reward_model":
-            self._check_reward_model()
-        if self.needs.labels and self.preference.pairs == "rollouts":
-            raise ValueError(
-                f"objective={self.objective} needs labels of the dataset; expected preference.pairs=dataset"
-            )
-        if self.is_offline and self.sampling.curriculum is not None:
-            raise ValueError(
-                f"sampling.curriculum needs rewards of the policy's own samples; objective={self.objective} trains on "
-                "answers of the dataset"
-            )
-        if self.is_offline and self.sampling.staleness:
-            raise ValueError(
-                f"objective={self.objective} trains on answers of the dataset, which have no policy version; expected "
-                "sampling.max_staleness=0 and no sampling.surplus=keep"
-            )
-
-    def _check_reward_model(self) -> None:
-        training, trainer = self.training, self.placement.trainer
-        for key, given, expected in (
-            ("rewards", bool(self.rewards.names), "none: nothing is generated"),
-            ("preference.pairs", self.preference.pairs == "rollouts", "dataset"),
-            ("model.lora", self.model.lora is not None, "none: all weights are trained"),
-            ("training.warm_start", training.warm_start is not None, "none"),
-            ("training.context_parallel", training.context_parallel > 1, "1"),
-            ("placement.trainer.tensor_parallel", trainer.tensor_parallel > 1, "1"),
-        ):
-            if given:
-                raise ValueError(f"objective=reward_model: got {key}; expected {expected}")
 
 
 def with_pair_filter(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,14 +65,12 @@ ALGORITHMS: dict[str, Entry] = {
     "dapo": Entry(
         "DAPO",
         "2503.14476",
-        _keys("grpo", "ppo", "token_mean", (0.2, 0.28), overlong_penalty=1.0, mask_truncated=False),
+        _keys("grpo", "ppo", "token_mean", (0.2, 0.28), overlong={"penalty": 1.0, "mask": False}),
     ),
     "gspo": Entry("GSPO", "2507.18071", _keys("grpo", "gspo", "sequence_mean", (3e-4, 4e-4))),
     # the ratio has no lower bound and is at most 5
     "cispo": Entry("CISPO", "2506.13585", _keys("grpo", "cispo", "token_mean", (1.0, 4.0))),
-    "sapo": Entry(
-        "SAPO", "2511.20347", _keys("grpo", "sapo", "sequence_mean", sapo_tau_positive=1.0, sapo_tau_negative=1.05)
-    ),
+    "sapo": Entry("SAPO", "2511.20347", _keys("grpo", "sapo", "sequence_mean", sapo_tau=(1.0, 1.05))),
     "gdpo": Entry("GDPO", "2601.05242", _keys("gdpo", "ppo", "token_mean")),
     "opo": Entry("OPO", "2505.23585", _keys("opo", "reinforce", "fixed_length", entropy_coef=0.0)),
     "gpg": Entry("GPG", "2504.02546", _keys("gpg", "reinforce", "token_mean")),
@@ -100,23 +98,27 @@ def preset_values(preset: str, max_response_length: int) -> dict[str, dict[str, 
     algorithm = dict(PRESETS[preset])
     if preset != "dapo":
         return {"algorithm": algorithm}
-    algorithm["overlong_buffer"] = max_response_length // OVERLONG_SHARE
+    algorithm["overlong"] = {"buffer": max_response_length // OVERLONG_SHARE, **algorithm["overlong"]}
     return {"algorithm": algorithm, "sampling": {"filter": "spread"}}
 
 
-def with_preset(tree: Mapping[str, Any], max_response_length: int) -> dict[str, Any]:
+def with_preset(tree: Mapping[str, Any], max_response_length: int) -> Mapping[str, Any]:
     """The parsed configuration plus the keys of its preset. `max_response_length`: used if the key is not set.
 
     Values of a wrong type are unchanged, so that the validation reports them.
     """
-    found = dict(tree)
-    algorithm, generation = (found.get(name) for name in ("algorithm", "generation"))
+    algorithm, generation = (tree.get(name) for name in ("algorithm", "generation"))
     preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
     if not isinstance(preset, str) or preset not in PRESETS:
-        return found
+        return tree
     length = generation.get("max_response_length") if isinstance(generation, dict) else None
-    for name, values in preset_values(preset, length if isinstance(length, int) else max_response_length).items():
-        given = found.get(name, {})
-        if isinstance(given, dict):
-            found[name] = {**values, **given}
-    return found
+    return _filled(tree, preset_values(preset, length if isinstance(length, int) else max_response_length))
+
+
+def _filled(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with the values of keys that it does not set."""
+    filled = {**values, **tree}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and isinstance(filled[name], Mapping):
+            filled[name] = _filled(filled[name], value)
+    return filled

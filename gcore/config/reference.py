@@ -1,4 +1,7 @@
-"""Prints the configuration reference in Markdown: `python -m gcore.config.reference > docs/configuration.md`."""
+"""What `make docs` writes: docs/configuration.md, the reference in Markdown, and recipes/schema.json.
+
+The recipe that docs/configuration.md opens with is START.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -59,18 +63,21 @@ def _rows(section: type[BaseModel], prefix: str, written: dict[str, set[str]]) -
     written[prefix] = own
     lines = []
     for name, info in section.model_fields.items():
+        if info.annotation is type(None):  # a key of the same section elsewhere, not of this one
+            continue
         inner = sections_of(info.annotation) or items_of(info.annotation)
         if not inner or info.default is not PydanticUndefined:
             lines.append(_row(prefix + name, info))
         mark = "[]." if items_of(info.annotation) else "."
-        for part in inner:
-            lines += _rows(part, prefix + name + mark, written)
+        for part in inner:  # the kinds of a judge have keys in common
+            lines += [row for row in _rows(part, prefix + name + mark, written) if row not in lines]
     return lines
 
 
 def _plain_rows(section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, info in section.model_fields.items():
-        yield _row(prefix + name, info)
+        if info.annotation is not type(None):
+            yield _row(prefix + name, info)
         for part in sections_of(info.annotation) or items_of(info.annotation):
             yield from _plain_rows(part, f"{prefix}{name}.")
 
@@ -106,5 +113,17 @@ def _text(text: str | None) -> str:
     return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", " ".join((text or "").split()).replace("|", "\\|"))
 
 
+def schema() -> str:
+    """The JSON schema of a recipe. It does not know the rules that join several keys."""
+    tree = Config.model_json_schema()
+    for section in (tree, *tree["$defs"].values()):
+        for key in section.get("properties", {}).values():
+            if isinstance(key.get("default"), dict):  # of a section: its keys have theirs
+                del key["default"]
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A recipe of G-Core"}
+    return json.dumps(head | {key: value for key, value in tree.items() if key != "title"}, indent=1) + "\n"
+
+
 if __name__ == "__main__":
-    print(reference(), end="")
+    Path("docs/configuration.md").write_text(reference())
+    Path("recipes/schema.json").write_text(schema())

@@ -32,7 +32,7 @@ UNSET = "not set"
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Keys whose change makes the results differ from those of one uninterrupted run."""
-    old, new = dict(_leaves(redacted(before))), dict(_leaves(redacted(after)))
+    old, new = dict(leaves_of(redacted(before))), dict(leaves_of(redacted(after)))
     free = list(FREE)
     is_constant = old.get("training.schedule") == new.get("training.schedule") == "constant"
     if is_constant or "auto" in (old.get("run.steps"), new.get("run.steps")):  # `auto`: not counted yet
@@ -51,11 +51,11 @@ def refusal(checkpoint: Path, listed: Sequence[str]) -> UserError:
     )
 
 
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """("training.lr", 1e-6), ("rewards.functions.0.name", "exact"), ..."""
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield path, tree
         return
     for name, value in items:
-        yield from _leaves(value, f"{path}.{name}" if path else str(name))
+        yield from leaves_of(value, f"{path}.{name}" if path else str(name))

@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from gcore.config.base import (
-    Arguments,
-    Auto,
-    Count,
-    Fraction,
-    Model,
-    NonNegative,
-    PositiveInt,
-    Seconds,
-    Section,
-    Serving,
-)
-from gcore.config.engines import engines_with
+from gcore.config.base import Arguments, Auto, Count, Fraction, Model, PositiveInt, RewardSource, Seconds, Section
+from gcore.config.judges import EngineJudge, Judge, Teacher
 from gcore.config.objects import FunctionPath
 
 # names of other metrics reward/NAME
 RESERVED_NAMES = ("mean", "mean_drawn", "std", "zero_spread_frac", "errors", "retries", "timeouts", "unscored")
 
-# keys only for judges with `model`, and only for judges with `url`
-OF_MODELS = (
-    *("engine", "emulated", "device", "dtype", "gpu_memory_utilization", "tensor_parallel", "eager"),
-    *("replicas", "max_prompt_length"),
-)
-OF_URLS = ("served_model", "token_env", "timeout_s", "retries", "extra")
 
-
-class RewardFunction(Section):
-    name: str
-    """Name in the logs: `reward/NAME`."""
+class RewardFunction(RewardSource):
     path: FunctionPath
     """`package.module:NAME` or `file.py:NAME`: a function with TRL's, verl's or OpenRLHF's signature, a class whose
     instances are callable with one of them, or a factory that returns such a function."""
-    weight: float = 1.0
-    """Weight in the sum."""
     args: Arguments = {}
     """Extra keyword arguments of every call; for a class or factory, the arguments of its one call."""
     timeout_s: Seconds | None = None
@@ -55,14 +33,10 @@ class RewardFunction(Section):
         return {"name": name if name.isidentifier() and name not in RESERVED_NAMES else "reward", "path": value}
 
 
-class ScalarReward(Section):
-    name: str
-    """Name in the logs: `reward/NAME`."""
+class ScalarReward(RewardSource):
     model: Model
     """A sequence-classification model with one label (Bradley-Terry), with its own tokenizer and chat template.
     `objective: reward_model` trains one."""
-    weight: float = 1.0
-    """Weight in the sum."""
     replicas: PositiveInt = 1
     """Processes that serve the model."""
     max_length: PositiveInt | Auto = "auto"
@@ -76,95 +50,9 @@ class ScalarReward(Section):
     """Precision of the weights; `auto`: float32 on CPU, bfloat16 on GPU."""
 
 
-class Judge(Serving):
-    name: str
-    """Name in the logs: `reward/NAME`."""
-    model: Model | None = None
-    """The judge's language model, with its own tokenizer and chat template; alternative: `url`."""
-    url: str | None = None
-    """An OpenAI-compatible server (vLLM, SGLang, a vendor) instead of `model`: the part of its URL before
-    `/chat/completions`, such as `http://HOST:8000/v1`. Such a judge has no replicas and no tokenizer."""
-    served_model: str | None = None
-    """`url`: the model's name on the server; servers of a single model often do not need it."""
-    token_env: str | None = None
-    """`url`: environment variable that holds a bearer token."""
-    timeout_s: Seconds = 120.0
-    """`url`: timeout of one attempt."""
-    retries: Count = 5
-    """`url`: retries after a timeout, status 429 or 5xx, a connection error or an invalid answer, with growing,
-    jittered delays; other 4xx fail immediately."""
-    extra: Arguments = {}
-    """`url`: further parameters of each request; null removes one of `max_tokens`, `temperature`, `top_p`."""
-    max_concurrent: PositiveInt = 256
-    """Maximum number of sequences that a replica decodes at once; further requests queue. `url`: maximum number of
-    concurrent requests per controller."""
-    seeds: bool | Auto = "auto"
-    """A separate seed per request, so that verdicts are reproducible. vLLM: slower on GPUs; `auto`: only on CPU. `url`:
-    seeds are sent unless this is false."""
-    template: str = ""
-    """Jinja text of the user message, or the path of a file: `{{ prompt }}`, `{{ response }}` (pairwise: `response_a`,
-    `response_b`), and the columns of the dataset, such as `{{ answer }}`."""
-    system_prompt: str | None = None
-    """System message before the user message."""
-    images: bool | Auto = "auto"
-    """Show the judge the images of the prompt, and responses that are images, before the text of the template. `auto`:
-    if its model takes images; not with `url`, where true sends them as PNG."""
-    weight: float = 1.0
-    """Weight in the sum. `teacher`: weight of its logprobs in the advantages of the tokens."""
-    mode: Literal["pointwise", "pairwise", "teacher"] = "pointwise"
-    """`pointwise`: each response is judged separately; `pairwise`: against siblings, in both orders; the reward is the
-    mean. `teacher`: on-policy distillation: the model writes nothing; the log ratio of its probability and the
-    policy's is added to the advantage of each token, see docs/preference.md. It needs the tokenizer of the policy."""
-    opponents: PositiveInt = 1
-    """Pairwise: number of siblings that each response is compared with."""
-    verdict: FunctionPath = r"(-?\d+(?:\.\d+)?)"
-    """How to parse a verdict: a regular expression, of which the first group of the last match is used, or a function
-    `package.module:f` or `file.py:f` from the text to a number or None."""
-    values: dict[str, float] = {}
-    """Reward per matched word, such as `{yes: 1, no: 0}`; without it the match is parsed as a number. Pairwise: the
-    reward of the first response; the second gets 1 minus it."""
-    repeats: PositiveInt = 1
-    """Verdicts per response; the reward is their mean."""
-    attempts: PositiveInt = 3
-    """Attempts per verdict until it can be parsed; then the group is dropped and counted."""
-    temperature: NonNegative = 1.0
-    """Sampling temperature of the verdicts."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1 is off."""
-    max_prompt_length: PositiveInt = 2048
-    """Maximum length of the judge's prompt in its tokens; a longer one fails and is not cut. `url`: the server's limit
-    applies."""
-    max_response_length: PositiveInt = 256
-    """Maximum number of tokens per verdict."""
-    replicas: PositiveInt = 1
-    """Engine processes of this judge."""
-
-    @model_validator(mode="after")
-    def _one_backend(self) -> Judge:
-        """A key without effect is an error, unless it has its default value: a saved config contains all keys."""
-        if self.mode == "teacher" and (self.model is None or not self.traits.scores):
-            raise ValueError(
-                f"mode=teacher needs a model on engine={engines_with('scores')}, got engine={self.engine}"
-                f"{', url' if self.url else ''}: other engines do not return logprobs of given tokens"
-            )
-        if not self.template and self.mode != "teacher":
-            raise ValueError("template: not set; expected a Jinja text with {{ response }}, or the path of a file")
-        if (self.model is None) == (self.url is None):
-            raise ValueError("set exactly one of model (served by this run) and url (an OpenAI-compatible server)")
-        unused, other = (OF_MODELS, "model") if self.url is not None else (OF_URLS, "url")
-        fields = type(self).model_fields
-        if given := [name for name in unused if getattr(self, name) != fields[name].default]:
-            raise ValueError(f"{', '.join(given)}: only for judges with {other}; this judge has no {other}")
-        return self
-
-
-class HttpReward(Section):
-    name: str
-    """Name in the logs: `reward/NAME`."""
+class HttpReward(RewardSource):
     url: str
     """Receives `{"prompts": [...], "completions": [...], COLUMN: [...]}` by POST and answers `{"rewards": [...]}`."""
-    weight: float = 1.0
-    """Weight in the sum."""
     timeout_s: Seconds = 30.0
     """Timeout of one attempt."""
     attempts: PositiveInt = 4
@@ -184,7 +72,7 @@ class Rewards(Section):
     models: list[ScalarReward] = []
     """Scalar reward models."""
     judges: list[Judge] = []
-    """Generative judges."""
+    """Generative judges: with `model`, with `url`, or `mode: teacher`."""
     http: list[HttpReward] = []
     """Reward servers."""
     by_workflow: list[str] = []
@@ -219,25 +107,35 @@ class Rewards(Section):
         return value if functions is None else {"functions": functions}
 
     @property
+    def sources(self) -> list[RewardSource]:
+        return [*self.functions, *self.models, *self.judges, *self.http]
+
+    @property
     def names(self) -> list[str]:
-        specs: list[Any] = [*self.functions, *self.models, *self.judges, *self.http]
-        return [spec.name for spec in specs] + self.by_workflow
+        return [source.name for source in self.sources] + self.by_workflow
 
     @property
     def weights(self) -> dict[str, float]:
         """Name -> weight in the sum that is the reward."""
-        specs: list[Any] = [*self.functions, *self.models, *self.judges, *self.http]
-        return {spec.name: spec.weight for spec in specs}
+        return {source.name: source.weight for source in self.sources}
 
     @property
-    def engine_judges(self) -> list[Judge]:
-        """Judges that run on engines of this run; the others are behind a URL."""
-        return [judge for judge in self.judges if judge.model is not None]
+    def engine_judges_by_key(self) -> dict[str, EngineJudge]:
+        """Judges that run on engines of this run, {"rewards.judges.0": ...}; the others are behind a URL."""
+        return {f"rewards.judges.{i}": j for i, j in enumerate(self.judges) if isinstance(j, EngineJudge)}
+
+    @property
+    def engine_judges(self) -> list[EngineJudge]:
+        return list(self.engine_judges_by_key.values())
+
+    @property
+    def teachers(self) -> list[Teacher]:
+        return [judge for judge in self.judges if isinstance(judge, Teacher)]
 
     @property
     def compares(self) -> bool:
         """Something else than teachers scores the responses."""
-        return any(name not in {j.name for j in self.judges if j.mode == "teacher"} for name in self.names)
+        return len(self.names) > len(self.teachers)
 
     @property
     def accuracy_name(self) -> str:

@@ -42,7 +42,7 @@ class Run(Section):
     this many times per hour. 0: the run ends. Engines, judges and scorers are always restarted alone."""
     hang_s: Seconds = 300.0
     """A process that has not answered for this many seconds is restarted; the stacks of all processes are in their
-    logs then."""
+    logs then. A move of a slot to another role that takes longer is undone (`placement.mode: dynamic`)."""
     no_progress_s: Seconds = 3600.0
     """If no controller makes progress for this many seconds, controllers and trainer ranks are restarted."""
 

@@ -64,8 +64,8 @@ class FamilyModule(Protocol):
         """Of a network that is built from the configuration. Imports no torch."""
         ...
 
-    def build_network(self, build: BuildModel, tokenizer: Any) -> Any:
-        """A small network of transformers."""
+    def build_network(self, build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) -> Any:
+        """A small network of transformers. `decoder`: the sizes of its decoder, as in config.json."""
         ...
 
     def encode(self, network: Any, media: Sequence[Media]) -> list[tuple[Any, ...]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore.config.tree import Generation
+from gcore.config.generation import Generation
 from gcore.content.media import ArrayRef
 from gcore.types import Bools, Finish, Pixels, SampleWork, SamplingParams, UserError
 

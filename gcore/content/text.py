@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gcore.config.tree import Generation
+from gcore.config.generation import Generation
 from gcore.content.answers import answer_steps, scored_conversation
 from gcore.content.base import Content, Modality
 from gcore.content.decoding import TextDecoder

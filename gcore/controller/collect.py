@@ -29,7 +29,7 @@ from gcore.controller.prompt_ledger import Place, PromptLedger, merge_places
 from gcore.controller.run_workflow import reason_of, run_workflow
 from gcore.controller.step_ledger import FAILURES, NO_SPREAD, ProgressReport, StepLedger
 from gcore.placement.monitor import RolloutProgress
-from gcore.prompts.curriculum import Curriculum, Passed
+from gcore.prompts.curriculum import CurriculumOrder, Passed
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
 from gcore.types import Prompt, RewardError, Scored, UserError, WorkflowError
@@ -106,7 +106,7 @@ class Collector:
         report: Callable[[str], None],
         source: PromptSource,
         version: Callable[[], int],
-        curriculum: Curriculum | None = None,
+        curriculum: CurriculumOrder | None = None,
     ) -> None:
         self._workflow, self._shared, self._sampling = workflow, shared, sampling
         self._filter, self._report, self._group = keep, report, group.subgroup()
@@ -153,7 +153,7 @@ class Collector:
             self._source.give_order(self.prompts.step_start, self._curriculum.order(self.prompts.step_start))
         self._set_target_running(sampling.prompts_per_step * (1 + sampling.max_staleness))
 
-    async def _learn_pass_rates(self, step: int, curriculum: Curriculum) -> None:
+    async def _learn_pass_rates(self, step: int, curriculum: CurriculumOrder) -> None:
         """From the groups of all controllers that the step has decided, also those that were dropped."""
         own, self._passed = list(self._passed.values()), {}
         parts = await self._group.all_gather(f"pass rates of step {step}", own)

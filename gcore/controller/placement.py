@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gcore.clients import EngineClient
@@ -23,56 +23,14 @@ from gcore.config.tree import Config
 from gcore.controller.dispatch import Dispatcher
 from gcore.launch.plan import first_split
 from gcore.observe.placement_log import PlacementLog
-from gcore.placement.baselines import colocated
-from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
-from gcore.placement.guard import GuardedRule, GuardState
+from gcore.placement.baselines import ColocatedRule, StaticRule
+from gcore.placement.grid import POLICY, DeviceGrid
+from gcore.placement.guard import DynamicRule, GuardState
 from gcore.placement.monitor import Monitor
-from gcore.placement.placer import PlacedPool, Placer, Progress, Rule
+from gcore.placement.placer import PlacedPool, Placer, Progress
 from gcore.placement.replica_switch import LoadWeights, ReplicaSwitch
-from gcore.placement.rules import Costs, View
+from gcore.placement.rules import Rule
 from gcore.protocols import Group
-
-
-@dataclass(frozen=True)
-class StaticRule:
-    """placement.mode: static. The split never changes."""
-
-    split: Split
-
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
-        return self.split
-
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        return []
-
-
-@dataclass(frozen=True)
-class ColocatedRule:
-    """placement.mode: colocated. All slots generate, then all slots judge."""
-
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
-        return Split((POLICY,) * costs.grid.num_blocks)
-
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        return colocated(split, view, costs)
-
-
-@dataclass
-class DynamicRule:
-    """placement.mode: dynamic. Slots move during the rollout. All controllers get the same arguments, so `state` is
-    the same on all of them."""
-
-    rule: GuardedRule = field(default_factory=GuardedRule)
-    state: GuardState = field(default_factory=GuardState)
-    before: GuardState = field(default_factory=GuardState)  # the state from which `begin` has made `state`
-
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
-        self.before = self.state
-        self.state = self.rule.plan(self.state, view, costs, took_s)
-        return self.state.splits[self.state.candidate]
-
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        return self.rule.decide(self.state, split, view, costs)
 
 
 class RolloutPlacement(Protocol):
@@ -164,7 +122,7 @@ class SlotPlacement:
             group,
             Monitor(grid, {role: spec.max_concurrent for role, spec in serving.items()}),
             poll_interval_s=config.placement.poll_interval_s,
-            timeout_s=config.placement.move_timeout_s,
+            timeout_s=config.run.hang_s,
             note=note,
         )
 

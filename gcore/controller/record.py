@@ -163,8 +163,8 @@ def local_sums(collected: Collected, version: int, aborted: tuple[int, int]) -> 
 
 
 def overlong_sum(collected: Collected, config: Config) -> dict[str, Fraction]:
-    """Sum of the overlong penalties, if algorithm.overlong_buffer is set."""
-    if not config.algorithm.overlong_buffer:
+    """Sum of the overlong penalties, if algorithm.overlong.buffer is set."""
+    if not config.algorithm.overlong.buffer:
         return {}
     longest = config.generation.max_response_length
     scored = [s for group in collected.groups for s in group]

@@ -90,8 +90,8 @@ def make_setup(config: Config, plan: Plan, roles: Roles, group: Group) -> Setup:
         per_call=config.sampling.samples_per_prompt,
     )
     links = (
-        Links.of(group.rank, plan.nodes_of_pool(TRAINER)),
-        Links.of(group.rank, plan.nodes_of_pool(CRITIC)),
+        Links(group.rank, plan.nodes_of_pool(TRAINER)),
+        Links(group.rank, plan.nodes_of_pool(CRITIC)),
     )
     dispatcher = Dispatcher(config, group, pool, roles.trainers, level, plan.topology, links, roles.critics)
     weights = WeightResender(roles.trainers, lambda: dispatcher.version, dispatcher.transfer)

@@ -18,7 +18,6 @@ from gcore.config.megatron import check_shape, is_uneven
 from gcore.cost.costs import GB, REACH, Gpu, Shape, training_s
 from gcore.cost.training_memory import COMFORTABLE, Engines, TrainingRank, choose, kept_per_token
 from gcore.cost.workload import UPDATE
-from gcore.simulate.plan_inputs import Constraints, Workload
 from gcore.types import Topology, UserError
 
 WIDTHS = (1, 2, 4, 8)
@@ -53,12 +52,6 @@ class Work:
     context: float  # that a token attends to, on average
     micro_tokens: int
     kl: bool = False
-
-
-def work_of(workload: Workload, constraints: Constraints) -> Work:
-    mean = (workload.prompt_length + workload.response_length) / 2
-    longest = max(constraints.max_tokens_per_gpu, workload.longest)
-    return Work(workload.trained_tokens, mean, longest, constraints.kl)
 
 
 def compare(shape: Shape, gpu: Gpu, gpus: int, work: Work) -> list[Layout]:

@@ -3,7 +3,7 @@
     Shape (shapes.py) ─┐
                        ├──> seconds: decoding step, prefill, training, logprobs, weight update, sleep and wake
     Gpu (hardware.json)┘    bytes:   KV cache (a trainer's memory: training_memory.py)
-                            ReplicaSpeed: the linear fit that simulators use (placement/replica_speed.py)
+                            ReplicaSpeed: the linear fit that simulators use (replica_speed.py)
 
 A time is the maximum of arithmetic and memory time, plus the measured overhead. All numbers that are not in the model's
 shape come from hardware.json, with their sources. `tp` is the number of GPUs per replica.
@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.cost.shapes import BYTES
 from gcore.cost.shapes import SHAPES as SHAPES
 from gcore.cost.shapes import Shape as Shape
 from gcore.cost.shapes import shape_of as shape_of
 from gcore.cost.workload import UPDATE
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.types import UserError
 
 GB = 1e9

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gcore.cost.costs import ENGINE, GB, MEMORY_FRACTION, REACH, Gpu
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.cost.workload import UPDATE, CostModel
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.types import UserError
 
 VAE_FLOPS = 9.6e6  # per pixel, of the decoder with 128 to 512 channels of SD3 and Flux: counted on its network

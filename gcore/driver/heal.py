@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from gcore.checkpoint import store
 from gcore.clients import ControllerClient
-from gcore.config.tree import Config, Run
+from gcore.config.run import Run
+from gcore.config.tree import Config
 from gcore.launch.machines import Cluster, Machine
 from gcore.launch.plan import Plan, make_plan
 from gcore.observe.events import EventLog

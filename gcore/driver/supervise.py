@@ -55,10 +55,10 @@ from gcore.launch.build import (
 )
 from gcore.launch.build_ranks import build_critic, build_trainer
 from gcore.launch.epochs import with_steps
-from gcore.launch.gpu_memory import Decided, decide
+from gcore.launch.gpu_memory import MemoryPlan, plan_memory
 from gcore.launch.machines import Cluster
 from gcore.launch.node_checks import NodeGate, check_nodes, sent_files
-from gcore.launch.pins import check_models, fetch, pin
+from gcore.launch.pins import check_models, find_weights, pin
 from gcore.launch.plan import Plan, make_plan
 from gcore.launch.preflight import model_megabytes, preflight
 from gcore.observe.events import EventLog
@@ -138,12 +138,12 @@ def _decide(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, Plan,
     """For these machines: the configuration without `auto` in placement and memory, the plan, and notes for the user.
     UserError if the run cannot work there."""
     config, why = choose_mode(config, cluster)
-    sizes = decide(config, make_plan(config, cluster)) if mode == "train" else Decided(config)
+    sizes = plan_memory(config, make_plan(config, cluster)) if mode == "train" else MemoryPlan(config)
     config = sizes.config
     checked = preflight(config, make_plan(config, cluster), mode == "train")
     if mode == "train":
         check_resume(config, next(data for data in checked.datasets if data.key == "data.train"))
-    fetch(config)
+    find_weights(config, of_hub=True)
     plan = make_plan(config, cluster, model_megabytes(config))
     differences = check_nodes(config, plan, mode == "train")
     if mode == "eval":

@@ -16,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.cost.replica_speed import ReplicaSpeed
 
 WAITING, RUNNING, ENDED = 0, 1, 2  # states of a job
 ROUNDING = 1e-9  # relative: a sum of floats may be a little less than the exact value
 
 
-class Job:
-    """One request. Job(tokens=200, prompt=512, tag=...): makes 200 tokens after a prefill of 512"""
+class DeviceJob:
+    """One request. DeviceJob(tokens=200, prompt=512, tag=...): makes 200 tokens after a prefill of 512"""
 
     __slots__ = ("before", "began", "made", "priority", "prompt", "state", "tag", "tokens")
 
@@ -48,8 +48,8 @@ class Device:
         self.at = self.prefill_until = at  # at: the current time
         self.clock, self.step_s = 0.0, speed.base_s
         self.running = self.waiting = self._order = 0
-        self.ending: list[tuple[float, int, Job]] = []  # heap on the token clock; aborted jobs in it are skipped
-        self._waiting: list[tuple[float, int, Job]] = []
+        self.ending: list[tuple[float, int, DeviceJob]] = []  # heap on the token clock; aborted jobs in it are skipped
+        self._waiting: list[tuple[float, int, DeviceJob]] = []
         self._began = 0.0  # sum over running jobs: token clock at their start, less the tokens made elsewhere
         self.busy_s = self.generated = 0.0  # generated: tokens of all requests
         self.prefilled = 0
@@ -66,7 +66,7 @@ class Device:
             heapq.heappop(ending)
         return math.inf
 
-    def advance(self, to: float) -> list[Job]:
+    def advance(self, to: float) -> list[DeviceJob]:
         """Advance to `to`, at most next_s(). Returns the jobs that end."""
         at, prefill_until, self.at = self.at, self.prefill_until, to
         if not self.running:
@@ -77,7 +77,7 @@ class Device:
             steps = decoding / self.step_s
             self.clock = clock = clock + steps
             self.generated += steps * self.running
-        ended: list[Job] = []
+        ended: list[DeviceJob] = []
         ending, due = self.ending, clock + ROUNDING * (1.0 + clock)
         while ending and ending[0][0] <= due:
             job = heapq.heappop(ending)[2]
@@ -89,7 +89,7 @@ class Device:
             self._removed(len(ended))
         return ended
 
-    def add(self, jobs: Sequence[Job]) -> None:
+    def add(self, jobs: Sequence[DeviceJob]) -> None:
         free = 0 if self.waiting else self._cap - self.running
         if len(jobs) <= free:
             self._begin(jobs)
@@ -101,7 +101,7 @@ class Device:
                 self.waiting += 1
         self.step_s = self._base + self._per * self.running
 
-    def remove(self, job: Job) -> int:
+    def remove(self, job: DeviceJob) -> int:
         """Abort. Returns the number of tokens made."""
         if job.state == RUNNING:
             job.made = self.progress(job)
@@ -113,12 +113,12 @@ class Device:
             self.waiting -= 1
         return job.made
 
-    def progress(self, job: Job) -> int:
+    def progress(self, job: DeviceJob) -> int:
         if job.state != RUNNING:
             return job.made
         return min(job.tokens, max(0, math.floor(self.clock - job.began + 1e-6)))
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[DeviceJob]:
         """All jobs: the running ones in the order of their start, then the waiting ones in the order of their queue."""
         entries = sorted(self.ending, key=itemgetter(1)) + sorted(self._waiting)
         return [job for _, _, job in entries if job.state != ENDED]
@@ -133,7 +133,7 @@ class Device:
             self.ending.clear()
 
     def _admit(self) -> None:
-        waiting, free, admitted = self._waiting, self._cap - self.running, list[Job]()
+        waiting, free, admitted = self._waiting, self._cap - self.running, list[DeviceJob]()
         while waiting and len(admitted) < free:
             job = heapq.heappop(waiting)[2]
             if job.state == WAITING:
@@ -141,7 +141,7 @@ class Device:
         self.waiting -= len(admitted)
         self._begin(admitted)
 
-    def _begin(self, jobs: Sequence[Job]) -> None:
+    def _begin(self, jobs: Sequence[DeviceJob]) -> None:
         clock, ending = self.clock, self.ending
         self.running += len(jobs)
         for job in jobs:

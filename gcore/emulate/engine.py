@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.emulate.device import RUNNING, Device, Job
+from gcore.cost.replica_speed import ReplicaSpeed
+from gcore.emulate.device import RUNNING, Device, DeviceJob
 from gcore.generation.spec import EngineSpec
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import EngineStats, MemoryChange, Weights
 from gcore.types import Completion, Finish, Ints, Request, UserError
 
@@ -92,7 +92,7 @@ class _Call:
 class _PendingRequest:
     call: _Call
     request: Request
-    job: Job
+    job: DeviceJob
     completion: Completion | None = None
 
 
@@ -241,7 +241,7 @@ class EmulatedEngine:
             ended = self._device.advance(due)
         self._complete(ended)
 
-    def _complete(self, ended: Sequence[Job]) -> None:
+    def _complete(self, ended: Sequence[DeviceJob]) -> None:
         for job in ended:
             is_cut = job.tokens == job.tag.request.params.max_tokens
             self._end(job.tag, job.tokens, "length" if is_cut else "stop", job.began)
@@ -286,14 +286,14 @@ class EmulatedEngine:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    def _job(self, request: Request) -> Job:
+    def _job(self, request: Request) -> DeviceJob:
         most, prompt = request.params.max_tokens, _digest(request)
         length = min(self._lengths(request), most) if request.params.stop_tokens else most
         is_cached = prompt in self._cached
         self._cached[prompt] = None
         if len(self._cached) > MAX_CACHED_PROMPTS:
             del self._cached[next(iter(self._cached))]
-        return Job(length, 0 if is_cached else request.content.size, priority=request.priority)
+        return DeviceJob(length, 0 if is_cached else request.content.size, priority=request.priority)
 
     def _abort_request(self, pending: _PendingRequest) -> None:
         job = pending.job

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from gcore.checkpoint.store import write_file
-from gcore.config.base import EmulatedTraining
+from gcore.config.training import EmulatedTraining
 from gcore.config.tree import Config
 from gcore.hub import model_folder
 from gcore.protocols import Metric, Receivers, TrainerInfo, UpdateStats, WeightPlan, Weights

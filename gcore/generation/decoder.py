@@ -10,20 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gcore.generation.cache import RowCache
+
 GRID = ("qwen2_5_vl_text", "qwen3_vl_text")  # positions with three axes
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *GRID)
-
-
-class LayerCache(Protocol):
-    """The part of the KV cache that a step uses."""
-
-    def write_step(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(slots=True)
@@ -80,7 +76,7 @@ class FusedDecoder:
             mlp.down_proj,
         )
 
-    def step(self, tokens_B: Tensor, positions_B: Tensor, masks: Sequence[Tensor], cache: LayerCache) -> Tensor:
+    def step(self, tokens_B: Tensor, positions_B: Tensor, masks: Sequence[Tensor], cache: RowCache) -> Tensor:
         num, dim = len(tokens_B), self.head_dim
         cos, sin = self.cos[positions_B], self.sin[positions_B]
         x = F.embedding(tokens_B, self.embedding)

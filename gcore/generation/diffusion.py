@@ -41,7 +41,7 @@ from gcore.models.networks import Adapters
 from gcore.observe.trace import Tracer
 from gcore.threads import use_threads
 from gcore.types import Completion, Finish, Floats, Request, UserError
-from gcore.weights.receiver import Base, WeightReceiver
+from gcore.weights.receiver import WeightReceiver, receiver_in_process
 
 ROW_BLOCK = 8
 CACHED_PROMPTS = 4096
@@ -162,7 +162,7 @@ class DiffusionBackend:
         self._host: dict[str, Tensor] = {}  # the weights of an engine that sleeps
         self._frozen = denoiser.frozen()
         self._frozen_host: list[Tensor] = []  # a copy, made when the engine sleeps for the first time
-        self._receiver = self._make_receiver(adapters)
+        self._receiver = receiver_in_process(self._parameters, adapters)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
         use_threads(self._threads)
@@ -170,15 +170,6 @@ class DiffusionBackend:
 
     def close(self) -> None:
         self.jobs.clear()
-
-    def _make_receiver(self, adapters: Adapters | None) -> WeightReceiver:
-        """With adapters, only their factors arrive: keep a copy of the base matrices."""
-        if adapters is None:
-            return WeightReceiver(self._shapes)
-        names = [f"{layer}.weight" for layer in adapters.layers]
-        matrices = {name: self._parameters[name].detach().to("cpu", copy=True) for name in names}
-        dtype = self._parameters[names[0]].dtype
-        return WeightReceiver(self._shapes, Base(adapters, matrices, self._device, dtype))
 
     # ---- weights and memory ---------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from gcore.generation.engine_shell import Ended, Step, SteppedEngine
 from gcore.generation.jobs import Job
 from gcore.generation.media_prefill import MediaPrefill
 from gcore.generation.request_check import check_request
-from gcore.generation.sampling import Rows, sample
+from gcore.generation.sampling import SamplingRows, sample
 from gcore.generation.sleep import GIB, SleepState
 from gcore.generation.spec import EngineSpec
 from gcore.models.decoders import as_argument, feature_tokens, routers_of, traits_of
@@ -44,7 +44,7 @@ from gcore.models.towers import takes_media
 from gcore.observe.trace import Tracer
 from gcore.threads import use_threads
 from gcore.types import Floats, Request
-from gcore.weights.receiver import Base, WeightReceiver
+from gcore.weights.receiver import WeightReceiver, receiver_in_process
 
 ROW_BLOCK = 8
 KEY_BLOCK = 32
@@ -113,7 +113,7 @@ class EmbeddedBackend:
         self._lengths = np.zeros(_round_up(max_concurrent, ROW_BLOCK), np.int64)  # tokens already in the cache, by row
         self._offsets = np.zeros_like(self._lengths)  # position - number of a new token: not 0 after media, by row
         self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
-        self._rows = Rows(len(self._lengths))
+        self._rows = SamplingRows(len(self._lengths))
         self._fused = FusedDecoder(model, max_length) if fused and FusedDecoder.supports(model) else None
         self._parameters = dict(model.named_parameters())
         self._routers = routers_of(model)
@@ -123,7 +123,7 @@ class EmbeddedBackend:
         if takes_media(model):
             self._media = MediaPrefill(model, self._traits)
             self._vocabulary = max(self._vocabulary - 1, *feature_tokens(model.config)) + 1  # prompts may have it
-        self._receiver = self._make_receiver(adapters)
+        self._receiver = receiver_in_process(self._parameters, adapters)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
         use_threads(self._threads)
@@ -131,15 +131,6 @@ class EmbeddedBackend:
 
     def close(self) -> None:
         self.jobs.clear()
-
-    def _make_receiver(self, adapters: Adapters | None) -> WeightReceiver:
-        """With adapters, only their factors arrive: keep a copy of the base matrices."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        if adapters is None:
-            return WeightReceiver(shapes)
-        names = [f"{layer}.weight" for layer in adapters.layers]
-        matrices = {name: self._parameters[name].detach().to("cpu", copy=True) for name in names}
-        return WeightReceiver(shapes, Base(adapters, matrices, self._device, self._model.dtype))
 
     # ---- weights and memory ---------------------------------------------------------------------------------------
 
@@ -193,7 +184,10 @@ class EmbeddedBackend:
         return ()
 
     def _prefill(self, groups: list[list[int]]) -> None:
-        """Fill the cache for the prompts of these groups of rows, in batches of bounded size."""
+        """Fill the cache for the prompts of these groups of rows, in batches of bounded size.
+
+        A long prompt is alone, and computed in chunks: in memory that grows with its length and not with the square of
+        it. The length of a prompt alone decides that, so the result is the same in any batch."""
         groups = sorted(groups, key=lambda rows: self._lengths[rows[0]])
         start = 0
         while start < len(groups):
@@ -206,26 +200,27 @@ class EmbeddedBackend:
             for i, rows in enumerate(part):
                 length = self._lengths[rows[0]]
                 tokens[i, :length] = self.jobs[rows[0]].content.tokens_T[:-1]
-            if width > PREFILL_TOKENS and self._media is None:
-                self._prefill_in_chunks(part[0], torch.from_numpy(tokens))
-                continue
-            position = torch.arange(width, device=self._device)
-            positions, inputs, blocks = position[None].expand(len(part), -1), dict[str, Any](), None
+            inputs, feature_positions, blocks = dict[str, Any](), None, None
             if self._media is not None:
                 contents = [self.jobs[rows[0]].content for rows in part]
-                inputs, positions, blocks = self._media.inputs(torch.from_numpy(tokens).to(self._device), contents)
-            causal = position <= position[:, None]
-            masks = self._traits.masks(causal, position[:, None], self._model.dtype, blocks)
-            masks = {kind: mask.expand(len(part), 1, width, width) for kind, mask in masks.items()}
-            cache = self._cache
-            cache.begin_prefill(torch.tensor([rows[0] for rows in part], device=self._device), width)
-            passed = partial(self._forward, torch.from_numpy(tokens), positions, masks, inputs)
-            _, experts = self._watched(passed, [row for rows in part for row in rows])
-            if experts is not None:
-                self._keep_prefill(part, experts.reshape(len(part), width, *experts.shape[1:]))
+                of_media = self._media.inputs(torch.from_numpy(tokens).to(self._device), contents)
+                inputs, feature_positions, blocks = of_media
+            chunk = PREFILL_CHUNK if width > PREFILL_TOKENS and self._media is None else width
+            for first in range(0, width, chunk):
+                last = min(first + chunk, width)
+                position = torch.arange(first, last, device=self._device)
+                positions = position[None].expand(len(part), -1) if feature_positions is None else feature_positions
+                seen = torch.arange(last, device=self._device) <= position[:, None]
+                masks = self._traits.masks(seen, position[:, None], self._model.dtype, blocks)
+                masks = {kind: mask.expand(len(part), 1, last - first, last) for kind, mask in masks.items()}
+                self._cache.begin_prefill(torch.tensor([rows[0] for rows in part], device=self._device), last, first)
+                passed = partial(self._forward, torch.from_numpy(tokens[:, first:last]), positions, masks, inputs)
+                _, experts = self._watched(passed, [row for rows in part for row in rows])
+                if experts is not None:
+                    self._keep_prefill(part, experts.reshape(len(part), last - first, *experts.shape[1:]), first)
             for rows in part:
                 if len(rows) > 1:
-                    cache.copy_row(rows[0], rows[1:], int(self._lengths[rows[0]]))
+                    self._cache.copy_row(rows[0], rows[1:], int(self._lengths[rows[0]]))
 
     def _watched(
         self, compute: Callable[[], torch.Tensor], rows: Iterable[int]
@@ -236,7 +231,7 @@ class EmbeddedBackend:
         result, experts = self._routers.watch(compute)
         return result, compact_experts(experts.cpu().numpy(), self._routers.num_experts)
 
-    def _keep_prefill(self, groups: Sequence[Sequence[int]], experts: np.ndarray, start: int = 0) -> None:
+    def _keep_prefill(self, groups: Sequence[Sequence[int]], experts: np.ndarray, start: int) -> None:
         """Those of tokens that the request has none of: in a later turn, earlier tokens keep what they were sampled
         with. `start`: the position of the first token."""
         for group, rows in enumerate(groups):
@@ -245,23 +240,6 @@ class EmbeddedBackend:
                     known = 0 if job.content.experts is None else len(job.content.experts)
                     length = int(self._lengths[rows[0]])
                     job.experts.append(experts[group, max(known - start, 0) : max(length - start, 0)])
-
-    def _prefill_in_chunks(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
-        """One prompt, in memory that grows with its length and not with the square of it. The length of a prompt alone
-        decides whether it is computed in this way, so the result is the same in any batch."""
-        width, row = tokens.shape[1], torch.tensor(rows[:1], device=self._device)
-        for start in range(0, width, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, width)
-            position = torch.arange(start, stop, device=self._device)
-            seen = torch.arange(stop, device=self._device) <= position[:, None]
-            masks = self._traits.masks(seen, position[:, None], self._model.dtype)
-            self._cache.begin_prefill(row, stop, start)
-            masks = {kind: mask[None, None] for kind, mask in masks.items()}
-            _, experts = self._watched(partial(self._forward, tokens[:, start:stop], position[None], masks), rows)
-            if experts is not None:
-                self._keep_prefill([rows], experts[None], start)
-        if len(rows) > 1:
-            self._cache.copy_row(rows[0], list(rows[1:]), int(self._lengths[rows[0]]))
 
     def _forward(
         self,
@@ -324,13 +302,13 @@ class EmbeddedBackend:
         by_width: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
             by_width.setdefault(_round_up(request.content.size, KEY_BLOCK), []).append(i)
-        found: dict[int, Floats] = {}
+        scores: dict[int, Floats] = {}
         for width, numbers in sorted(by_width.items()):
             rows = max(1, SCORED_TOKENS // width)
             for first in range(0, len(numbers), rows):
                 part = numbers[first : first + rows]
-                found |= zip(part, self._score([requests[i] for i in part], width), strict=True)
-        return [found[i] for i in range(len(requests))]
+                scores |= zip(part, self._score([requests[i] for i in part], width), strict=True)
+        return [scores[i] for i in range(len(requests))]
 
     def _score(self, requests: Sequence[Request], width: int) -> list[Floats]:
         contents = [tokens_of(request.content) for request in requests]
@@ -346,14 +324,14 @@ class EmbeddedBackend:
             use_cache=False,
         ).last_hidden_state
         head: Any = self._model.get_output_embeddings()
-        found = []
+        scores = []
         for row, (request, content) in enumerate(zip(requests, contents, strict=True)):
             steps = torch.from_numpy(content.tokens_S.astype(np.int64)).to(self._device)
             before = hidden[row, len(content.tokens_P) - 1 : content.size - 1]  # they predict the steps
             padded = torch.nn.functional.pad(before, (0, 0, 0, _round_up(len(steps), ROW_BLOCK) - len(steps)))
             logits = self._traits.scaled(head(padded).float())[: len(steps)] / (request.params.temperature or 1.0)
-            found.append(torch.log_softmax(logits, -1).gather(-1, steps[:, None])[:, 0].cpu().numpy())
-        return found
+            scores.append(torch.log_softmax(logits, -1).gather(-1, steps[:, None])[:, 0].cpu().numpy())
+        return scores
 
     def flush_steps(self) -> Iterable[Step]:
         return ()

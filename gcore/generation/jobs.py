@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from gcore.content.tokens import NO_TOKENS, SamplingMask, Tokens, tokens_of
-from gcore.protocols import EngineStats
 from gcore.types import Completion, Finish, Floats, Ints, Request, UserError
 
 
@@ -113,17 +112,6 @@ class JobQueue:
     def clear(self) -> list[Job]:
         removed, self._heap = self._heap, []
         return removed
-
-
-def stats_of(batch: Collection[Job], queue: JobQueue, busy_s: float, generated_tokens: int) -> EngineStats:
-    jobs = list(batch)  # a copy: the engine's thread changes the batch
-    return EngineStats(
-        running=len(jobs),
-        waiting=len(queue),
-        busy_s=busy_s,
-        generated_tokens=generated_tokens,
-        running_tokens=sum(job.num_steps for job in jobs),
-    )
 
 
 def resolve(future: asyncio.Future[Any], result: object) -> None:

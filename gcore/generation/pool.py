@@ -8,48 +8,237 @@ The choice of the replica does not change the tokens (noise depends on the sampl
 can optimize for speed alone. An interrupted response continues on another replica from the tokens it has. The embedded
 and the emulated engine generate the same tokens as without the interruption; vLLM and SGLang draw the rest from the
 same distribution with different noise. If a caller is cancelled, its requests are aborted and free their slots at once.
+
+A replica is closed for one or several reasons: it is dead, drained, paused, or fails health checks (suspect).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import itertools
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from gcore.clients import EngineClient, ScorerClient
-from gcore.generation.replica_pool import RECALL_S, Pool, QueueEntry, Reason
-from gcore.generation.routing import limits_of, own_replicas, shared_limit
+from gcore.generation.routing import Router, limits_of, own_replicas, shared_limit
 from gcore.observe.links import Links
-from gcore.protocols import RoleDied, RoleReport
+from gcore.protocols import RoleDied, RoleError, RoleReport
 from gcore.types import Completion, Ints, Request
 
+Reason = Literal["dead", "drained", "paused", "suspect"]
+RECALL_S = 1.0  # an abort may overtake its own requests: it is repeated until they are back
 MAX_CALLS = 2048  # whose response lengths are held between two reports
+
+
+class RoleClient(Protocol):
+    """The part of any role's client (gcore/clients.py) that a pool uses."""
+
+    @property
+    def name(self) -> str: ...
+    async def stats(self) -> object: ...
+
+
+R = TypeVar("R", bound=RoleClient)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueEntry:
+    """A call in the queue. QueueEntry(priority=70, arrival=3, work=9216, count=16, key=70)"""
+
+    priority: int
+    arrival: int
+    work: int
+    count: int
+    key: Hashable
+
+
+class ClientPool(Generic[R]):
+    """Replicas of any role. Implements protocols.ReplicaPool. `router`: None if this pool is the only one."""
+
+    def __init__(self, replicas: Sequence[R], router: Router | None = None) -> None:
+        self.replicas, self._router = replicas, router or Router(len(replicas))
+        self._closed: list[set[Reason]] = [set() for _ in replicas]
+        self._idle = [asyncio.Event() for _ in replicas]  # set when no request of this pool is there
+        self._waiting: list[tuple[int, int, QueueEntry, asyncio.Future[int]]] = []  # heap; cancelled entries too
+        self._arrivals = itertools.count()
+
+    # ---- open and closed replicas ---------------------------------------------------------------------------------
+
+    def mark_dead(self, name: str) -> None:
+        """The replica died: nothing is sent to it until `mark_alive`."""
+        for i in self._indices(name):
+            self._close(i, "dead")
+
+    def mark_alive(self, name: str) -> None:
+        for i in self._indices(name):
+            self._open(i, "dead", "suspect")
+
+    def alive(self) -> dict[int, R]:
+        return {i: replica for i, replica in enumerate(self.replicas) if "dead" not in self._closed[i]}
+
+    async def drain(self, name: str) -> None:
+        """Close a replica and recall its requests, which continue on other replicas. Returns when the replica has no
+        request of this controller left, or when it is reopened."""
+        await self._close_and_recall(self._indices(name), "drained")
+
+    async def pause(self) -> None:
+        """Recall all requests from all replicas. They and new requests wait until `resume`, then continue from the
+        tokens they have. In between, replicas may sleep and load new weights."""
+        await self._close_and_recall(range(len(self.replicas)), "paused")
+
+    def resume(self) -> None:
+        for i in range(len(self.replicas)):
+            self._mark_open(i, "paused")
+        self._dispatch()
+
+    async def _close_and_recall(self, indices: Sequence[int], why: Reason) -> None:
+        for i in indices:
+            self._close(i, why)
+            self._recall(i)  # before the event loop runs: a call that was just assigned would be sent then
+        await asyncio.gather(*(self._until_empty(i, why) for i in indices))
+
+    async def _until_empty(self, i: int, why: Reason) -> None:
+        while self._router.counts[i] and why in self._closed[i]:
+            try:
+                async with asyncio.timeout(RECALL_S):
+                    await self._idle[i].wait()
+            except TimeoutError:
+                if why in self._closed[i]:
+                    self._recall(i)
+
+    def reopen(self, *names: str) -> None:
+        """Opens all of them before it dispatches: otherwise the first one would get the whole queue."""
+        for name in names:
+            for i in self._indices(name):
+                self._mark_open(i, "drained")
+        self._dispatch()
+
+    def limit(self, requests: int) -> None:
+        """Maximum number of outstanding requests per replica. Requests above it are not recalled."""
+        self._router.limit(requests)
+        self._dispatch()
+
+    async def check(self, timeout_s: float) -> dict[str, bool]:
+        """Health check: request the stats of every replica. One that does not respond gets no new calls until it
+        responds to a later check; its requests stay there. Returns the replicas that changed -> do they respond?"""
+        checked = [i for i, closed in enumerate(self._closed) if not closed & {"dead", "drained"}]
+        answers = await asyncio.gather(*(_responds(self.replicas[i], timeout_s) for i in checked))
+        changed: dict[str, bool] = {}
+        for i, responds in zip(checked, answers, strict=True):
+            if responds is None or "dead" in self._closed[i]:
+                continue
+            if responds == ("suspect" in self._closed[i]):
+                changed[self.replicas[i].name] = responds
+                if responds:
+                    self._open(i, "suspect")
+                else:
+                    self._close(i, "suspect")
+        return changed
+
+    def unreachable(self) -> dict[str, str]:
+        reasons: tuple[Reason, ...] = ("suspect", "dead")
+        columns = zip(self.replicas, self._closed, strict=True)
+        return {replica.name: why for replica, closed in columns for why in reasons if why in closed}
+
+    def _indices(self, name: str) -> list[int]:
+        return [i for i, replica in enumerate(self.replicas) if replica.name == name]
+
+    def _close(self, i: int, why: Reason) -> None:
+        self._closed[i].add(why)
+        self._router.close(i)
+
+    def _open(self, i: int, *why: Reason) -> None:
+        self._mark_open(i, *why)
+        self._dispatch()
+
+    def _mark_open(self, i: int, *why: Reason) -> None:
+        self._closed[i] -= set(why)
+        if not self._closed[i]:
+            self._router.open(i)
+
+    def _recall(self, i: int) -> None:
+        """Abort this pool's requests on a replica, if the role supports it. Otherwise they run to their end."""
+
+    # ---- the queue ------------------------------------------------------------------------------------------------
+
+    async def _call(self, work: int, count: int, function: Callable[[R], Awaitable[T]]) -> T:
+        """Call the least loaded replica; if it dies, another one. If none is alive, wait until one is back."""
+        entry = QueueEntry(0, next(self._arrivals), work, count, None)
+        while True:
+            async with self._reserved(entry) as i:
+                try:
+                    return await function(self.replicas[i])
+                except RoleDied:
+                    self._close(i, "dead")
+
+    @contextlib.asynccontextmanager
+    async def _reserved(self, entry: QueueEntry) -> AsyncIterator[int]:
+        """Wait for a replica with room. The entry counts as outstanding there until the block ends."""
+        i = await self._wait_for_replica(entry)
+        try:
+            yield i
+        finally:
+            self._release(i, entry)
+
+    async def _wait_for_replica(self, entry: QueueEntry) -> int:
+        while True:
+            granted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (entry.priority, entry.arrival, entry, granted))
+            self._dispatch()
+            try:
+                i = await granted
+            except asyncio.CancelledError:
+                if granted.cancelled():
+                    self._dispatch()  # the next entry may fit
+                else:  # assigned to a replica, but cancelled before this coroutine resumed
+                    self._release(granted.result(), entry)
+                raise
+            if self._router.is_open(i):
+                return i
+            self._release(i, entry)  # closed since it was assigned: back to the same place in the queue
+
+    def _dispatch(self) -> None:
+        """Assign queued calls to replicas. None overtakes the first: otherwise a large call would never find room."""
+        while self._waiting:
+            _, _, entry, granted = self._waiting[0]
+            if not granted.done():
+                i = self._router.choose(key=entry.key, count=entry.count)
+                if i is None:
+                    return
+                self._router.sent(i, entry.work, entry.count)
+                self._idle[i].clear()
+                granted.set_result(i)
+            heapq.heappop(self._waiting)
+
+    def _release(self, i: int, entry: QueueEntry) -> None:
+        self._router.done(i, entry.work, entry.count)
+        if not self._router.counts[i]:
+            self._idle[i].set()
+        self._dispatch()
 
 
 class _NotSent(Exception):
     """The replica was drained before the requests were sent."""
 
 
-class EnginePool(Pool[EngineClient]):
+class EnginePool(ClientPool[EngineClient]):
     """Replicas of protocols.Engine. `role`: their role name in placement."""
 
     def __init__(
         self,
         engines: Sequence[EngineClient],
-        controller: tuple[int, int] = (0, 1),
-        own: Collection[int] | None = None,
-        limit: int | None = None,
-        guest_limit: int | None = None,
+        router: Router | None = None,
         role: str = "",
         links: Links | None = None,
     ) -> None:
-        super().__init__(engines, controller, own, limit, guest_limit)
+        super().__init__(engines, router)
         self.role, self.links = role, links or Links()
         self.cost_of: Callable[[int], float] = float  # of a sequence of this length, in tokens: the work of a request
         self._name, self._numbering = uuid.uuid4().hex[:12], itertools.count()
@@ -78,12 +267,13 @@ class EnginePool(Pool[EngineClient]):
         `roam`: placement moves replicas, so no controller owns one: each controller gets a share of every replica.
         `nodes`: of the controllers and of the engines, see own_replicas. `per_call`: requests of a usual call.
         """
-        own, links = None if roam else own_replicas(rank, size, len(engines), nodes), Links.of(rank, nodes)
+        own = None if roam else own_replicas(rank, size, len(engines), nodes)
         if own is None:
-            limit = shared_limit(max_concurrent, size if roam else 1)
-            return cls(engines, (rank, size), limit=limit, role=role, links=links)
-        limits = limits_of(max_concurrent, per_call)
-        return cls(engines, (rank, size), own, limits.own, limits.guest, role, links)
+            router = Router(len(engines), (rank, size), limit=shared_limit(max_concurrent, size if roam else 1))
+        else:
+            limits = limits_of(max_concurrent, per_call)
+            router = Router(len(engines), (rank, size), own, limits.own, limits.guest)
+        return cls(engines, router, role, Links(rank, nodes))
 
     async def generate(self, requests: Sequence[Request], priority: int = 0, key: Hashable = None) -> list[Completion]:
         """Completions in the order of the requests. The requests go to one replica together, unless it is drained.
@@ -91,19 +281,19 @@ class EnginePool(Pool[EngineClient]):
         Lower priority values go first, here and in the engine. Calls with the same key (the prompt) go to the same
         replica, which has cached the prefix, unless its load is too high."""
         left = {n: r if r.priority == priority else replace(r, priority=priority) for n, r in enumerate(requests)}
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         arrival = next(self._arrivals)
         self._num_calls += 1
         try:
-            await self._complete(left, found, priority, arrival, key)
+            await self._complete(left, completions, priority, arrival, key)
         finally:
             self._num_calls -= 1
         if requests:
-            self._ended.append(tuple(found[n].content.num_steps for n in range(len(requests))))
-        return [found[n] for n in range(len(requests))]
+            self._ended.append(tuple(completions[n].content.num_steps for n in range(len(requests))))
+        return [completions[n] for n in range(len(requests))]
 
     async def _complete(
-        self, left: dict[int, Request], found: dict[int, Completion], priority: int, arrival: int, key: Hashable
+        self, left: dict[int, Request], completions: dict[int, Completion], priority: int, arrival: int, key: Hashable
     ) -> None:
         while left:
             work = sum(round(self.cost_of(r.content.size + r.params.max_tokens)) for r in left.values())
@@ -114,7 +304,7 @@ class EnginePool(Pool[EngineClient]):
                 continue
             for (n, request), answer in zip(list(left.items()), answers, strict=True):
                 piece = _with_finish(request, answer) if moved else answer
-                found[n] = found[n].joined(piece) if n in found else piece
+                completions[n] = completions[n].joined(piece) if n in completions else piece
                 if moved and piece.finish == "abort":
                     left[n] = request.after(piece)
                 else:
@@ -122,15 +312,14 @@ class EnginePool(Pool[EngineClient]):
 
     def report(self) -> RoleReport:
         """For placement, which adds the replicas' counters."""
-        seen = self.observe()
-        found = RoleReport(
-            requests=sum(replica.requests for replica in seen.replicas),
-            waiting=seen.waiting,
+        report = RoleReport(
+            requests=sum(self._router.counts),
+            waiting=sum(entry.count for _, _, entry, granted in self._waiting if not granted.done()),
             calls=self._num_calls,
             ended=tuple(self._ended),
         )
         self._ended.clear()
-        return found
+        return report
 
     async def _generate_on(self, i: int, requests: list[Request]) -> tuple[list[Completion], bool]:
         """The replica's completions, and whether a drain interrupted them."""
@@ -204,7 +393,7 @@ class EnginePool(Pool[EngineClient]):
         task.add_done_callback(self._aborts.discard)
 
 
-class ScorerPool(Pool[ScorerClient]):
+class ScorerPool(ClientPool[ScorerClient]):
     """Replicas of protocols.Scorer."""
 
     async def score(self, tokens: Sequence[Ints]) -> list[float]:
@@ -215,3 +404,16 @@ def _with_finish(request: Request, piece: Completion) -> Completion:
     """If an abort arrives together with the last step, the response is complete: correct its `finish`."""
     finish = piece.content.end(request.params) if piece.finish == "abort" else None
     return piece if finish is None else replace(piece, finish=finish)
+
+
+async def _responds(replica: RoleClient, timeout_s: float) -> bool | None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await replica.stats()
+    except TimeoutError:
+        return False
+    except RoleDied:  # the driver notices it too, and calls mark_dead
+        return None
+    except RoleError:  # it responds; requests will report the error
+        return True
+    return True

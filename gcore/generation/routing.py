@@ -65,17 +65,17 @@ def own_replicas(
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Most outstanding requests of a controller per replica. Limits(own=96, guest=48)"""
+class ReplicaLimits:
+    """Most outstanding requests of a controller per replica. ReplicaLimits(own=96, guest=48)"""
 
     own: int
     guest: int  # at replicas of other controllers
 
 
-def limits_of(slots: int, per_call: int = 1) -> Limits:
+def limits_of(slots: int, per_call: int = 1) -> ReplicaLimits:
     """`slots`: sequences that a replica decodes at the same time. `per_call`: requests that stay together. The second
     call is sent before the first has ended: a call frees its room only when all of its requests have ended."""
-    return Limits(max(round(OWN_PER_SLOT * slots), slots + per_call), max(1, round(GUEST_PER_SLOT * slots)))
+    return ReplicaLimits(max(round(OWN_PER_SLOT * slots), slots + per_call), max(1, round(GUEST_PER_SLOT * slots)))
 
 
 def shared_limit(slots: int, num_controllers: int) -> int:

@@ -10,7 +10,7 @@ from gcore.generation.noise import uniforms
 from gcore.types import Ints, Request
 
 
-class Rows:
+class SamplingRows:
     """Sampling parameters per row, as arrays: set when a request gets the row, moved when the row moves."""
 
     def __init__(self, capacity: int) -> None:
@@ -32,7 +32,7 @@ class Rows:
             array[target] = array[source]
 
 
-def sample(logits: Tensor, rows: Rows) -> tuple[np.ndarray, np.ndarray, dict[int, Ints]]:
+def sample(logits: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, dict[int, Ints]]:
     """Per row of `logits`: the next token and its logprob. Also the candidates by row. Temperature 0 is greedy.
 
     Increments the positions. Candidates are the tokens that top-k and top-p left to choose from. They are returned for
@@ -63,7 +63,7 @@ def sample(logits: Tensor, rows: Rows) -> tuple[np.ndarray, np.ndarray, dict[int
     return tokens.cpu().numpy(), logprobs.cpu().numpy(), candidates
 
 
-def _truncate(probs_BV: Tensor, rows: Rows) -> Tensor:
+def _truncate(probs_BV: Tensor, rows: SamplingRows) -> Tensor:
     """Set excluded tokens to 0: first top-k, then top-p of what top-k left. The most likely token always stays."""
     n, vocabulary = probs_BV.shape
     sorted_BV, order = probs_BV.sort(dim=-1, descending=True, stable=True)

@@ -19,22 +19,23 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
-from gcore.generation.jobs import Job, JobQueue, engine_failed, resolve, scored, stats_of
+from gcore.generation.engine_shell import EngineShell
+from gcore.generation.jobs import Job, engine_failed, resolve, scored
 from gcore.generation.request_check import check_request, check_score
-from gcore.generation.sglang_core import Server, SglangOptions, open_server
+from gcore.generation.sglang_core import SglangOptions, SglangServer, open_server
 from gcore.generation.sleep import GIB, MEMORY, SleepState, free_gpu
 from gcore.generation.spec import EngineSpec, library_options
 from gcore.observe.trace import Tracer
-from gcore.protocols import EngineStats, MemoryChange, Weights
+from gcore.protocols import MemoryChange
 from gcore.types import Completion, Finish, Request, UserError
-from gcore.weights.receiver import WeightReceiver, base_of, shapes_of
+from gcore.weights.receiver import Loads, WeightReceiver, base_of, shapes_of
 
 WATCH_S = 0.5
 T = TypeVar("T")
@@ -48,33 +49,26 @@ def make_engine(spec: EngineSpec) -> SglangEngine:
         return SglangEngine(folder, SglangOptions(**options), tracer)
 
 
-class SglangEngine:
-    """Implements protocols.Engine."""
+class SglangEngine(EngineShell):
+    """An engine around SGLang. Commands run one after another on its event loop, each to its end, even if its caller is
+    cancelled."""
 
     def __init__(self, folder: Path, options: SglangOptions, tracer: Tracer | None = None) -> None:
-        self._folder, self._options, self._tracer = folder, options, tracer or Tracer(None, "engine")
-        self._queue = JobQueue()
+        super().__init__(tracer)
+        self._folder, self._options = folder, options
         self._jobs: dict[str, Job] = {}  # jobs in SGLang, by request id
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._failure: BaseException | None = None
-        self._closed = False
-        self._gate = threading.Lock()  # a call that passes it before the engine ends is always answered
-        self._generated, self._busy_s, self._busy_since = 0, 0.0, 0.0
-        self.version, self._loads = 0, [0]  # version of each load; SGLang is given the index
-        self._receiver: WeightReceiver
+        self._busy_since = 0.0
+        self._loads = [0]  # version of each load; SGLang is given the index
         self._session = False  # open: weights can be written and generation is paused
-        self._memory: SleepState
-        self._server: Server
+        self._server: SglangServer
         self._loop, self._stop, self._command_lock = asyncio.new_event_loop(), asyncio.Event(), asyncio.Lock()
         self._commands: dict[asyncio.Future[Any], asyncio.Task[None]] = {}
-        opened = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(opened,), name="sglang-engine", daemon=True)
-        self._thread.start()
-        opened.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._start()
 
-    # ---- protocol -------------------------------------------------------------------------------------------------
+    @property
+    def _batch(self) -> Collection[Job]:
+        return self._jobs.values()
 
     async def generate(self, requests: Sequence[Request], ticket: str = "") -> list[Completion]:
         for request in requests:
@@ -83,31 +77,11 @@ class SglangEngine:
                 check_score(request, self._options.max_length, "SGLang")
         return await self._on_loop(lambda: self._generate(requests, ticket))
 
-    async def abort(self, ticket: str) -> None:
-        if not (self._failure or self._closed):  # else nothing is in progress
-            await self._command(lambda: self._abort(ticket))
-
-    async def load_weights(self, version: int, weights: Weights, bucket: tuple[int, int] = (0, 1)) -> int:
-        """A bucket that does not fit raises: repeat it, or start again with bucket 0."""
-        return await self._command(lambda: self._load(version, weights, bucket))
-
-    async def sleep(self, level: int) -> MemoryChange:
-        """Level 1 frees the KV cache, level 2 also the weights. On CPU, or without options.sleep, no memory is freed
-        and nothing is lost."""
-        return await self._command(lambda: self._sleep(level))
-
-    async def wake(self, *tags: str) -> MemoryChange:
-        return await self._command(lambda: self._wake(tags))
-
-    async def reset(self) -> None:
-        await self._command(self._reset)
-
-    async def stats(self) -> EngineStats:
-        busy = time.perf_counter() - self._busy_since if self._jobs else 0.0
-        return stats_of(self._jobs.values(), self._queue, self._busy_s + busy, self._generated)
+    def _busy(self) -> float:
+        return self._busy_s + (time.perf_counter() - self._busy_since if self._jobs else 0.0)
 
     def close(self) -> None:
-        with self._gate:
+        with self._changed:
             first, self._closed = not self._closed, True
         if first and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -115,9 +89,8 @@ class SglangEngine:
 
     async def _on_loop(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` on the engine's event loop."""
-        with self._gate:
-            if self._failure or self._closed:
-                raise RuntimeError("the engine has stopped") from self._failure
+        with self._changed:
+            self._check_running()  # a call that passes it before the engine ends is always answered
             future = asyncio.run_coroutine_threadsafe(work(), self._loop)
         return await asyncio.wrap_future(future)
 
@@ -176,7 +149,7 @@ class SglangEngine:
         if opened and self._options.dies_with_scheduler and not self._closed:  # the exit fails all pending calls
             print(error, file=sys.stderr, flush=True)
             os._exit(1)
-        with self._gate:
+        with self._changed:
             self._failure = error
         self._loop.run_until_complete(asyncio.sleep(0))  # let calls that passed the gate submit
         for future in [*(job.future for job in (*self._jobs.values(), *self._queue.clear())), *self._commands]:
@@ -291,42 +264,16 @@ class SglangEngine:
 
     # ---- commands -------------------------------------------------------------------------------------------------
 
-    async def _abort(self, ticket: str) -> None:
-        for job in self._queue.remove(ticket):
+    async def _drop(self, waiting: Sequence[Job], running: Sequence[Job]) -> None:
+        for job in waiting:
             resolve(job.future, self._completion(job, "abort"))
-        running = [job.name for job in self._jobs.values() if job.ticket == ticket]
-        tasks = [self._tasks[name] for name in running]
-        for name in running:
-            self._server.manager.abort_request(name)
+        tasks = [self._tasks[job.name] for job in running]
+        for job in running:
+            self._server.manager.abort_request(job.name)
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _reset(self) -> None:
-        for job in self._queue.clear():
-            resolve(job.future, self._completion(job, "abort"))
-        for ticket in {job.ticket for job in self._jobs.values()}:
-            await self._abort(ticket)
-        await self._wake(())
-        if self._receiver.forget_update():
-            self._memory.lose_weights()
-
-    async def _load(self, version: int, weights: Weights, bucket: tuple[int, int]) -> int:
-        self._memory.check_load(version)
-        with (
-            self._receiver.receive(version, weights, bucket) as loads,
-            self._tracer.span("load weights", bucket=bucket[0]),
-        ):
-            await self._open_session()
-            for tensors, last in loads:
-                await self._write(tensors, str(len(self._loads)) if last else None)
-        if not self._receiver.incomplete:
-            self._loads.append(version)
-            self.version = version
-            self._memory.loaded()
-            await self._close_session()
-        return self.version
-
-    async def _open_session(self) -> None:
+    async def _write(self, loads: Loads) -> None:
         from sglang.srt.managers import io_struct
 
         if not self._session:
@@ -336,10 +283,13 @@ class SglangEngine:
                 _check_success(
                     await self._server.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
                 )
+        for tensors, last in loads:
+            await self._send(tensors, last)
 
-    async def _close_session(self) -> None:
+    async def _end_load(self) -> None:
         from sglang.srt.managers import io_struct
 
+        self._loads.append(self.version)
         if self._server.has_sessions:
             _check_success(await self._server.manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
         states = self._server.manager.rid_to_state
@@ -349,7 +299,7 @@ class SglangEngine:
         self._session = False
         self._admit()
 
-    async def _write(self, tensors: Mapping[str, torch.Tensor], load: str | None) -> None:
+    async def _send(self, tensors: Mapping[str, torch.Tensor], last: bool) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -357,29 +307,28 @@ class SglangEngine:
         ranks = range(self._options.tensor_parallel)  # each rank opens its own handle
         update = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(copies) for _ in ranks],
-            flush_cache=load is not None,
-            weight_version=load,
+            flush_cache=last,
+            weight_version=str(len(self._loads)) if last else None,
         )
         _check_success(await self._server.manager.update_weights_from_tensor(update, None))
 
-    async def _sleep(self, level: int) -> MemoryChange:
-        in_progress = len(self._jobs) + len(self._queue)
-        if not self._memory.may_sleep(level, in_progress, self._receiver.incomplete):
-            return MemoryChange(0.0, 0.0)
-        before, started = free_gpu(), time.perf_counter()
-        with self._tracer.span("sleep", level=level):
-            self._memory.sleep(level)  # first: requests that arrive during the release must queue
-            await self._change_memory("release", MEMORY if level == 2 else MEMORY[1:])
-        return MemoryChange(time.perf_counter() - started, (free_gpu() - before) / GIB)
+    async def _free(self, level: int) -> float:
+        """Level 1 frees the KV cache, level 2 also the weights. No effect on CPU or without options.sleep."""
+        before = free_gpu()
+        self._memory.sleep(level)  # first: requests that arrive during the release must queue
+        await self._change_memory("release", MEMORY if level == 2 else MEMORY[1:])
+        return (free_gpu() - before) / GIB
+
+    async def _allocate(self, tags: Sequence[str]) -> float:
+        before = free_gpu()
+        not_freed = () if self._memory.weights_dropped else ("weights",)
+        await self._change_memory("resume", [tag for tag in tags if tag not in not_freed])
+        return (before - free_gpu()) / GIB
 
     async def _wake(self, tags: Sequence[str]) -> MemoryChange:
-        due, before, started = self._memory.due(tags), free_gpu(), time.perf_counter()
-        with self._tracer.span("wake", tags=due):
-            not_freed = () if self._memory.weights_dropped else ("weights",)
-            await self._change_memory("resume", [tag for tag in due if tag not in not_freed])
-        self._memory.wake(due)
+        change = await super()._wake(tags)
         self._admit()
-        return MemoryChange(time.perf_counter() - started, (before - free_gpu()) / GIB)
+        return change
 
     async def _change_memory(self, action: Literal["release", "resume"], tags: Sequence[str]) -> None:
         from sglang.srt.managers import io_struct

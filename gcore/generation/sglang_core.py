@@ -33,35 +33,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore.generation.sampling import Rows, sample
+from gcore.generation.sampling import SamplingRows, sample
 from gcore.generation.sleep import GIB
-from gcore.models.networks import Adapters
+from gcore.generation.spec import LibraryOptions
 from gcore.types import UserError
 
 SPARE = 8  # tokens of the context length that SGLang reserves
 
 
 @dataclass(frozen=True, slots=True)
-class SglangOptions:
-    """Configuration of one replica: SglangOptions(256, 2048, device="cuda", sleep=True)."""
+class SglangOptions(LibraryOptions):
+    """SglangOptions(256, 2048, device="cuda", sleep=True)"""
 
-    max_concurrent: int
-    max_length: int
-    dtype: str = "auto"
     device: str = "cpu"
-    memory_fraction: float = 0.4  # of the GPU
-    cpu_cache_gib: float = 1.0
-    threads: int = 1  # on CPU
-    tensor_parallel: int = 1
-    eager: bool = False  # no CUDA graphs
-    sleep: bool = False  # memory can be freed between rollouts; on GPUs
-    seeds: bool = True  # noise depends on the sample; slower on GPUs
-    seed: int = 0
     dies_with_scheduler: bool = False  # exit if the scheduler dies: the driver restarts both
-    adapters: Adapters | None = None  # if given, weight updates contain only their factors
 
 
-class Server:
+class SglangServer:
     """A running SGLang: its front in this process, and the processes that it started."""
 
     def __init__(self, front: Any, processes: list[Any], failure: Path) -> None:
@@ -85,7 +73,7 @@ class Server:
         self._failure.unlink(missing_ok=True)
 
 
-def open_server(folder: Path, options: SglangOptions) -> Server:
+def open_server(folder: Path, options: SglangOptions) -> SglangServer:
     """Call it in the thread, and with the event loop, that will use the server."""
     handle, name = tempfile.mkstemp(prefix="sglang-", suffix=".failure")
     os.close(handle)
@@ -103,7 +91,7 @@ def open_server(folder: Path, options: SglangOptions) -> Server:
             _end(processes)
             why = _last_line(failure) or " ".join(str(error).split())
             raise UserError(f"SGLang cannot serve {folder}: {why}") from error
-    server = Server(front, processes, failure)
+    server = SglangServer(front, processes, failure)
     server.vocabulary = config["vocab_size"]
     return server
 
@@ -121,9 +109,9 @@ def _front_class(child: Child, processes: list[Any]) -> Any:
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **options: Any) -> Any:
-            found = super()._launch_scheduler_processes(*args, **options)
-            processes.extend(found[1])
-            return found
+            launched = super()._launch_scheduler_processes(*args, **options)
+            processes.extend(launched[1])
+            return launched
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, **options: Any) -> Any:
@@ -296,7 +284,7 @@ def _sample_as_embedded() -> None:
     def sample_rows(self: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, plain: bool) -> Any:
         if plain and info.sampling_seed is None:
             return draw(self, probs, info, positions, plain)
-        n, rows = len(probs), Rows(len(probs))
+        n, rows = len(probs), SamplingRows(len(probs))
         top_k = info.top_ks.cpu().numpy()
         rows.top_k[:], rows.top_p[:] = np.where(top_k < probs.shape[-1], top_k, 0), info.top_ps.cpu().numpy()
         if info.sampling_seed is None:
@@ -317,11 +305,11 @@ def _seed_requests() -> None:
     make = SamplingBatchInfo.from_schedule_batch.__func__
 
     def seeded(cls: Any, batch: Any, *args: Any, **options: Any) -> Any:
-        found = make(cls, batch, *args, **options)
+        info = make(cls, batch, *args, **options)
         seeds = [request.sampling_params.custom_params["noise"] for request in batch.reqs]
         offsets = [place + 1 - len(r.origin_input_ids) for (_, place), r in zip(seeds, batch.reqs, strict=True)]
         table = [[key, offset] for (key, _), offset in zip(seeds, offsets, strict=True)]
-        found.sampling_seed = torch.tensor(table, dtype=torch.int64, device=found.temperatures.device)
-        return found
+        info.sampling_seed = torch.tensor(table, dtype=torch.int64, device=info.temperatures.device)
+        return info
 
     SamplingBatchInfo.from_schedule_batch = classmethod(seeded)

@@ -15,6 +15,8 @@ from gcore.observe.trace import Tracer
 if TYPE_CHECKING:
     import torch
 
+    from gcore.models.networks import Adapters
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
@@ -49,8 +51,26 @@ class EngineSpec:
         return device, pick_dtype(self.serving.dtype, device)
 
 
+@dataclass(frozen=True, slots=True)
+class LibraryOptions:
+    """What all engines have that read the model from a folder: the configuration of one replica."""
+
+    max_concurrent: int
+    max_length: int
+    dtype: str = "auto"
+    memory_fraction: float = 0.4  # of the GPU
+    cpu_cache_gib: float = 1.0
+    threads: int = 1  # on CPU
+    tensor_parallel: int = 1
+    eager: bool = False  # no compilation, no CUDA graphs: starts faster, decodes slower
+    sleep: bool = False  # memory can be freed between rollouts; on GPUs
+    seeds: bool = True  # noise depends on the sample; slower on GPUs
+    seed: int = 0
+    adapters: Adapters | None = None  # if given, weight updates contain only their factors
+
+
 def library_options(spec: EngineSpec) -> tuple[Path, dict[str, Any], torch.device]:
-    """For engines that read the model from a folder: this folder, the options that all of them have, and the device."""
+    """The folder of the model, the values of LibraryOptions, and the device."""
     from gcore.models.networks import adapters_in, save_built
 
     device, dtype = spec.placed()

@@ -42,7 +42,7 @@ from gcore.generation.vllm_core import (
     skip_block_accounting,
     with_images,
 )
-from gcore.generation.vllm_run import DecodeRuns, Generated, generated
+from gcore.generation.vllm_run import DecodeRuns, NewTokens, generated
 from gcore.models.decoders import forbidden_tokens
 from gcore.observe.trace import Tracer
 from gcore.types import Finish, Floats, Request, UserError
@@ -189,7 +189,7 @@ class VllmBackend:
             return self._taken(self._runs.step(self._jobs))
         return self._taken(map(generated, self.core.engine_core.get_output().outputs))
 
-    def _taken(self, generated: Iterable[Generated]) -> Step:
+    def _taken(self, generated: Iterable[NewTokens]) -> Step:
         num_tokens, ended = 0, list[Ended]()
         for name, tokens, logprobs, reason in generated:
             job = self._jobs.get(name)
@@ -213,7 +213,7 @@ class VllmBackend:
         if self._jobs:
             raise UserError("this engine of vLLM generates; expected an engine of its own for requests to score")
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-        sizes, found = dict[str, int](), dict[str, Floats]()
+        sizes, logprobs = dict[str, int](), dict[str, Floats]()
         tasks = self.core.get_supported_tasks()
         for request in requests:
             content = tokens_of(request.content)
@@ -228,10 +228,10 @@ class VllmBackend:
             for output in self.core.engine_core.get_output().outputs:
                 if output.new_prompt_logprobs_tensors is not None:  # of all tokens but the first
                     logprobs_T = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
-                    found[output.request_id] = logprobs_T[-sizes[output.request_id] :].copy()
+                    logprobs[output.request_id] = logprobs_T[-sizes[output.request_id] :].copy()
                 if output.finish_reason is not None:
                     running.discard(output.request_id)
-        return [found[name] for name in sizes]
+        return [logprobs[name] for name in sizes]
 
     def flush_steps(self) -> Iterator[Step]:
         if self._runs is not None:

@@ -31,8 +31,9 @@ from gcore.content.families import FAMILIES
 from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
 from gcore.generation.sleep import GIB
+from gcore.generation.spec import LibraryOptions
 from gcore.generation.vllm_run import PLANNED_STEPS
-from gcore.models.networks import Adapters, auto_class
+from gcore.models.networks import auto_class
 from gcore.types import Request, UserError
 from gcore.weights.files import WeightFiles
 from gcore.weights.pretrained import file_names
@@ -41,23 +42,11 @@ OUTSIDE_TORCH = GIB  # at most this much GPU memory of an engine is not PyTorch'
 
 
 @dataclass(frozen=True, slots=True)
-class VllmOptions:
-    """Configuration of one replica."""
+class VllmOptions(LibraryOptions):
+    """VllmOptions(256, 2048, dtype="bfloat16", sleep=True)"""
 
-    max_concurrent: int
-    max_length: int
-    dtype: str = "auto"
-    memory_fraction: float = 0.4  # of the GPU
-    cpu_cache_gib: float = 1.0
-    threads: int = 1  # on CPU
-    tensor_parallel: int = 1
     decode_steps: int = 8  # on GPUs: at most this many steps are launched at once (vllm_run.py)
-    eager: bool = False  # no compilation, no CUDA graphs: starts faster, decodes slower
-    sleep: bool = False  # memory can be freed between rollouts
-    seeds: bool = True  # noise depends on the sample; slower on GPUs
-    seed: int = 0
     dummy: bool = False  # random weights, for a folder without weights
-    adapters: Adapters | None = None  # if given, weight updates contain only their factors
 
 
 def open_core(folder: Path, options: VllmOptions) -> Any:
@@ -247,22 +236,22 @@ def with_images(
     content = tokens_of(request.content)
     images = {"image": [Image.fromarray(resolve(medium.pixels)) for medium in content.media]}
     try:
-        found = process(name, {**prompt, "multi_modal_data": images}, *args, **rest)
+        expanded = process(name, {**prompt, "multi_modal_data": images}, *args, **rest)
     except Exception as error:  # each model's processor has its own errors; an image must not stop the engine
         raise ValueError(f"{len(content.media)} images in {content.size} tokens: {error}") from error
-    if content.short_P is not None and list(found.prompt_token_ids) != content.tokens_T.tolist():
+    if content.short_P is not None and list(expanded.prompt_token_ids) != content.tokens_T.tolist():
         raise ValueError(
-            f"vLLM expands {len(content.media)} images to {len(found.prompt_token_ids)} tokens, the processor to "
+            f"vLLM expands {len(content.media)} images to {len(expanded.prompt_token_ids)} tokens, the processor to "
             f"{content.size}, or to others; expected the same ones: the trainer would see another prompt "
             "(use generation.engine=embedded)"
         )
-    length, max_tokens = len(found.prompt_token_ids), request.params.max_tokens
+    length, max_tokens = len(expanded.prompt_token_ids), request.params.max_tokens
     if length + max_tokens > max_length:
         raise ValueError(
             f"prompt of {length} tokens with its images + max_tokens {max_tokens} = {length + max_tokens} exceeds the "
             f"engine's {max_length} (keys: data.max_prompt_length, generation.max_response_length)"
         )
-    return found
+    return expanded
 
 
 # ---- run in the worker, which is another process if the model is split over GPUs
@@ -312,10 +301,10 @@ def keep_logprobs_untruncated(worker: Any) -> bool:
         return recorded[0]
 
     def limits_and_copy(*args: Any) -> Any:
-        found = limits(*args)
-        if any(limit is not None for limit in found):  # the next operations may overwrite the logits
+        bounds = limits(*args)
+        if any(limit is not None for limit in bounds):  # the next operations may overwrite the logits
             recorded[0] = recorded[0].clone()
-        return found
+        return bounds
 
     def sample_with_logits(*args: Any, **options: Any) -> Any:
         tokens = sample(*args, **options)[0]

@@ -12,7 +12,7 @@ last one.
 A request that ends within a run is cut there. Its row is computed until the scheduler is called again; the tokens are
 dropped. They are written behind the end of the request, to blocks that are given to other requests by the scheduler
 only, whose steps come later on the same stream. Runs are short while responses are, so that little is wasted
-(`Lengths`).
+(`RunLengths`).
 
 Written against the sources of vLLM 0.24 and 0.32.
 """
@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from gcore.generation.jobs import Job
-from gcore.generation.vllm_repeat import Copied, RepeatedStep
 
 PLANNED_STEPS = 64  # at most this many between two calls of the scheduler
 MAX_RUN_S = 0.04  # aborts and new weights wait for at most two runs
@@ -36,7 +36,7 @@ SHARE_OF_LENGTH = 4  # a run has at most a quarter of the tokens that requests h
 SHARE_ENDED = 8  # the scheduler is called again when an eighth of the requests has ended
 
 
-class Generated(NamedTuple):
+class NewTokens(NamedTuple):
     """New tokens of a request."""
 
     name: str
@@ -45,7 +45,7 @@ class Generated(NamedTuple):
     finish_reason: Any  # None: not finished
 
 
-class Lengths(NamedTuple):
+class RunLengths(NamedTuple):
     """Steps until the next call of the scheduler, and steps per run. When a request ends is unknown; those that have
     many tokens are expected to get many more."""
 
@@ -53,7 +53,7 @@ class Lengths(NamedTuple):
     run: int
 
     @classmethod
-    def of(cls, jobs: Collection[Job], max_run: int, positions_left: int, step_s: float) -> Lengths:
+    def of(cls, jobs: Collection[Job], max_run: int, positions_left: int, step_s: float) -> RunLengths:
         have = sum(len(job.tokens) for job in jobs) // len(jobs)
         needed = max(job.request.params.max_tokens - len(job.tokens) for job in jobs)
         plan = max(1, min(PLANNED_STEPS, have, needed, positions_left))
@@ -61,7 +61,7 @@ class Lengths(NamedTuple):
         return cls(plan, max(1, min(max_run, have // SHARE_OF_LENGTH, in_time, plan)))
 
 
-class Run(NamedTuple):
+class LaunchedRun(NamedTuple):
     """Launched steps."""
 
     outputs: list[Any]  # one per step that vLLM prepared
@@ -83,7 +83,7 @@ class Run(NamedTuple):
 
 
 @dataclass(slots=True)
-class Plan:
+class DecodePlan:
     """The requests of the last call of the scheduler. Their KV cache suffices for `left` more steps."""
 
     scheduled: Any
@@ -105,8 +105,8 @@ class DecodeRuns:
         self._block_size = int(self._scheduler.kv_cache_manager.coordinator.single_type_managers[0].block_size)
         self._max_run = max_run
         self._step_s = self._last_read = 0.0  # measured
-        self._plan: Plan | None = None
-        self._in_flight: Run | None = None
+        self._plan: DecodePlan | None = None
+        self._in_flight: LaunchedRun | None = None
 
     @classmethod
     def of(cls, core: Any, max_run: int) -> DecodeRuns | None:
@@ -128,7 +128,7 @@ class DecodeRuns:
         runs._runner.sampler = OnePassSampler(runs._runner.sampler)
         return runs
 
-    def step(self, jobs: Mapping[str, Job]) -> list[Generated]:
+    def step(self, jobs: Mapping[str, Job]) -> list[NewTokens]:
         """One step if requests start; otherwise the oldest run, while the next one is computed."""
         if self._in_flight is None:
             scheduled, lengths = self._schedule(jobs)
@@ -142,28 +142,28 @@ class DecodeRuns:
             self._in_flight = self._launch(plan)
         return self._read(plan, run, jobs)
 
-    def flush(self, jobs: Mapping[str, Job]) -> Iterator[list[Generated]]:
+    def flush(self, jobs: Mapping[str, Job]) -> Iterator[list[NewTokens]]:
         """Read what is in flight."""
         if self._in_flight is not None and self._plan is not None:
             run, self._in_flight = self._in_flight, None
             yield self._read(self._plan, run, jobs)
 
-    def _schedule(self, jobs: Mapping[str, Job]) -> tuple[Any, Lengths]:
-        scheduler, lengths = self._scheduler, Lengths(1, 1)
+    def _schedule(self, jobs: Mapping[str, Job]) -> tuple[Any, RunLengths]:
+        scheduler, lengths = self._scheduler, RunLengths(1, 1)
         running = scheduler.running
         if len(running) == len(jobs):  # none waits to be prefilled
             positions_left = scheduler.max_model_len - max(request.num_tokens for request in running)
-            lengths = Lengths.of(jobs.values(), self._max_run, positions_left, self._step_s)
+            lengths = RunLengths.of(jobs.values(), self._max_run, positions_left, self._step_s)
             blocks = len(running) * (1 + lengths.plan // self._block_size)
             if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < blocks:
-                lengths = Lengths(1, 1)  # no request is preempted for the cache of later steps
+                lengths = RunLengths(1, 1)  # no request is preempted for the cache of later steps
         scheduler.num_lookahead_tokens = lengths.plan - 1
         try:
             return scheduler.schedule(), lengths
         finally:
             scheduler.num_lookahead_tokens = 0
 
-    def _single(self, scheduled: Any) -> list[Generated]:
+    def _single(self, scheduled: Any) -> list[NewTokens]:
         output = self._runner.execute_model(scheduled)
         if output is None:
             output = self._runner.sample_tokens(None)
@@ -171,7 +171,7 @@ class DecodeRuns:
             output = output.get_output()
         return _outputs(self._scheduler.update_from_output(scheduled, output))
 
-    def _planned(self, scheduled: Any, lengths: Lengths) -> Plan:
+    def _planned(self, scheduled: Any, lengths: RunLengths) -> DecodePlan:
         from vllm.v1.core.sched.output import CachedRequestData
 
         self._runner.execute_model(scheduled)  # of the first step; `_launch` samples
@@ -184,29 +184,29 @@ class DecodeRuns:
         )
         batch = self._runner.execute_model_state.input_batch
         repeated = RepeatedStep.of(self._runner, batch)
-        return Plan(scheduled, again, batch.req_ids, batch.idx_mapping_np, repeated, lengths.run, lengths.plan)
+        return DecodePlan(scheduled, again, batch.req_ids, batch.idx_mapping_np, repeated, lengths.run, lengths.plan)
 
-    def _launch(self, plan: Plan, first: bool = False) -> Run:
+    def _launch(self, plan: DecodePlan, first: bool = False) -> LaunchedRun:
         runner, outputs, started = self._runner, list[Any](), time.perf_counter()
         steps = min(plan.run, plan.left)
         plan.left -= steps
         if first:
             outputs.append(runner.sample_tokens(None))
         if plan.repeated is not None:
-            return Run(outputs, plan.repeated.launch(steps - len(outputs)), int(first), started)
+            return LaunchedRun(outputs, plan.repeated.launch(steps - len(outputs)), int(first), started)
         while len(outputs) < steps:
             runner.req_states.num_computed_tokens_np[plan.rows] += 1  # the host's copy; the GPU counts for itself
             runner.execute_model(plan.again)
             outputs.append(runner.sample_tokens(None))
-        return Run(outputs, None, int(first), started)
+        return LaunchedRun(outputs, None, int(first), started)
 
-    def _read(self, plan: Plan, run: Run, jobs: Mapping[str, Job]) -> list[Generated]:
+    def _read(self, plan: DecodePlan, run: LaunchedRun, jobs: Mapping[str, Job]) -> list[NewTokens]:
         tokens_RS, logprobs_RS = run.read()
         steps, requests = tokens_RS.shape[1], self._scheduler.requests
         now = time.perf_counter()
         self._step_s, self._last_read = (now - max(run.started, self._last_read)) / steps, now
         ending = _may_end([jobs.get(name) for name in plan.names], tokens_RS)
-        found, ends = list[Generated](), list[str]()
+        new_tokens, ends = list[NewTokens](), list[str]()
         for name, tokens, logprobs, may_end in zip(
             plan.names, tokens_RS.tolist(), logprobs_RS.tolist(), ending, strict=True
         ):
@@ -218,12 +218,12 @@ class DecodeRuns:
                 ends.append(name)
             else:
                 request.append_output_token_ids(tokens)
-                found.append(Generated(name, tokens, logprobs, None))
+                new_tokens.append(NewTokens(name, tokens, logprobs, None))
         if ends:
             some = replace(plan.scheduled, num_scheduled_tokens=dict.fromkeys(ends, 1))
-            found += _outputs(self._scheduler.update_from_output(some, _whole(plan.names, tokens_RS, logprobs_RS)))
+            new_tokens += _outputs(self._scheduler.update_from_output(some, _whole(plan.names, tokens_RS, logprobs_RS)))
         plan.ended = sum(name not in requests for name in plan.names)
-        return found
+        return new_tokens
 
 
 def _only_decodes(scheduled: Any) -> bool:
@@ -238,8 +238,8 @@ def _may_end(jobs: list[Job | None], tokens_RS: np.ndarray[Any, Any]) -> list[bo
     stops = {token for job in jobs if job for token in job.request.params.stop_tokens}
     stopped = np.isin(tokens_RS, list(stops)).any(1)
     limits = [job.request.params.max_tokens - len(job.tokens) if job else 0 for job in jobs]
-    found: list[bool] = (stopped | (np.array(limits) <= steps)).tolist()
-    return found
+    may_end: list[bool] = (stopped | (np.array(limits) <= steps)).tolist()
+    return may_end
 
 
 def _whole(names: list[str], tokens_RS: np.ndarray[Any, Any], logprobs_RS: np.ndarray[Any, Any]) -> Any:
@@ -257,15 +257,96 @@ def _whole(names: list[str], tokens_RS: np.ndarray[Any, Any], logprobs_RS: np.nd
     )
 
 
-def _outputs(groups: Mapping[int, Any]) -> list[Generated]:
+def _outputs(groups: Mapping[int, Any]) -> list[NewTokens]:
     return [generated(output) for group in groups.values() for output in group.outputs]
 
 
-def generated(output: Any) -> Generated:
+def generated(output: Any) -> NewTokens:
     """Of one of the core's outputs."""
     tokens, logprobs = output.new_token_ids, list[float]()
     if len(tokens) == 1:  # slices of arrays would be most of the work
         logprobs = [output.new_logprobs.logprobs.item(0)]
     elif tokens:
         logprobs = output.new_logprobs.logprobs[: len(tokens), 0].tolist()
-    return Generated(output.request_id, tokens, logprobs, output.finish_reason)
+    return NewTokens(output.request_id, tokens, logprobs, output.finish_reason)
+
+
+# ---- a step of the same requests as the last one, launched without vLLM's preparation of a batch
+
+
+class Copied(NamedTuple):
+    """On their way to the host."""
+
+    tokens_SR: torch.Tensor
+    logprobs_SR: torch.Tensor
+    ready: torch.cuda.Event
+
+
+class RepeatedStep:
+    """vLLM's second model runner prepares a step in 1 to 1.5 ms of Python: with few sequences longer than the GPU
+    computes it. If the requests are those of the last step, all that changes is on the GPU: positions, the last tokens,
+    where keys and values go. The kernels that update them are called here, then the CUDA graph of the model, then the
+    sampler. Tokens and logprobs of several steps are copied to the host together."""
+
+    def __init__(self, runner: Any, batch: Any, graph: Any) -> None:
+        from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens, prepare_pos_seq_lens
+
+        from gcore.generation.vllm_sampler import sample
+
+        self._runner, self._batch, self._graph, self._sample = runner, batch, graph, sample
+        self._set_positions, self._set_tokens = prepare_pos_seq_lens, combine_sampled_and_draft_tokens
+        self._block_tables = runner.block_tables.get_dummy_block_tables(batch.num_reqs_after_padding)  # persistent
+        self._one = torch.ones(batch.num_reqs, dtype=torch.int32, device=runner.device)
+        self._none = torch.zeros_like(self._one)
+
+    @classmethod
+    def of(cls, runner: Any, batch: Any) -> RepeatedStep | None:
+        """For the batch of the last step. None: there is no CUDA graph of the whole model for it, or it needs more than
+        this file does."""
+        graph = runner.cudagraph_manager.dispatch(batch.num_reqs, batch.num_tokens, 1, num_active_loras=0)
+        more = runner.lora_config or runner.model_state.rope_state is not None or runner.use_dcp
+        if graph.cg_mode.name != "FULL" or more or runner.sampler.truncates(batch):
+            return None
+        return cls(runner, batch, graph)
+
+    @torch.inference_mode()
+    def launch(self, steps: int) -> Copied | None:
+        if not steps:
+            return None
+        tokens, logprobs = zip(*(self._step() for _ in range(steps)), strict=True)
+        tokens_SR, logprobs_SR = (torch.stack(part).to("cpu", non_blocking=True) for part in (tokens, logprobs))
+        ready = torch.cuda.Event()
+        ready.record()
+        return Copied(tokens_SR, logprobs_SR, ready)
+
+    def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        runner, batch = self._runner, self._batch
+        states, buffers, size = runner.req_states, runner.input_buffers, batch.num_reqs
+        computed = states.num_computed_tokens.gpu
+        self._set_positions(batch.idx_mapping, batch.query_start_loc, computed, buffers.positions, buffers.seq_lens)
+        self._set_tokens(
+            buffers.input_ids,
+            batch.idx_mapping,
+            states.last_sampled_tokens,
+            batch.query_start_loc,
+            batch.seq_lens,
+            states.prefill_len.gpu,
+            states.draft_tokens,
+            batch.cu_num_logits,
+            size,
+        )
+        slots = runner.block_tables.compute_slot_mappings(
+            batch.idx_mapping, batch.query_start_loc, batch.positions, num_tokens_padded=batch.num_tokens_after_padding
+        )
+        batch.seq_lens_cpu_upper_bound.add_(1)
+        runner.model_state.prepare_attn(
+            batch, self._graph.cg_mode, self._block_tables, slots, runner.attn_groups, runner.kv_cache_config
+        )
+        hidden = runner.cudagraph_manager.run_fullgraph(self._graph)
+        logits = runner.model.compute_logits(hidden[:size])
+        sampling = runner.sampler.sampling_states
+        tokens, logprobs = self._sample(
+            logits, batch.idx_mapping, sampling.temperature.gpu, sampling.seeds.gpu, batch.positions[:size]
+        )
+        runner.postprocess_sampled(batch.idx_mapping, tokens.view(-1, 1), self._one, self._none, batch.query_start_loc)
+        return tokens, logprobs

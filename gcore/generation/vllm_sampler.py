@@ -174,10 +174,10 @@ class OnePassSampler:
             batch.idx_mapping,
             self._sampler.req_states.prefill_len.gpu,
         )
-        found = LogprobsTensors(sampled.view(-1, 1), logprobs.view(-1, 1), self._no_ranks[: len(rows)])
+        columns = LogprobsTensors(sampled.view(-1, 1), logprobs.view(-1, 1), self._no_ranks[: len(rows)])
         return SamplerOutput(
             sampled_token_ids=sampled.view(-1, 1),
-            logprobs_tensors=found,
+            logprobs_tensors=columns,
             num_nans=None,
             num_sampled=num_sampled,
             num_rejected=num_rejected,

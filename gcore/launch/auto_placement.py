@@ -1,6 +1,6 @@
 """`placement.mode: auto`: replaces `auto` by a placement mode before any process starts.
 
-config, GPUs of the cluster ──> gcore/simulate/planner.py ──> config with a mode, and the reason
+config, GPUs of the cluster ──> gcore/planner/plan.py ──> config with a mode, and the reason
 
 The planner is used only where there is a choice: a GPU that it has data for, and a judge on an engine. Otherwise simple
 rules decide. The rest of the run sees a configuration with an explicit mode.
@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gcore.config.judges import ServedJudge
 from gcore.config.tree import Config
 from gcore.cost.costs import GPUS, Gpu
 from gcore.cost.shapes import model_shape
 from gcore.launch.machines import Cluster, Machine, as_cluster
 from gcore.launch.plan import auto_slots
-from gcore.simulate.estimate import Mode
-from gcore.simulate.plan_inputs import WIDTHS, Constraints, Workload
-from gcore.simulate.planner import PlanResult, plan
+from gcore.planner.inputs import WIDTHS, Constraints, Workload
+from gcore.planner.plan import PlanResult, plan
+from gcore.planner.steps import Mode
 from gcore.types import UserError
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
@@ -85,8 +86,8 @@ def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
         prompt_length=max(1, config.data.max_prompt_length // 2),
         response_length=max(1, generation.max_response_length // 2),
         max_response_length=generation.max_response_length,
-        verdict_length=max(1, widest.max_response_length // 2),
-        repeats=max(judge.repeats for judge in judges),
+        verdict_length=max(1, widest.max_response_length // 2) if isinstance(widest, ServedJudge) else 1,
+        repeats=max((judge.repeats for judge in judges if isinstance(judge, ServedJudge)), default=1),
         logprob_passes=int(config.algorithm.needs_old_logprobs) + int(config.has_reference),
     )
     constraints = Constraints(
@@ -101,7 +102,7 @@ def _run_planner(config: Config, slots: int, gpu: Gpu) -> PlanResult:
         kl=config.has_reference,
         critic=config.algorithm.estimator.critic,
     )
-    shapes = [model_shape(judge.model, f"rewards.judges.{judge.name}.model") for judge in judges if judge.model]
+    shapes = [model_shape(judge.model, f"rewards.judges.{judge.name}.model") for judge in judges]
     return plan(model_shape(config.model, "model.path"), shapes, slots, gpu, workload, constraints)
 
 

@@ -13,6 +13,9 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import logging
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +25,9 @@ import numpy as np
 
 from gcore import faults
 from gcore.clients import CriticClient, EngineClient, ScorerClient, TrainerClient
-from gcore.config.base import Serving
-from gcore.config.tree import Config, Model
-from gcore.launch.environment import cache_folder as cache_folder
-from gcore.launch.environment import quiet as quiet
+from gcore.config.base import Model, Serving
+from gcore.config.judges import ServedJudge
+from gcore.config.tree import Config
 from gcore.launch.machines import Cluster, Machine, check_shared_folder, cluster_of, detect_machine
 from gcore.launch.plan import Plan
 from gcore.modalities.table import kind_of
@@ -75,10 +77,10 @@ def build_runtime(config: Config, plan: Plan, user_files: bytes = b"", lock: Seq
 
         return LocalRuntime()
     from gcore.runtime.ray import RayRuntime
-    from gcore.runtime.ray_cluster import Place
+    from gcore.runtime.ray_cluster import ProcessPlace
 
-    def place_of(kind: str, rank: int) -> Place:
-        return Place(plan.nodes[plan.role_nodes[kind][rank]].node_id, *gpus.of(kind, rank))
+    def place_of(kind: str, rank: int) -> ProcessPlace:
+        return ProcessPlace(plan.nodes[plan.role_nodes[kind][rank]].node_id, *gpus.of(kind, rank))
 
     gpus = plan.gpu_assignment
     bundle_nodes = [plan.nodes[node].node_id for node in gpus.nodes]
@@ -93,10 +95,10 @@ def build_engine(config: Config, plan: Plan, rendezvous: Rendezvous) -> Engine:
 
 def build_judge(config: Config, plan: Plan, judge_name: str, rendezvous: Rendezvous) -> Engine:
     """A replica of the judge `judge_name`: an engine whose weights never change."""
-    judge = next(judge for judge in config.rewards.judges if judge.name == judge_name)
-    assert judge.model is not None
-    longest = judge.max_prompt_length + judge.max_response_length
-    if judge.mode == "teacher":  # it reads whole samples of the policy
+    judge = next(judge for judge in config.rewards.engine_judges if judge.name == judge_name)
+    if isinstance(judge, ServedJudge):
+        longest = judge.max_length
+    else:  # a teacher reads whole samples of the policy
         longest = config.data.max_prompt_length + config.generation.max_response_length
         longest += judge.traits.scores_at_one
     name = f"judge-{judge.name}-{rendezvous.rank}"
@@ -216,6 +218,19 @@ def build_group(rendezvous: Rendezvous) -> Group:
     from gcore.runtime.tree import TreeGroup
 
     return TreeGroup(rendezvous)
+
+
+def quiet() -> None:
+    """The environment of processes with torch. Switches off the messages that libraries print at import."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # compiled code of earlier runs; PyTorch's default is a folder in /tmp. vLLM has its own, VLLM_CACHE_ROOT.
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "gcore" / "torchinductor"))
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    logging_of_transformers = importlib.import_module("transformers").logging
+    logging_of_transformers.set_verbosity_error()
+    logging_of_transformers.disable_progress_bar()
 
 
 def load_workflow(path: str) -> Workflow:

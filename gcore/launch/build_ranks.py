@@ -27,7 +27,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
         return trainer_of(config, config.training.emulated, rendezvous.rank)
     quiet()
     check_shared_folder(config.run.folder, plan.nodes)
-    from gcore.launch.gpu_memory import decide
+    from gcore.launch.gpu_memory import plan_memory
     from gcore.launch.own_algorithm import load_policy_loss
     from gcore.models.networks import pick_dtype
     from gcore.observe.trace import Tracer
@@ -35,7 +35,7 @@ def build_trainer(config: Config, plan: Plan, rendezvous: Rendezvous) -> Trainer
 
     device, gpu_bytes = _join(config, rendezvous)
     if gpu_bytes and "auto" in (config.training.activation_checkpointing, config.training.offload):
-        config = decide(config, plan, gpu_bytes).config  # the driver saw no GPU
+        config = plan_memory(config, plan, gpu_bytes).config  # the driver saw no GPU
     return TrainerRank(
         config,
         partial(kind_of(config).backend, plan, device, pick_dtype(config.training.dtype, device)),
@@ -54,14 +54,14 @@ def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> Critic:
     quiet()
     check_shared_folder(config.run.folder, plan.nodes)
     from gcore.launch.build_backend import build_critic_backend
-    from gcore.launch.gpu_memory import decide_critic
+    from gcore.launch.gpu_memory import plan_critic_memory
     from gcore.models.networks import pick_dtype
     from gcore.observe.trace import Tracer
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.training.critic_rank import CriticRank
 
     device, gpu_bytes = _join(config, rendezvous)
-    config, dtype = decide_critic(config, plan, gpu_bytes), pick_dtype(config.training.dtype, device)
+    config, dtype = plan_critic_memory(config, plan, gpu_bytes), pick_dtype(config.training.dtype, device)
     make = partial(build_critic_backend, config, plan, device, dtype, load_tokenizer(config.model))
     return CriticRank(config, make, rendezvous.rank, plan.critic_threads, Tracer(trace_folder(config), name))
 
@@ -85,8 +85,7 @@ def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Ren
     """`device`: of the trainer rank that publishes its weights."""
     from gcore.models.networks import pick_device, pick_dtype
     from gcore.weights.broadcast import BroadcastSender
-    from gcore.weights.method import choose_method
-    from gcore.weights.publisher import WeightPublisher
+    from gcore.weights.publisher import WeightPublisher, choose_method
 
     engine_device = pick_device(role_device(config, config.generation.device))
     on_gpu = device.type == engine_device.type == "cuda"

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gcore.config.judges import RemoteJudge, Teacher
 from gcore.config.tree import Config
 from gcore.content.base import Content
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool, ScorerPool
+from gcore.generation.routing import Router
 from gcore.launch.build import Roles, log_folder
 from gcore.launch.plan import Plan
 from gcore.prompts.processor import load_processor
@@ -39,9 +41,10 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> W
     else:
         functions = enumerate(rewards.functions)
         sources += [FunctionSource(f, rewards.attempts, f"rewards.functions.{i}") for i, f in functions]
-    scorers = {
-        spec.name: ScorerPool(roles.scorers.get(spec.name, ()), (rank, plan.controllers)) for spec in rewards.models
-    }
+    scorers = {}
+    for spec in rewards.models:
+        replicas = roles.scorers.get(spec.name, ())
+        scorers[spec.name] = ScorerPool(replicas, Router(len(replicas), (rank, plan.controllers)))
     judges = {
         spec.name: EnginePool.for_controller(
             roles.judges.get(spec.name, ()),
@@ -52,8 +55,7 @@ def build_rewarder(config: Config, plan: Plan, roles: Roles, rank: int = 0) -> W
             role=spec.name,
             nodes=plan.nodes_of_pool(f"judge-{spec.name}"),
         )
-        for spec in rewards.judges
-        if spec.url is None
+        for spec in rewards.engine_judges
     }
     sources += [_scalar_source(config, i, scorers[spec.name]) for i, spec in enumerate(rewards.models)]
     sources += [_judge_source(config, i, judges.get(spec.name)) for i, spec in enumerate(rewards.judges)]
@@ -75,10 +77,11 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
     def noise(key: tuple[object, ...]) -> int:
         return noise_key(config.run.seed, "judge", *key)
 
-    if spec.mode == "teacher":
-        return _teacher_source(config, index, pool)
-    if spec.model is None or pool is None:
+    if isinstance(spec, RemoteJudge):
         return JudgeSource(spec, RemoteBackend(spec, noise, place), place)
+    assert pool is not None
+    if isinstance(spec, Teacher):
+        return _teacher_source(config, spec, place, pool)
 
     async def ask(question: Content, params: SamplingParams, key: tuple[object, ...]) -> Completion:
         _, prompt, *_ = key  # the prompt's number, or "ask" if a workflow calls ctx.ask: see JudgeSource
@@ -91,9 +94,7 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
     return JudgeSource(spec, backend, place)
 
 
-def _teacher_source(config: Config, index: int, pool: EnginePool | None) -> Source:
-    spec, place = config.rewards.judges[index], f"rewards.judges.{index}"
-    assert spec.model is not None and pool is not None
+def _teacher_source(config: Config, spec: Teacher, place: str, pool: EnginePool) -> Source:
     check_tokenizers(load_tokenizer(config.model), load_tokenizer(spec.model, f"{place}.model"), f"{place}.model")
 
     async def ask(requests: Sequence[Request], prompt: int) -> list[Completion]:

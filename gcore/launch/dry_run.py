@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gcore.config.judges import RemoteJudge, Teacher
 from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.driver.on_step import load_on_step
@@ -25,7 +26,7 @@ from gcore.launch.build import Roles, see_cluster
 from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.epochs import with_steps
 from gcore.launch.footprint import memory_line
-from gcore.launch.gpu_memory import decide, memory_lines
+from gcore.launch.gpu_memory import memory_lines, plan_memory
 from gcore.launch.node_checks import check_nodes
 from gcore.launch.pins import check_models, pin
 from gcore.launch.plan import Plan, make_plan
@@ -61,7 +62,7 @@ def dry_run(config: Config) -> None:
     check_models(config)
     config, why = choose_mode(config, cluster)
     plan = make_plan(config, cluster, model_megabytes(config))
-    memory = decide(config, plan)
+    memory = plan_memory(config, plan)
     config = memory.config
     checked = preflight(config, plan)
     differences = check_nodes(config, plan)
@@ -179,7 +180,7 @@ def _reason(error: Exception, name: str, prompt: Prompt) -> str:
 def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rollout]) -> Iterator[Score]:
     """Prints the prompt of each judge. Yields a Score for each judge whose prompt cannot be made."""
     for spec in config.rewards.judges:
-        if spec.mode == "teacher":
+        if isinstance(spec, Teacher):
             continue  # it has no prompt of its own
         source = rewarder.sources[spec.name]
         assert isinstance(source, JudgeSource)
@@ -203,10 +204,10 @@ def _show_judges(config: Config, rewarder: WeightedRewarder, group: Sequence[Rol
 
 def _memory(config: Config, plan: Plan) -> str:
     """One node: at least 2.2 GB of 24 GB. Several: the same for each of them."""
-    found = node_parts(config, plan)
-    if len(found) == 1:
-        return memory_line(found[0][1], found[0][0])
-    return "; ".join(f"{node.address} {memory_line(parts, node)}" for node, parts in found)
+    nodes = node_parts(config, plan)
+    if len(nodes) == 1:
+        return memory_line(nodes[0][1], nodes[0][0])
+    return "; ".join(f"{node.address} {memory_line(parts, node)}" for node, parts in nodes)
 
 
 def _dataset(data: DatasetCheck, limit: int) -> str:
@@ -227,7 +228,11 @@ def _table(config: Config, scores: Sequence[Score], titles: Sequence[str]) -> li
     ]
     rows += [(m.name, f"{m.weight:g}", "not called: a model that the run serves") for m in rewards.models]
     rows += [
-        (j.name, f"{j.weight:g}", f"not called: a judge {'behind a URL' if j.url else 'that the run serves'}")
+        (
+            j.name,
+            f"{j.weight:g}",
+            f"not called: a judge {'behind a URL' if isinstance(j, RemoteJudge) else 'that the run serves'}",
+        )
         for j in rewards.judges
     ]
     wide, narrow = (max(len(row[i]) for row in rows) for i in range(2))

@@ -41,6 +41,6 @@ def count_prompts(config: Config) -> int:
     """The prompts of an epoch: len(PromptSource) of the run."""
     templater = kind_of(config).templater("train")
     rows, answers = rows_of(config, "train", templater)
-    found = measure(rows, templater, config.data.max_prompt_length, answers=answers)
-    check_bad_rows(found.bad, len(rows), config.data.media.max_bad_rows, templater.key)
-    return len(found.kept)
+    measured = measure(rows, templater, config.data.max_prompt_length, answers=answers)
+    check_bad_rows(measured.bad, len(rows), config.data.media.max_bad_rows, templater.key)
+    return len(measured.kept)

@@ -1,6 +1,6 @@
 """A lower bound of the memory that the processes of a run need, checked against this machine. Does not import torch.
 
-    config, plan ──parts──> [Part(what, count, MB each, key)] ──check_sizes──> UserError | warnings
+    config, plan ──parts──> [MemoryPart(what, count, MB each, key)] ──check_sizes──> UserError | warnings
 
 A part is a kind of process: a measured constant plus the weights that it holds in host memory. Activations, KV caches,
 CUDA contexts and messages are not counted. If even this lower bound exceeds the memory of the machine, the run is
@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gcore.config.base import Serving
-from gcore.config.tree import Config, Model, PolicyModel, ScalarReward
+from gcore.config.base import Model, PolicyModel, Serving
+from gcore.config.rewards import ScalarReward
+from gcore.config.tree import Config
 from gcore.cost.training_memory import off_gpu, state_bytes
 from gcore.hub import model_folder
-from gcore.launch.plan import Machine, Plan
+from gcore.launch.machines import Machine
+from gcore.launch.plan import Plan
 from gcore.types import UserError
 
 # private memory in MB of each kind of process without weights, in a run of a 30k-parameter model (torch 2.13, CPU)
@@ -29,8 +31,8 @@ MAX_PER_CORE = 8  # processes per core; more give a warning
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Part("engine", count=64, each_mb=290, key="placement.policy.replicas", idle=False)"""
+class MemoryPart:
+    """MemoryPart("engine", count=64, each_mb=290, key="placement.policy.replicas", idle=False)"""
 
     what: str
     count: int
@@ -43,16 +45,16 @@ class Part:
         return self.count * self.each_mb
 
 
-def parts(config: Config, plan: Plan, trains: bool = True) -> list[Part]:
+def parts(config: Config, plan: Plan, trains: bool = True) -> list[MemoryPart]:
     """Every kind of process of the run. `trains`: with trainer ranks. With runtime=local only weights count."""
     local = config.runtime == "local"
 
-    def part(what: str, count: int, key: str, base_mb: float, weights_mb: float = 0.0, idle: bool = False) -> Part:
-        return Part(what, count, weights_mb + (0 if local else base_mb), key, idle or local)
+    def part(what: str, count: int, key: str, base_mb: float, weights_mb: float, idle: bool = False) -> MemoryPart:
+        return MemoryPart(what, count, weights_mb + (0 if local else base_mb), key, idle or local)
 
-    def served(what: str, count: int, key: str, model: Model, by: Serving | ScalarReward) -> Part:
+    def served(what: str, count: int, key: str, model: Model, by: Serving | ScalarReward) -> MemoryPart:
         if isinstance(by, Serving) and by.emulated is not None:
-            return part(what, count, key, EMULATED_MB, idle=True)
+            return part(what, count, key, EMULATED_MB, 0, idle=True)
         on_gpu = plan.gpus > 0 and (by.device if by.device != "auto" else config.training.device) != "cpu"
         width = 0 if on_gpu else 2 if by.dtype == "bfloat16" else 4
         return part(what, count, key, ENGINE_MB, num_parameters(model) * width / 2**20)
@@ -60,48 +62,47 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[Part]:
     def key(own: str) -> str:
         return own if plan.grid is None else "placement.slots"
 
-    found = [Part("driver", 1, DRIVER_MB, "runtime", idle=True)]
-    found.append(served("engine", plan.engines, key("placement.policy.replicas"), config.model, config.generation))
-    for i, judge in enumerate(config.rewards.judges):
-        if judge.model is not None:
-            count = plan.judges[judge.name]
-            found.append(served(f"judge {judge.name}", count, key(f"rewards.judges.{i}.replicas"), judge.model, judge))
+    every = [MemoryPart("driver", 1, DRIVER_MB, "runtime", idle=True)]
+    every.append(served("engine", plan.engines, key("placement.policy.replicas"), config.model, config.generation))
+    for place, judge in config.rewards.engine_judges_by_key.items():
+        count = plan.judges[judge.name]
+        every.append(served(f"judge {judge.name}", count, key(f"{place}.replicas"), judge.model, judge))
     for i, scorer in enumerate(config.rewards.models):
         count = plan.scorers[scorer.name]
-        found.append(served(f"scorer {scorer.name}", count, f"rewards.models.{i}.replicas", scorer.model, scorer))
+        every.append(served(f"scorer {scorer.name}", count, f"rewards.models.{i}.replicas", scorer.model, scorer))
     if trains and config.training.emulated is not None:
-        found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", EMULATED_MB, idle=True))
+        every.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", EMULATED_MB, 0, idle=True))
     elif trains:
         held_mb, copied_mb = _trained_mb(config, plan)
-        found.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", TRAINER_MB, held_mb))
+        every.append(part("trainer rank", plan.trainers, "placement.trainer.ranks", TRAINER_MB, held_mb))
         if copied_mb >= 1:
-            found.append(Part("copy for checkpoints", plan.trainers, copied_mb, COPY_KEY, idle=True))
+            every.append(MemoryPart("copy for checkpoints", plan.trainers, copied_mb, COPY_KEY, idle=True))
         if plan.critics:
             held_mb, copied_mb = _critic_mb(config, plan)
-            found.append(part("critic rank", plan.critics, "placement.critic.ranks", TRAINER_MB, held_mb))
-            found.append(Part("copy for checkpoints", plan.critics, copied_mb, COPY_KEY, idle=True))
-    found.append(part("controller", plan.controllers, "controllers", CONTROLLER_MB))
+            every.append(part("critic rank", plan.critics, "placement.critic.ranks", TRAINER_MB, held_mb))
+            every.append(MemoryPart("copy for checkpoints", plan.critics, copied_mb, COPY_KEY, idle=True))
+    every.append(part("controller", plan.controllers, "controllers", CONTROLLER_MB, 0))
     workers = plan.controllers * plan.reward_workers
-    found.append(Part("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))
-    return [each for each in found if each.count]
+    every.append(MemoryPart("reward worker", workers, WORKER_MB, "rewards.workers", idle=True))
+    return [each for each in every if each.count]
 
 
-def check_sizes(found: Sequence[Part], machine: Machine) -> list[str]:
+def check_sizes(every: Sequence[MemoryPart], machine: Machine) -> list[str]:
     """UserError if the run needs more memory than the machine has. Returns warnings about free memory and cores."""
-    total = sum(part.total_mb for part in found)
-    largest = max(found, key=lambda part: part.total_mb)
+    total = sum(part.total_mb for part in every)
+    largest = max(every, key=lambda part: part.total_mb)
     if machine.memory_mb and total > machine.memory_mb:
         fewer = f"lower {largest.key}={largest.count}" if largest.count > 1 else "use a smaller model or more memory"
-        if total - sum(part.total_mb for part in found if part.key == COPY_KEY) <= machine.memory_mb:
+        if total - sum(part.total_mb for part in every if part.key == COPY_KEY) <= machine.memory_mb:
             fewer = f"set {COPY_KEY}=false, which needs no copy"
         raise UserError(
             f"this run needs at least {size(total)} of memory, and this machine has {size(machine.memory_mb)}: "
-            f"{_listed(found)}; {fewer}"
+            f"{_listed(every)}; {fewer}"
         )
     warnings = []
     if machine.free_mb and total > machine.free_mb:
         warnings.append(f"this run needs at least {size(total)} of memory, and {size(machine.free_mb)} are free now")
-    busy = [part for part in found if not part.idle]
+    busy = [part for part in every if not part.idle]
     count = sum(part.count for part in busy)
     if count > MAX_PER_CORE * machine.cores:
         most = max(busy, key=lambda part: part.count)
@@ -112,10 +113,10 @@ def check_sizes(found: Sequence[Part], machine: Machine) -> list[str]:
     return warnings
 
 
-def memory_line(found: Sequence[Part], machine: Machine) -> str:
+def memory_line(every: Sequence[MemoryPart], machine: Machine) -> str:
     """For --dry-run: at least 2.2 GB of 24 GB"""
     of = f" of {size(machine.memory_mb)}" if machine.memory_mb else ""
-    return f"at least {size(sum(part.total_mb for part in found))}{of}"
+    return f"at least {size(sum(part.total_mb for part in every))}{of}"
 
 
 def num_parameters(model: Model) -> int:
@@ -176,9 +177,9 @@ def _critic_mb(config: Config, plan: Plan) -> tuple[float, float]:
     return sum(state.get(name, 0.0) for name in held), 12 * own / copies * config.checkpoint.asynchronous
 
 
-def _listed(found: Sequence[Part]) -> str:
+def _listed(every: Sequence[MemoryPart]) -> str:
     """Largest first: 64 x engine of 290 MB, 1 x driver of 450 MB"""
-    ordered = sorted(found, key=lambda part: -part.total_mb)
+    ordered = sorted(every, key=lambda part: -part.total_mb)
     return ", ".join(f"{part.count} x {part.what} of {size(part.each_mb)}" for part in ordered)
 
 

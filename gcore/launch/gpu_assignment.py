@@ -76,10 +76,10 @@ def shared_gpus(
         left -= pool[-1]
     replicas = {}
     for kind, count in counts.items():
-        if not (found := places(kind, pool)):
+        if not (taken := places(kind, pool)):
             continue  # no GPU at all
-        replicas[kind] = tuple(found[rank % len(found)] for rank in range(count))
-    load = Counter(bundles[0] for found in replicas.values() for bundles in found)
+        replicas[kind] = tuple(taken[rank % len(taken)] for rank in range(count))
+    load = Counter(bundles[0] for taken in replicas.values() for bundles in taken)
     nodes = tuple(node for node, gpus in enumerate(pool) for _ in range(gpus))
     return GpuAssignment((1,) * used, nodes, replicas, share=round(0.95 / max(load.values(), default=1), 4))
 
@@ -87,13 +87,13 @@ def shared_gpus(
 def within_nodes(node_gpus: Sequence[int], width: int, block: int = 1) -> list[Bundles]:
     """Sets of `width` GPUs, each on one node, and within a block of `block` GPUs of it.
     within_nodes([3, 2], 2) == [(0, 1), (3, 4)]"""
-    found, first = list[Bundles](), 0
+    sets, first = list[Bundles](), 0
     block = max(width, block)
     for gpus in node_gpus:
         for start in range(first, first + gpus - block + 1, block):
-            found += [tuple(range(at, at + width)) for at in range(start, start + block - width + 1, width)]
+            sets += [tuple(range(at, at + width)) for at in range(start, start + block - width + 1, width)]
         first += gpus
-    return found
+    return sets
 
 
 def separate_gpus(

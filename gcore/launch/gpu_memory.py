@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gcore.config.base import Serving
-from gcore.config.tree import Config, ScalarReward
+from gcore.config.rewards import ScalarReward
+from gcore.config.tree import Config
 from gcore.cost.backends import megatron_memory
 from gcore.cost.costs import ENGINE
 from gcore.cost.shapes import Shape, model_shape
@@ -45,8 +46,8 @@ BYTES = 2  # engines and scorers on a GPU: bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
-    """The configuration without `auto`, the memory it was decided by (None: not planned), and a line for the user."""
+class MemoryPlan:
+    """The configuration without `auto`, the memory of the choice (None: not planned), and a line for the user."""
 
     config: Config
     choice: Choice | None = None
@@ -57,32 +58,32 @@ class Decided:
         return [self.note] if self.note else []
 
 
-def decide(config: Config, plan: Plan, gpu_bytes: float | None = None) -> Decided:
+def plan_memory(config: Config, plan: Plan, gpu_bytes: float | None = None) -> MemoryPlan:
     """Raises UserError if the trainer and the engines on its GPU cannot fit. `gpu_bytes`: of one GPU; by default those
     of this machine."""
     training = config.training
     if training.emulated is not None:
-        return Decided(config)
+        return MemoryPlan(config)
     if not _on_gpu(config, plan):
-        return Decided(with_keys(config, training.activation_checkpointing is True, "none"))
+        return MemoryPlan(with_keys(config, training.activation_checkpointing is True, "none"))
     if gpu_bytes is None and (gpu_bytes := detect_gpu_bytes()) is None:
-        return Decided(config, note=_later(config))
+        return MemoryPlan(config, note=_unplanned(config))
     return kind_of(config).plan_memory(plan, gpu_bytes)
 
 
-def decide_language(config: Config, plan: Plan, gpu_bytes: float) -> Decided:
+def plan_language_memory(config: Config, plan: Plan, gpu_bytes: float) -> MemoryPlan:
     training = config.training
     if config.critic_ranks:
-        decide_critic(config, plan, gpu_bytes)  # a UserError now, not after the start of all processes
+        plan_critic_memory(config, plan, gpu_bytes)  # a UserError now, not after the start of all processes
     try:
         shape = model_shape(config.model, "model.path")
     except UserError as error:  # a kind of model that the planner does not know
         chosen = training.activation_checkpointing is True, "none" if training.offload == "auto" else training.offload
-        return Decided(with_keys(config, *chosen), note=f"GPU memory is not planned: {error}")
+        return MemoryPlan(with_keys(config, *chosen), note=f"GPU memory is not planned: {error}")
     if training.backend == "megatron":
-        return _decide_megatron(config, plan, shape, gpu_bytes)
-    choice = resolve(config, plan, shape, gpu_bytes)
-    free = resolve(with_keys(config, "auto", "auto"), plan, shape, gpu_bytes)
+        return _plan_megatron(config, plan, shape, gpu_bytes)
+    choice = choose_for_trainer(config, plan, shape, gpu_bytes)
+    free = choose_for_trainer(with_keys(config, "auto", "auto"), plan, shape, gpu_bytes)
     if not choice.fits:
         raise UserError(f"this run does not fit on its GPUs: {_needed(choice)}; {_advice(config, choice, free)}")
     note = ""
@@ -91,36 +92,34 @@ def decide_language(config: Config, plan: Plan, gpu_bytes: float) -> Decided:
             f"GPU memory is close to its limit: {_needed(choice)}; if it runs out of memory, "
             f"{_advice(config, choice, free)}"
         )
-    return Decided(with_keys(config, choice.rank.checkpointing, choice.rank.offload), choice, note)
+    return MemoryPlan(with_keys(config, choice.rank.checkpointing, choice.rank.offload), choice, note)
 
 
-def _decide_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Decided:
+def _plan_megatron(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> MemoryPlan:
     """Recomputation, if activations do not fit without it. Nothing is off-loaded: the trainer's state is on the GPU
     while engines generate."""
     rank, beside = rank_of(config, plan, shape), engines_beside(config, plan, shape, gpu_bytes)
     wanted = config.training.activation_checkpointing
     for recompute in (False, True) if wanted == "auto" else (wanted,):
-        found = [megatron_memory(shape, plan.topology, rank.max_tokens, recompute, rank.kl)]
+        networks = [megatron_memory(shape, plan.topology, rank.max_tokens, recompute, rank.kl)]
         if rank.critic is not None:
             critic = megatron_memory(rank.critic, plan.topology, rank.max_tokens, recompute)
-            found.append({name: critic[name] for name in ("weights", "gradients", "optimizer")})
-        state = sum(sum(parts.get(n, 0.0) for n in MEGATRON_STATE) for parts in found)
-        needed = max(state + beside.rollout, sum(sum(parts.values()) for parts in found) + beside.training)
+            networks.append({name: critic[name] for name in ("weights", "gradients", "optimizer")})
+        state = sum(sum(parts.get(n, 0.0) for n in MEGATRON_STATE) for parts in networks)
+        needed = max(state + beside.rollout, sum(sum(parts.values()) for parts in networks) + beside.training)
         if needed <= COMFORTABLE * gpu_bytes:
             break
-    decided = with_keys(config, recompute, "none")
     text = f"training.backend=megatron and the engines need {needed / GB:.1f} of {gpu_bytes / GB:.1f} GB of a GPU"
     if needed > gpu_bytes:
         raise UserError(
             f"this run does not fit on its GPUs: {text}; expected more ranks or higher degrees in placement.trainer, a "
             "lower generation.gpu_memory_utilization, or placement.mode=disaggregated"
         )
-    return Decided(
-        decided, note=f"GPU memory is close to its limit: {text}" if needed > COMFORTABLE * gpu_bytes else ""
-    )
+    note = f"GPU memory is close to its limit: {text}" if needed > COMFORTABLE * gpu_bytes else ""
+    return MemoryPlan(with_keys(config, recompute, "none"), note=note)
 
 
-def resolve(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Choice:
+def choose_for_trainer(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -> Choice:
     """Checkpointing and off-load for these GPUs, with the memory of every phase. Pure."""
     training = config.training
     beside = engines_beside(config, plan, shape, gpu_bytes)
@@ -146,7 +145,7 @@ def rank_of(config: Config, plan: Plan, shape: Shape) -> TrainingRank:
     )
 
 
-def decide_critic(config: Config, plan: Plan, gpu_bytes: float) -> Config:
+def plan_critic_memory(config: Config, plan: Plan, gpu_bytes: float) -> Config:
     """The configuration of a critic rank that has its GPU for itself, without `auto`: that of the trainer if it fits
     there, else what does. UserError if nothing does. `gpu_bytes`: 0 on a CPU."""
     training = config.training
@@ -204,7 +203,6 @@ def engines_beside(config: Config, plan: Plan, shape: Shape, gpu_bytes: float) -
     judges = {
         judge.name: _awake(config, judge, num_parameters(judge.model), gpu_bytes)
         for judge in config.rewards.engine_judges
-        if judge.model is not None
     }
     if plan.grid is not None:  # one role at a time has a slot, the others sleep there
         awake = [size for size in (policy, *judges.values()) if size]
@@ -246,20 +244,20 @@ def detect_gpu_bytes() -> float | None:
 # ---- lines --------------------------------------------------------------------------------------------------------
 
 
-def memory_lines(decided: Decided) -> list[str]:
+def memory_lines(plan: MemoryPlan) -> list[str]:
     """For --dry-run: a table of phases and parts in GB, and what was chosen and why."""
-    choice = decided.choice
+    choice = plan.choice
     if choice is None:
-        return decided.notes
+        return plan.notes
     if choice.peak < NEGLIGIBLE * choice.total:
-        return [f"at most {choice.peak / GB:.1f} of {choice.total / GB:.0f} GB per GPU", *decided.notes]
+        return [f"at most {choice.peak / GB:.1f} of {choice.total / GB:.0f} GB per GPU", *plan.notes]
     rows = table(choice.gpu)
     host = f"; {choice.host_peak / GB:.0f} GB of host memory per rank" if choice.host_peak else ""
     return [
         f"{choice.total / GB:.0f} GB per GPU, at most {choice.peak / GB:.0f} GB used{host}; GB by part:",
         *rows,
         *(f"training.{reason}" for reason in choice.reasons),
-        *decided.notes,
+        *plan.notes,
     ]
 
 
@@ -325,7 +323,7 @@ def _advice(config: Config, choice: Choice, free: Choice) -> str:
     return "; or ".join(text for _, text in sorted(tips, key=lambda tip: -tip[0]))
 
 
-def _later(config: Config) -> str:
+def _unplanned(config: Config) -> str:
     training = config.training
     keys = [f"training.{key}" for key in ("activation_checkpointing", "offload") if getattr(training, key) == "auto"]
     what = f"{' and '.join(keys)} are decided by each trainer rank at its start" if keys else "nothing is checked"

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from gcore.types import UserError
 
 ACCELERATOR = "accelerator_type:"  # Ray's resource that names the GPUs of a node, accelerator_type:H100
@@ -58,14 +60,14 @@ def as_cluster(machines: Cluster | Machine) -> Cluster:
 def cluster_of(nodes: Sequence[Mapping[str, Any]], driver: str) -> Cluster:
     """From `ray.nodes()`. `driver`: id of the node where the driver runs. Nodes without CPUs run no roles: a head node
     started with `--num-cpus=0`."""
-    found = []
+    machines = []
     for node in nodes:
         resources = node["Resources"] if node["Alive"] else {}
         if int(resources.get("CPU", 0)) < 1:
             continue
         names = (name.removeprefix(ACCELERATOR) for name in resources if name.startswith(ACCELERATOR))
         memory = resources.get("memory", 0) + resources.get("object_store_memory", 0)
-        found.append(
+        machines.append(
             Machine(
                 cores=int(resources["CPU"]),
                 gpus=int(resources.get("GPU", 0)),
@@ -75,9 +77,9 @@ def cluster_of(nodes: Sequence[Mapping[str, Any]], driver: str) -> Cluster:
                 gpu_name=next(names, ""),
             )
         )
-    if not found:
+    if not machines:
         raise UserError(f"the Ray cluster has {len(nodes)} node(s), and none of them is alive and has a CPU")
-    return Cluster(tuple(sorted(found, key=lambda node: (node.node_id != driver, node.address, node.node_id))))
+    return Cluster(tuple(sorted(machines, key=lambda node: (node.node_id != driver, node.address, node.node_id))))
 
 
 def detect_machine() -> Machine:
@@ -104,15 +106,9 @@ def check_shared_folder(folder: Path, nodes: Sequence[Machine]) -> None:
 
 
 def _see_memory() -> tuple[int, int]:
-    """Total and free MB of this machine, or of the container of this process; 0: unknown."""
-    found: dict[str, int] = {}
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            found[name] = int(value.split()[0]) // 1024
-    except (OSError, ValueError, IndexError):  # not Linux
-        return 0, 0
-    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
+    """Total and free MB of this machine, or of the container of this process."""
+    memory = psutil.virtual_memory()
+    total, free = memory.total // 2**20, memory.available // 2**20
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limit = int(Path(file).read_text()) // 2**20

@@ -15,9 +15,11 @@ from pathlib import Path
 
 from gcore import user_files
 from gcore.config.engines import ENGINES
-from gcore.config.tree import Config, Model
+from gcore.config.judges import VerdictJudge
+from gcore.config.tree import Config
 from gcore.launch.build import look_at_nodes, see_nodes
 from gcore.launch.machines import Cluster, Machine
+from gcore.launch.pins import models_of
 from gcore.launch.plan import Plan
 from gcore.rewarding.judge import FUNCTION
 from gcore.runtime.protocol import NodeFacts
@@ -47,11 +49,11 @@ def differences(
 ) -> list[Difference]:
     """One line each. `engines`: those that the run uses; None: no run is known. `files`: key -> path that nodes need.
     `folder`: key and path of the folder that was compared."""
-    found = []
+    differing = []
     for node in nodes:
         name = f"node {node.address}" + (f" ({node.host})" if node.host else "")
         if node.failure:
-            found.append(Difference(f"{name}: cannot be used: {node.failure}; is G-Core installed there?"))
+            differing.append(Difference(f"{name}: cannot be used: {node.failure}; is G-Core installed there?"))
             continue
         own = [*_versions(driver, node, engines), *_files(driver, node, files or {}), *_network(node)]
         if node.folder:
@@ -64,16 +66,16 @@ def differences(
         if abs(node.clock_s) - node.clock_error_s > CLOCK_S:
             text = f"its clock is {abs(node.clock_s):.1f} s {'ahead of' if node.clock_s > 0 else 'behind'} the driver's"
             own.append(Difference(f"{text}; timelines of the run mix up (use NTP)", breaks=False))
-        found += [replace(difference, text=f"{name}: {difference.text}") for difference in own]
+        differing += [replace(difference, text=f"{name}: {difference.text}") for difference in own]
     kinds = {gpu for node in nodes for gpu in node.gpus}
     if len(kinds) > 1:
         text = f"GPUs of {len(kinds)} kinds: {', '.join(sorted(kinds))}; a step is as slow as the slowest of them"
-        found.append(Difference(text, breaks=False))
-    return found
+        differing.append(Difference(text, breaks=False))
+    return differing
 
 
 def _versions(driver: NodeFacts, node: NodeFacts, engines: Collection[str] | None) -> list[Difference]:
-    found = []
+    differing = []
 
     def compare(name: str, breaks: bool) -> None:
         theirs, ours = node.versions.get(name), driver.versions.get(name)
@@ -81,13 +83,13 @@ def _versions(driver: NodeFacts, node: NodeFacts, engines: Collection[str] | Non
             return
         same_release = theirs is not None and ours is not None and theirs.partition("+")[0] == ours.partition("+")[0]
         text = f"{name} {theirs or 'is not installed'}, expected {ours or 'none'} as on the driver's machine"
-        found.append(Difference(text, breaks and not same_release))  # builds of a release: +cpu, +cu130
+        differing.append(Difference(text, breaks and not same_release))  # builds of a release: +cpu, +cu130
 
     ours, theirs = driver.versions.get("python", ""), node.versions.get("python", "")
     compare("python", ours.split(".")[:2] != theirs.split(".")[:2])
     if node.code != driver.code:
         text = f"other code of G-Core ({node.versions.get('gcore')}, digest {node.code})"
-        found.append(Difference(f"{text}, expected {driver.versions.get('gcore')}, digest {driver.code}"))
+        differing.append(Difference(f"{text}, expected {driver.versions.get('gcore')}, digest {driver.code}"))
     for package in SAME:
         compare(package, breaks=True)
     compare("safetensors", breaks=False)
@@ -95,32 +97,32 @@ def _versions(driver: NodeFacts, node: NodeFacts, engines: Collection[str] | Non
         for package in traits.packages:
             both = package in driver.versions and package in node.versions
             compare(package, breaks=both if engines is None else engine in engines)
-    return found
+    return differing
 
 
 def _files(driver: NodeFacts, node: NodeFacts, files: Mapping[str, str]) -> list[Difference]:
-    found = []
+    differing = []
     for key, path in files.items():
         theirs, ours = node.sizes.get(path, -1), driver.sizes.get(path, -1)
         if theirs < 0:
-            found.append(Difference(f"{key}={path}: no such file or folder there; share it, at the same path"))
+            differing.append(Difference(f"{key}={path}: no such file or folder there; share it, at the same path"))
         elif theirs != ours:
-            found.append(Difference(f"{key}={path}: another file there, {theirs:,} bytes instead of {ours:,}"))
-    return found
+            differing.append(Difference(f"{key}={path}: another file there, {theirs:,} bytes instead of {ours:,}"))
+    return differing
 
 
 def _network(node: NodeFacts) -> list[Difference]:
-    found = []
+    differing = []
     if not node.interface:
         text = f"no interface of the machine has the address {node.address}, so other nodes cannot connect"
-        found.append(Difference(f"{text} (ray start --node-ip-address)"))
+        differing.append(Difference(f"{text} (ray start --node-ip-address)"))
     if node.link:
         text = f"cannot connect to the next node at a free port ({node.link})"
-        found.append(Difference(f"{text}; collectives need all ports between the nodes"))
+        differing.append(Difference(f"{text}; collectives need all ports between the nodes"))
     elif 0 < node.link_mb_s < SLOW_LINK_MB_S:
         text = f"only {node.link_mb_s:.0f} MB/s to the next node; weights and samples cross it in every step"
-        found.append(Difference(text, breaks=False))
-    return found
+        differing.append(Difference(text, breaks=False))
+    return differing
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
@@ -130,11 +132,12 @@ def sent_files(config: Config) -> list[str]:
     """Files of the recipe that the driver sends to the nodes: code, templates, datasets in a file."""
     rewards, data = config.rewards, config.data
     functions = [*(spec.path for spec in rewards.functions), config.workflow, config.sampling.filter]
-    functions += [judge.verdict for judge in rewards.judges if FUNCTION.fullmatch(judge.verdict)]
+    judges = [judge for judge in rewards.judges if isinstance(judge, VerdictJudge)]
+    functions += [judge.verdict for judge in judges if FUNCTION.fullmatch(judge.verdict)]
     functions += [spec.task for spec in (data.train, *data.eval_sets.values()) if spec.task is not None]
     functions += [config.algorithm.adv_estimator, config.algorithm.policy_loss]
     code = [path.rpartition(":")[0] for path in functions]
-    templates = [config.model.chat_template, *(judge.template for judge in rewards.judges if judge.template)]
+    templates = [config.model.chat_template, *(judge.template for judge in judges)]
     datasets = [spec.path for spec in (data.train, *data.eval_sets.values())]
     return [
         *(place for place in code if place.endswith(".py")),
@@ -144,26 +147,22 @@ def sent_files(config: Config) -> list[str]:
 
 def needed_files(config: Config, sent: Collection[str]) -> dict[str, str]:
     """Key -> file or folder of this machine that the nodes need too: models, tokenizers, large datasets."""
-    rewards, data = config.rewards, config.data
-    models: dict[str, Model] = {"model": config.model}
-    models |= {"critic.model": config.critic.model} if config.critic.model else {}
-    models |= {f"rewards.models.{i}.model": spec.model for i, spec in enumerate(rewards.models)}
-    models |= {f"rewards.judges.{i}.model": spec.model for i, spec in enumerate(rewards.judges) if spec.model}
-    found = {f"{key}.path": model.path for key, model in models.items()}
-    found |= {f"{key}.tokenizer": model.tokenizer for key, model in models.items()}
-    found |= {"data.train.path": data.train.path}
-    found |= {f"data.eval.{name}.path".replace("..", "."): spec.path for name, spec in data.eval_sets.items()}
-    here = {key: path for key, path in found.items() if path and Path(path).expanduser().exists()}
+    data, models = config.data, models_of(config)
+    paths = {f"{key}.path": model.path for key, model in models.items()}
+    paths |= {f"{key}.tokenizer": model.tokenizer for key, model in models.items()}
+    paths |= {"data.train.path": data.train.path}
+    paths |= {f"data.eval.{name}.path".replace("..", "."): spec.path for name, spec in data.eval_sets.items()}
+    here = {key: path for key, path in paths.items() if path and Path(path).expanduser().exists()}
     return {key: os.path.abspath(Path(path).expanduser()) for key, path in here.items() if path not in sent}
 
 
 def check_nodes(config: Config, plan: Plan, trains: bool = True) -> list[str]:
     """Notes for the user. UserError if a node of the plan would break the run. Without a cluster: nothing."""
     used = sorted({node for nodes in plan.role_nodes.values() for node in nodes})
-    found = compare_nodes(config, [plan.nodes[i] for i in used], trains)
-    if broken := [difference.text for difference in found if difference.breaks]:
+    differing = compare_nodes(config, [plan.nodes[i] for i in used], trains)
+    if broken := [difference.text for difference in differing if difference.breaks]:
         raise UserError("\n  ".join([f"{len(broken)} problem(s) of the Ray cluster:", *broken]))
-    return [difference.text for difference in found]
+    return [difference.text for difference in differing]
 
 
 def compare_nodes(config: Config, nodes: Sequence[Machine], trains: bool) -> list[Difference]:
@@ -174,10 +173,10 @@ def compare_nodes(config: Config, nodes: Sequence[Machine], trains: bool) -> lis
     files = needed_files(config, set(names) - set(left_out))
     folder = Path(config.run.dir) if trains else None
     driver, facts = look_at_nodes(nodes, list(files.values()), folder)
-    engines = {config.generation.engine, *(judge.engine for judge in config.rewards.judges if judge.model)}
-    found = differences(driver, facts, engines=engines, files=files, folder=f"run.dir={config.run.dir}")
+    engines = {config.generation.engine, *(judge.engine for judge in config.rewards.engine_judges)}
+    differing = differences(driver, facts, engines=engines, files=files, folder=f"run.dir={config.run.dir}")
     packages = {name: size for name, size in left_out.items() if name not in names}
-    return found + [
+    return differing + [
         Difference(f"package {name} has {size} MB and is not sent to the nodes; it must be installed there", False)
         for name, size in packages.items()
     ]
@@ -195,9 +194,9 @@ class NodeGate:
         cluster = self._see(config)
         for node in cluster.nodes:
             if node.node_id not in self._known | self._refused:
-                found = [difference.text for difference in compare_nodes(config, [node], True) if difference.breaks]
-                (self._refused if found else self._known).add(node.node_id)
-                for text in found:
+                breaking = [difference.text for difference in compare_nodes(config, [node], True) if difference.breaks]
+                (self._refused if breaking else self._known).add(node.node_id)
+                for text in breaking:
                     self.note(f"{text}; the run does not use this node")
         left = tuple(node for node in cluster.nodes if node.node_id not in self._refused)
         return Cluster(left) if left else cluster
@@ -206,7 +205,7 @@ class NodeGate:
 # ---- gcore doctor --cluster -----------------------------------------------------------------------------------------
 
 
-def cluster_doctor(folder: str, megabytes: int = LINK_MB) -> int:
+def cluster_doctor(folder: str) -> int:
     """Prints the nodes and their differences. 2: a run would break; 0: it would not."""
     cluster = see_nodes()
     directory = Path(folder)
@@ -214,7 +213,7 @@ def cluster_doctor(folder: str, megabytes: int = LINK_MB) -> int:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {folder}: cannot be made: {error.strerror or error}") from None
-    driver, facts = look_at_nodes(cluster.nodes, (), directory, megabytes)
+    driver, facts = look_at_nodes(cluster.nodes, (), directory, LINK_MB)
     print(f"cluster     {len(facts)} node(s) that run roles, at {os.environ.get('RAY_ADDRESS', 'the joined cluster')}")
     print(f"driver      {driver.host}: {_shown(driver)}")
     for machine, node in zip(cluster.nodes, facts, strict=True):
@@ -225,15 +224,13 @@ def cluster_doctor(folder: str, megabytes: int = LINK_MB) -> int:
             print(f"            clock {node.clock_s:+.4f} s (at most {node.clock_error_s:.4f} s wrong)")
     for node, following in zip(facts, [*facts[1:], *facts[:1]], strict=True):
         if node.link_mb_s:
-            print(
-                f"link        {node.address} -> {following.address}: {node.link_mb_s:,.0f} MB/s, {megabytes} MB by TCP"
-            )
+            print(f"link        {node.address} -> {following.address}: {node.link_mb_s:,.0f} MB/s, {LINK_MB} MB by TCP")
     if not any(node.folder or node.failure for node in facts):
         print(f"run folder  {directory.absolute()} is the same folder on all nodes")
-    found = differences(driver, facts, folder=f"--run-dir {directory.absolute()}")
-    for difference in found:
+    differing = differences(driver, facts, folder=f"--run-dir {directory.absolute()}")
+    for difference in differing:
         print(f"{'PROBLEM' if difference.breaks else 'note':12}{difference.text}")
-    broken = sum(difference.breaks for difference in found)
+    broken = sum(difference.breaks for difference in differing)
     print(f"{'result':12}" + (f"{broken} problem(s): a run would break" if broken else "a run can use these nodes"))
     sys.stdout.flush()
     return 2 if broken else 0

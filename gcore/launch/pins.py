@@ -1,6 +1,6 @@
 """Resolves and checks the models and datasets of a recipe before any process starts. Does not import torch.
 
-    recipe ──pin──> ids with commits ──check_models──> long enough? ──(other checks)──> fetch: weights to the cache
+    recipe ──pin──> ids with commits ──check_models──> long enough? ──(other checks)──> find_weights: to the cache
 
 The driver resolves every hub id to a commit once and writes it to the run's config.yaml. Each process then opens this
 commit in the cache of its own machine (gcore/hub.py), and downloads missing files.
@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gcore.config.base import Model
+from gcore.config.judges import RemoteJudge, ServedJudge
 from gcore.config.load import parse_yaml
-from gcore.config.tree import Config, Model
+from gcore.config.tree import Config
 from gcore.hub import is_id, model_folder, pin_model
 from gcore.prompts.rows import pin_rows
 from gcore.types import UserError
@@ -33,7 +35,9 @@ def pin(config: Config) -> Config:
         for i, spec in enumerate(rewards.models)
     ]
     judges = [
-        spec.model_copy(update={"model": pin_model(spec.model, f"rewards.judges.{i}.model")}) if spec.model else spec
+        spec
+        if isinstance(spec, RemoteJudge)
+        else spec.model_copy(update={"model": pin_model(spec.model, f"rewards.judges.{i}.model")})
         for i, spec in enumerate(rewards.judges)
     ]
     critic = config.critic
@@ -49,55 +53,46 @@ def pin(config: Config) -> Config:
     )
 
 
+def models_of(config: Config) -> dict[str, Model]:
+    """Every model that the recipe names: key -> model."""
+    rewards = config.rewards
+    models: dict[str, Model | None] = {"model": config.model, "critic.model": config.critic.model}
+    models |= {f"rewards.models.{i}.model": scorer.model for i, scorer in enumerate(rewards.models)}
+    models |= {f"{key}.model": judge.model for key, judge in rewards.engine_judges_by_key.items()}
+    return {key: model for key, model in models.items() if model is not None}
+
+
 def check_models(config: Config) -> None:
     """UserError if a path is not a model, or if its context window is too short for the recipe."""
     whole = config.data.max_prompt_length + config.generation.max_response_length
     keys_of_whole = "data.max_prompt_length + generation.max_response_length"
     _check(config.model, "model", keys_of_whole, whole)
-    for i, judge in enumerate(config.rewards.judges):
-        if judge.model is not None and judge.mode == "teacher":  # it reads whole samples of the policy
+    for key, judge in config.rewards.engine_judges_by_key.items():
+        if isinstance(judge, ServedJudge):
+            keys = f"{key}.max_prompt_length + {key}.max_response_length"
+            _check(judge.model, f"{key}.model", keys, judge.max_length)
+        else:  # a teacher reads whole samples of the policy
             more = judge.traits.scores_at_one  # needs room for one more token
-            _check(judge.model, f"rewards.judges.{i}.model", keys_of_whole, whole + more)
-        elif judge.model is not None:
-            key = f"rewards.judges.{i}"
-            longest = judge.max_prompt_length + judge.max_response_length
-            _check(judge.model, f"{key}.model", f"{key}.max_prompt_length + {key}.max_response_length", longest)
+            _check(judge.model, f"{key}.model", keys_of_whole, whole + more)
     if config.critic.model is not None and config.algorithm.estimator.critic:
-        longest = config.data.max_prompt_length + config.generation.max_response_length
-        _check(config.critic.model, "critic.model", "data.max_prompt_length + generation.max_response_length", longest)
+        _check(config.critic.model, "critic.model", keys_of_whole, whole)
     for i, scorer in enumerate(config.rewards.models):
         key, longest = f"rewards.models.{i}", 0 if scorer.max_length == "auto" else scorer.max_length
         _check(scorer.model, f"{key}.model", f"{key}.max_length", longest)
 
 
-def fetch(config: Config) -> None:
-    """Download the weights of all hub models into the cache of this machine."""
-    for model, key in _with_weights(config):
-        if is_id(str(model.path)):
+def find_weights(config: Config, *, of_hub: bool) -> None:
+    """`of_hub`: download the weights of hub models into the cache of this machine. Otherwise, for the other models:
+    UserError if a folder has no weights, or an incomplete file."""
+    unread = set[str]()
+    if config.training.emulated is not None and config.generation.emulated is not None:
+        unread.add("model")
+    if not config.algorithm.estimator.critic:
+        unread.add("critic.model")
+    unread |= {f"{key}.model" for key, judge in config.rewards.engine_judges_by_key.items() if judge.emulated}
+    for key, model in models_of(config).items():
+        if key not in unread and model.path is not None and is_id(model.path) == of_hub:
             model_folder(model, key, weights=True)
-
-
-def check_weights(config: Config) -> None:
-    """UserError if the folder of a model has no weights, or an incomplete file. The others are fetched later."""
-    for model, key in _with_weights(config):
-        if not is_id(str(model.path)):
-            model_folder(model, key, weights=True)
-
-
-def _with_weights(config: Config) -> Iterator[tuple[Model, str]]:
-    """The models whose weights the run reads, and their keys."""
-    emulated = config.training.emulated is not None and config.generation.emulated is not None
-    for model, key, needed in (
-        (config.model, "model", not emulated),
-        (config.critic.model, "critic.model", config.algorithm.estimator.critic),
-        *((spec.model, f"rewards.models.{i}.model", True) for i, spec in enumerate(config.rewards.models)),
-        *(
-            (spec.model, f"rewards.judges.{i}.model", spec.emulated is None)
-            for i, spec in enumerate(config.rewards.judges)
-        ),
-    ):
-        if needed and model is not None and model.path is not None:
-            yield model, key
 
 
 def context_window(config: dict[str, Any]) -> int | None:

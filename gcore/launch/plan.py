@@ -14,13 +14,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from gcore.config.judges import RemoteJudge
 from gcore.config.megatron import topology_of
 from gcore.config.tree import Config
 from gcore.launch.gpu_assignment import CRITIC, TRAINER, GpuAssignment, separate_gpus, shared_gpus, within_nodes
-from gcore.launch.machines import Cluster as Cluster
-from gcore.launch.machines import Machine as Machine
-from gcore.launch.machines import as_cluster
-from gcore.launch.machines import detect_machine as detect_machine
+from gcore.launch.machines import Cluster, Machine, as_cluster
 from gcore.placement.grid import POLICY, DeviceGrid, Split, shares, split_by
 from gcore.types import Topology, UserError
 
@@ -111,7 +109,11 @@ class Plan:
             + "".join(f", {count} x scorer {name}" for name, count in self.scorers.items())
             + (f", {self.reward_workers} reward worker(s) per controller" if self.reward_workers else "")
             + (" - all in one process (runtime=local)" if config.runtime == "local" else ""),
-            *(f"judge        {j.name} at {j.url.partition('?')[0]}" for j in config.rewards.judges if j.url),
+            *(
+                f"judge        {j.name} at {j.url.partition('?')[0]}"
+                for j in config.rewards.judges
+                if isinstance(j, RemoteJudge)
+            ),
             f"devices      {self._devices() if self.gpus else 'CPU'}",
             *(
                 [f"placement    {config.placement.mode}: {self.grid.slots} slots in {self.grid.num_blocks} blocks"]
@@ -300,8 +302,8 @@ def _check_widths(config: Config, cluster: Cluster) -> None:
     if not cluster.gpus or config.runtime == "local":
         return
     largest, keys = max(_node_gpus(cluster)), {"generation.tensor_parallel": _widths(config)["engine"]}
-    for i, judge in enumerate(config.rewards.judges):
-        keys[f"rewards.judges.{i}.tensor_parallel"] = _widths(config).get(f"judge-{judge.name}", 1)
+    for key, judge in config.rewards.engine_judges_by_key.items():
+        keys[f"{key}.tensor_parallel"] = _widths(config)[f"judge-{judge.name}"]
     keys["placement.trainer.tensor_parallel"] = config.placement.trainer.tensor_parallel
     for key, width in keys.items():
         if width > largest:

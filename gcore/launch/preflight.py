@@ -25,15 +25,17 @@ from gcore.checkpoint.memory import check_memory
 from gcore.checkpoint.remote import Remote
 from gcore.checkpoint.store import MANIFEST
 from gcore.config.advice import warnings as advice
+from gcore.config.data import Dataset
+from gcore.config.judges import RemoteJudge
 from gcore.config.secrets import REDACTED, places
-from gcore.config.tree import Config, Dataset
+from gcore.config.tree import Config
 from gcore.hub import model_folder
 from gcore.launch.build import Roles, load_filter, load_workflow, quiet
 from gcore.launch.build_rewarder import build_rewarder
-from gcore.launch.footprint import Part, check_sizes, num_parameters, parts
+from gcore.launch.footprint import MemoryPart, check_sizes, num_parameters, parts
 from gcore.launch.machines import Cluster, Machine
 from gcore.launch.own_algorithm import load_policy_loss, make_scoring
-from gcore.launch.pins import check_weights
+from gcore.launch.pins import find_weights
 from gcore.launch.plan import Plan
 from gcore.modalities.base import PolicyKind
 from gcore.modalities.table import kind_of
@@ -55,17 +57,14 @@ DatasetSplit = Literal["train", "eval"]
 
 @dataclass(frozen=True, slots=True)
 class OpenDataset:
-    """A dataset and the numbers of the rows to check. OpenDataset("train", Dataset(...), [...], (0, 1, 3, ...))"""
+    """A dataset and the rows to check. OpenDataset("data.train", "train", Dataset(...), [...], (0, 1, 3, ...), "")"""
 
+    key: str
     split: DatasetSplit
     spec: Dataset
     rows: Sequence[dict[str, Any]]
     sample: tuple[int, ...]
-    eval_set: str = ""  # its name, of several
-
-    @property
-    def key(self) -> str:
-        return _key(self.split, self.eval_set)
+    eval_set: str  # its name, of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
     if trains and config.checkpoint.memory_every:
         check_memory(len(plan.nodes))
     _packages(config)
-    check_weights(config)
+    find_weights(config, of_hub=False)
     warnings = advice(config) if trains else []
     _devices(config, plan)
     warnings += _sizes(config, plan, trains)
@@ -180,8 +179,7 @@ def _packages(config: Config) -> None:
             f"training.backend=megatron: {missing[0]} is not installed; `pip install 'gcore-rl[megatron]'`, or use "
             "training.backend=fsdp"
         )
-    judges = ((f"rewards.judges.{i}", judge) for i, judge in enumerate(config.rewards.judges))
-    for key, serving in (("generation", config.generation), *judges):
+    for key, serving in (("generation", config.generation), *config.rewards.engine_judges_by_key.items()):
         traits = serving.traits
         if traits.packages and importlib.util.find_spec(traits.packages[0]) is None:
             raise UserError(
@@ -190,13 +188,13 @@ def _packages(config: Config) -> None:
             )
 
 
-def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[Part]]]:
+def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[MemoryPart]]]:
     """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
-    found = []
+    nodes = []
     for i, node in enumerate(plan.nodes):
         own = parts(config, plan.on_node(i), trains)
-        found.append((node, own if i == 0 else [part for part in own if part.what != "driver"]))
-    return [(node, own) for node, own in found if own]
+        nodes.append((node, own if i == 0 else [part for part in own if part.what != "driver"]))
+    return [(node, own) for node, own in nodes if own]
 
 
 def _sizes(config: Config, plan: Plan, trains: bool) -> list[str]:
@@ -236,28 +234,24 @@ def _on_cuda(config: Config) -> list[str]:
     """The keys that are set to `cuda`."""
     rewards = config.rewards
     devices = {"training.device": config.training.device, "generation.device": config.generation.device}
-    devices |= {f"rewards.judges.{i}.device": judge.device for i, judge in enumerate(rewards.judges)}
+    devices |= {f"{key}.device": judge.device for key, judge in rewards.engine_judges_by_key.items()}
     devices |= {f"rewards.models.{i}.device": scorer.device for i, scorer in enumerate(rewards.models)}
     return [key for key, device in devices.items() if device == "cuda"]
 
 
-def _key(split: DatasetSplit, eval_set: str) -> str:
-    return f"data.{split}.{eval_set}" if eval_set else f"data.{split}"
-
-
 def _open(config: Config, split: DatasetSplit, spec: Dataset, media: frozenset[str], eval_set: str = "") -> OpenDataset:
     """Open the dataset; each row of the sample has a prompt."""
-    key = _key(split, eval_set)
+    key = f"data.{split}.{eval_set}" if eval_set else f"data.{split}"
     rows = load_answered(spec, config.needs, key) if config.trains_on_answers(split) else load_rows(spec, key, media)
-    data = OpenDataset(split, spec, rows, sample_of(len(rows)), eval_set)
+    data = OpenDataset(key, split, spec, rows, sample_of(len(rows)), eval_set)
     for index in data.sample:
         row = rows[index]
         names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
         if (empty := [name for name in names if name in row]) and all(row[name] is None for name in empty):
-            raise UserError(f"{data.key}: row {index} has no prompt: its column {empty[0]!r} is empty (null)")
+            raise UserError(f"{key}: row {index} has no prompt: its column {empty[0]!r} is empty (null)")
         try:
-            check_numbers(row, data.key)
-            prompt_of(row, spec, data.key)
+            check_numbers(row, key)
+            prompt_of(row, spec, key)
         except UserError as error:
             raise _of_row(error, data, index) from None
     return data
@@ -275,7 +269,7 @@ def _sources(config: Config, datasets: Sequence[OpenDataset]) -> None:
         HttpSource(spec, f"rewards.http.{i}") for i, spec in enumerate(rewards.http)
     ]
     for i, judge in enumerate(rewards.judges):
-        if judge.url is not None:
+        if isinstance(judge, RemoteJudge):
             place = f"rewards.judges.{i}"
             servers.append(JudgeSource(judge, RemoteBackend(judge, lambda key: 0, place), place))
     for data in datasets:

@@ -144,33 +144,18 @@ def _read(file: Path) -> dict[str, Any]:
 # ---- network -------------------------------------------------------------------------------------------------------
 
 
-def build_network(build: BuildModel, tokenizer: Any) -> Any:
+def build_network(build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) -> Any:
     """A small Qwen3-VL. Its vision tower also feeds the first decoder layer directly, as in the large ones."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    vision, token = build.vision, tokenizer.convert_tokens_to_ids
+    vision, token, pairs = build.vision, tokenizer.convert_tokens_to_ids, build.hidden_size // build.heads // 2
     assert vision is not None
-    head_dim = build.hidden_size // build.heads
-    across = head_dim // 2 // 3
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": build.hidden_size,
-        "intermediate_size": build.intermediate_size,
-        "num_hidden_layers": build.layers,
-        "num_attention_heads": build.heads,
-        "num_key_value_heads": build.kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": build.max_length,
-        "tie_word_embeddings": True,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": [head_dim // 2 - 2 * across, across, across],
-            "mrope_interleaved": True,
-        },
+    across = pairs // 3
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [pairs - 2 * across, across, across],
+        "mrope_interleaved": True,
     }
     tower = {
         "depth": vision.layers,
@@ -186,7 +171,7 @@ def build_network(build: BuildModel, tokenizer: Any) -> Any:
     }
     attention: dict[str, Any] = {"attn_implementation": "sdpa"}
     config = Qwen3VLConfig(
-        text_config=text,
+        text_config={**decoder, "rope_parameters": rope},
         vision_config=tower,
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),

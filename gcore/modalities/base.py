@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from gcore.cost.workload import CostModel
-    from gcore.launch.gpu_memory import Decided
+    from gcore.launch.gpu_memory import MemoryPlan
     from gcore.launch.plan import Plan
     from gcore.protocols import Engine, TrainerInfo
     from gcore.training.backend import Backend
@@ -48,7 +48,7 @@ class PolicyKind(Protocol):
         """Checks of the network without its weights. Raises UserError."""
         ...
 
-    def plan_memory(self, plan: Plan, gpu_bytes: float) -> Decided:
+    def plan_memory(self, plan: Plan, gpu_bytes: float) -> MemoryPlan:
         """The configuration without `auto`, for GPUs with this memory. Light. Raises UserError if nothing fits."""
         ...
 

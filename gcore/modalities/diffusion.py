@@ -19,7 +19,7 @@ from gcore.prompts.conditions import ConditionTemplater, pass_tokens, transforme
 if TYPE_CHECKING:
     import torch
 
-    from gcore.launch.gpu_memory import Decided
+    from gcore.launch.gpu_memory import MemoryPlan
     from gcore.launch.plan import Plan
     from gcore.protocols import Engine, TrainerInfo
     from gcore.training.fsdp import FsdpBackend
@@ -52,23 +52,23 @@ class Diffusion:
 
         check_denoiser(self.config)
 
-    def plan_memory(self, plan: Plan, gpu_bytes: float) -> Decided:
+    def plan_memory(self, plan: Plan, gpu_bytes: float) -> MemoryPlan:
         """Recomputation, if the activations of one sample, which are in one micro-batch, need a large part of the GPU.
         Nothing is off-loaded, and nothing is refused: `gcore plan --denoiser` estimates the rest."""
         from gcore.cost.training_memory import GB
-        from gcore.launch.gpu_memory import Decided, with_keys
+        from gcore.launch.gpu_memory import MemoryPlan, with_keys
 
         training, model, spec = self.config.training, self.config.model, self._spec
         offload = "none" if training.offload == "auto" else training.offload
         if training.activation_checkpointing != "auto" or model.path is None:
-            return Decided(with_keys(self.config, training.activation_checkpointing is True, offload))
+            return MemoryPlan(with_keys(self.config, training.activation_checkpointing is True, offload))
         about = transformer_config(model)
         width = int(about["num_attention_heads"]) * int(about["attention_head_dim"])
         depth = int(about["num_layers"]) + int(about.get("num_single_layers") or 0)
         passes = spec.window.size if spec.window else spec.steps - 1
         kept = passes * pass_tokens(model, spec) * width * depth * MOST_ACTIVATIONS
         note = f"a sample needs {kept / GB:.1f} GB of activations without training.activation_checkpointing"
-        return Decided(with_keys(self.config, kept > ACTIVATION_SHARE * gpu_bytes, offload), note=note)
+        return MemoryPlan(with_keys(self.config, kept > ACTIVATION_SHARE * gpu_bytes, offload), note=note)
 
     def templater(self, split: Literal["train", "eval"], eval_set: str = "") -> ConditionTemplater:
         return ConditionTemplater(self.config, split, eval_set)

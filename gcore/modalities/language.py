@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from gcore.content.processor import MediaProcessor
-    from gcore.launch.gpu_memory import Decided
+    from gcore.launch.gpu_memory import MemoryPlan
     from gcore.launch.plan import Plan
     from gcore.protocols import Engine, TrainerInfo
     from gcore.training.backend import Backend
@@ -78,10 +78,10 @@ class Language:
 
             check_policy(config.model, self.tokenizer, self._longest)
 
-    def plan_memory(self, plan: Plan, gpu_bytes: float) -> Decided:
-        from gcore.launch.gpu_memory import decide_language
+    def plan_memory(self, plan: Plan, gpu_bytes: float) -> MemoryPlan:
+        from gcore.launch.gpu_memory import plan_language_memory
 
-        return decide_language(self.config, plan, gpu_bytes)
+        return plan_language_memory(self.config, plan, gpu_bytes)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -23,35 +23,38 @@ def build_network(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) ->
         Qwen3MoeConfig,
     )
 
-    if (family := built_family(build)) is not None and not scorer:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network: PreTrainedModel = module_of(family).build_network(build, tokenizer)
-            return network
     families = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
     experts: dict[str, Any] = {}
     if build.architecture == "qwen3_moe":
         experts = {"num_experts": build.experts, "num_experts_per_tok": build.active_experts, "norm_topk_prob": True}
         experts |= {"moe_intermediate_size": build.intermediate_size, "decoder_sparse_step": 1}
-    config = families[build.architecture](
-        vocab_size=len(tokenizer),
-        hidden_size=build.hidden_size,
-        intermediate_size=build.intermediate_size,
-        num_hidden_layers=build.layers,
-        num_attention_heads=build.heads,
-        num_key_value_heads=build.kv_heads,
-        head_dim=build.hidden_size // build.heads,
-        max_position_embeddings=build.max_length,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **experts,
-    )
+    sizes: dict[str, Any] = _decoder_sizes(build, tokenizer)
+    family = None if scorer else built_family(build)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        network: PreTrainedModel
+        if family is not None:
+            network = module_of(family).build_network(build, tokenizer, sizes)
+            return network
+        config: Any = families[build.architecture](**sizes, attn_implementation="sdpa", **experts)
         if scorer:
             config.num_labels = 1
-            return AutoModelForSequenceClassification.from_config(config)
-        return AutoModelForCausalLM.from_config(config)
+        network = (AutoModelForSequenceClassification if scorer else AutoModelForCausalLM).from_config(config)
+        return network
+
+
+def _decoder_sizes(build: BuildModel, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": build.hidden_size,
+        "intermediate_size": build.intermediate_size,
+        "num_hidden_layers": build.layers,
+        "num_attention_heads": build.heads,
+        "num_key_value_heads": build.kv_heads,
+        "head_dim": build.hidden_size // build.heads,
+        "max_position_embeddings": build.max_length,
+        "tie_word_embeddings": True,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }

@@ -51,16 +51,16 @@ class Traits:
     ) -> dict[str, Tensor]:
         """One mask per kind of layer. `seen` [..., Q, K] is that of full attention. Keys are at 0, 1, ... K - 1 and
         queries at `query_at`, of shape [..., Q, 1]. `blocks` [..., Q, K]: pairs of features of one medium."""
-        found = {FULL: seen} if FULL in self.kinds else {}
+        masks = {FULL: seen} if FULL in self.kinds else {}
         if SLIDING in self.kinds:
             assert self.window is not None
-            found[SLIDING] = seen & (torch.arange(seen.shape[-1], device=seen.device) > query_at - self.window)
+            masks[SLIDING] = seen & (torch.arange(seen.shape[-1], device=seen.device) > query_at - self.window)
         if blocks is not None:
-            found = {kind: mask | blocks for kind, mask in found.items()}
+            masks = {kind: mask | blocks for kind, mask in masks.items()}
         if self.additive:
             zero, lowest = torch.zeros((), dtype=dtype, device=seen.device), torch.finfo(dtype).min
-            return {kind: torch.where(mask, zero, lowest) for kind, mask in found.items()}
-        return found
+            return {kind: torch.where(mask, zero, lowest) for kind, mask in masks.items()}
+        return masks
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Output of the last linear layer -> logits of the model."""
@@ -147,10 +147,10 @@ def _layers(config: Any) -> tuple[tuple[str, ...], int | None]:
 
 def _scaling(config: Any) -> tuple[float, float | None]:
     values = {name: getattr(config, name, None) for name in SCALES}
-    found = {name: float(value) for name, value in values.items() if value not in (None, 1)}
-    if found and config.model_type not in SCALED:
-        raise _unsupported(config, f"scales its logits ({', '.join(f'{n}={v}' for n, v in found.items())})")
-    return found.get("logit_scale", 1.0) / found.get("logits_scaling", 1.0), found.get("final_logit_softcapping")
+    scales = {name: float(value) for name, value in values.items() if value not in (None, 1)}
+    if scales and config.model_type not in SCALED:
+        raise _unsupported(config, f"scales its logits ({', '.join(f'{n}={v}' for n, v in scales.items())})")
+    return scales.get("logit_scale", 1.0) / scales.get("logits_scaling", 1.0), scales.get("final_logit_softcapping")
 
 
 def _unsupported(config: Any, what: str) -> UserError:
@@ -223,8 +223,8 @@ def routers_of(network: Any) -> Routers | None:
 def check_length(config: Any, max_length: int | None) -> None:
     """Some rotary embeddings change their frequencies if a batch has a long sequence. Then a token's keys would depend
     on later tokens and on the rest of the batch. Raises UserError if sequences can be that long."""
-    found = getattr(config, "rope_parameters", None) or {}
-    for rope in (found, *found.values()):
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
         kind = rope.get("rope_type", "") if isinstance(rope, dict) else ""
         if kind == "longrope":
             limit = rope["original_max_position_embeddings"]

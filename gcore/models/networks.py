@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from gcore.config.tree import Lora, Model, PolicyModel
+from gcore.config.base import Lora, Model, PolicyModel
 from gcore.content.families import FAMILIES, TOWERS, built_family
 from gcore.hub import model_folder
 from gcore.models.built import build_network
@@ -49,11 +49,11 @@ class Adapters:
 
     def shapes(self, whole: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Shapes of the factors. `whole`: shapes of the network's weights."""
-        found: dict[str, tuple[int, ...]] = {}
+        factors: dict[str, tuple[int, ...]] = {}
         for layer in self.layers:
             width_out, width_in = whole[f"{layer}.weight"]
-            found |= {layer + LORA_A: (self.rank, width_in), layer + LORA_B: (width_out, self.rank)}
-        return found
+            factors |= {layer + LORA_A: (self.rank, width_in), layer + LORA_B: (width_out, self.rank)}
+        return factors
 
     def merge(self, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """base + scale * b a, in float32."""
@@ -108,24 +108,15 @@ def adapters_in(folder: Path, model: Model) -> Adapters | None:
 def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
     """Check before the start, without weights, that the network is of a supported kind and has the layers that
     model.lora names. Raises UserError."""
-    from transformers import AutoConfig
-
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    if model.build is None:
-        try:
-            config = AutoConfig.from_pretrained(str(model_folder(model)), local_files_only=True, **options)
-            traits_of(config)
-            check_length(config, max_length)
-        except UserError:
-            raise
-        except (OSError, ValueError, KeyError) as error:
-            raise _unloadable(model, error) from error
-    if model.lora is not None:
-        with torch.device("meta"):
-            if model.build is not None:
-                adapters_of(build_network(model.build, tokenizer, 0, scorer=False), model.lora)
-            else:
-                adapters_of(auto_class(config).from_config(config, **options), model.lora)
+    config = _config(model, max_length) if model.build is None else None
+    if model.lora is None:
+        return
+    with torch.device("meta"):
+        if model.build is not None:
+            network = build_network(model.build, tokenizer, 0, scorer=False)
+        else:
+            network = auto_class(config).from_config(config, trust_remote_code=model.trust_remote_code)
+        adapters_of(network, model.lora)
 
 
 def auto_class(config: Any) -> Any:
@@ -331,7 +322,7 @@ def _config(model: Model, max_length: int | None) -> Any:
         return config
     except UserError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise _unloadable(model, error) from error
 
 
@@ -347,7 +338,7 @@ def _load(model: Model, max_length: int | None) -> PreTrainedModel:
     """Raises UserError for an unsupported model before any weights are read."""
     config = _config(model, max_length)
     try:
-        found: Any = auto_class(config).from_pretrained(
+        network, names = auto_class(config).from_pretrained(
             str(model_folder(model, weights=True)),
             local_files_only=True,
             output_loading_info=True,
@@ -355,9 +346,9 @@ def _load(model: Model, max_length: int | None) -> PreTrainedModel:
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise _unloadable(model, error) from error
-    network: PreTrainedModel = found[0]
-    _check_names(model, found[1]["missing_keys"], found[1]["unexpected_keys"])
-    return network
+    _check_names(model, names["missing_keys"], names["unexpected_keys"])
+    loaded: PreTrainedModel = network
+    return loaded
 
 
 def _check_names(model: Model, missing: Iterable[str], unexpected: Iterable[str]) -> None:

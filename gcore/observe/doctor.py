@@ -15,8 +15,8 @@ OPTIONAL = {
     "datasets": "data.*.path with a Hugging Face dataset folder: pip install 'gcore-rl[datasets]'",
     "reasoning-gym": "data.*.task=reasoning_gym/NAME: pip install 'gcore-rl[reasoning-gym]'",
     "math-verify": "rewards by gcore.rewarding.math:math_answer: pip install 'gcore-rl[math]'",
-    "wandb": "observe.wandb: pip install wandb",
-    "mlflow": "observe.mlflow: pip install mlflow",
+    "wandb": "observe.trackers: pip install wandb",
+    "mlflow": "observe.trackers: pip install mlflow",
 }
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore.config.secrets import hide
-from gcore.observe.files import told
-from gcore.observe.metrics import whole_lines
+from gcore.observe.files import told, whole_lines
 
 FILE = "events.jsonl"
 

@@ -8,10 +8,13 @@ progress view. A run with checkpoint.on_failure=stop asks `problem`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from gcore.observe.values import Row
 
 MAX_WAITING = 8 << 20  # bytes of one file
 _problems: dict[Path, str] = {}  # by file: why it is not written now
@@ -100,3 +103,44 @@ def take_notes() -> list[str]:
 def problem(folder: Path) -> str:
     """A file of this run that cannot be written now, and why; empty if there is none."""
     return next((text for path, text in _problems.items() if folder in path.parents), "")
+
+
+def whole_lines(path: Path) -> Iterator[tuple[bytes, Row]]:
+    """The lines of a file that are JSON objects, raw and parsed."""
+    if not path.exists():
+        return
+    for line in path.read_bytes().split(b"\n"):
+        if (row := parsed_line(line)) is not None:
+            yield line, row
+
+
+def parsed_line(line: str | bytes) -> Row | None:
+    """None for a line that a kill or a full disk cut off."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def keep_lines(path: Path, stays: Callable[[Row], bool]) -> int:
+    """Drops the other lines of a file that are JSON objects. Returns their number."""
+    lines = list(whole_lines(path))
+    kept = [line for line, row in lines if stays(row)]
+    if path.exists():
+        replace_lines(path, kept)
+    return len(lines) - len(kept)
+
+
+def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Replaces a file atomically: a kill leaves the old file or the new one."""
+    data = b"".join(line + b"\n" for line in lines)
+    if path.read_bytes().startswith(data):  # as a rule; it needs no space, on a disk that may be full
+        os.truncate(path, len(data))
+        return
+    temp = path.with_name(path.name + ".tmp")
+    with temp.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temp.replace(path)

@@ -27,21 +27,25 @@ def counted(values: Sequence[float]) -> Row | None:
     """counted([1, 1, 3]) == {"values": [1, 3], "counts": [2, 1]}; None without values."""
     if not len(values):
         return None
-    return _as_row(_binned(Counter(float(value) for value in values)))
+    distinct, counts = np.unique(np.asarray(values, float), return_counts=True)
+    if len(distinct) > MAX_VALUES:
+        counts, edges = np.histogram(np.asarray(values, float), MAX_VALUES)
+        distinct, counts = ((edges[:-1] + edges[1:]) / 2)[counts > 0], counts[counts > 0]
+    return {"values": [_short(value) for value in distinct.tolist()], "counts": counts.tolist()}
 
 
 def histogram_charts(runs: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
     """Charts of the report page. `runs`: rows of metrics by label. One run: its first and last steps are compared."""
     charts = []
     for name, title in TITLES.items():
-        found = {label: [r for r in rows if _is_histogram(r, name)] for label, rows in runs.items()}
-        found = {label: rows for label, rows in found.items() if rows}
-        if len(runs) == 1 and found:
-            (rows,) = found.values()
+        all_rows = {label: [r for r in rows if _is_histogram(r, name)] for label, rows in runs.items()}
+        recorded = {label: rows for label, rows in all_rows.items() if rows}
+        if len(runs) == 1 and recorded:
+            (rows,) = recorded.values()
             part = max(1, round(len(rows) * SHARE))
             parts = {_steps(rows[:part]): rows[:part], _steps(rows[-part:]): rows[-part:]}
         else:
-            parts = {label: rows[-max(1, round(len(rows) * SHARE)) :] for label, rows in found.items()}
+            parts = {label: rows[-max(1, round(len(rows) * SHARE)) :] for label, rows in recorded.items()}
         if parts:
             charts.append({"title": title, "unit": UNITS[name], "style": "histogram", **_bars(parts, name)})
     return charts
@@ -87,20 +91,6 @@ def _edges(values: Sequence[float]) -> np.ndarray:
     if number <= MAX_VALUES and np.allclose(np.remainder(np.array(values) - low + step / 2, step), step / 2):
         return low - step / 2 + step * np.arange(number + 1)
     return np.linspace(low, np.nextafter(high, np.inf), MAX_VALUES + 1)
-
-
-def _binned(counter: Counter[float]) -> Counter[float]:
-    if len(counter) <= MAX_VALUES:
-        return counter
-    values = np.array(sorted(counter))
-    counts, edges = np.histogram(values, MAX_VALUES, weights=[counter[value] for value in values])
-    middles = (edges[:-1] + edges[1:]) / 2
-    return Counter({float(m): int(n) for m, n in zip(middles, counts, strict=True) if n})
-
-
-def _as_row(counter: Counter[float]) -> Row:
-    ordered = sorted(counter.items())
-    return {"values": [_short(value) for value, _ in ordered], "counts": [count for _, count in ordered]}
 
 
 def _short(value: float) -> float | int:

@@ -16,28 +16,25 @@ Reach = Literal["within", "between"]  # a node, nodes
 
 
 class Links:
-    """Of one controller, to the replicas of one role. `own`: its node; `others`: of the replicas; empty: one node.
+    """Of one controller, to the replicas of one role. `nodes`: of the controllers and of the replicas
+    (Plan.nodes_of_pool); empty: one node.
 
-    Links(own=0, others=(0, 0, 1)).add("requests", 2, 4096)
+    Links(rank=1, nodes=((0, 1), (0, 0, 1))).add("requests", 2, 4096)
     """
 
-    def __init__(self, own: int = 0, others: Sequence[int] = ()) -> None:
-        self._own, self._others = own, others
+    def __init__(self, rank: int = 0, nodes: tuple[Sequence[int], Sequence[int]] = ((), ())) -> None:
+        controllers, self._others = nodes
+        self._own = controllers[rank] if controllers else None
         self._bytes: Counter[tuple[Link, Reach]] = Counter()
 
-    @classmethod
-    def of(cls, rank: int, nodes: tuple[Sequence[int], Sequence[int]]) -> Links:
-        """`nodes`: of the controllers and of the replicas (Plan.nodes_of_pool)."""
-        return cls(nodes[0][rank], nodes[1]) if nodes[0] else cls()
-
     def add(self, link: Link, replica: int, num_bytes: int) -> None:
-        near = not self._others or self._others[replica] == self._own
+        near = self._own is None or self._others[replica] == self._own
         self._bytes[link, "within" if near else "between"] += num_bytes
 
     def take(self) -> Counter[tuple[Link, Reach]]:
         """Since the last call."""
-        found, self._bytes = self._bytes, Counter()
-        return found
+        taken, self._bytes = self._bytes, Counter()
+        return taken
 
 
 def link_row(parts: Iterable[Mapping[tuple[Link, Reach], int]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The live panel: a pure function from View to a rich renderable, designed for 80 columns and usable in 40.
+"""The live panel: a pure function from RunView to a rich renderable, designed for 80 columns and usable in 40.
 
 ╭─ G-Core · run ───────────────────────────────────────────╮
 │ step    63/150  ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━  42%     │
@@ -10,16 +10,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gcore.observe.progress import Status, View
+from gcore.observe.progress import RunView, Status
 from gcore.observe.values import count, duration, held_out_name, number, small, sparkline, stage_times
 
 COLORS = {
@@ -31,58 +31,55 @@ COLORS = {
     "checkpoint": "bright_black",
     "eval": "bright_blue",
     "other": "white",
-    "warm start": "bright_magenta",
 }
 LABEL = 10  # width of the names at the left
 MAX_WIDTH = 100
 FIXED_LINES = 14  # height of the panel without its controllers
 
 
-def panel(view: View, now: float, width: int, height: int) -> Panel:
+def panel(view: RunView, now: float, width: int, height: int) -> Panel:
     width = min(width, MAX_WIDTH)
     inner = max(10, width - 4)
     parts: list[RenderableType] = [*_bars(view, now), *_reward(view, inner), *_numbers(view, inner)]
     if times := stage_times(view.latest):
         took = duration(number(view.latest, "timing_s/step") or sum(times.values()))
-        parts += [Text(), StageTimes(times, "last step", took)]
+        parts += [Text(), *_stage_times(times, took, inner)]
     if view.statuses:
         parts += [Text(), _roles(view.statuses, max(1, height - FIXED_LINES))]
     title = Text.assemble(("G-Core", "bold cyan"), (" · ", "dim"), (view.run_name, "bold"))
-    subtitle = Text(view.title, style="dim") if view.title else None
     return Panel(
-        Group(*parts), title=title, title_align="left", subtitle=subtitle, subtitle_align="right",
-        box=box.ROUNDED, border_style="cyan", width=width, padding=(0, 1),
-    )  # fmt: skip
+        Group(*parts),
+        title=title,
+        title_align="left",
+        box=box.ROUNDED,
+        border_style="cyan",
+        width=width,
+        padding=(0, 1),
+    )
 
 
-class StageTimes:
+def _stage_times(times: Mapping[str, float], took: str, width: int) -> Iterator[Text]:
     """A bar divided among the stages in proportion, and below it their seconds. An entry never wraps."""
-
-    def __init__(self, times: Mapping[str, float], label: str = "", total: str = ""):
-        self.times, self.label, self.total = times, label, total
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        bar = Text.assemble((f"{self.label:<{LABEL}} " if self.label else "", "dim"), no_wrap=True)
-        cells = width - len(bar) - (len(self.total) + 2 if self.total else 0)
-        total, seen, filled = sum(self.times.values()), 0.0, 0
-        for stage, seconds in self.times.items():
-            seen += seconds
-            end = round(seen / total * cells)  # rounded cumulatively, so that the bar is always full
-            bar.append("█" * (end - filled), style=COLORS[stage])
-            filled = end
-        yield bar.append(f"  {self.total}" if self.total else "", style="bold")
-        line = Text(no_wrap=True)
-        for stage, seconds in sorted(self.times.items(), key=lambda item: -item[1]):
-            entry = Text.assemble(("■ ", COLORS[stage]), (f"{stage} ", "dim"), duration(seconds))
-            if line and len(line) + 2 + len(entry) > width:
-                yield line
-                line = Text(no_wrap=True)
-            line.append("  " if line else "").append_text(entry)
-        yield line
+    bar = Text.assemble((f"{'last step':<{LABEL}} ", "dim"), no_wrap=True)
+    cells = width - len(bar) - len(took) - 2
+    total, seen, filled = sum(times.values()), 0.0, 0
+    for stage, seconds in times.items():
+        seen += seconds
+        end = round(seen / total * cells)  # rounded cumulatively, so that the bar is always full
+        bar.append("█" * (end - filled), style=COLORS[stage])
+        filled = end
+    yield bar.append(f"  {took}", style="bold")
+    line = Text(no_wrap=True)
+    for stage, seconds in sorted(times.items(), key=lambda item: -item[1]):
+        entry = Text.assemble(("■ ", COLORS[stage]), (f"{stage} ", "dim"), duration(seconds))
+        if line and len(line) + 2 + len(entry) > width:
+            yield line
+            line = Text(no_wrap=True)
+        line.append("  " if line else "").append_text(entry)
+    yield line
 
 
-def _bars(view: View, now: float) -> list[RenderableType]:
+def _bars(view: RunView, now: float) -> list[RenderableType]:
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True, min_width=LABEL)
     grid.add_column(ratio=1)
@@ -104,7 +101,7 @@ def _bar(name: str, step: int, total: int, color: str, tail: str) -> tuple[Rende
     return label, bar, Text(tail, style="dim")
 
 
-def _reward(view: View, inner: int) -> list[RenderableType]:
+def _reward(view: RunView, inner: int) -> list[RenderableType]:
     rewards = list(view.rewards.values())
     if not rewards:
         return []
@@ -115,7 +112,7 @@ def _reward(view: View, inner: int) -> list[RenderableType]:
     return [Text(), line]
 
 
-def _numbers(view: View, inner: int) -> list[RenderableType]:
+def _numbers(view: RunView, inner: int) -> list[RenderableType]:
     cells: list[tuple[str, str]] = []
     if view.evals:
         accuracies = list(view.evals.values())

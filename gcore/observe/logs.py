@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def trim(path: Path, max_bytes: int = MAX_BYTES) -> bool:
     if path.stat().st_size <= max_bytes:
         return False
     with path.open("r+b") as file:
-        head = _until_newline(file.read(max_bytes // 10))
+        head = file.read(max_bytes // 10)
+        head = head[: head.rfind(b"\n") + 1] or head
         before = CUT.search(head + file.read(200))  # the note of an earlier cut
         head = head[: before.start()] if before else head
         file.seek(-(max_bytes // 2), os.SEEK_END)
@@ -115,19 +117,23 @@ def trim(path: Path, max_bytes: int = MAX_BYTES) -> bool:
     return True
 
 
-def _until_newline(data: bytes) -> bytes:
-    return data[: data.rfind(b"\n") + 1] or data
-
-
 def last_lines(path: Path, num: int = 12) -> list[str]:
     """The last lines of a log, shortened; empty if there is no log or no line in it."""
+    return _shown(_tail(path, 32 << 10).split(b"\n"))[-num:]
+
+
+def _tail(path: Path, most: int) -> bytes:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - (32 << 10)))
-            data = file.read()
+            file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+            return file.read()
     except OSError:
-        return []
-    return [_printable(line) for line in data.split(b"\n") if line.strip() and not line.startswith(HEADER)][-num:]
+        return b""
+
+
+def _shown(lines: Iterable[bytes]) -> list[str]:
+    """What processes have printed, shortened; without our own lines."""
+    return [_printable(line) for line in lines if line.strip() and not line.startswith(HEADER)]
 
 
 class Masks:
@@ -170,15 +176,15 @@ class OutputPreview:
         """Lines to show now; nearly always empty."""
         if self._masks is not None:
             self._masks.poll()
-        found: list[str] = []
+        notes: list[str] = []
         for kind, writer in list(self._waiting.items()):
             for path in self._logs(f"{kind}-*"):
                 if lines := self._new_lines(path):
                     del self._waiting[kind]
                     shown = [*lines[:PREVIEW_LINES], *(["..."] if len(lines) > PREVIEW_LINES else [])]
-                    found += [f"{writer} print to {path}:", *(f"  {line}" for line in shown)]
+                    notes += [f"{writer} print to {path}:", *(f"  {line}" for line in shown)]
                     break
-        return found
+        return notes
 
     def mask_all(self) -> None:
         """At the end of a run."""
@@ -192,14 +198,9 @@ class OutputPreview:
         """Complete lines since the beginning of this run."""
         with contextlib.suppress(OSError), path.open("rb") as file:
             file.seek(self._seen.get(path, 0))
-            lines = _whole_lines(file.read(8192))
-            return [_printable(line) for line in lines if line.strip() and not line.startswith(HEADER)]
+            data = file.read(8192)
+            return _shown(data.split(b"\n")[: None if len(data) == 8192 else -1])  # a line may fill the whole window
         return []
-
-
-def _whole_lines(data: bytes) -> list[bytes]:
-    """Complete lines. A line that fills the whole window counts too."""
-    return data.split(b"\n")[: None if len(data) == 8192 else -1]
 
 
 def _printable(line: bytes) -> str:
@@ -211,13 +212,7 @@ def _printable(line: bytes) -> str:
 def blocking_line(path: Path) -> str:
     """The line of the user's code in which an event loop stood when the process wrote its stacks to this log, such as
     `flow.py:12 in workflow`. Empty if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - STACKS_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    for stack in reversed(THREAD.split(text)[1:]):
+    for stack in reversed(THREAD.split(_tail(path, STACKS_BYTES).decode(errors="replace"))[1:]):
         frames = FRAME.match(stack)
         places = PLACE.findall(frames[0]) if frames else []
         if any(file.endswith(LOOPS) for file, _, _ in places):

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gcore.observe.files import LineFile, tell, told
+from gcore.observe.files import LineFile, keep_lines, tell, told, whole_lines
 from gcore.observe.trackers import Tracker, open_trackers
 from gcore.observe.values import Row, clean, kind, number, step_of
 
 if TYPE_CHECKING:
-    from gcore.config.tree import Observe
+    from gcore.config.observe import Observe
 
 FILE = "metrics.jsonl"
 log = logging.getLogger(__name__)
@@ -80,49 +78,16 @@ def rewind(folder: Path, step: int, warm_start: int | None = None) -> int:
     Rows of the warm start have their own step count. They all stay, unless the run resumes within the warm start,
     after `warm_start` steps of it: then its later rows and all rows after the warm start are dropped.
     """
-    path = folder / FILE
-    if not path.exists():
-        return 0
-    lines = list(whole_lines(path))
 
     def stays(row: Row) -> bool:
         if warm_start is not None:
             return kind(row) == "warm_start" and step_of(row) <= warm_start
         return kind(row) == "warm_start" or step_of(row) <= step
 
-    kept = [line for line, row in lines if stays(row)]
-    replace_lines(path, kept)
-    return len(lines) - len(kept)
-
-
-def whole_lines(path: Path) -> Iterator[tuple[bytes, Row]]:
-    """The lines of a file that are JSON objects, raw and parsed."""
-    if not path.exists():
-        return
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield line, row
+    return keep_lines(folder / FILE, stays)
 
 
 def _drop_torn_line(path: Path) -> None:
     """Drops an incomplete last line, so that the next row does not continue it."""
     if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        replace_lines(path, [line for line, _ in whole_lines(path)])
-
-
-def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Replaces a file atomically: a kill leaves the old file or the new one."""
-    data = b"".join(line + b"\n" for line in lines)
-    if path.read_bytes().startswith(data):  # as a rule; it needs no space, on a disk that may be full
-        os.truncate(path, len(data))
-        return
-    temp = path.with_name(path.name + ".tmp")
-    with temp.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temp.replace(path)
+        keep_lines(path, lambda row: True)

@@ -1,7 +1,4 @@
 // Draws the model in #model: the Gantt charts on canvas, the curves as SVG, the table of moves.
-// Text from files is set only as textContent, never as markup.
-const model = JSON.parse(document.getElementById("model").textContent);
-const $ = (id) => document.getElementById(id);
 const NAMED = ["policy", "trainer", "switch", "controller"]; // roles with a fixed colour
 const OTHERS = [...new Set(model.sources.flatMap((s) => s.roles))].filter((role) => !NAMED.includes(role)); // judges, scorers
 const labels = windowLabels();
@@ -11,13 +8,8 @@ let zoom = null; // [from, to] in seconds since the window's beginning, or null:
 let allMoves = false;
 
 // --- small helpers -------------------------------------------------------------------------------------------
-function element(name, attributes = {}, ...children) {
-  const svg = ["svg", "g", "path", "line", "text", "circle", "rect"].includes(name);
-  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  node.append(...children);
-  return node;
-}
+const shape = (name, attributes, ...children) => filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+const swatch = (fill) => Object.assign(element("i"), { style: `background:${fill}` });
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 function color(name, index = 0) { // a role has the same colour in all charts; other series are coloured by index
   const role = OTHERS.indexOf(name), at = role < 0 ? index - 1 : role;
@@ -50,17 +42,42 @@ function ticks(low, high, count) {
   const raw = (high - low) / Math.max(count, 1) || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
-  return found;
+  const marks = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) marks.push(+(i * step).toPrecision(12));
+  return marks;
+}
+
+// --- the frame of a chart: a card with a legend, lines at `marks` of the y axis, and texts below the x axis ---
+const HIGH = 176, PAD = { left: 46, right: 8, top: 8, bottom: 22 };
+function frame(title) {
+  const legend = element("p", { class: "legend" }), svg = shape("svg", { role: "img", "aria-label": title });
+  svg.addEventListener("pointerleave", () => { svg.querySelector(".cross")?.remove(); hide(); });
+  return { legend, svg, card: element("section", { class: "card" }, element("h2", {}, title), legend, svg) };
+}
+function axes(svg, [first, last], [low, top], marks, text) {
+  const width = svg.clientWidth || 320, inner = width - PAD.left - PAD.right;
+  const x = (v) => PAD.left + ((v - first) / (last - first)) * inner;
+  const y = (v) => PAD.top + (1 - (v - low) / (top - low)) * (HIGH - PAD.top - PAD.bottom);
+  svg.setAttribute("viewBox", `0 0 ${width} ${HIGH}`);
+  svg.setAttribute("height", HIGH);
+  svg.replaceChildren();
+  for (const mark of marks) {
+    svg.append(shape("line", { class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y(mark), y2: y(mark) }));
+    svg.append(shape("text", { x: PAD.left - 7, y: y(mark) + 4, "text-anchor": "end" }, text(mark)));
+  }
+  const under = (v, text) => {
+    const anchor = x(v) > width - PAD.right - 14 ? "end" : "middle";
+    svg.append(shape("text", { x: x(v), y: HIGH - 4, "text-anchor": anchor }, text));
+  };
+  return { x, y, inner, under, at: (event) => first + ((event.clientX - svg.getBoundingClientRect().left - PAD.left) / inner) * (last - first) };
 }
 
 // --- the tip -------------------------------------------------------------------------------------------------
 const tip = $("tip");
 function show(event, title, lines) {
-  tip.replaceChildren(element("b", {}, title), ...lines.map(([swatch, text, value]) => {
+  tip.replaceChildren(element("b", {}, title), ...lines.map(([fill, text, value]) => {
     const row = element("div");
-    if (swatch) row.append(Object.assign(element("i"), { style: `background:${swatch}` }));
+    if (fill) row.append(swatch(fill));
     row.append(element("span", {}, text));
     if (value !== undefined) row.append(element("span", {}, value));
     return row;
@@ -76,9 +93,9 @@ const hide = () => { tip.hidden = true; };
 
 // --- windows: the steps that can be selected -------------------------------------------------------------------
 function windowLabels() {
-  const found = new Map(); // label -> step; All comes first
-  for (const source of model.sources) for (const [name, step] of source.windows) found.set(name, step ?? -1);
-  return [...found].sort((a, b) => a[1] - b[1]).map(([name]) => name);
+  const steps = new Map(); // by label; All comes first
+  for (const source of model.sources) for (const [name, step] of source.windows) steps.set(name, step ?? -1);
+  return [...steps].sort((a, b) => a[1] - b[1]).map(([name]) => name);
 }
 const windowOf = (source) => source.windows.find((w) => w[0] === label);
 const length = () => Math.max(...model.sources.map(windowOf).filter((w) => w).map((w) => w[3] - w[2]), 1e-9);
@@ -100,20 +117,20 @@ const LIMIT = 250;
 function table() {
   if (!$("moves")) return;
   const several = model.sources.length > 1;
-  const found = model.sources.flatMap((source) => {
+  const listed = model.sources.flatMap((source) => {
     const step = windowOf(source)?.[1] ?? null;
     return source.moves.filter((m) => allMoves || step === null || m[0] === step).map((m) => [source.label, m]);
   });
   const head = [...(several ? ["Of"] : []), "Step", "At", "Slots", "Move", "Reason"];
   $("moves").querySelector("thead").replaceChildren(element("tr", {}, ...head.map((text) => element("th", {}, text))));
   const dot = (role) => Object.assign(element("span", { class: "dot" }), { style: `background:${color(role)}` });
-  const rows = found.slice(0, LIMIT).map(([who, [step, at, slots, from, to, reason, since]]) => element("tr", {},
+  const rows = listed.slice(0, LIMIT).map(([who, [step, at, slots, from, to, reason, since]]) => element("tr", {},
     ...(several ? [element("td", {}, who)] : []),
     element("td", {}, String(step)), element("td", {}, since === null ? `at ${seconds(at)}` : `+${seconds(since)}`), element("td", {}, slots),
     element("td", {}, dot(from), from, element("span", { class: "to" }, "→"), dot(to), to), element("td", {}, reason)));
   $("moves").querySelector("tbody").replaceChildren(...rows);
   const total = model.sources.reduce((sum, s) => sum + s.num_moves, 0);
-  $("moves-hint").textContent = rows.length < found.length ? `The first ${rows.length} of ${allMoves ? total : found.length}.`
+  $("moves-hint").textContent = rows.length < listed.length ? `The first ${rows.length} of ${allMoves ? total : listed.length}.`
     : rows.length ? "" : "No moves in this step.";
   $("moves-here").setAttribute("aria-pressed", String(!allMoves));
   $("moves-all").setAttribute("aria-pressed", String(allMoves));
@@ -132,7 +149,7 @@ function draw() {
     const roles = [...new Set(timed.flatMap((source) => source.roles.map((role, i) => `${i} ${role}`)))];
     const seen = new Map(roles.map((text) => [text.slice(text.indexOf(" ") + 1), +text.split(" ")[0]]));
     $("legend").replaceChildren(...[...seen].map(([role, i]) =>
-      element("span", {}, Object.assign(element("i"), { style: `background:${color(role, i)}` }), role)),
+      element("span", {}, swatch(color(role, i)), role)),
       element("span", {}, element("i", { class: "idle" }), "idle"));
   }
   const samples = $("samples"), at = model.sources.length === 1 ? windowOf(model.sources[0])?.[1] ?? null : null;

@@ -1,6 +1,6 @@
 """A run or a simulation as one self-contained HTML page: `gcore report`.
 
-    paths ──read_source──> Sources ──page_model──> {header, tiles, bars, timelines, charts} ──render──> report.html
+    paths ──read_recording──> Recordings ──page_model──> {tiles, bars, timelines, charts} ──render──> report.html
     a run's samples ──page_samples──> samples.html in the same folder
 
 The model holds every number that is shown. The template (page.html) writes the text; the scripts draw the Gantt chart
@@ -12,23 +12,26 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gcore.observe import page_samples
+from gcore.observe.files import told
 from gcore.observe.histograms import histogram_charts
-from gcore.observe.page_data import Move, Segment, Source, has_data, read_source
-from gcore.observe.page_samples import samples_page, script_json
+from gcore.observe.page_data import RecordedMove, Recording, Segment, has_data, read_recording
+from gcore.observe.page_html import render, thinned_steps
+from gcore.observe.page_samples import samples_page
 from gcore.observe.pictures import before_and_after
 from gcore.observe.report import smooth
 from gcore.observe.samples import FOLDER, read_samples
-from gcore.observe.values import STAGES, Row, count, duration, held_out_name, number
+from gcore.observe.trace import merge_traces
+from gcore.observe.values import STAGES, Row, count, duration, held_out_name, number, numbers
 from gcore.types import UserError
 
-PARTS = ("page.html", "page.css", "page_gantt.js", "page_curves.js", "page_histograms.js", "page.js")
+PARTS = ("page.html", "page.css", "page_base.js", "page_gantt.js", "page_curves.js", "page_histograms.js", "page.js")
+DRAWN = ("charts", "sources")  # of the model, by the scripts
 MAX_SEGMENTS = 40_000  # per timeline; above this, whole steps are omitted at even intervals
 MAX_MOVES = 3_000
 MAX_POINTS = 600  # per curve: about what a screen can show
@@ -52,15 +55,13 @@ BARS = (("Rollout time", "rollout_s", "s"), ("Idle share", "idle", "%"))
 Model = dict[str, Any]
 
 
-def write_page(paths: Sequence[Path], target: Path) -> Path:
-    """Returns the report. See `write_pages`."""
-    return write_pages(paths, target)[0]
-
-
 def write_pages(paths: Sequence[Path], target: Path) -> list[Path]:
     """`gcore report`: the report and, of a run with samples and in its folder, the page of samples. Raises UserError if
     there is nothing to draw or the target cannot be written."""
-    model, others = page_model([read_source(path) for path in paths]), list[Path]()
+    model, others = page_model([read_recording(path) for path in paths]), list[Path]()
+    for path in paths:
+        with told(path / "trace.json"):
+            merge_traces(path)  # of a run that is in progress, or was killed
     in_run_folder = len(paths) == 1 and paths[0].is_dir() and target.parent.resolve() == paths[0].resolve()
     if in_run_folder and (samples := samples_page(paths[0], report=target.name)):
         others = [_write(target.with_name(page_samples.FILE), samples)]
@@ -68,7 +69,7 @@ def write_pages(paths: Sequence[Path], target: Path) -> list[Path]:
         model["grids"] = before_and_after(read_samples(paths[0]), paths[0] / FOLDER)
         if model["grids"]:
             _name_denoising_steps(model)
-    return [_write(target, render(model)), *others]
+    return [_write(target, render(PARTS, model, DRAWN)), *others]
 
 
 def _name_denoising_steps(model: Model) -> None:
@@ -79,8 +80,8 @@ def _name_denoising_steps(model: Model) -> None:
     names = {"Tokens per second": "Denoising steps per second"}
     for chart in model["charts"]:
         chart["title"] = names.get(chart["title"], chart["title"])
-    for source in model["sources"]:
-        source["tiles"] = [(names.get(label, label), value, note) for label, value, note in source["tiles"]]
+    for recording in model["sources"]:
+        recording["tiles"] = [(names.get(label, label), value, note) for label, value, note in recording["tiles"]]
 
 
 def _write(target: Path, html: str) -> Path:
@@ -102,78 +103,67 @@ def page_path(paths: Sequence[Path]) -> Path:
 
 def write_report(folder: Path) -> Path | None:
     """report.html in the run's folder; None if the run has no data to draw."""
-    return write_page([folder], page_path([folder])) if has_data(folder) else None
+    return write_pages([folder], page_path([folder]))[0] if has_data(folder) else None
 
 
-def page_model(sources: Sequence[Source]) -> Model:
-    labels = _labels(sources)
-    single = len(sources) == 1
-    charts = _charts(sources[0]) if single else _overlaid(sources, labels)
-    charts += histogram_charts({label: source.rows_of_metrics for label, source in zip(labels, sources, strict=True)})
+def page_model(recordings: Sequence[Recording]) -> Model:
+    labels = _labels(recordings)
+    single = len(recordings) == 1
+    charts = _charts(recordings[0]) if single else _overlaid(recordings, labels)
+    charts += histogram_charts({label: one.rows_of_metrics for label, one in zip(labels, recordings, strict=True)})
     return {
-        "title": " and ".join(dict.fromkeys(source.name for source in sources)),
-        "kind": " and ".join(dict.fromkeys(source.kind for source in sources)),
-        "lead": _lead(sources[0]) if single else f"{len(sources)} compared: {', '.join(labels)}",
-        "bars": _bars(sources, labels),
+        "title": " and ".join(dict.fromkeys(recording.name for recording in recordings)),
+        "kind": " and ".join(dict.fromkeys(recording.kind for recording in recordings)),
+        "lead": _lead(recordings[0]) if single else f"{len(recordings)} compared: {', '.join(labels)}",
+        "bars": _bars(recordings, labels),
         "charts": charts,
-        "sources": [_source(source, label) for source, label in zip(sources, labels, strict=True)],
+        "sources": [_source(recording, label) for recording, label in zip(recordings, labels, strict=True)],
     }
 
 
-def render(model: Model) -> str:
-    from jinja2 import Environment
-
-    folder = files("gcore.observe")
-    html, css, *scripts = (folder.joinpath(name).read_text(encoding="utf-8") for name in PARTS)
-    js = '"use strict";\n(() => {\n' + "\n".join(scripts) + "})();"
-    data = script_json({key: model[key] for key in ("charts", "sources")})
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(html).render(model, css=css, js=js, data=data)
-
-
-def _labels(sources: Sequence[Source]) -> list[str]:
+def _labels(recordings: Sequence[Recording]) -> list[str]:
     """The placement rule if the names are equal; numbered if labels repeat."""
-    same = len({source.name for source in sources}) == 1
-    labels = [s.rule if same and s.rule else " · ".join(filter(None, (s.name, s.rule))) for s in sources]
+    same = len({recording.name for recording in recordings}) == 1
+    labels = [s.rule if same and s.rule else " · ".join(filter(None, (s.name, s.rule))) for s in recordings]
     repeated = {label for label, times in Counter(labels).items() if times > 1}
     return [f"{label} ({i})" if label in repeated else label for i, label in enumerate(labels, start=1)]
 
 
-def _lead(source: Source) -> str:
-    parts = [f"{source.rule} placement" if source.rule else "", f"{_num_steps(source)} steps"]
-    if source.rows:
-        parts.append(f"{len(source.rows)} {source.unit}")
+def _lead(recording: Recording) -> str:
+    parts = [f"{recording.rule} placement" if recording.rule else "", f"{_num_steps(recording)} steps"]
+    if recording.rows:
+        parts.append(f"{len(recording.rows)} {recording.unit}")
     return " · ".join(filter(None, parts))
 
 
-def _num_steps(source: Source) -> int:
+def _num_steps(recording: Recording) -> int:
     """Steps without an evaluation before the first step."""
-    return sum(bool(row.keys() - {"step", "accuracy"}) for row in source.steps)
+    return sum(bool(row.keys() - {"step", "accuracy"}) for row in recording.steps)
 
 
-def totals(source: Source) -> Row:
+def totals(recording: Recording) -> Row:
     """The summary. Missing numbers are computed from the steps. Idle shares are weighted by the steps' time."""
-    rows = [row for row in source.steps if number(row, "rollout_s")]
+    rows = [row for row in recording.steps if number(row, "rollout_s")]
     idle = [(row["idle"], row["rollout_s"]) for row in rows if "idle" in row]
     from_steps: Row = {"rollout_s": sum(row["rollout_s"] for row in rows)} if rows else {}
     if idle:
         from_steps["idle"] = sum(share * s for share, s in idle) / sum(s for _, s in idle)
-    if source.moves or any("moves" in row for row in source.steps):
-        counted = sum(number(row, "moves") or 0 for row in source.steps)
-        from_steps["moves"] = counted or len(source.moves)
-    return {**from_steps, **{key: n for key in source.summary if (n := number(source.summary, key)) is not None}}
+    if recording.moves or any("moves" in row for row in recording.steps):
+        counted = sum(number(row, "moves") or 0 for row in recording.steps)
+        from_steps["moves"] = counted or len(recording.moves)
+    return {**from_steps, **{key: n for key in recording.summary if (n := number(recording.summary, key)) is not None}}
 
 
-def _tiles(source: Source) -> list[tuple[str, str, str]]:
+def _tiles(recording: Recording) -> list[tuple[str, str, str]]:
     """(label, value, note)"""
-    facts, steps = totals(source), max(_num_steps(source), 1)
+    facts, steps = totals(recording), max(_num_steps(recording), 1)
     tiles: list[tuple[str, str, str]] = []
-    held_out = f"Held-out {held_out_name(n for row in source.steps if (n := number(row, 'accuracy')) is not None)}"
+    held_out = f"Held-out {held_out_name(numbers(recording.steps, 'accuracy'))}"
     for name, label in (("accuracy", held_out), ("reward", "Reward")):
         if f"{name}_last" in facts:
             tiles.append((label, f"{facts[f'{name}_last']:.3f}", f"from {facts[f'{name}_first']:.3f}"))
     if "total_s" in facts:
-        tiles.append(("Total time", duration(facts["total_s"]), f"{_num_steps(source)} steps"))
+        tiles.append(("Total time", duration(facts["total_s"]), f"{_num_steps(recording)} steps"))
     if "rollout_s" in facts:
         tiles.append(("Rollout time", duration(facts["rollout_s"]), f"{duration(facts['rollout_s'] / steps)} per step"))
     if "idle" in facts:
@@ -182,7 +172,7 @@ def _tiles(source: Source) -> list[tuple[str, str, str]]:
         tiles.append(("Moves", f"{facts['moves']:,.0f}", f"{facts['moves'] / steps:.1f} per step"))
     if "tokens_per_s" in facts:
         tiles.append(("Tokens per second", count(facts["tokens_per_s"]), ""))
-    if splits := [row for row in source.steps if any(key.startswith("split/") for key in row)]:
+    if splits := [row for row in recording.steps if any(key.startswith("split/") for key in row)]:
         first, last = (_split(row) for row in (splits[0], splits[-1]))
         tiles.append(("Last split", last, f"from {first}"))
     return tiles
@@ -192,13 +182,13 @@ def _split(row: Row) -> str:
     return " : ".join(f"{row[key]:.0f}" for key in row if key.startswith("split/"))
 
 
-def _source(source: Source, label: str) -> Model:
-    segments, thinned = _thinned(source)
+def _source(recording: Recording, label: str) -> Model:
+    segments, thinned = _thinned(recording)
     roles = sorted(in_order({s.role for s in segments}, ROLES), key=lambda role: role in LAST_ROLES)
     names = sorted({s.name for s in segments})
     shown = {s.step for s in segments}
-    spans = {step: span for step, span in source.spans.items() if step in shown}
-    rows, moved = {row["step"]: row for row in source.steps}, Counter(m.step for m in source.moves)
+    spans = {step: span for step, span in recording.spans.items() if step in shown}
+    rows, moved = {row["step"]: row for row in recording.steps}, Counter(m.step for m in recording.moves)
     windows = [
         [f"Step {step}", step, *span, _facts(rows.get(step, {"step": step}), moved)] for step, span in spans.items()
     ]
@@ -207,27 +197,27 @@ def _source(source: Source, label: str) -> Model:
         windows.insert(0, ["All", None, *ends, [f"{len(spans)} steps"]])
     if not spans and segments:
         windows = [["All", None, min(s.start for s in segments), max(s.end for s in segments), []]]
-    moves = _some_moves(source.moves, shown)
+    moves = _some_moves(recording.moves, shown)
     return {
         "label": label,
-        "rows": list(source.rows),
-        "unit": source.unit,
+        "rows": list(recording.rows),
+        "unit": recording.unit,
         "roles": roles,
         "names": names,
         "windows": windows,
         "opens": _first_window(windows, moved),
         "segments": [_packed(s, roles, names) for s in segments],
-        "left_out": len(source.spans) - len(spans),
-        "workers": sum(not name.startswith("controller-") for name in source.rows),
-        "moves": [_move_row(m, source.spans) for m in moves],
-        "num_moves": len(source.moves),
-        "directions": [[a, b, n] for (a, b), n in Counter((m.source, m.target) for m in source.moves).most_common()],
-        "tiles": _tiles(source),
-        "numbers": [[key, f"{value:,.6g}"] for key, value in totals(source).items()],
+        "left_out": len(recording.spans) - len(spans),
+        "workers": sum(not name.startswith("controller-") for name in recording.rows),
+        "moves": [_move_row(m, recording.spans) for m in moves],
+        "num_moves": len(recording.moves),
+        "directions": [[a, b, n] for (a, b), n in Counter((m.source, m.target) for m in recording.moves).most_common()],
+        "tiles": _tiles(recording),
+        "numbers": [[key, f"{value:,.6g}"] for key, value in totals(recording).items()],
     }
 
 
-def _move_row(m: Move, spans: Mapping[int, tuple[float, float]]) -> list[Any]:
+def _move_row(m: RecordedMove, spans: Mapping[int, tuple[float, float]]) -> list[Any]:
     since = round(m.at_s - spans[m.step][0], 4) if m.step in spans else None  # seconds since the step's beginning
     return [m.step, m.at_s, _slot_text(m.slots), m.source, m.target, m.reason, since]
 
@@ -237,15 +227,13 @@ def _packed(s: Segment, roles: Sequence[str], names: Sequence[str]) -> list[floa
     return [s.row, roles.index(s.role), round(s.start, 4), round(s.end, 4), busy, names.index(s.name)]
 
 
-def _thinned(source: Source) -> tuple[list[Segment], bool]:
+def _thinned(recording: Recording) -> tuple[list[Segment], bool]:
     """At most MAX_SEGMENTS (but at least one step): a longer timeline keeps every n-th step, complete."""
-    if len(source.segments) <= MAX_SEGMENTS:
-        return source.segments, False
-    sizes = Counter(s.step for s in source.segments if s.step is not None)
-    steps = sorted(sizes)
-    stride = next((n for n in range(1, len(steps)) if sum(sizes[s] for s in steps[::n]) <= MAX_SEGMENTS), len(steps))
-    kept = set(steps[:: max(stride, 1)])
-    return [s for s in source.segments if s.step in kept], True
+    if len(recording.segments) <= MAX_SEGMENTS:
+        return recording.segments, False
+    sizes = Counter(s.step for s in recording.segments if s.step is not None)
+    kept = thinned_steps(sizes, MAX_SEGMENTS)
+    return [s for s in recording.segments if s.step in kept], True
 
 
 def _facts(row: Row, moved: Counter[int]) -> list[str]:
@@ -266,7 +254,7 @@ def _first_window(windows: Sequence[Sequence[Any]], moved: Counter[int]) -> str 
     return str((windows[0] if len(steps) <= 6 else steps[-1])[0]) if windows else None
 
 
-def _some_moves(moves: Sequence[Move], shown: set[int | None]) -> list[Move]:
+def _some_moves(moves: Sequence[RecordedMove], shown: set[int | None]) -> list[RecordedMove]:
     """At most MAX_MOVES, preferably those in the shown timeline; sorted by time."""
     first = sorted(moves, key=lambda m: m.step not in shown)[:MAX_MOVES]
     return sorted(first, key=lambda m: (m.step, m.at_s))
@@ -292,15 +280,16 @@ def in_order(names: set[str], order: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
 
 
-def _charts(source: Source) -> list[Model]:
-    """The curves of one source. Several keys of one title share a chart."""
+def _charts(recording: Recording) -> list[Model]:
+    """The curves of one recording. Several keys of one title share a chart."""
     charts = []
     for title, keys, unit, style in CURVES:
-        found = {
-            k for row in source.steps for k in row for key in keys if k == key or (key[-1] == "/" and k.startswith(key))
-        }
-        names = [key for key in keys if key in found] or in_order(found, [keys[0] + name for name in (*ROLES, *STAGES)])
-        series = [_series(source, key, key.rpartition("/")[2]) for key in names]
+        recorded = {key for row in recording.steps for key in row}
+        names = [key for key in keys if key in recorded]
+        if keys[0].endswith("/"):
+            ordered = [keys[0] + name for name in (*ROLES, *STAGES)]
+            names = in_order({key for key in recorded if key.startswith(keys[0])}, ordered)
+        series = [_series(recording, key, key.rpartition("/")[2]) for key in names]
         if style == "reward":
             series = list(_reward(series))
         if style == "stack" and len({tuple(one["x"]) for one in series}) > 1:
@@ -310,12 +299,12 @@ def _charts(source: Source) -> list[Model]:
     return charts
 
 
-def _overlaid(sources: Sequence[Source], labels: Sequence[str]) -> list[Model]:
-    """One curve per source, for keys with a single number per step."""
+def _overlaid(recordings: Sequence[Recording], labels: Sequence[str]) -> list[Model]:
+    """One curve per recording, for keys with a single number per step."""
     charts = []
     for title, keys, unit, style in CURVES:
         if not keys[0].endswith("/"):
-            series = [_series(source, keys[0], label) for source, label in zip(sources, labels, strict=True)]
+            series = [_series(recording, keys[0], label) for recording, label in zip(recordings, labels, strict=True)]
             if style == "reward":
                 series = [{**one, "y": smooth(one["y"])} for one in series]
             if any(len(one["x"]) > 1 and any(one["y"]) for one in series):
@@ -323,9 +312,9 @@ def _overlaid(sources: Sequence[Source], labels: Sequence[str]) -> list[Model]:
     return charts
 
 
-def _series(source: Source, key: str, name: str) -> Model:
+def _series(recording: Recording, key: str, name: str) -> Model:
     """The points of a curve; for long runs the means of MAX_POINTS equal parts."""
-    points = [(row["step"], row[key]) for row in source.steps if key in row]
+    points = [(row["step"], row[key]) for row in recording.steps if key in row]
     chunks = np.array_split(np.asarray(points, dtype=float), MAX_POINTS) if len(points) > MAX_POINTS else None
     if chunks is not None:
         points = [(float(x), float(y)) for x, y in (chunk.mean(axis=0) for chunk in chunks)]
@@ -342,15 +331,15 @@ def _reward(series: Sequence[Model]) -> Iterator[Model]:
             yield {**one, "y": [round(y, 6) for y in smooth(one["y"])]}
 
 
-def _bars(sources: Sequence[Source], labels: Sequence[str]) -> list[Model]:
-    """One bar per placement rule: those that a simulation compared, or the given sources. The first is the baseline."""
+def _bars(recordings: Sequence[Recording], labels: Sequence[str]) -> list[Model]:
+    """One bar per placement rule: those that a simulation compared, or the recordings. The first is the baseline."""
     rows: dict[str, Mapping[str, Any]] = {}
-    if len(sources) > 1:
-        rows = {label: totals(source) for label, source in zip(labels, sources, strict=True)}
+    if len(recordings) > 1:
+        rows = {label: totals(recording) for label, recording in zip(labels, recordings, strict=True)}
         own = labels[0]
     else:
-        own = sources[0].rule or "this"
-        rows = {own: totals(sources[0]), **sources[0].compare} if sources[0].compare else {}
+        own = recordings[0].rule or "this"
+        rows = {own: totals(recordings[0]), **recordings[0].compare} if recordings[0].compare else {}
     bars = []
     for title, key, unit in BARS:
         values = {name: n for name, row in rows.items() if (n := number(row, key)) is not None}

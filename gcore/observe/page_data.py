@@ -2,10 +2,10 @@
 
     simulation.json ─────────────────────────────────┐
     RUN/metrics.jsonl ── steps ──────────────────────┤
-    RUN/placement.jsonl ── timeline, moves, steps ───┼──> Source ──> page.py
-    RUN/trace.json ── spans (without placement) ─────┘
+    RUN/placement.jsonl ── timeline, moves, steps ───┼──> Recording ──> page.py
+    RUN/trace/*.jsonl ── spans (without placement) ──┘
 
-Both give the same Source: rows of a Gantt chart with segments, moves, and one flat row of numbers per step
+Both give the same Recording: rows of a Gantt chart with segments, moves, and one flat row of numbers per step
 ({"step": 3, "rollout_s": 41.2, "idle": 0.05, "busy/policy": 0.9, "split/judge": 16, ...}). Missing numbers are omitted.
 """
 
@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from gcore.observe.files import whole_lines
 from gcore.observe.metrics import FILE, read_rows
 from gcore.observe.placement_log import FILE as PLACEMENT
 from gcore.observe.report import summarize
-from gcore.observe.trace import merge_traces
+from gcore.observe.trace import spans_of
 from gcore.observe.values import Row, clean, kind, number, stage_times, step_of
 from gcore.types import UserError
 
@@ -63,8 +64,8 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Move(step=1, at_s=31.0, slots=(0, 1), source="policy", target="judge", reason="judge 12.0 s behind")"""
+class RecordedMove:
+    """RecordedMove(step=1, at_s=31.0, slots=(0, 1), source="policy", target="judge", reason="judge 12.0 s behind")"""
 
     step: int
     at_s: float
@@ -75,24 +76,24 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Source(name="drift-64", kind="simulation", rule="dynamic", rows=("0", "1", ...), segments=[...], ...)"""
+class Recording:
+    """Recording(name="drift-64", kind="simulation", rule="dynamic", rows=("0", "1", ...), segments=[...], ...)"""
 
     name: str
     kind: Literal["simulation", "run"]
-    rule: str  # the placement rule; empty without one
     rows: tuple[str, ...]  # names of the Gantt rows
-    unit: Literal["slots", "processes"]  # what a row is
     segments: list[Segment]
-    spans: dict[int, tuple[float, float]]  # step -> from, to
-    moves: list[Move]
+    moves: list[RecordedMove]
     steps: list[Row]  # flat, ordered by step
     summary: Row
-    compare: dict[str, Row]
+    rule: str = ""  # the placement rule; empty without one
+    unit: Literal["slots", "processes"] = "slots"  # what a row is
+    spans: dict[int, tuple[float, float]] = field(default_factory=dict)  # step -> from, to
+    compare: dict[str, Row] = field(default_factory=dict)
     rows_of_metrics: Sequence[Row] = ()  # of a run: metrics.jsonl
 
 
-def read_source(path: Path) -> Source:
+def read_recording(path: Path) -> Recording:
     """Raises UserError if there is nothing to draw."""
     if path.is_dir():
         return _run(path)
@@ -108,7 +109,7 @@ def read_source(path: Path) -> Source:
     return _simulation(data, path)
 
 
-def _simulation(data: Mapping[str, Any], path: Path) -> Source:
+def _simulation(data: Mapping[str, Any], path: Path) -> Recording:
     steps = [_flat(raw) for raw in _objects(data, "steps", path)]
     segments = [_segment(raw, f"{path}: timeline[{i}]") for i, raw in enumerate(_objects(data, "timeline", path))]
     moves = [_move(raw, f"{path}: moves[{i}]") for i, raw in enumerate(_objects(data, "moves", path))]
@@ -117,23 +118,21 @@ def _simulation(data: Mapping[str, Any], path: Path) -> Source:
     compare, summary = data.get("compare") or {}, data.get("summary") or {}
     if not isinstance(compare, dict) or not isinstance(summary, dict):
         raise UserError(f"{path}: expected objects under compare and summary")
-    source = Source(
+    recording = Recording(
         name=str(data.get("name") or path.stem),
         kind="simulation",
         rule=str(data.get("rule") or ""),
         rows=_slots(int(number(data, "slots") or 0), segments),
-        unit="slots",
         segments=segments,
-        spans={},
         moves=moves,
         steps=steps,
         summary=clean(summary),
         compare={str(name): clean(numbers) for name, numbers in compare.items() if isinstance(numbers, dict)},
     )
-    return _with_idle(source)
+    return _with_idle(recording)
 
 
-def _run(folder: Path) -> Source:
+def _run(folder: Path) -> Recording:
     rows, placed = read_rows(folder), _placed(folder)
     if not rows and not placed:
         raise UserError(f"{folder}: got no rows in {FILE}, expected the folder of a run that has made a step")
@@ -146,23 +145,17 @@ def _run(folder: Path) -> Source:
             steps.setdefault(step_of(raw), {}).update(_flat(raw))
     where = str(folder / PLACEMENT)
     segments = [_segment(raw, where) for raw in placed if raw.get("kind") == "timeline"]
-    source = Source(
+    recording = Recording(
         name=folder.resolve().name,
         kind="run",
-        rule="",
         rows=_slots(0, segments),
-        unit="slots",
         segments=segments,
-        spans={},
         moves=[_move(raw, where) for raw in placed if raw.get("kind") == "move"],
         steps=[steps[step] for step in sorted(steps)],
         summary=_run_summary(folder),
-        compare={},
         rows_of_metrics=rows,
     )
-    if not segments:
-        return _with_trace(source, folder)
-    return _with_idle(source)
+    return _with_idle(recording) if segments else _with_trace(recording, folder)
 
 
 def _run_summary(folder: Path) -> Row:
@@ -179,19 +172,7 @@ def has_data(folder: Path) -> bool:
 
 
 def _placed(folder: Path) -> list[Row]:
-    """The objects of placement.jsonl. A line cut off by a kill is skipped."""
-    path = folder / PLACEMENT
-    if not path.exists():
-        return []
-    return [row for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if (row := _object(line))]
-
-
-def _object(line: str) -> Row | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    return [row for _, row in whole_lines(folder / PLACEMENT)]
 
 
 def _objects(data: Mapping[str, Any], key: str, path: Path) -> list[Row]:
@@ -211,11 +192,11 @@ def _segment(raw: Row, where: str) -> Segment:
     return Segment(int(slot), role, start, end, number(raw, "busy"), int(step))
 
 
-def _move(raw: Row, where: str) -> Move:
+def _move(raw: Row, where: str) -> RecordedMove:
     slots = raw.get("slots") or []
     if not isinstance(slots, list) or not isinstance(raw.get("from"), str) or not isinstance(raw.get("to"), str):
         raise UserError(f"{where}: got {json.dumps(raw)[:120]}, expected step, at_s, slots, from, to and reason")
-    return Move(
+    return RecordedMove(
         step_of(raw),
         number(raw, "at_s") or 0.0,
         tuple(int(slot) for slot in slots),
@@ -262,11 +243,11 @@ def _spans(steps: Sequence[Row], segments: Sequence[Segment]) -> dict[int, tuple
     return dict(sorted(spans.items()))
 
 
-def _with_idle(source: Source) -> Source:
+def _with_idle(recording: Recording) -> Recording:
     """Fills in missing idle shares: the share of slot time without a role, until training starts."""
-    segments, slots = source.segments, len(source.rows)
-    spans = _spans(source.steps, segments)
-    known = {row["step"]: row for row in source.steps}
+    segments, slots = recording.segments, len(recording.rows)
+    spans = _spans(recording.steps, segments)
+    known = {row["step"]: row for row in recording.steps}
     by_step: dict[int, list[Segment]] = {}
     for s in segments:
         if s.step is not None:
@@ -276,7 +257,7 @@ def _with_idle(source: Source) -> Source:
         until = min((s.start for s in by_step[step] if s.role == "trainer"), default=end)
         if "idle" not in row and until > start:
             row["idle"] = 1 - covered(by_step[step], start, until) / (slots * (until - start))
-    return replace(source, spans=spans, steps=[known[step] for step in sorted(known)])
+    return replace(recording, spans=spans, steps=[known[step] for step in sorted(known)])
 
 
 def covered(segments: Iterable[Segment], start: float, end: float) -> float:
@@ -307,20 +288,14 @@ def role_of(process: str) -> str | None:
     return role
 
 
-def _with_trace(source: Source, folder: Path) -> Source:
+def _with_trace(recording: Recording, folder: Path) -> Recording:
     """Without a placement log, the Gantt chart shows the spans of the processes."""
-    path = folder / "trace.json"
-    written = path.stat().st_mtime_ns if path.exists() else 0
-    if any(file.stat().st_mtime_ns >= written for file in (folder / "trace").glob("*.jsonl")):
-        merge_traces(folder)  # the run is in progress, or was killed
-    if not path.exists():
-        return source
     rows: dict[str, tuple[int, str]] = {}  # process -> row, role
-    found: list[Segment] = []
+    recorded: list[Segment] = []
     spans: dict[int, tuple[float, float]] = {}
     clock = None  # the controller whose steps are used
-    for name, span, start, end, args in _trace(path):
-        role = role_of(name)
+    for name, event in spans_of(folder):
+        role, span, start, end = role_of(name), str(event["name"]), event["start"], event["end"]
         if role is None:
             continue
         row, _ = rows.setdefault(name, (len(rows), role))
@@ -328,37 +303,23 @@ def _with_trace(source: Source, folder: Path) -> Source:
             clock = clock or name
             if span == "step":
                 if name == clock:
-                    spans[step_of(args)] = (start, end)
+                    spans[step_of(event.get("args", {}))] = (start, end)
                 continue
-        found.append(Segment(row, "switch" if span in SWITCHES else role, start, end, name=span))
-    segments = _in_steps(_joined(found), spans)
-    steps = {row["step"]: row for row in source.steps}
+        recorded.append(Segment(row, "switch" if span in SWITCHES else role, start, end, name=span))
+    if not rows:
+        return recording
+    segments = _in_steps(_joined(recorded), spans)
+    steps = {row["step"]: row for row in recording.steps}
     for step, busy in _busy(segments, spans, [role for _, role in rows.values()]).items():
         steps.setdefault(step, {"step": step}).update({k: v for k, v in busy.items() if k not in steps[step]})
     return replace(
-        source,
+        recording,
         rows=tuple(rows),
         unit="processes",
         segments=segments,
         spans=dict(sorted(spans.items())),
         steps=[steps[step] for step in sorted(steps)],
     )
-
-
-def _trace(path: Path) -> Iterator[tuple[str, str, float, float, Row]]:
-    """(process, span, start, end, arguments). merge_traces writes one event per line, so that a long trace can be
-    streamed."""
-    processes: dict[int, str] = {}
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            event = _object(line.rstrip("\n,"))
-            if event is None:
-                continue
-            if event.get("name") == "process_name":
-                processes[event["pid"]] = str(event["args"]["name"])
-            elif event.get("ph") == "X" and event["pid"] in processes:
-                start = event["ts"] / 1e6
-                yield processes[event["pid"]], str(event["name"]), start, start + event["dur"] / 1e6, event["args"]
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:

@@ -1,6 +1,4 @@
-// Filters and shows the groups in #model. Text from models and files is set only as textContent.
-const model = JSON.parse(document.getElementById("model").textContent);
-const $ = (id) => document.getElementById(id);
+// Filters and shows the groups in #model.
 const BATCH = 12; // groups added at a time on scrolling
 const LONG = 700; // characters beyond which a text is folded
 const JUDGES = [...new Set(model.groups.flatMap((g) => g.samples.flatMap((s) => Object.keys(s.notes || {}))))].sort();
@@ -9,12 +7,6 @@ let shown = [];
 let next = 0;
 let range = [0, 1];
 
-function element(name, attributes = {}, ...children) {
-  const node = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  node.append(...children);
-  return node;
-}
 const number = (v) => v === null || v === undefined ? "none" : Number.isInteger(v) ? String(v) : Math.abs(v) >= 100 ? v.toFixed(1) : String(+v.toFixed(3));
 const value = (sample) => part ? (sample.parts || {})[part] ?? null : sample.reward;
 const mean = (list) => list.length ? list.reduce((sum, v) => sum + v, 0) / list.length : 0;
@@ -139,7 +131,7 @@ function haystack(owner, texts) { // lower case, cached
 function filtered() {
   const query = $("text").value.trim().toLowerCase(), phase = $("phase").value;
   const [first, last, low, high] = ["first", "last", "low", "high"].map(field);
-  const found = [];
+  const groups = [];
   for (const group of model.groups) {
     if (phase && group.phase !== phase) continue;
     if ((first !== null && group.step < first) || (last !== null && group.step > last)) continue;
@@ -152,9 +144,9 @@ function filtered() {
       if ($("judged").checked && !Object.keys(s.notes || {}).length) return false;
       return !query || asked || haystack(s, () => [s.text, ...(s.special ?? []).map((one) => one[1]), ...Object.values(s.notes || {}).flat()]).includes(query);
     });
-    if (samples.length) found.push({ group, samples });
+    if (samples.length) groups.push({ group, samples });
   }
-  return found;
+  return groups;
 }
 const spread = (group) => { const v = known(group); return v.length ? Math.max(...v) - Math.min(...v) : 0; };
 const longest = (group) => Math.max(...group.samples.map((s) => s.length));

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from gcore.observe.page_html import render, thinned_steps
 from gcore.observe.pictures import with_pictures
 from gcore.observe.samples import FOLDER, read_samples
 from gcore.observe.values import Row, step_of
 
-PARTS = ("page_samples.html", "page.css", "page_samples.css", "page_samples.js")
+PARTS = ("page_samples.html", "page.css", "page_samples.css", "page_base.js", "page_samples.js")
 FILE = "samples.html"
 MAX_BYTES = 12_000_000  # of a page's data; above this, whole steps are omitted at even intervals
 
@@ -25,7 +25,7 @@ MAX_BYTES = 12_000_000  # of a page's data; above this, whole steps are omitted 
 def samples_page(folder: Path, report: str | None = None) -> str | None:
     """The page's HTML; None for a run without samples. `report`: the page to link back to."""
     rows = with_pictures(thinned(read_samples(folder)), folder / FOLDER)
-    return render(samples_model(rows, folder.resolve().name, report)) if rows else None
+    return render(PARTS, samples_model(rows, folder.resolve().name, report), ("parts", "groups")) if rows else None
 
 
 def samples_model(rows: Sequence[Row], name: str, report: str | None = None) -> dict[str, Any]:
@@ -44,30 +44,8 @@ def thinned(rows: Sequence[Row]) -> list[Row]:
     sizes: dict[int, int] = {}
     for row in rows:
         sizes[step_of(row)] = sizes.get(step_of(row), 0) + len(json.dumps(row))
-    steps = sorted(sizes)
-    strides = range(1, len(steps) + 1)
-    stride = next((n for n in strides if sum(sizes[s] for s in steps[::n]) <= MAX_BYTES), len(steps))
-    kept = set(steps[:: max(stride, 1)])
+    kept = thinned_steps(sizes, MAX_BYTES)
     return [row for row in rows if step_of(row) in kept]
-
-
-def render(model: dict[str, Any]) -> str:
-    from jinja2 import Environment
-
-    folder = files("gcore.observe")
-    html, base, css, js = (folder.joinpath(name).read_text(encoding="utf-8") for name in PARTS)
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    data = script_json({key: model[key] for key in ("parts", "groups")})
-    script = f'"use strict";\n(() => {{\n{js}}})();'
-    return environment.from_string(html).render(model, css=base + css, js=script, data=data)
-
-
-def script_json(value: Any) -> str:
-    """JSON that is safe inside a script tag: a text with </script> would end the tag."""
-    data = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    for sign in "<>&\u2028\u2029":
-        data = data.replace(sign, f"\\u{ord(sign):04x}")
-    return data
 
 
 def _count(number: int, what: str) -> str:

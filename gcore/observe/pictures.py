@@ -1,8 +1,9 @@
-"""Pictures of logged samples: the files of a few are copied when a step is logged, and become part of the pages later.
+"""Pictures of logged samples, as data URIs inside the pages, which then need no files.
 
-    Rollout.output: ArrayRef ──keep: copies the file──> samples/pictures ──data_uri──> samples.html, report.html
+    Rollout.output: ArrayRef ──keep: copies the file──> samples/pictures ──> samples.html, report.html
+    images of a prompt ──thumbnails: small copies──> the log of samples ──> samples.html
 
-A controller copies files; it does not open them. The process that writes the pages reads them.
+A controller copies the files of outputs; it does not open them. The process that writes the pages reads them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import io
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from gcore.observe.values import Row, step_of
 
 FOLDER = "pictures"
 MAX_SIDE = 512  # pixels of a picture in a page
+MAX_THUMBNAIL, MAX_THUMBNAILS = 160, 16  # pixels; images of a prompt
 MAX_GRID = 40  # pictures of an evaluation in the report
 
 
@@ -36,26 +38,37 @@ def keep(ref: ArrayRef, folder: Path) -> str:
     return target.name
 
 
-def data_uri(file: Path) -> str | None:
-    """The picture as PNG inside a URI; of a video the frame in the middle. None: there is no such file."""
+def thumbnails(images: Any) -> list[str]:
+    """Of arrays, or references to arrays."""
+    if not isinstance(images, Sequence) or isinstance(images, str):
+        return []
+    arrays = (image.read() if hasattr(image, "read") else image for image in images[:MAX_THUMBNAILS])
+    return [
+        data_uri(array, MAX_THUMBNAIL, "PNG" if max(array.shape[-3:-1]) <= 64 else "JPEG")
+        for array in arrays
+        if isinstance(array, np.ndarray) and array.ndim in (3, 4)
+    ]
+
+
+def data_uri(pixels: np.ndarray, longest_side: int, kind: Literal["PNG", "JPEG"] = "PNG") -> str:
+    """Of uint8, height x width x 3; of a video the frame in the middle."""
     from PIL import Image
 
-    if not file.is_file():
-        return None
-    pixels: np.ndarray = np.load(file)
-    image = Image.fromarray(pixels[len(pixels) // 2] if pixels.ndim == 4 else pixels)
-    image.thumbnail((MAX_SIDE, MAX_SIDE))
-    written = io.BytesIO()
-    image.save(written, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(written.getvalue()).decode()
+    picture = Image.fromarray(np.ascontiguousarray(pixels[len(pixels) // 2] if pixels.ndim == 4 else pixels))
+    picture.thumbnail((longest_side, longest_side))
+    file = io.BytesIO()
+    picture.save(file, kind, optimize=True, quality=80)  # quality: of JPEG
+    return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def with_pictures(rows: Sequence[Row], folder: Path) -> list[Row]:
     """Logged groups with their pictures as URIs. `folder`: of the logged samples."""
 
     def shown(sample: Row) -> Row:
-        name = sample.get("picture")
-        return sample if name is None else {**sample, "picture": data_uri(folder / FOLDER / Path(str(name)).name)}
+        if (name := sample.get("picture")) is None:
+            return sample
+        file = folder / FOLDER / Path(str(name)).name
+        return {**sample, "picture": data_uri(np.load(file), MAX_SIDE) if file.is_file() else None}
 
     return [{**row, "samples": [shown(sample) for sample in row["samples"]]} for row in rows]
 
@@ -64,7 +77,7 @@ def before_and_after(rows: Sequence[Row], folder: Path) -> list[dict[str, Any]]:
     """The pictures of the first and of the last evaluation, for the report. Empty for a run without pictures."""
     held_out = [row for row in rows if row.get("phase") == "eval" and row["samples"][0].get("picture")]
     steps = sorted({step_of(row) for row in held_out})
-    found = []
+    grids = []
     for step in dict.fromkeys(steps[:1] + steps[-1:]):
         chosen = [row for row in held_out if step_of(row) == step][:MAX_GRID]
         pictures = [
@@ -73,5 +86,6 @@ def before_and_after(rows: Sequence[Row], folder: Path) -> list[dict[str, Any]]:
             for sample in row["samples"][:1]
             if sample["picture"]
         ]
-        found.append({"title": "Before training" if step == 0 else f"After step {step}", "pictures": pictures})
-    return [grid for grid in found if grid["pictures"]]
+        if pictures:
+            grids.append({"title": "Before training" if step == 0 else f"After step {step}", "pictures": pictures})
+    return grids

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gcore.observe.files import LineFile
-from gcore.observe.metrics import replace_lines, whole_lines
+from gcore.observe.files import LineFile, keep_lines, whole_lines
 from gcore.observe.values import number, step_of
 
 FILE = "placement.jsonl"
@@ -31,8 +30,8 @@ class PlacementLog:
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Times in `lines`: of time.monotonic(). Call after `rewind_placement`."""
         if self._last_s is None:
-            found = (number(row, key) for _, row in whole_lines(self._path) for key in TIMES)
-            self._last_s = max((at for at in found if at is not None), default=0.0)
+            times = (number(row, key) for _, row in whole_lines(self._path) for key in TIMES)
+            self._last_s = max((at for at in times if at is not None), default=0.0)
         origin = self._started - self._last_s
 
         def written(line: Mapping[str, Any]) -> str:
@@ -43,6 +42,4 @@ class PlacementLog:
 
 def rewind_placement(folder: Path, step: int, warm_start: int | None = None) -> None:
     """Drops lines that a resume writes again, as metrics.rewind does; within the warm start, all of them."""
-    if (path := folder / FILE).exists():
-        kept = [line for line, row in whole_lines(path) if warm_start is None and step_of(row) <= step]
-        replace_lines(path, kept)
+    keep_lines(folder / FILE, lambda row: warm_start is None and step_of(row) <= step)

@@ -1,6 +1,6 @@
 """Terminal output during training: a live panel, one line per step, or nothing.
 
-    driver ──statuses, newest row──> Progress ──> View (state of the run) ──> live.panel | plain_line
+    driver ──statuses, newest row──> Progress ──> RunView (state of the run) ──> live.panel | plain_line
 
 This module does not depend on which metrics a recipe writes: missing metrics are omitted.
 """
@@ -37,12 +37,11 @@ class Status:
 
 
 @dataclass
-class View:
+class RunView:
     """The state of the run so far, built from rows. The panel and the lines are drawn from it. It does no I/O."""
 
     run_name: str
     total_steps: int
-    title: str = ""
     warm_steps: int = 0
     step: int = 0
     warm_step: int = 0
@@ -98,14 +97,13 @@ class View:
 
 
 class Progress:
-    """`with Progress("auto", "run", 150, "GRPO, 2 controllers") as progress: progress.update(statuses, row)`"""
+    """`with Progress("auto", "run", 150) as progress: progress.update(statuses, row)`"""
 
     def __init__(
         self,
         mode: Mode,
         run_name: str,
         total_steps: int,
-        title: str = "",
         *,
         warm_steps: int = 0,
         history: Iterable[Row] = (),
@@ -115,7 +113,7 @@ class Progress:
         """`history`: rows from before a resume, so that the curve shows the whole run."""
         self._stream = stream or sys.stdout
         self.mode = resolve_mode(mode, self._stream)
-        self.view = View(run_name, total_steps, title, warm_steps)
+        self.view = RunView(run_name, total_steps, warm_steps)
         for row in history:
             self.view.add(row, None)
         self._clock = clock
@@ -202,7 +200,7 @@ def round_stride(least: float) -> int:
     return next((k for k in (1, 2, 5, 10, 20, 50, 100, 200, 500) if k >= least), 1000)
 
 
-def plain_line(view: View, row: Row) -> str:
+def plain_line(view: RunView, row: Row) -> str:
     """step 12/150  reward 0.430  len 3.1  tok/s 5.2k  1.1 s"""
     step, what = step_of(row), kind(row)
     if what == "warm_start":

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from gcore.observe.metrics import read_rows
-from gcore.observe.values import Row, count, duration, held_out_name, kind, number, stage_times, step_of
+from gcore.observe.values import Row, count, duration, held_out_name, kind, number, numbers, stage_times, step_of
 
-SAMPLES = "batch/samples"  # samples trained per step
 Ends = tuple[float, ...]  # first and last value; one entry if there is only one value
 
 
@@ -54,60 +53,31 @@ def summarize(folder: Path) -> Summary:
         times = {"warm start": _seconds(row)} if kind(row) == "warm_start" else stage_times(row)
         for stage, seconds in times.items():
             stages[stage] = stages.get(stage, 0.0) + seconds
-    samples = [n for row in rl if (n := number(row, SAMPLES)) is not None]
+    samples = numbers(rl, "batch/samples")
     return Summary(
         name=folder.resolve().name,
         folder=folder,
         steps=max((step_of(row) for row in rl), default=0),
         samples=round(sum(samples)) if samples else None,
         accuracy=_first_last(rl, "eval/accuracy"),
-        accuracy_name=held_out_name(a for row in rl if (a := number(row, "eval/accuracy")) is not None),
+        accuracy_name=held_out_name(numbers(rl, "eval/accuracy")),
         reward=_first_last(rl, "reward/mean"),
         total_s=sum(_seconds(row) for row in rows),
         stages={stage: seconds for stage, seconds in stages.items() if seconds > 0},
         tokens_per_s=_tokens_per_s(rl),
-        peak_memory_gb=_peak(rl, "perf/peak_memory_gb"),
-        peak_rss_mb=_peak(rl, "controller/peak_rss_mb"),
+        peak_memory_gb=max(numbers(rl, "perf/peak_memory_gb"), default=None),
+        peak_rss_mb=max(numbers(rl, "controller/peak_rss_mb"), default=None),
     )
-
-
-def summary(folder: Path) -> Any:
-    """A rich renderable; print it with a rich Console."""
-    from rich import box
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    from gcore.observe.live import StageTimes
-
-    facts = summarize(folder)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in _lines(facts, arrow="→"):
-        grid.add_row(name, Text(value, style="bold"))
-    parts: list[Any] = [grid]
-    if facts.stages:
-        parts += [Text(), StageTimes(facts.stages)]
-    links = Table.grid(padding=(0, 2))
-    links.add_column(style="dim", no_wrap=True)
-    links.add_column(overflow="fold")
-    for name, value in _places(facts):
-        links.add_row(name, value)
-    parts += [Text(), links]
-    title = Text.assemble(("G-Core", "bold cyan"), (" · ", "dim"), (facts.name, "bold"))
-    return Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, border_style="cyan", padding=(0, 1))
 
 
 def summary_text(folder: Path) -> str:
     """The summary as plain text, for logs and pipes."""
     facts = summarize(folder)
-    lines = _lines(facts, arrow="->")
+    lines = _lines(facts)
     if facts.stages:
         by_length = sorted(facts.stages.items(), key=lambda item: -item[1])
         lines.append(("time by stage", ", ".join(f"{stage} {duration(s)}" for stage, s in by_length)))
-    lines += _places(facts)
+    lines += [("run", str(facts.folder)), *((name, str(path)) for name, path in facts.files.items())]
     wide = max(len(name) for name, _ in lines)
     return "\n".join([f"G-Core: {facts.name}", *(f"  {name:<{wide}}  {value}" for name, value in lines)])
 
@@ -177,15 +147,9 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [float(w @ points / w.sum()) for w in weights]
 
 
-def _lines(facts: Summary, arrow: str) -> list[tuple[str, str]]:
-    lines: list[tuple[str, str]] = []
-
-    def change(name: str, ends: Ends | None) -> None:
-        if ends is not None:
-            lines.append((name, f" {arrow} ".join(f"{value:.3f}" for value in ends)))
-
-    change(f"held-out {facts.accuracy_name}", facts.accuracy)
-    change("reward", facts.reward)
+def _lines(facts: Summary) -> list[tuple[str, str]]:
+    changes = ((f"held-out {facts.accuracy_name}", facts.accuracy), ("reward", facts.reward))
+    lines = [(name, " -> ".join(f"{value:.3f}" for value in ends)) for name, ends in changes if ends is not None]
     trained = f", {facts.samples:,} samples trained" if facts.samples is not None else ""
     lines.append(("steps", f"{facts.steps}{trained}"))
     lines.append(("total time", f"{duration(facts.total_s)}, without the start of processes"))
@@ -198,17 +162,9 @@ def _lines(facts: Summary, arrow: str) -> list[tuple[str, str]]:
     return lines
 
 
-def _places(facts: Summary) -> list[tuple[str, str]]:
-    return [("run", str(facts.folder)), *((name, str(path)) for name, path in facts.files.items())]
-
-
 def _first_last(rows: Sequence[Row], key: str) -> Ends | None:
-    values = [value for row in rows if (value := number(row, key)) is not None]
+    values = numbers(rows, key)
     return (values[0], *values[1:][-1:]) if values else None
-
-
-def _peak(rows: Sequence[Row], key: str) -> float | None:
-    return max((value for row in rows if (value := number(row, key)) is not None), default=None)
 
 
 def _seconds(row: Row) -> float:

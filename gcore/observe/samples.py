@@ -17,10 +17,8 @@ from typing import Any, Literal
 
 from gcore.config.secrets import hide
 from gcore.content.media import ArrayRef
-from gcore.observe.files import LineFile
-from gcore.observe.metrics import replace_lines, whole_lines
-from gcore.observe.pictures import keep
-from gcore.observe.prompt_images import thumbnails
+from gcore.observe.files import LineFile, keep_lines, whole_lines
+from gcore.observe.pictures import keep, thumbnails
 from gcore.observe.values import Row, clean, step_of
 from gcore.types import Prompt, Scored
 
@@ -83,8 +81,7 @@ def read_samples(folder: Path) -> list[Row]:
 def rewind_samples(folder: Path, step: int, warm_start: int | None = None) -> None:
     """Drops groups that a resume writes again, as metrics.rewind does; within the warm start, all of them."""
     for path in _files(folder):
-        kept = [line for line, row in whole_lines(path) if warm_start is None and step_of(row) <= step]
-        replace_lines(path, kept)
+        keep_lines(path, lambda row: warm_start is None and step_of(row) <= step)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gcore.observe.files import LineFile
+from gcore.observe.files import LineFile, parsed_line
 from gcore.observe.values import clean
 
 FLUSH_EVENTS = 1000
@@ -33,8 +33,7 @@ class Tracer:
     """`with Tracer(folder, "controller-1").span("generation", step=3): ...`. With folder=None it does nothing."""
 
     def __init__(self, folder: Path | None, role: str):
-        self._path = None if folder is None else folder / "trace" / f"{role.replace('/', '_')}.jsonl"
-        self._file = None if self._path is None else LineFile(self._path)
+        self._file = None if folder is None else LineFile(folder / "trace" / f"{role.replace('/', '_')}.jsonl")
         self._lines: list[str] = []
         self._lock = threading.Lock()
         self._flushed = time.monotonic()
@@ -42,7 +41,7 @@ class Tracer:
     @contextmanager
     def span(self, name: str, *, lane: str = MAIN, **args: Any) -> Iterator[None]:
         """Safe in any thread or task. A span that ends by an exception records its type."""
-        if self._path is None:
+        if self._file is None:
             yield
             return
         start, started = time.time_ns(), time.perf_counter_ns()
@@ -59,15 +58,10 @@ class Tracer:
         """Adds a span measured by the caller, in seconds of time.time()."""
         self._add(name, round(start_s * 1e9), round(end_s * 1e9), lane, args)
 
-    def instant(self, name: str, **args: Any) -> None:
-        self._add(name, time.time_ns(), None, MAIN, args)
-
-    def _add(self, name: str, start_ns: int, end_ns: int | None, lane: str, args: dict[str, Any]) -> None:
-        if self._path is None:
+    def _add(self, name: str, start_ns: int, end_ns: int, lane: str, args: dict[str, Any]) -> None:
+        if self._file is None:
             return
-        event: Event = {"name": name, "lane": lane, "start": start_ns // 1000}
-        if end_ns is not None:
-            event["end"] = max(start_ns, end_ns) // 1000
+        event: Event = {"name": name, "lane": lane, "start": start_ns // 1000, "end": max(start_ns, end_ns) // 1000}
         if args:
             event["args"] = clean(args)
         with self._lock:
@@ -87,15 +81,17 @@ class Tracer:
 
 
 def merge_traces(folder: Path) -> Path | None:
-    """Writes folder/trace.json in Chrome's format, one process per role; None if there are no spans.
+    """Writes folder/trace.json in Chrome's format, one process per role, unless it has all spans; None if there are no
+    spans.
 
     One role is in memory at a time. The files of the roles stay, so that a resumed run appends to them.
     """
-    paths = sorted((folder / "trace").glob("*.jsonl"), key=lambda path: _rank(path.stem))
-    earliest = min((event["start"] for path in paths for event in _read(path)), default=None)
+    paths, target = _files(folder), folder / "trace.json"
+    earliest = _earliest(paths)
     if earliest is None:
         return None
-    target = folder / "trace.json"
+    if target.exists() and all(path.stat().st_mtime_ns < target.stat().st_mtime_ns for path in paths):
+        return target
     temp = target.with_name(f"trace.json.{os.getpid()}.tmp")  # a run that ends and `gcore report` may write it
     with temp.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
@@ -107,6 +103,24 @@ def merge_traces(folder: Path) -> Path | None:
         file.write("\n]}\n")
     temp.replace(target)
     return target
+
+
+def spans_of(folder: Path) -> Iterator[tuple[str, Event]]:
+    """(role, span) of a run; `start` and `end` are seconds since the earliest start."""
+    paths = _files(folder)
+    if (earliest := _earliest(paths)) is not None:
+        for path in paths:
+            for event in _read(path):
+                times = {name: (event[name] - earliest) / 1e6 for name in ("start", "end")}
+                yield path.stem, {**event, **times}
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted((folder / "trace").glob("*.jsonl"), key=lambda path: _rank(path.stem))
+
+
+def _earliest(paths: Sequence[Path]) -> int | None:
+    return min((event["start"] for path in paths for event in _read(path)), default=None)
 
 
 def lowest_free_lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -131,14 +145,13 @@ def _chrome(role: str, pid: int, events: list[Event], earliest: int) -> Iterator
     def about(tid: int, what: str, **args: Any) -> Event:
         return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
 
-    def happened(event: Event, tid: int, **fields: Any) -> Event:
-        ts = event["start"] - earliest
-        return {"pid": pid, "tid": tid, "name": event["name"], "ts": ts, **fields, "args": event.get("args", {})}
+    def span(event: Event, tid: int) -> Event:
+        times = {"ts": event["start"] - earliest, "dur": event["end"] - event["start"]}
+        return {"ph": "X", "pid": pid, "tid": tid, "name": event["name"], **times, "args": event.get("args", {})}
 
     yield about(0, "process_name", name=role)
     yield about(0, "process_sort_index", sort_index=pid)
-    yield from (happened(event, 0, ph="i", s="p") for event in events if "end" not in event)
-    spans = sorted((e for e in events if "end" in e), key=lambda e: (e["start"], -e["end"]))
+    spans = sorted(events, key=lambda e: (e["start"], -e["end"]))
     tid = 1
     for lane in sorted({e["lane"] for e in spans}, key=lambda lane: (lane != MAIN, lane)):
         members = [e for e in spans if e["lane"] == lane]
@@ -147,19 +160,16 @@ def _chrome(role: str, pid: int, events: list[Event], earliest: int) -> Iterator
             yield about(tid + row, "thread_name", name=lane if row == 0 else f"{lane} {row + 1}")
             yield about(tid + row, "thread_sort_index", sort_index=tid + row)
         for event, row in zip(members, rows, strict=True):
-            yield happened(event, tid + row, ph="X", dur=event["end"] - event["start"])
+            yield span(event, tid + row)
         tid += max(rows) + 1
 
 
 def _read(path: Path) -> Iterator[Event]:
-    """Events of a role. Incomplete lines (a kill during a write) are skipped."""
+    """Spans of a role. Incomplete lines (a kill during a write) are skipped."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and event.keys() >= {"name", "lane", "start"}:
+            event = parsed_line(line)
+            if event is not None and event.keys() >= {"name", "lane", "start", "end"}:
                 yield event
 
 

@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gcore.observe.files import RecordFile
 from gcore.types import UserError
 
 if TYPE_CHECKING:
-    from gcore.config.tree import Observe
+    from gcore.config.observe import Observe
 
 _numbers = itertools.count()  # of event files of this process
 IDS = "trackers.json"  # ids of the remote runs, so that a resumed run continues the same one
@@ -26,21 +26,13 @@ PARAMS_AT_ONCE = 100  # MLflow's limit per request
 PARAM_LENGTH = 500  # MLflow's limit per value, on old servers
 
 
-class Tracker(Protocol):
-    name: str
-
-    def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None: ...
-
-    def close(self, ok: bool) -> None: ...
-
-
 def check_trackers(observe: Observe) -> None:
     """Raises UserError at the start of a run if an enabled tracker is not installed."""
-    for name in ("tensorboard", "wandb", "mlflow"):
-        if getattr(observe, name) and not _installed(name):
+    for name in observe.trackers:
+        if not _installed(name):
             raise UserError(
-                f"observe.{name}=true needs the package {name}, which is not installed: "
-                f"run `pip install {name}` or set observe.{name}=false"
+                f"observe.trackers: {name} needs the package {name}, which is not installed: run `pip install {name}` "
+                "or remove it from observe.trackers"
             )
 
 
@@ -50,11 +42,11 @@ def open_trackers(
     """`last_step` is the newest logged step if a run resumes, None for a new run."""
     check_trackers(observe)
     trackers: list[Tracker] = []
-    if observe.tensorboard:
+    if "tensorboard" in observe.trackers:
         trackers.append(TensorBoard(folder / "tensorboard", last_step))
-    if observe.wandb:
+    if "wandb" in observe.trackers:
         trackers.append(Wandb(folder, run_name, config))
-    if observe.mlflow:
+    if "mlflow" in observe.trackers:
         trackers.append(MLflow(folder, run_name, config))
     return trackers
 
@@ -107,7 +99,7 @@ class Wandb:
     def __init__(self, folder: Path, run_name: str, config: dict[str, Any]):
         import wandb
 
-        project, known = os.environ.get("WANDB_PROJECT", "gcore"), _known_id(folder, "wandb")
+        project, known = os.environ.get("WANDB_PROJECT", "gcore"), _known_ids(folder).get("wandb")
         self._run: Any = wandb.init(
             project=project, name=run_name, config=config, dir=str(folder), id=known, resume="allow"
         )
@@ -130,19 +122,22 @@ class MLflow:
         import mlflow
 
         self._mlflow: Any = mlflow
-        known = _known_id(folder, "mlflow")
+        known = _known_ids(folder).get("mlflow")
         run = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=run_name)
         _keep_id(folder, "mlflow", run.info.run_id)
         if known is None:  # parameters of an existing run cannot be changed
-            params = [(key, str(value)[:PARAM_LENGTH]) for key, value in _leaves(config)]
-            for i in range(0, len(params), PARAMS_AT_ONCE):
-                self._mlflow.log_params(dict(params[i : i + PARAMS_AT_ONCE]))
+            params = ((key, str(value)[:PARAM_LENGTH]) for key, value in _leaves(config))
+            while some := dict(itertools.islice(params, PARAMS_AT_ONCE)):
+                self._mlflow.log_params(some)
 
     def log(self, step: int, scalars: Mapping[str, float], warm_start: bool) -> None:
         self._mlflow.log_metrics(dict(scalars), step=step)
 
     def close(self, ok: bool) -> None:
         self._mlflow.end_run(status="FINISHED" if ok else "FAILED")
+
+
+Tracker = TensorBoard | Wandb | MLflow
 
 
 def _write(file: RecordFile, event: Any) -> None:
@@ -159,16 +154,15 @@ def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _known_id(folder: Path, name: str) -> str | None:
+def _known_ids(folder: Path) -> dict[str, str]:
     path = folder / IDS
-    return json.loads(path.read_text()).get(name) if path.exists() else None
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def _keep_id(folder: Path, name: str, run_id: str) -> None:
     path = folder / IDS
-    ids = json.loads(path.read_text()) if path.exists() else {}
     temp = path.with_name(path.name + ".tmp")
-    temp.write_text(json.dumps({**ids, name: run_id}))
+    temp.write_text(json.dumps({**_known_ids(folder), name: run_id}))
     temp.replace(path)
 
 

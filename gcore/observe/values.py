@@ -33,6 +33,11 @@ def number(row: Mapping[str, Any], key: str) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def numbers(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """Those of the rows that have one."""
+    return [value for row in rows if (value := number(row, key)) is not None]
+
+
 def held_out_name(values: Iterable[float]) -> str:
     """What the means of `eval/accuracy` are. Outside of 0 to 1 they cannot be shares of right answers."""
     return "accuracy" if all(0 <= value <= 1 for value in values) else "reward"

@@ -18,11 +18,11 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
+from gcore.config.placement import Placement
 from gcore.config.sampling import MAX_OVERSAMPLING, acceptance_rate
-from gcore.config.tree import Placement
 from gcore.placement.forecast_pools import RolePool, RolePools
 from gcore.placement.grid import POLICY, Move, Split, neighbours
-from gcore.placement.rules import Costs, Decide, Load, View, arranged, request_limit
+from gcore.placement.rules import Costs, Load, Rule, View, arranged, request_limit
 
 MAX_GROUPS = 64  # groups simulated per step; with more, each represents several
 QUANTILE_STEP = 0.6180339887  # golden ratio: consecutive multiples modulo 1 are evenly spread
@@ -55,10 +55,10 @@ class Forecast:
         per_response = {role: view.loads[role].needed / max(1e-9, policy.needed) for role in self.judges}
         self.verdicts = {role: max(1, round(self.samples * per_response[role])) for role in self.judges}
 
-    def seconds(self, split: Split, decide: Decide | None = None, poll_interval_s: float = 1.0) -> float:
-        """Seconds of the rollout that begins with this split. `decide` None: no block moves. inf: it never ends."""
-        if decide is not None:
-            return _RolloutModel(self, split, decide, poll_interval_s).run()
+    def seconds(self, split: Split, rule: Rule | None = None, poll_interval_s: float = 1.0) -> float:
+        """Seconds of the rollout that begins with this split. `rule` None: no block moves. inf: it never ends."""
+        if rule is not None:
+            return _RolloutModel(self, split, rule, poll_interval_s).run()
         if split not in self._static_s:
             self._static_s[split] = _RolloutModel(self, split, None, poll_interval_s).run()
         return self._static_s[split]
@@ -96,8 +96,8 @@ class Forecast:
 class _RolloutModel:
     """Simulates one rollout of a forecast under one placement."""
 
-    def __init__(self, forecast: Forecast, split: Split, decide: Decide | None, poll_interval_s: float) -> None:
-        self.forecast, self.split, self.decide, self.poll_interval_s = forecast, split, decide, poll_interval_s
+    def __init__(self, forecast: Forecast, split: Split, rule: Rule | None, poll_interval_s: float) -> None:
+        self.forecast, self.split, self.rule, self.poll_interval_s = forecast, split, rule, poll_interval_s
         self.grid, self.now = forecast.costs.grid, 0.0
         self.roles = {role: self._role(role) for role in self.grid.roles}
         self.pools = [(role, pool) for role, owner in self.roles.items() for pool in owner.pools]
@@ -125,7 +125,7 @@ class _RolloutModel:
     def run(self) -> float:
         """Seconds of the rollout; inf: it never ends."""
         self._draw_groups()
-        next_poll, idle = self.poll_interval_s if self.decide is not None else math.inf, 0
+        next_poll, idle = self.poll_interval_s if self.rule is not None else math.inf, 0
         role, pool = self.pools[0]
         while self.kept < self.forecast.groups:
             ends_s = math.inf
@@ -198,10 +198,10 @@ class _RolloutModel:
     # ---- moves ----------------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        assert self.decide is not None
+        assert self.rule is not None
         for role in self.roles.values():
             role.advance(self.now)
-        for move in self.decide(self.split, self._view(), self.forecast.costs):
+        for move in self.rule(self.split, self._view(), self.forecast.costs):
             self.split = self.split.after([move])
             pool = self._pool(move.source, move.block)
             self.roles[move.source].resize(pool, pool.replicas - self.grid.per_block(move.source))
@@ -261,9 +261,9 @@ def poll_interval_s(expected_s: float) -> float:
 
 
 def mean_seconds(
-    forecasts: Sequence[Forecast], split: Split, decide: Decide | None = None, poll_interval_s: float = 1.0
+    forecasts: Sequence[Forecast], split: Split, rule: Rule | None = None, poll_interval_s: float = 1.0
 ) -> float:
-    return sum(forecast.seconds(split, decide, poll_interval_s) for forecast in forecasts) / len(forecasts)
+    return sum(forecast.seconds(split, rule, poll_interval_s) for forecast in forecasts) / len(forecasts)
 
 
 def best_static_split(forecasts: Sequence[Forecast], near: Split, stride: int) -> tuple[float, Split]:

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.cost.replica_speed import ReplicaSpeed
 
 Request = tuple[int, float, float]  # group, tokens, prompt
 

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from gcore.placement.baselines import colocated
+from gcore.placement.baselines import ColocatedRule
 from gcore.placement.forecast import Forecast, best_static_split, mean_seconds, poll_interval_s
 from gcore.placement.grid import POLICY, Move, Split, neighbours
-from gcore.placement.rules import Costs, Decide, MovingRule, View
+from gcore.placement.rules import Costs, MovingRule, Rule, View
 
 MOVING, STATIC, COLOCATED = "moving", "static", "colocated"
 
@@ -57,7 +57,7 @@ class GuardState:
 
 @dataclass(frozen=True, slots=True)
 class GuardedRule:
-    """G-Core's placement rule."""
+    """Plans a rollout and decides on its moves; its state is an argument."""
 
     rule: MovingRule = field(default_factory=MovingRule)
     margin: tuple[float, float] = (0.045, 0.015)  # share of the time that moving must win: steady load, drifting load
@@ -161,15 +161,33 @@ class GuardedRule:
         expected_s = state.static_s * math.exp(state.costs[chosen] + common)
         return replace(state, candidate=chosen, retry_after=retry_after, expected_s=expected_s)
 
-    def moves_of(self, candidate: str) -> Decide | None:
-        """The function that decides on moves; None: no moves."""
-        return {MOVING: self.rule, STATIC: None, COLOCATED: colocated}[candidate]
+    def moves_of(self, candidate: str) -> Rule | None:
+        """The rule that decides on moves; None: no moves."""
+        return {MOVING: self.rule, STATIC: None, COLOCATED: ColocatedRule()}[candidate]
 
     def decide(self, state: GuardState, split: Split, view: View, costs: Costs) -> list[Move]:
         """During a rollout."""
         if state.candidate == COLOCATED:
-            return colocated(split, view, costs)
+            return ColocatedRule()(split, view, costs)
         starved = any(load.in_progress and not split.blocks(role) for role, load in view.loads.items())
         if state.candidate == MOVING or starved or view.elapsed_s > self.late_factor * state.expected_s:
             return self.rule(split, view, costs)
         return []
+
+
+@dataclass
+class DynamicRule:
+    """G-Core's placement rule: the guard with its state. All controllers call it with the same arguments, so `state`
+    is the same on all of them."""
+
+    guard: GuardedRule = field(default_factory=GuardedRule)
+    state: GuardState = field(default_factory=GuardState)
+    before: GuardState = field(default_factory=GuardState)  # the state from which `begin` has made `state`
+
+    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+        self.before = self.state
+        self.state = self.guard.plan(self.state, view, costs, took_s)
+        return self.state.splits[self.state.candidate]
+
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+        return self.guard.decide(self.state, split, view, costs)

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import EngineStats
 
 DECAY = 0.98  # weight of the older speed measurements at each poll

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.meters import DEFAULT_SPEED, GroupCounts, LinearFit, SpeedMeter
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Costs, Load, View
 from gcore.protocols import EngineStats, RoleReport
 

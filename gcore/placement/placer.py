@@ -7,7 +7,7 @@ A move takes at least three polls: it is decided and the drain starts; all contr
 switches the engines; the engines of the new owner are awake and all controllers reopen them.
 
 No role owns a block while it moves. A move that fails or exceeds its timeout is reverted: the block stays with its
-owner. No request is lost: requests of a drained replica continue on another one (generation/replica_pool.py).
+owner. No request is lost: requests of a drained replica continue on another one (generation/pool.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gcore.clients import EngineClient
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor, Report, RolloutProgress
 from gcore.placement.replica_switch import ReplicaSwitch
-from gcore.placement.rules import Costs, View, request_limit
+from gcore.placement.rules import Rule, View, request_limit
 from gcore.placement.timeline import PlacementTimeline
 from gcore.protocols import EngineStats, Group, RoleDied, RoleError, RoleReport
 
@@ -32,7 +32,7 @@ RETRY_S = 5.0  # seconds without another move of a block whose move was reverted
 
 
 class PlacedPool(Protocol):
-    """What the placer needs of a role's pool of replicas (generation/replica_pool.py)."""
+    """What the placer needs of a role's pool of replicas (generation/pool.py)."""
 
     replicas: Sequence[EngineClient]
 
@@ -43,17 +43,6 @@ class PlacedPool(Protocol):
     def limit(self, requests: int) -> None: ...
     def mark_dead(self, name: str) -> None: ...
     def report(self) -> RoleReport: ...
-
-
-class Rule(Protocol):
-    """A placement rule: see rules.py and guard.py."""
-
-    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
-        """The split of the next rollout. `took_s`: seconds of the last rollout, by controller 0's clock; None: no
-        rollout since the last call."""
-        ...
-
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]: ...
 
 
 Progress = Callable[[], RolloutProgress]

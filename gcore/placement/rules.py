@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, split_by
-from gcore.placement.replica_speed import ReplicaSpeed
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 FULL = 0.95  # share of its best throughput at which a judge replica counts as full
@@ -42,7 +43,8 @@ class Load:
     lengths: Sequence[float] = (256.0,)  # of requests that ended recently: sorted quantiles
     longest: Sequence[float] = ()  # the same of the longest sibling of each group; default: as `lengths`
     prompt: float = 0.0  # tokens to prefill per request, mean
-    busy: float = 0.0  # share of its replicas' time with a request, since the last poll
+    busy: float = 0.0  # share of its replicas' time with a request, since the last poll; in the simulator, before a
+    # rollout: share of all slots' time in the last one
 
     @property
     def mean(self) -> float:
@@ -109,7 +111,17 @@ class Costs:
         return self.speeds[move.source].sleep_s + speed.wake_s + (speed.weights_s if move.target == POLICY else 0.0)
 
 
-Decide = Callable[[Split, View, Costs], list[Move]]
+class Rule(Protocol):
+    """A placement rule, in runs and in the simulator: MovingRule (below), DynamicRule (guard.py), and baselines.py."""
+
+    def begin(self, view: View, costs: Costs, last: Split, took_s: float | None) -> Split:
+        """The split of the next rollout. `last`: the one before. `took_s`: seconds of the last rollout, the same on all
+        controllers; None: no rollout since the last call."""
+        ...
+
+    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
+        """The moves that begin now, at a poll during the rollout."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +175,7 @@ class MovingRule:
                 moves.append(blocks.take(source, target))
         return moves
 
-    def begin(self, view: View, costs: Costs) -> Split:
+    def begin(self, view: View, costs: Costs, last: Split | None = None, took_s: float | None = None) -> Split:
         """The split at the start of a rollout. All engines wake then anyway, so it costs nothing.
 
         It lies between one block per judge and the best split for the expected work. Judges have no work at first. The

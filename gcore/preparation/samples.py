@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupEstimator, GroupScores, estimate, overlong_penalty
 from gcore.protocols import Group, Metric, add_metrics
 from gcore.types import Key, Rollout, Sample, SampleMeta, Scored, TrainBatch
@@ -29,7 +29,7 @@ def make_samples(
     versions = {v for s in scored for v in (s.rollout.version, int(s.rollout.versions_S.max()))}
     invalid = {v for v in versions if not version - staleness <= v <= version}
     assert not invalid, f"samples of policy versions {sorted(invalid)} in a step that trains version {version}"
-    return [to_sample(s, algorithm.mask_truncated) for s in scored]
+    return [to_sample(s, algorithm.overlong.mask) for s in scored]
 
 
 def best_and_worst(siblings: Sequence[Scored]) -> list[Scored]:
@@ -70,7 +70,7 @@ def advantages_of(
         charged = [value - kl.get(key, 0.0) for key, value in zip(keys, scores, strict=True)]
         group = GroupScores(
             np.array(charged, np.float64),
-            np.array([_mask(s.rollout, algorithm.mask_truncated).sum() for s in siblings], np.float64),
+            np.array([_mask(s.rollout, algorithm.overlong.mask).sum() for s in siblings], np.float64),
             {part: np.array([s.parts.get(part, np.nan) for s in siblings], np.float64) for part in weights},
             weights,
             siblings[0].baseline,
@@ -103,8 +103,8 @@ def overlong(rollout: Rollout, algorithm: Algorithm, max_length: int) -> float:
     return overlong_penalty(
         rollout.num_steps,
         max_length=max_length,
-        buffer=algorithm.overlong_buffer,
-        penalty=algorithm.overlong_penalty,
+        buffer=algorithm.overlong.buffer,
+        penalty=algorithm.overlong.penalty,
     )
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gcore.config.data import Dataset
 from gcore.config.preference import Needs
-from gcore.config.tree import Dataset
-from gcore.prompts.files import Row, Rows, short
+from gcore.prompts.files import DatasetRows, Row, short
 from gcore.prompts.media import media_parts
 from gcore.prompts.rows import answer_of, open_rows
 from gcore.types import Message, UserError
@@ -26,7 +26,7 @@ ANSWERS = "answers"  # the column of the result
 LABEL = "label"  # of labelled answers (KTO): good or bad
 
 
-def load_answered(spec: Dataset, needs: Needs, key: str) -> Rows:
+def load_answered(spec: Dataset, needs: Needs, key: str) -> DatasetRows:
     """The rows of a dataset with the columns of its prompt and `answers`, made on access."""
     rows = open_rows(spec, key)
     make: Callable[[Row, Dataset, str], Row] = pair_row if needs.pairs and not needs.labels else demonstration_row
@@ -49,7 +49,7 @@ def load_answered(spec: Dataset, needs: Needs, key: str) -> Rows:
             raise UserError(f"{key}: row {index}: {error}") from None
 
     read(0)
-    return Rows(len(rows), read, (_column(spec), ANSWERS))
+    return DatasetRows(len(rows), read, (_column(spec), ANSWERS))
 
 
 def demonstration_row(row: Row, spec: Dataset, key: str) -> Row:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from gcore.config.base import PolicyModel
+from gcore.config.data import Dataset
 from gcore.config.denoising import Denoising
-from gcore.config.tree import Config, Dataset
+from gcore.config.tree import Config
 from gcore.content.latents import Latents
 from gcore.content.tokens import Tokens
 from gcore.hub import model_folder

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config import curriculum as config
+from gcore.config.sampling import Curriculum
 from gcore.types import UserError
 
 # number of a prompt, its row, fraction of its responses that passed; None: it has no rewards, because it failed
@@ -22,12 +22,10 @@ Passed = tuple[int, int, float | None]
 Floats64 = npt.NDArray[np.float64]
 
 
-class Curriculum:
+class CurriculumOrder:
     """`kept`: the rows of the dataset that are used, ascending. `start`: their pass rates before any was drawn."""
 
-    def __init__(
-        self, spec: config.Curriculum, kept: npt.NDArray[np.int64], seed: int, start: Floats64 | None = None
-    ) -> None:
+    def __init__(self, spec: Curriculum, kept: npt.NDArray[np.int64], seed: int, start: Floats64 | None = None) -> None:
         self._spec, self._kept, self._seed = spec, kept, seed
         self._rates: Floats64 = np.full(len(kept), spec.start) if start is None else start.copy()
         self._drawn = np.zeros(len(kept), np.int64)  # groups of each row
@@ -70,9 +68,9 @@ class Curriculum:
 
     def state(self) -> dict[str, list[Any]]:
         """For a checkpoint: of the rows that were drawn."""
-        found = np.flatnonzero(self._drawn + self._failed)
+        drawn = np.flatnonzero(self._drawn + self._failed)
         columns = {"rows": self._kept, "drawn": self._drawn, "failed": self._failed, "rates": self._rates}
-        return {name: column[found].tolist() for name, column in columns.items()}
+        return {name: column[drawn].tolist() for name, column in columns.items()}
 
     def restore(self, state: Mapping[str, list[Any]]) -> None:
         at = np.searchsorted(self._kept, np.array(state["rows"], np.int64))
@@ -80,17 +78,15 @@ class Curriculum:
 
 
 def make_curriculum(
-    spec: config.Curriculum | None, rows: Sequence[Mapping[str, Any]], kept: npt.NDArray[np.int64], seed: int
-) -> Curriculum | None:
+    spec: Curriculum | None, rows: Sequence[Mapping[str, Any]], kept: npt.NDArray[np.int64], seed: int
+) -> CurriculumOrder | None:
     if spec is None:
         return None
-    return Curriculum(spec, kept, seed, None if spec.column is None else _start(spec, spec.column, rows, kept))
+    return CurriculumOrder(spec, kept, seed, None if spec.column is None else _start(spec, spec.column, rows, kept))
 
 
-def _start(
-    spec: config.Curriculum, column: str, rows: Sequence[Mapping[str, Any]], kept: npt.NDArray[np.int64]
-) -> Floats64:
-    found = np.full(len(kept), spec.start)
+def _start(spec: Curriculum, column: str, rows: Sequence[Mapping[str, Any]], kept: npt.NDArray[np.int64]) -> Floats64:
+    rates = np.full(len(kept), spec.start)
     for at, row in enumerate(kept.tolist()):
         value = rows[row].get(column)
         if value is None:
@@ -100,9 +96,9 @@ def _start(
                 f"sampling.curriculum.column={column}: row {row} of data.train has {value!r}; expected a number from 0 "
                 "to 1"
             )
-        found[at] = value
+        rates[at] = value
     if not any(column in rows[row] for row in kept.tolist()):
         raise UserError(
             f"sampling.curriculum.column={column}: no row of data.train has it; expected one of {sorted(rows[0])}"
         )
-    return found
+    return rates

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gcore.prompts.generated import Generated, Row, nearest, split_of
+from gcore.prompts.files import DatasetRows, computed_rows
+from gcore.prompts.task_args import Row, task_args
 from gcore.types import UserError
 
 DIGITS: Row = {
@@ -27,36 +28,6 @@ DIGITS: Row = {
     "seed": 0,
 }
 LOOK_ALIKES = {0: 6, 1: 7, 2: 3, 3: 8, 4: 9, 5: 6, 6: 5, 7: 1, 8: 3, 9: 4}
-
-
-class Digits(Generated):
-    def __init__(self, args: Row) -> None:
-        self.args = args
-        self.pictures, self.labels = _pictures(args["edge"])
-        order = np.random.default_rng([args["seed"] % 2**64]).permutation(len(self.labels))
-        held_out = args["eval_pictures"]
-        self.mine = order[:held_out] if args["split"] == "eval" else order[held_out:]
-
-    def __len__(self) -> int:
-        return int(self.args["size"])
-
-    def _row(self, index: int) -> Row:
-        args = self.args
-        random = np.random.default_rng([args["seed"] % 2**64, args["split"] == "eval", index])
-        chosen = self.mine[random.integers(len(self.mine), size=args["count"])]
-        digits = [int(d) for d in self.labels[chosen]]
-        parts = [{"type": "image"}] * args["count"] + [{"type": "text", "text": "="}]
-        row = {
-            "prompt": [{"role": "user", "content": parts}],
-            "images": [self.pictures[i] for i in chosen],
-            "answer": _answer(digits, args["answer"]),
-        }
-        if args["sloppy"]:
-            right = random.random() >= args["sloppy"]
-            row["demonstration"] = (
-                _answer(digits, args["answer"]) if right else _mistaken(digits, args["answer"], random)
-            )
-        return row
 
 
 def _answer(digits: Sequence[int], kind: str) -> str:
@@ -84,21 +55,34 @@ def _pictures(edge: int) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(large[..., None], 3, -1), found.target
 
 
-def make_digits(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
-    for name, value in given.items():
-        if name not in DIGITS:
-            raise UserError(f"{key}.args.{name}: digits has no such argument{nearest(name, DIGITS)}")
-        if name not in ("split", "answer", "sloppy") and (not isinstance(value, int) or isinstance(value, bool)):
-            raise UserError(f"{key}.args.{name}: expected a whole number, got {value!r}")
-    args = DIGITS | dict(given)
+def make_digits(given: Mapping[str, Any], size: int | None, key: str) -> DatasetRows:
+    args = task_args("digits", given, DIGITS, key)
     for name, least, most in (("count", 1, 8), ("eval_pictures", 1, 1796), ("edge", 8, 512), ("size", 1, 2**31)):
         if not least <= args[name] <= most:
             raise UserError(f"{key}.args.{name}: expected {least} to {most}, got {args[name]}")
-    if args["answer"] not in ("read", "sum", "steps"):
-        raise UserError(f"{key}.args.answer: expected read, sum or steps, got {args['answer']!r}")
-    if not isinstance(args["sloppy"], int | float) or not 0 <= args["sloppy"] <= 1:
-        raise UserError(f"{key}.args.sloppy: expected a number between 0 and 1, got {args['sloppy']!r}")
+    if (kind := args["answer"]) not in ("read", "sum", "steps"):
+        raise UserError(f"{key}.args.answer: expected read, sum or steps, got {kind!r}")
     try:
-        return Digits(args | {"split": split_of(args, key), "size": size or args["size"]})
+        pictures, labels = _pictures(args["edge"])
     except ImportError:
         raise UserError(f"{key}.task: digits needs scikit-learn: pip install 'gcore-rl[vision]'") from None
+    seed, is_eval, held_out = args["seed"] % 2**64, args["split"] == "eval", args["eval_pictures"]
+    order = np.random.default_rng([seed]).permutation(len(labels))
+    of_split = order[:held_out] if is_eval else order[held_out:]
+
+    def row(index: int) -> Row:
+        random = np.random.default_rng([seed, is_eval, index])
+        chosen = of_split[random.integers(len(of_split), size=args["count"])]
+        digits = [int(d) for d in labels[chosen]]
+        parts = [{"type": "image"}] * args["count"] + [{"type": "text", "text": "="}]
+        problem = {
+            "prompt": [{"role": "user", "content": parts}],
+            "images": [pictures[i] for i in chosen],
+            "answer": _answer(digits, kind),
+        }
+        if args["sloppy"]:
+            right = random.random() >= args["sloppy"]
+            problem["demonstration"] = _answer(digits, kind) if right else _mistaken(digits, kind, random)
+        return problem
+
+    return computed_rows(size or args["size"], row)

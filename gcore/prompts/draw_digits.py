@@ -7,40 +7,34 @@ does not learn to draw what is asked for. Held-out rows repeat the ten digits in
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from gcore.prompts.files import DatasetRows, computed_rows
+from gcore.prompts.task_args import Row, task_args
 from gcore.types import UserError
 
-Row = dict[str, Any]
 DRAW_DIGITS: Row = {"wrong": 0.0, "split": "train", "seed": 0}
 EVAL_SIZE = 100
 
 
-def make_draw_digits(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
+def make_draw_digits(given: Mapping[str, Any], size: int | None, key: str) -> DatasetRows:
     """{"prompt": "7", "answer": "7", "demonstration": [[0, 0, 80, ...], ...]}"""
-    for name in given:
-        if name not in DRAW_DIGITS:
-            raise UserError(
-                f"{key}.args.{name}: draw_digits has no such argument; expected some of {', '.join(DRAW_DIGITS)}"
-            )
-    args = DRAW_DIGITS | dict(given)
-    if not isinstance(args["wrong"], int | float) or not 0 <= args["wrong"] <= 1:
-        raise UserError(f"{key}.args.wrong: expected a share between 0 and 1, got {args['wrong']!r}")
-    if not isinstance(args["seed"], int):
-        raise UserError(f"{key}.args.seed: expected a whole number, got {args['seed']!r}")
-    if args["split"] not in ("train", "eval"):
-        raise UserError(f"{key}.args.split: expected train or eval, got {args['split']!r}")
+    args = task_args("draw_digits", given, DRAW_DIGITS, key)
     if args["split"] == "eval":
-        return [{"prompt": str(i % 10), "answer": str(i % 10)} for i in range(size or EVAL_SIZE)]
+        return computed_rows(size or EVAL_SIZE, lambda index: {"prompt": str(index % 10), "answer": str(index % 10)})
     pictures, digits = load(key)
     random = np.random.default_rng([args["seed"] % 2**64, 18])
     wrong = random.random(len(digits)) < args["wrong"]
     labels = np.where(wrong, (digits + random.integers(1, 10, len(digits))) % 10, digits)
-    rows = zip(labels.tolist(), pictures.tolist(), strict=True)
-    return [{"prompt": str(label), "answer": str(label), "demonstration": picture} for label, picture in rows][:size]
+
+    def row(index: int) -> Row:
+        label = str(labels[index])
+        return {"prompt": label, "answer": label, "demonstration": pictures[index].tolist()}
+
+    return computed_rows(len(digits), row, size)
 
 
 @functools.lru_cache(maxsize=1)

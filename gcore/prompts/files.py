@@ -21,8 +21,8 @@ SPACE = re.compile(r"[ \t\r\n]*")
 MEDIA_FEATURES = ("Image", "Video", "Audio", "Pdf", "Nifti")  # types of the package `datasets`
 
 
-class Rows(Sequence[Row]):
-    """Rows read by a function. Rows(3, read, ["prompt", "answer"])[1] -> {"prompt": ..., "answer": ...}"""
+class DatasetRows(Sequence[Row]):
+    """Rows read by a function. DatasetRows(3, read, ["prompt", "answer"])[1] -> {"prompt": ..., "answer": ...}"""
 
     def __init__(self, num_rows: int, read: Callable[[int], Row], columns: Iterable[str]):
         self._num_rows, self._read, self.columns = num_rows, read, tuple(columns)
@@ -42,7 +42,13 @@ class Rows(Sequence[Row]):
         return self._read(index % self._num_rows)
 
 
-def read_file(path: Path, size: int | None, key: str, media: Collection[str] = ()) -> Rows:
+def computed_rows(num_rows: int, read: Callable[[int], Row], size: int | None = None) -> DatasetRows:
+    """At most `size` rows with the columns of the first one."""
+    num_rows = num_rows if size is None else min(size, num_rows)
+    return DatasetRows(num_rows, read, read(0) if num_rows else ())
+
+
+def read_file(path: Path, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
     """The first `size` rows. UserError names the file and the line. `media`: columns of images are allowed."""
     try:
         return READERS[path.suffix](path, size, key) if path.suffix != ".parquet" else _parquet(path, size, key, media)
@@ -54,7 +60,7 @@ def read_file(path: Path, size: int | None, key: str, media: Collection[str] = (
         raise UserError(f"{key}.path: {path} is not UTF-8 text: {error}") from None
 
 
-def _jsonl(path: Path, size: int | None, key: str) -> Rows:
+def _jsonl(path: Path, size: int | None, key: str) -> DatasetRows:
     """Parses every line once, to report bad lines early. Later a row is parsed from the mapped file on access."""
     starts, columns = array("q"), dict[str, None]()
     with path.open("rb") as file:
@@ -67,7 +73,7 @@ def _jsonl(path: Path, size: int | None, key: str) -> Rows:
                 starts.append(start)
             start += len(line)
         if not starts:
-            return Rows(0, lambda _: {}, ())
+            return DatasetRows(0, lambda _: {}, ())
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(index: int) -> Row:
@@ -75,7 +81,7 @@ def _jsonl(path: Path, size: int | None, key: str) -> Rows:
         row: Row = json.loads(content[starts[index] : end if end >= 0 else len(content)])
         return row
 
-    return Rows(len(starts), read, columns)
+    return DatasetRows(len(starts), read, columns)
 
 
 def _parse_line(line: bytes, path: Path, number: int, key: str) -> Row:
@@ -89,7 +95,7 @@ def _parse_line(line: bytes, path: Path, number: int, key: str) -> Row:
     return row
 
 
-def _json(path: Path, size: int | None, key: str) -> Rows:
+def _json(path: Path, size: int | None, key: str) -> DatasetRows:
     """An array of objects is kept as text, with the positions of the objects; other files are read line by line."""
     with path.open("rb") as file:
         start = next((line.lstrip() for line in file if line.strip()), b"")
@@ -101,7 +107,7 @@ def _json(path: Path, size: int | None, key: str) -> Rows:
             break
         columns |= dict.fromkeys(row)
         spans.append((begin, end))
-    return Rows(len(spans), lambda i: json.loads(text[slice(*spans[i])]), columns)
+    return DatasetRows(len(spans), lambda i: json.loads(text[slice(*spans[i])]), columns)
 
 
 def _elements(text: str, path: Path, key: str) -> Iterator[tuple[Row, int, int]]:
@@ -134,7 +140,7 @@ def _elements(text: str, path: Path, key: str) -> Iterator[tuple[Row, int, int]]
         place = after_space(place + 1)
 
 
-def _csv(path: Path, size: int | None, key: str) -> Rows:
+def _csv(path: Path, size: int | None, key: str) -> DatasetRows:
     """The first line names the columns. Values are unchanged strings; an empty value is null."""
     import pyarrow as pa
 
@@ -164,7 +170,7 @@ def _csv(path: Path, size: int | None, key: str) -> Rows:
     return _rows_of(pa.table({n: pa.array(c, pa.large_string()) for n, c in zip(names, columns, strict=True)}), size)
 
 
-def _parquet(path: Path, size: int | None, key: str, media: Collection[str] = ()) -> Rows:
+def _parquet(path: Path, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -178,9 +184,9 @@ def _parquet(path: Path, size: int | None, key: str, media: Collection[str] = ()
     return _rows_of(table, size)
 
 
-def _rows_of(table: Any, size: int | None) -> Rows:
+def _rows_of(table: Any, size: int | None) -> DatasetRows:
     num_rows = table.num_rows if size is None else min(size, table.num_rows)
-    return Rows(num_rows, lambda i: table.slice(i, 1).to_pylist()[0], table.column_names)
+    return DatasetRows(num_rows, lambda i: table.slice(i, 1).to_pylist()[0], table.column_names)
 
 
 READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from gcore.config.media import MediaData
+from gcore.config.data import MediaData
 from gcore.content.families import KINDS
 from gcore.content.media import Video
 from gcore.http_body import download

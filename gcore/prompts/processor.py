@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gcore import hub
+from gcore.config.base import Model
 from gcore.config.engines import ENGINES, engines_taking
-from gcore.config.tree import Model
 from gcore.content.families import FAMILIES, KINDS, built_family, module_of
 from gcore.content.processor import MediaProcessor
 from gcore.types import UserError

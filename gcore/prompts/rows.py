@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gcore import user_files
-from gcore.config.base import Stored, non_finite
+from gcore.config.base import non_finite
+from gcore.config.data import Dataset, Stored
 from gcore.config.objects import is_object, object_of
-from gcore.config.tree import Dataset
 from gcore.hub import is_id
-from gcore.prompts.files import READERS, Row, Rows, read_file, short
+from gcore.prompts.files import READERS, DatasetRows, Row, computed_rows, read_file, short
 from gcore.prompts.media import COLUMNS, has_media, media_parts
 from gcore.prompts.tasks import make_task
 from gcore.types import Message, UserError
@@ -29,11 +29,10 @@ def load_rows(spec: Dataset, key: str = "data.train", media: Collection[str] = (
     return rows
 
 
-def open_rows(spec: Dataset, key: str, media: Collection[str] = ()) -> Rows:
+def open_rows(spec: Dataset, key: str, media: Collection[str] = ()) -> DatasetRows:
     """Without a check of the columns."""
     if spec.task is not None:
-        made = make_task(spec.task, spec.args, spec.size, key=key)
-        rows = Rows(len(made), made.__getitem__, made[0] if len(made) else ())
+        rows = make_task(spec.task, spec.args, spec.size, key)
     else:
         rows = read_rows(spec, spec.size, key, media)
     if not len(rows):
@@ -116,7 +115,7 @@ def check_numbers(row: Mapping[str, Any], key: str) -> None:
         raise UserError(f"{key}: column {place}; expected a finite number (null for a missing one)")
 
 
-def _check_columns(rows: Rows, spec: Dataset, key: str) -> None:
+def _check_columns(rows: DatasetRows, spec: Dataset, key: str) -> None:
     names = PROMPTS if spec.prompt_column == "auto" else (spec.prompt_column,)
     if not any(name in rows.columns for name in names):
         raise _no_prompt(rows.columns, spec, key)
@@ -165,7 +164,7 @@ def check_media(row: Mapping[str, Any], key: str) -> None:
 # ---- where rows are stored ----
 
 
-def read_rows(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> Rows:
+def read_rows(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
     """Rows of a file, a folder or a hub id, or those that a Python program passed. `media`: columns of images
     are allowed, and are not decoded."""
     if spec.path is not None and is_object(spec.path):
@@ -188,11 +187,10 @@ def read_rows(spec: Stored, size: int | None, key: str, media: Collection[str] =
     return read_file(path, size, key, media)
 
 
-def _given_rows(rows: Any, size: int | None, key: str) -> Rows:
-    number = len(rows) if size is None else min(size, len(rows))
-    if number and not isinstance(rows[0], Mapping):
+def _given_rows(rows: Any, size: int | None, key: str) -> DatasetRows:
+    if len(rows) and not isinstance(rows[0], Mapping):
         raise UserError(f"{key}: the first row is {short(rows[0])}; expected a mapping from column to value")
-    return Rows(number, lambda index: dict(rows[index]), rows[0] if number else ())
+    return computed_rows(len(rows), lambda index: dict(rows[index]), size)
 
 
 def is_hub_dataset(spec: Stored) -> bool:

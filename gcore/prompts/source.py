@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config.tree import Config, Data, Dataset
+from gcore.config.data import Data, Dataset
+from gcore.config.tree import Config
 from gcore.content.answers import answer_steps, scored_conversation
 from gcore.content.families import KINDS
 from gcore.content.processor import MediaProcessor
@@ -148,17 +149,17 @@ class Templater:
     def answers(self, row: Row, stop_tokens: Sequence[int]) -> list[tuple[Tokens, Bools]]:
         """The answers of a row of prompts/answers.py: the steps of each one, or the whole conversations, and which of
         the steps count in the loss."""
-        found, messages = [], self.messages(row)
+        steps, messages = [], self.messages(row)
         for answer in row[ANSWERS]:
             self._check_alphabet([answer] if isinstance(answer, str) else [m.get("content") for m in answer])
             try:
                 if self._scored:
-                    found.append(scored_conversation(self.tokenizer, messages, answer))
+                    steps.append(scored_conversation(self.tokenizer, messages, answer))
                 else:
-                    found.append(answer_steps(self.tokenizer, stop_tokens, messages, answer))
+                    steps.append(answer_steps(self.tokenizer, stop_tokens, messages, answer))
             except UserError as error:
                 raise UserError(f"{self.key}: {error}") from None
-        return found
+        return steps
 
     def prompt(self, row: Row, index: int, cursor: int) -> Prompt:
         """The row as a Prompt. `columns["prompt"]` is the prompt as in the dataset: rewards receive this form."""

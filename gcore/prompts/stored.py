@@ -12,9 +12,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from gcore.config.base import Stored
+from gcore.config.data import Stored
 from gcore.hub import COMMIT, TIMEOUT_S, Repo, explain
-from gcore.prompts.files import Rows, reject_media
+from gcore.prompts.files import DatasetRows, reject_media
 from gcore.types import UserError
 
 
@@ -25,7 +25,7 @@ def pin_dataset(spec: Any, key: str) -> Any:
     return spec.model_copy(update={"revision": commit, "subset": builder.config.name, "split": split})
 
 
-def read_id(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> Rows:
+def read_id(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
     """Rows of a hub dataset whose commit is pinned."""
     builder, _ = _prepared(spec, key)
     split = _split(builder.info.splits, spec, key)
@@ -35,35 +35,35 @@ def read_id(spec: Stored, size: int | None, key: str, media: Collection[str] = (
         raise UserError(f"{key}.split={split}: {' '.join(str(error).split())}") from None
 
 
-def read_folder(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> Rows:
+def read_folder(spec: Stored, size: int | None, key: str, media: Collection[str] = ()) -> DatasetRows:
     """Rows of a folder written by save_to_disk, or of data files such as a copy of a hub dataset."""
     datasets, path = _library(spec, key), str(spec.path)
     try:
-        found = datasets.load_from_disk(path)
+        dataset = datasets.load_from_disk(path)
     except FileNotFoundError:
         try:
-            found = datasets.load_dataset(path, name=spec.subset)
+            dataset = datasets.load_dataset(path, name=spec.subset)
         except Exception as error:  # ValueError, DataFilesNotFoundError, DatasetGenerationError, ...
             first = " ".join(str(error).split())[:300]
             raise UserError(f"{key}.path: {path} is not a dataset folder: {first}") from None
-    if isinstance(found, datasets.DatasetDict):
-        split = _split(found, spec, key)
-        if split not in found:
-            raise UserError(f"{key}.split={split}: no such split in {path}; expected one of {', '.join(found)}")
-        found = found[split]
+    if isinstance(dataset, datasets.DatasetDict):
+        split = _split(dataset, spec, key)
+        if split not in dataset:
+            raise UserError(f"{key}.split={split}: no such split in {path}; expected one of {', '.join(dataset)}")
+        dataset = dataset[split]
     elif spec.split is not None:
         raise UserError(f"{key}.split={spec.split}: {path} has no splits; expected {key}.split unset")
-    return _rows(found, size, key, media)
+    return _rows(dataset, size, key, media)
 
 
-def _rows(dataset: Any, size: int | None, key: str, media: Collection[str]) -> Rows:
+def _rows(dataset: Any, size: int | None, key: str, media: Collection[str]) -> DatasetRows:
     """`media`: images stay as they are stored, {"bytes": ..., "path": ...}: `datasets` would decode them unchecked."""
     num_rows = len(dataset) if size is None else min(size, len(dataset))
     if media:
         table = dataset.with_format("arrow")
-        return Rows(num_rows, lambda i: table[i : i + 1].to_pylist()[0], dataset.column_names)
+        return DatasetRows(num_rows, lambda i: table[i : i + 1].to_pylist()[0], dataset.column_names)
     reject_media(dataset.features.to_dict(), key)
-    return Rows(num_rows, dataset.with_format(None).__getitem__, dataset.column_names)
+    return DatasetRows(num_rows, dataset.with_format(None).__getitem__, dataset.column_names)
 
 
 def _library(spec: Stored, key: str) -> Any:
@@ -135,18 +135,18 @@ def _cached(spec: Stored, offline: bool) -> tuple[Any, str] | None:
     owner, _, name = str(spec.path).rpartition("/")
     root = Path(settings.HF_DATASETS_CACHE) / "___".join([*([owner] if owner else []), camelcase_to_snakecase(name)])
     commit = _commit(spec)
-    found = [
+    commits = [
         folder
         for folder in root.glob(f"{spec.subset or '*'}/*/{commit or '*'}")
         if COMMIT.fullmatch(folder.name) and (folder / "dataset_info.json").is_file()
     ]
-    found.sort(key=lambda folder: folder.stat().st_mtime)
-    subsets = {folder.parts[-3] for folder in found}
-    if not found or (spec.revision is not None and commit is None):
+    commits.sort(key=lambda folder: folder.stat().st_mtime)
+    subsets = {folder.parts[-3] for folder in commits}
+    if not commits or (spec.revision is not None and commit is None):
         return None
     if spec.subset is None and subsets != {"default"} and not (offline and len(subsets) == 1):
         return None
-    *_, subset, version, commit = found[-1].parts
+    *_, subset, version, commit = commits[-1].parts
     builder = Cache(dataset_name=name, config_name=subset, version=version, hash=commit, repo_id=str(spec.path))
     return builder, commit
 

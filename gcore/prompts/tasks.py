@@ -6,14 +6,15 @@ import inspect
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from gcore.prompts.digits import make_digits
 from gcore.prompts.draw_digits import make_draw_digits
-from gcore.prompts.generated import Generated, Row, nearest, split_of
+from gcore.prompts.files import DatasetRows, computed_rows
+from gcore.prompts.task_args import Row, check_split, nearest, task_args
 from gcore.types import UserError
 from gcore.user_functions import load_function, one_line
 
@@ -45,65 +46,45 @@ GYM_EVAL_SEED = 10**9  # reasoning_gym seeds row i with seed + i: nearby seeds w
 EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry|metadata)")
 
 
-def make_task(
-    name: str, args: Mapping[str, Any], size: int | None = None, seed: int = 0, key: str = "data.train"
-) -> Sequence[Row]:
-    """Rows of a task, the same for the same arguments. `args["seed"]` overrides `seed`."""
-    if name == "arithmetic":
-        return _arithmetic({"seed": seed, **args}, size, key)
-    if name == "needle":
-        return _needle({"seed": seed, **args}, size, key)
-    if name == "digits":
-        return make_digits({"seed": seed, **args}, size, key)
-    if name == "draw_digits":
-        return make_draw_digits({"seed": seed, **args}, size, key)
+def make_task(name: str, args: Mapping[str, Any], size: int | None = None, key: str = "data.train") -> DatasetRows:
+    """Rows of a task, the same for the same arguments."""
+    if name in TASKS:
+        return TASKS[name](args, size, key)
     package, _, task = name.partition("/")
     if package == "reasoning_gym" and task:
-        return _reasoning_gym(task, {"seed": seed, **args}, size, key)
+        return _reasoning_gym(task, args, size, key)
     if ":" in name:
         return _of_function(name, args, size, key)
     raise UserError(
-        f"{key}.task: unknown task {name!r}; expected arithmetic, needle, digits, draw_digits, reasoning_gym/NAME or a "
-        "function file.py:NAME"
+        f"{key}.task: unknown task {name!r}; expected {', '.join(TASKS)}, reasoning_gym/NAME or a function file.py:NAME"
     )
 
 
-def _of_function(path: str, args: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
+def _of_function(path: str, args: Mapping[str, Any], size: int | None, key: str) -> DatasetRows:
     """The rows that a user's function returns, such as those of an environment. It is called in every controller."""
     try:
         made = load_function(path, f"{key}.task")(**args)
-        rows = made if isinstance(made, Sequence) else [made[i] for i in range(len(made))]
+        return computed_rows(len(made), lambda index: made[index], size)
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"{key}.task: {path} raised {one_line(error)} (got args {dict(args)})") from error
-    return rows if size is None else rows[:size]
 
 
-class _Arithmetic(Generated):
-    """Problem number -> row. The number encodes the operation, the left and the right operand."""
-
-    def __init__(self, problems: Sequence[int], args: Row):
-        self.problems, self.operations, self.low = problems, args["operations"], args["min"]
-        self.span = args["max"] - args["min"] + 1
-        self.sloppy, self.seed, self.pairs = args["sloppy"], args["seed"], args["pairs"]
-
-    def __len__(self) -> int:
-        return len(self.problems)
-
-    def _row(self, index: int) -> Row:
-        number = int(self.problems[index])
-        rest, right = divmod(number, self.span)
-        sign, left = divmod(rest, self.span)
-        a, b, name = left + self.low, right + self.low, self.operations[sign]
-        row = {"prompt": f"{a}{name}{b}=", "answer": str(OPERATIONS[name](a, b))}
-        if self.sloppy:
-            wrong = np.random.default_rng([self.seed % 2**64, number]).random() < self.sloppy
-            row["demonstration"] = str(_without_carry(a, b)) if wrong else row["answer"]
-        if self.pairs:
-            forgotten = _without_carry(a, b)
-            row |= {"chosen": row["answer"], "rejected": str(forgotten if forgotten != a + b else a + b + 10)}
-        return row
+def _arithmetic_row(number: int, args: Row) -> Row:
+    """The number of a problem encodes the operation, the left and the right operand."""
+    low, span = args["min"], args["max"] - args["min"] + 1
+    rest, right = divmod(number, span)
+    sign, left = divmod(rest, span)
+    a, b, name = left + low, right + low, args["operations"][sign]
+    row = {"prompt": f"{a}{name}{b}=", "answer": str(OPERATIONS[name](a, b))}
+    if args["sloppy"]:
+        wrong = np.random.default_rng([args["seed"] % 2**64, number]).random() < args["sloppy"]
+        row["demonstration"] = str(_without_carry(a, b)) if wrong else row["answer"]
+    if args["pairs"]:
+        forgotten = _without_carry(a, b)
+        row |= {"chosen": row["answer"], "rejected": str(forgotten if forgotten != a + b else a + b + 10)}
+    return row
 
 
 def _without_carry(a: int, b: int) -> int:
@@ -111,22 +92,12 @@ def _without_carry(a: int, b: int) -> int:
     return a // 10 * 10 + b // 10 * 10 + (a + b) % 10
 
 
-def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
+def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> DatasetRows:
     """{"prompt": "27+58=", "answer": "85"}. One random order of the problems: the first are held out, the rest are
     for training.
 
     The splits are disjoint if their other arguments are the same."""
-    for name in given:
-        if name not in ARITHMETIC:
-            raise UserError(f"{key}.args.{name}: arithmetic has no such argument{nearest(name, ARITHMETIC)}")
-    args = ARITHMETIC | dict(given)
-    for name in ("min", "max", "eval_size", "seed"):
-        if not isinstance(args[name], int) or isinstance(args[name], bool):
-            raise UserError(f"{key}.args.{name}: expected a whole number, got {args[name]!r}")
-    if not isinstance(args["sloppy"], int | float) or not 0 <= args["sloppy"] <= 1:
-        raise UserError(f"{key}.args.sloppy: expected a number between 0 and 1, got {args['sloppy']!r}")
-    if not isinstance(args["pairs"], bool):
-        raise UserError(f"{key}.args.pairs: expected true or false, got {args['pairs']!r}")
+    args = task_args("arithmetic", given, ARITHMETIC, key)
     for name in ("sloppy", "pairs"):
         if args[name] and args["operations"] != ["+"]:
             got = args["operations"]
@@ -142,7 +113,6 @@ def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequenc
         raise UserError(f"{key}.args.operations: expected each operation once, got {operations!r}")
     if low > high:
         raise UserError(f"{key}.args.min: expected at most max={high}, got {low}")
-    split = split_of(args, key)
     num_problems = len(operations) * (high - low + 1) ** 2
     if not 0 <= held_out < num_problems:
         raise UserError(
@@ -157,73 +127,38 @@ def _arithmetic(given: Mapping[str, Any], size: int | None, key: str) -> Sequenc
         raise UserError(
             f"{key}.args.eval_size: expected less than the number of problems, {len(order)}, got {held_out}"
         )
-    problems = order[:held_out] if split == "eval" else order[held_out:]
-    return _Arithmetic(problems[:size], args)
+    problems = order[:held_out] if args["split"] == "eval" else order[held_out:]
+    return computed_rows(len(problems), lambda index: _arithmetic_row(int(problems[index]), args), size)
 
 
 def _selected(numbers: np.ndarray, args: Row) -> np.ndarray:
     """Mask of the problems that pass `zeros` and `min_answer`."""
     if args["zeros"] and args["min_answer"] is None:
         return np.ones(len(numbers), bool)
-    rows = _Arithmetic(numbers.tolist(), args)
+    rows = (_arithmetic_row(number, args) for number in numbers.tolist())
     least = -float("inf") if args["min_answer"] is None else args["min_answer"]
     return np.array([int(r["answer"]) >= least and (args["zeros"] or "0" not in r["prompt"]) for r in rows], bool)
 
 
-class _Needle(Generated):
+def _needle(given: Mapping[str, Any], size: int | None, key: str) -> DatasetRows:
     """{"prompt": "hbca7fdbeag?", "answer": "7"}: find the only digit among letters."""
+    args = task_args("needle", given, NEEDLE, key)
+    least, most = args["min_length"], args["max_length"]
+    if not 2 <= least <= most:
+        raise UserError(f"{key}.args.min_length: expected 2 to max_length={most}, got {least}")
 
-    def __init__(self, args: Row):
-        self.args = args
-
-    def __len__(self) -> int:
-        return int(self.args["size"])
-
-    def _row(self, index: int) -> Row:
-        args = self.args
+    def row(index: int) -> Row:
         random = np.random.default_rng([args["seed"] % 2**64, args["split"] == "eval", index])
-        length = round(args["min_length"] * (args["max_length"] / args["min_length"]) ** random.random())
+        length = round(least * (most / least) ** random.random())
         text = random.choice(list(HAY), length - 1)
         digit = str(random.integers(10))
         text[random.integers(length - 1)] = digit
         return {"prompt": "".join(text) + "?", "answer": digit}
 
-
-def _needle(given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
-    for name, value in given.items():
-        if name not in NEEDLE:
-            raise UserError(f"{key}.args.{name}: needle has no such argument{nearest(name, NEEDLE)}")
-        if name != "split" and (not isinstance(value, int) or isinstance(value, bool)):
-            raise UserError(f"{key}.args.{name}: expected a whole number, got {value!r}")
-    args = NEEDLE | dict(given)
-    if not 2 <= args["min_length"] <= args["max_length"]:
-        raise UserError(
-            f"{key}.args.min_length: expected 2 to max_length={args['max_length']}, got {args['min_length']}"
-        )
-    return _Needle(args | {"split": split_of(args, key), "size": size or args["size"]})
+    return computed_rows(size or args["size"], row)
 
 
-class _Gym(Generated):
-    """Rows of a reasoning_gym dataset, generated on access."""
-
-    def __init__(self, task: str, dataset: Any, args: Row):
-        self.task, self.dataset, self.args_json = task, dataset, json.dumps(args, sort_keys=True)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def _row(self, index: int) -> Row:
-        entry = self.dataset[index]
-        return {
-            "prompt": entry["question"],
-            "answer": entry["answer"],
-            "task": self.task,
-            "task_args": self.args_json,
-            "entry_json": json.dumps(_tag(entry)),
-        }
-
-
-def _reasoning_gym(task: str, given: Mapping[str, Any], size: int | None, key: str) -> Sequence[Row]:
+def _reasoning_gym(task: str, given: Mapping[str, Any], size: int | None, key: str) -> DatasetRows:
     """The scorer needs the whole entry and, for some tasks, the arguments of its generator: both are in the row."""
     try:
         import reasoning_gym
@@ -245,14 +180,21 @@ def _reasoning_gym(task: str, given: Mapping[str, Any], size: int | None, key: s
     for name in args:
         if name not in fields:
             raise UserError(f"{key}.args.{name}: reasoning_gym/{task} has no such argument{nearest(name, fields)}")
-    if split_of(given, key) == "eval":
-        args["seed"] += GYM_EVAL_SEED
+    check_split(given, key)
+    args["seed"] = args.get("seed", 0) + (GYM_EVAL_SEED if given.get("split") == "eval" else 0)
     args["size"] = size or args.get("size", GYM_SIZE)
     try:
         dataset = reasoning_gym.create_dataset(task, **args)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"{key}.args: reasoning_gym/{task} rejects {args}: {error}") from None
-    return _Gym(task, dataset, {k: v for k, v in given.items() if k not in ("split", "seed", "size")})
+    scorer_args = json.dumps({k: v for k, v in given.items() if k not in ("split", "seed", "size")}, sort_keys=True)
+
+    def row(index: int) -> Row:
+        entry = dataset[index]
+        about = {"task": task, "task_args": scorer_args, "entry_json": json.dumps(_tag(entry))}
+        return {"prompt": entry["question"], "answer": entry["answer"], **about}
+
+    return computed_rows(len(dataset), row)
 
 
 def _tag(value: Any) -> Any:
@@ -266,3 +208,11 @@ def _tag(value: Any) -> Any:
             return {name: _tag(item) for name, item in value.items()}
         return {"$items": [[_tag(name), _tag(item)] for name, item in value.items()]}
     return value
+
+
+TASKS: dict[str, Callable[[Mapping[str, Any], int | None, str], DatasetRows]] = {
+    "arithmetic": _arithmetic,
+    "needle": _needle,
+    "digits": make_digits,
+    "draw_digits": make_draw_digits,
+}

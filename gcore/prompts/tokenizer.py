@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore import hub, user_files
-from gcore.config.tree import Model
+from gcore.config.base import Model
 from gcore.content.families import FAMILIES, built_family
 from gcore.types import UserError
 
@@ -76,11 +76,11 @@ def with_padding(tokenizer: Any, model: Model) -> Any:
 def stop_tokens(model: Model, tokenizer: Any) -> tuple[int, ...]:
     """Tokens that end a response: the tokenizer's eos, and those of the model's generation_config.json (chat models
     end turns with another token than texts)."""
-    found = {tokenizer.eos_token_id}
+    stops = {tokenizer.eos_token_id}
     if model.path is not None and (file := hub.model_folder(model) / "generation_config.json").is_file():
         eos = json.loads(file.read_text()).get("eos_token_id")
-        found |= set(eos if isinstance(eos, list) else [eos]) - {None}
-    return tuple(sorted(found))
+        stops |= set(eos if isinstance(eos, list) else [eos]) - {None}
+    return tuple(sorted(stops))
 
 
 def build_char_tokenizer(alphabet: str) -> Any:

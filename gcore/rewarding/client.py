@@ -16,7 +16,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -27,6 +27,9 @@ from gcore.types import RewardError, UserError
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
+
+    from gcore.config.judges import RemoteJudge
+    from gcore.config.rewards import HttpReward
 
 T = TypeVar("T")
 REACH_S = 5.0  # timeout of the reachability check before the run
@@ -39,6 +42,9 @@ class RetryDelays:
     first_s: float = 0.25
     longest_s: float = 10.0
     longest_retry_after_s: float = 60.0  # upper limit for a server's Retry-After
+
+
+USUAL_DELAYS = RetryDelays()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,39 +68,30 @@ class RequestRejected(RuntimeError):
     """The request failed, and a retry would fail too."""
 
 
+@dataclass(eq=False)
 class JsonClient:
-    """One controller's client of one server: JsonClient("http://h:8000/v1", "rewards.judges.0", tries=4, ...)
+    """One controller's client of one server: JsonClient(RemoteJudge(...), "rewards.judges.0", tries=4, counts=...)
 
-    `url` is from the config, `path` is appended to it. `hint` names the config keys to check when the server rejects
-    a request.
+    `path` is appended to the url of the server. `hint` names the keys to check when the server rejects a request.
     """
 
-    def __init__(
-        self,
-        url: str,
-        key: str,
-        *,
-        tries: int,
-        timeout_s: float,
-        max_concurrent: int,
-        token_env: str | None,
-        counts: Counter[str],
-        path: str = "",
-        hint: str = "",
-        delays: RetryDelays | None = None,
-    ):
-        self.url, self.path, self.key, self.hint = url, path, key, hint or f"key: {key}.url"
-        self.tries, self.timeout_s, self.max_concurrent, self.token_env = tries, timeout_s, max_concurrent, token_env
-        self.counts, self.delays = counts, delays or RetryDelays()
-        self._random = random.Random()  # separate: delays must neither use nor advance the run's random state
-        self._session: ClientSession | None = None
-        self._slots: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+    server: HttpReward | RemoteJudge
+    key: str
+    tries: int
+    counts: Counter[str]
+    path: str = ""
+    hint: str = ""  # default: the key of the url
+    delays: RetryDelays = USUAL_DELAYS
+    # separate: delays must neither use nor advance the run's random state
+    _random: random.Random = field(default_factory=random.Random, init=False)
+    _session: ClientSession | None = field(default=None, init=False)
+    _slots: asyncio.Semaphore | None = field(default=None, init=False)
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
 
     def address(self, path: str) -> str:
         """`path` appended to the url, in front of the url's query."""
-        base, mark, query = self.url.partition("?")
-        return f"{base.rstrip('/')}/{path}{mark}{query}" if path else self.url
+        base, mark, query = self.server.url.partition("?")
+        return f"{base.rstrip('/')}/{path}{mark}{query}" if path else self.server.url
 
     @property
     def public_address(self) -> str:
@@ -103,7 +100,7 @@ class JsonClient:
 
     def check(self) -> None:
         """The url is valid, and the environment variable holds a token that can be sent. Raises UserError."""
-        _checked_url(self.url, f"{self.key}.url")
+        _checked_url(self.server.url, f"{self.key}.url")
         self._token()
 
     async def with_retries(self, once: Callable[[], Awaitable[T]], where: str) -> T:
@@ -120,7 +117,8 @@ class JsonClient:
                 raise RewardError(f"{where}: {error} (not retried)") from None
             except TimeoutError:
                 self.counts["timeouts"] += 1
-                failure = f"no answer from {self.public_address} in {self.timeout_s:g} s (key: {self.key}.timeout_s)"
+                limit = f"{self.server.timeout_s:g} s (key: {self.key}.timeout_s)"
+                failure = f"no answer from {self.public_address} in {limit}"
             except ServerBusy as error:
                 failure, after_s = str(error), error.after_s
             except BadAnswer as error:
@@ -136,7 +134,7 @@ class JsonClient:
             failure = f"{self.public_address} answered {self.quote(reply)}"
             if reply.status == 429 or reply.status >= 500:
                 raise ServerBusy(failure, _retry_after_s(reply.retry_after))
-            hint = f"key: {self.key}.token_env" if reply.status in (401, 403) else self.hint
+            hint = f"key: {self.key}.token_env" if reply.status in (401, 403) else self.hint or f"key: {self.key}.url"
             raise RequestRejected(f"{failure} ({hint})")
         if reply.text is None:
             raise BadAnswer(f"sent more than {JSON_BYTES >> 20} MB; expected JSON of at most that size")
@@ -158,7 +156,7 @@ class JsonClient:
 
     async def reach(self, path: str, timeout_s: float = REACH_S) -> Reply:
         """Before the run, one GET: any answer shows that the server is up. Raises UserError without an answer."""
-        address, timeout_s = self.address(path).partition("?")[0], min(timeout_s, self.timeout_s)
+        address, timeout_s = self.address(path).partition("?")[0], min(timeout_s, self.server.timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.exchange("GET", self.address(path))
@@ -185,7 +183,7 @@ class JsonClient:
 
     def describe_error(self, error: BaseException) -> str:
         """Type and message, without the url's query, which some errors quote."""
-        text = _redact(self._token(), _redact(self.url.partition("?")[2], str(error)))
+        text = _redact(self._token(), _redact(self.server.url.partition("?")[2], str(error)))
         return f"{type(error).__name__}: {' '.join(text.split())[:200]}"
 
     def connection(self) -> tuple[ClientSession, asyncio.Semaphore]:
@@ -195,10 +193,10 @@ class JsonClient:
         loop = asyncio.get_running_loop()
         if self._session is None or self._slots is None or self._loop is not loop:
             self.close()
-            self._loop, self._slots = loop, asyncio.Semaphore(self.max_concurrent)
+            self._loop, self._slots = loop, asyncio.Semaphore(self.server.max_concurrent)
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),  # the slots are the limit
-                timeout=aiohttp.ClientTimeout(total=self.timeout_s),
+                timeout=aiohttp.ClientTimeout(total=self.server.timeout_s),
             )
         return self._session, self._slots
 
@@ -221,7 +219,7 @@ class JsonClient:
 
     def _token(self) -> str | None:
         """Read for each request and never stored. UserError if the variable has no token that can be sent."""
-        name = self.token_env
+        name = self.server.token_env
         if name is None:
             return None
         token = os.environ.get(name, "").strip()

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from gcore.rewarding.rules import text_of
-from gcore.rewarding.sandbox import Limits, RunResult, Script, run
+from gcore.rewarding.sandbox import RunResult, SandboxLimits, Script, run
 from gcore.rewarding.source import short
 from gcore.types import UserError
 
@@ -50,7 +50,7 @@ def python_tests(
     `cpu_s` is the CPU time limit per run of the program; `wall_s` defaults to five times that.
     """
     _require(sandbox)
-    limits = Limits(sandbox, cpu_s, 5.0 * cpu_s if wall_s is None else wall_s, memory_mb)
+    limits = SandboxLimits(sandbox, cpu_s, 5.0 * cpu_s if wall_s is None else wall_s, memory_mb)
     known = [_read_tests(value) for value in tests]
     with ThreadPoolExecutor(max_workers=min(parallel, len(completions))) as pool:
         passed = list(pool.map(lambda c, t: _passed(_program(text_of(c)), t, partial, limits), completions, known))
@@ -81,7 +81,7 @@ def _bwrap_problem() -> str | None:
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
     try:
-        result = _output("print(6 * 7)", "", Limits("bwrap", 10, 30.0, 512))
+        result = _output("print(6 * 7)", "", SandboxLimits("bwrap", 10, 30.0, 512))
     except RuntimeError as error:
         return str(error)
     return None if result.output == b"42\n" else f"a trial program printed {result.output!r}"
@@ -111,7 +111,7 @@ def _read_tests(value: Any) -> list[tuple[str, str]] | str:
     raise ValueError(f"tests: got {short(value)}; {expected}")
 
 
-def _passed(program: str, tests: list[tuple[str, str]] | str, partial: bool, limits: Limits) -> float:
+def _passed(program: str, tests: list[tuple[str, str]] | str, partial: bool, limits: SandboxLimits) -> float:
     if not program.strip():
         return 0.0
     if isinstance(tests, str):
@@ -132,15 +132,15 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _output(program: str, given: str, limits: Limits) -> RunResult:
+def _output(program: str, given: str, limits: SandboxLimits) -> RunResult:
     """Runs a program once, with this standard input."""
     return run([Script({"source": program.encode(errors="replace")}, given)], limits)
 
 
-def _asserts_passed(program: str, tests: str, limits: Limits) -> int:
+def _asserts_passed(program: str, tests: str, limits: SandboxLimits) -> int:
     """The tests run in a process of their own, and ask the process of the program for results."""
-    tasks = [{"source": tests, "judges": True, "passed": PASSED}]
-    tasks += [{"source": program.encode(errors="replace"), "judges": False}]
+    tasks = [{"source": tests, "is_tests": True, "passed": PASSED}]
+    tasks += [{"source": program.encode(errors="replace"), "is_tests": False}]
     with contextlib.ExitStack() as stack:
         ends = [stack.enter_context(end) for end in socket.socketpair()]
         scripts = [Script(task, socket=end) for task, end in zip(tasks, ends, strict=True)]

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from gcore.config.tree import HttpReward
-from gcore.rewarding.client import JsonClient, RetryDelays
+from gcore.config.rewards import HttpReward
+from gcore.rewarding.client import USUAL_DELAYS, JsonClient, RetryDelays
 from gcore.rewarding.functions import OWN, adapt
 from gcore.rewarding.source import Answer
 from gcore.types import RewardError, Rollout, UserError
@@ -26,20 +26,11 @@ class HttpSource:
 
     attempts = 1
 
-    def __init__(self, spec: HttpReward, key: str = "rewards.http.0", delays: RetryDelays | None = None):
+    def __init__(self, spec: HttpReward, key: str = "rewards.http.0", delays: RetryDelays = USUAL_DELAYS):
         self.spec, self.key = spec, key
         self.name, self.weight = spec.name, spec.weight
         self.counts: Counter[str] = Counter()
-        self.client = JsonClient(
-            spec.url,
-            key,
-            tries=spec.attempts,
-            timeout_s=spec.timeout_s,
-            max_concurrent=spec.max_concurrent,
-            token_env=spec.token_env,
-            counts=self.counts,
-            delays=delays,
-        )
+        self.client = JsonClient(spec, key, spec.attempts, self.counts, delays=delays)
         self._call = adapt(self._post)
 
     def check(self, columns: Collection[str]) -> None:

@@ -27,7 +27,7 @@ from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gcore import user_files
-from gcore.config.tree import Judge
+from gcore.config.judges import VerdictJudge
 from gcore.rewarding.functions import load_function
 from gcore.rewarding.judge_backend import JudgeBackend, Key
 from gcore.rewarding.source import Answer, is_finite, scalar, short
@@ -71,7 +71,7 @@ class JudgeSource:
 
     attempts = 1  # retries are made here, per verdict; the rewarder would repeat the parsed verdicts too
 
-    def __init__(self, spec: Judge, backend: JudgeBackend, key: str = "rewards.judges.0"):
+    def __init__(self, spec: VerdictJudge, backend: JudgeBackend, key: str = "rewards.judges.0"):
         self.spec, self.backend, self.key = spec, backend, key
         self.name, self.weight = spec.name, spec.weight
         self.counts: Counter[str] = backend.counts
@@ -218,7 +218,7 @@ def _notes(group: Sequence[Rollout], place: int, results: Mapping[tuple[int, ...
 class JudgePrompt:
     """The judge's input: a prompt and responses -> messages."""
 
-    def __init__(self, spec: Judge, backend: JudgeBackend, key: str):
+    def __init__(self, spec: VerdictJudge, backend: JudgeBackend, key: str):
         self.spec, self.backend, self.key = spec, backend, key
         self._environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         self._template: Template | None = None
@@ -289,7 +289,7 @@ class VerdictFunctionError(UnparsedVerdict):
 class VerdictParser:
     """Converts a text to a number, by regular expression or by function."""
 
-    def __init__(self, spec: Judge, key: str):
+    def __init__(self, spec: VerdictJudge, key: str):
         self.spec, self.key = spec, key
         self._parse: Callable[[str], Any] | None = None
         pairwise = spec.mode == "pairwise"  # the second response gets 1 minus the value

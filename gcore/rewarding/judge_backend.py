@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 from jinja2 import TemplateError
 
-from gcore.config.tree import Judge
+from gcore.config.judges import RemoteJudge, ServedJudge
 from gcore.content.decoding import TextDecoder
 from gcore.content.media import ArrayRef, png_url, resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.rewarding.client import REACH_S, JsonClient, RetryDelays
+from gcore.rewarding.client import REACH_S, USUAL_DELAYS, JsonClient, RetryDelays
 from gcore.rewarding.source import BadAnswer, short
 from gcore.types import Completion, Message, Pixels, RewardError, SamplingParams, UserError
 
@@ -81,7 +81,7 @@ class EngineBackend:
 
     def __init__(
         self,
-        spec: Judge,
+        spec: ServedJudge,
         tokenizer: Any,
         stop_tokens: tuple[int, ...],
         ask: Ask,
@@ -166,27 +166,17 @@ class RemoteBackend:
     """A model on another server, called by OpenAI's chat completions API. The server has the tokenizer, so it enforces
     the maximum length of a conversation."""
 
-    def __init__(self, spec: Judge, seed_of: Callable[[Key], int], key: str, delays: RetryDelays | None = None):
+    def __init__(self, spec: RemoteJudge, seed_of: Callable[[Key], int], key: str, delays: RetryDelays = USUAL_DELAYS):
         self.spec, self.seed_of, self.key = spec, seed_of, key
         self.counts: Counter[str] = Counter()
         self.sees = spec.images is True
-        versioned = re.search(r"/v\d", spec.url or "") is not None
-        self.client = JsonClient(
-            spec.url or "",
-            key,
-            path="chat/completions",
-            tries=1 + spec.retries,
-            timeout_s=spec.timeout_s,
-            max_concurrent=spec.max_concurrent,
-            token_env=spec.token_env,
-            counts=self.counts,
-            hint=f"see {key}: url{'' if versioned else ' (most end in /v1)'}, served_model, seeds, extra",
-            delays=delays,
-        )
+        versioned = re.search(r"/v\d", spec.url) is not None
+        hint = f"see {key}: url{'' if versioned else ' (most end in /v1)'}, served_model, seeds, extra"
+        self.client = JsonClient(spec, key, 1 + spec.retries, self.counts, "chat/completions", hint, delays)
 
     def check(self, texts: Mapping[str, str], messages: Sequence[Message]) -> None:
         self.client.check()
-        if self.client.url.partition("?")[0].rstrip("/").endswith("/chat/completions"):
+        if self.spec.url.partition("?")[0].rstrip("/").endswith("/chat/completions"):
             raise UserError(
                 f"{self.key}.url: got a URL that ends in /chat/completions; expected the part before it, often "
                 "http://HOST:PORT/v1"
@@ -246,7 +236,7 @@ class RemoteBackend:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or None,  # not OpenAI's, but vLLM's and SGLang's
-            "seed": self.seed_of(key) % 2**31 if self.spec.seeds is not False else None,
+            "seed": self.seed_of(key) % 2**31 if self.spec.seeds else None,
         }
         return {name: value for name, value in (own | self.spec.extra).items() if value is not None}
 

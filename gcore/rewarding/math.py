@@ -87,7 +87,7 @@ def _parse(text: str) -> list[Any]:
 
 def _last_boxes(text: str) -> str:
     r"""The content of the last \boxed{...}, or of the last several if only "and" or a comma is between them."""
-    found: list[str] = []
+    boxes: list[str] = []
     end, right = len(text), len(text)
     while (start := text.rfind(r"\boxed{", 0, end)) >= 0:
         depth, stop = 0, -1
@@ -97,12 +97,12 @@ def _last_boxes(text: str) -> str:
                 stop = at
                 break
         if stop >= 0:
-            if found and not BETWEEN_BOXES.fullmatch(text[stop + 1 : right]):
+            if boxes and not BETWEEN_BOXES.fullmatch(text[stop + 1 : right]):
                 break
-            found.insert(0, text[start + len(r"\boxed{") : stop].strip())
+            boxes.insert(0, text[start + len(r"\boxed{") : stop].strip())
             right = start
         end = start
-    return ", ".join(found)
+    return ", ".join(boxes)
 
 
 class _OutOfTime(BaseException):

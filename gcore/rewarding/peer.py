@@ -101,7 +101,7 @@ class Peer:
         return ["raise", [kind.__name__ for kind in type(error).__mro__], args]
 
     def exception(self, names: list[str], args: list[Any]) -> BaseException:
-        kind: Any = next((found for name in names if (found := self.exception_type(name)) is not None), Exception)
+        kind: Any = next((known for name in names if (known := self.exception_type(name)) is not None), Exception)
         try:
             error: BaseException = kind(*[self.decode(arg) for arg in args])
             return error
@@ -177,8 +177,8 @@ def find_standard(module: str, name: str) -> Any:
     """A module of the standard library, or what has this name in it."""
     if module.partition(".")[0] not in sys.stdlib_module_names:
         raise Unsupported(module)
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    imported = importlib.import_module(module)
+    return getattr(imported, name) if name else imported
 
 
 def standard(value: Any, name: str) -> list[str] | None:

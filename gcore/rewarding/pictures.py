@@ -59,8 +59,8 @@ class Clip:
         texts = self._tokenizer(list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
         inputs = {"pixel_values": pixels.to(self._model.dtype), **texts}
         with torch.inference_mode():
-            found = self._model(**{name: tensor.to(self._model.device) for name, tensor in inputs.items()})
-        cosines = torch.nn.functional.cosine_similarity(found.image_embeds.float(), found.text_embeds.float())
+            outputs = self._model(**{name: tensor.to(self._model.device) for name, tensor in inputs.items()})
+        cosines = torch.nn.functional.cosine_similarity(outputs.image_embeds.float(), outputs.text_embeds.float())
         rewards: list[float] = (cosines * self._factor).tolist()
         return rewards
 
@@ -69,9 +69,9 @@ def _settings(file: Path) -> dict[str, Any]:
     """Of the image processor, without the names of classes."""
     if not file.is_file():
         raise UserError(f"Clip: no {file}; expected the settings of the image processor (args.processor: its folder)")
-    found: dict[str, Any] = json.loads(file.read_text())
+    settings: dict[str, Any] = json.loads(file.read_text())
     unused = ("processor_class", "image_processor_type", "feature_extractor_type", "auto_map")
-    return {name: value for name, value in found.items() if name not in unused}
+    return {name: value for name, value in settings.items() if name not in unused}
 
 
 def jpeg_kilobytes(images: Sequence[np.ndarray], prompts: Sequence[str], quality: int = 95, **_: Any) -> list[float]:

@@ -1,9 +1,9 @@
 """Tests of a program that run in a process of their own, and ask the process of the program for results.
 
-    judge (the tests) ──calls──> host (the model's program)        each in its own sandbox, joined by a socket
-                      <──results──
+    tests ──calls──> the model's program        each in its own sandbox, joined by a socket
+          <──results──
 
-Names that the tests do not define are looked up in the program's process: a function of the program is a `Remote`
+Names that the tests do not define are looked up in the program's process: a function of the program is a `RemoteObject`
 there, and calling it sends the arguments. Results come back as plain values (numbers, strings, containers), so that the
 comparison with the expected value is Python's own, in a process that the program cannot see. Other objects of the
 program stay where they are, and are never equal to a plain value.
@@ -36,17 +36,17 @@ EXACT = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, fro
 # --- the process of the program ---------------------------------------------------------------------------------------
 
 
-def host(source: str | bytes, connection: int) -> None:
+def serve_program(source: str | bytes, connection: int) -> None:
     """Runs the program, then does what the tests ask."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * DEPTH))
-    peer = Host(connection)
+    peer = ProgramPeer(connection)
     peer.namespace = run_program(source)
     while True:
         _, *request = peer.receive()
         peer.answer(*request)
 
 
-class Host(Peer):
+class ProgramPeer(Peer):
     namespace: dict[str, Any]
 
     def handle(self, what: str, *rest: Any) -> list[Any]:
@@ -136,10 +136,10 @@ def plain(value: Any) -> Any:
 # --- the process of the tests -----------------------------------------------------------------------------------------
 
 
-def judge(tests: str, connection: int, report: int, passed: bytes) -> None:
+def run_tests(tests: str, connection: int, report: int, passed: bytes) -> None:
     """Writes `passed` for each assert that passes; without asserts at the top level, once if all statements pass."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * DEPTH))
-    peer = Judge(connection)
+    peer = TestsPeer(connection)
     namespace = main_module() | peer.names(wanted_names(tests))
     sys.modules["__main__"].__dict__.update(namespace)
     import ast
@@ -179,7 +179,7 @@ def wanted_names(tests: str) -> list[str]:
     return sorted(own if own - bound else own | {name for name in used - bound if not name.startswith("__")})
 
 
-class Judge(Peer):
+class TestsPeer(Peer):
     def __init__(self, connection: int):
         super().__init__(connection)
         self.exceptions: dict[str, type[BaseException]] = {}
@@ -195,23 +195,23 @@ class Judge(Peer):
     def names(self, wanted: list[str]) -> dict[str, Any]:
         """What the program has under these names. The program only says that a name is one of the standard library,
         such as `sqrt`; the object is taken from this process."""
-        found = {}
+        objects = {}
         for name, data in self.request("names", *wanted)[0]:
             if name not in wanted:
                 continue
             match data:
                 case ["standard", str(module), str(own)] if name == (own or module):
-                    found[name] = find_standard(module, own)
+                    objects[name] = find_standard(module, own)
                 case _:
-                    found[name] = self.decode(data)
-        return found
+                    objects[name] = self.decode(data)
+        return objects
 
     def exception_type(self, name: str) -> type[BaseException] | None:
         return self.exceptions.get(name) or super().exception_type(name)
 
     def encode_object(self, value: Any, depth: int) -> Any:
-        if isinstance(value, Remote):
-            return ["yours", number_of(value)]
+        if isinstance(value, RemoteObject):
+            return ["yours", about(value)[1]]
         if isinstance(value, type) and value in self.exceptions.values():
             return ["yours", value.__dict__["number"]]
         name = getattr(value, "__name__", None)
@@ -229,7 +229,7 @@ class Judge(Peer):
             case "yours", number:
                 return self.objects[number]
             case "object", number, has_value:
-                return Remote(self, number, has_value)
+                return RemoteObject(self, number, has_value)
             case "coroutine", number:
                 return self.awaited(number)
             case "exception", number, [name, *others]:
@@ -242,7 +242,7 @@ class Judge(Peer):
         return self.decode(self.request("await", ["yours", number])[0])
 
 
-class Remote:
+class RemoteObject:
     """An object of the program, in the process of the tests.
 
     What the tests compare with must not reach the program: operators with a plain value are not sent. Then `==` is
@@ -251,11 +251,11 @@ class Remote:
 
     __slots__ = ("_gcore",)
 
-    def __init__(self, peer: Judge, number: int, has_value: bool):
+    def __init__(self, peer: TestsPeer, number: int, has_value: bool):
         object.__setattr__(self, "_gcore", (peer, number, has_value))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        peer = peer_of(self)
+        peer, _, _ = about(self)
         given = [*args, *kwargs.values()]
         sent = [peer.encode(value) for value in given]
         named = [[name, value] for name, value in zip(kwargs, sent[len(args) :], strict=True)]
@@ -278,7 +278,7 @@ class Remote:
         def __iter__(self) -> Any: ...
 
     def __contains__(self, item: Any) -> bool:
-        if isinstance(item, Remote) and not has_value(item):
+        if isinstance(item, RemoteObject) and not about(item)[2]:
             return bool(ask("contains", self, item))
         return any(each is item or each == item for each in self)
 
@@ -286,39 +286,30 @@ class Remote:
         return ask("getattr", self, name)
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, Remote) and bool(ask("isinstance", instance, self))
+        return isinstance(instance, RemoteObject) and bool(ask("isinstance", instance, self))
 
 
-def peer_of(remote: Remote) -> Judge:
-    peer: Judge = object.__getattribute__(remote, "_gcore")[0]
-    return peer
+def about(remote: RemoteObject) -> tuple[TestsPeer, int, bool]:
+    """Its peer, its number there, and whether its class inherits from a plain type."""
+    inside: tuple[TestsPeer, int, bool] = object.__getattribute__(remote, "_gcore")
+    return inside
 
 
-def number_of(remote: Remote) -> int:
-    number: int = object.__getattribute__(remote, "_gcore")[1]
-    return number
-
-
-def has_value(remote: Remote) -> bool:
-    has: bool = object.__getattribute__(remote, "_gcore")[2]
-    return has
-
-
-def ask(name: str, remote: Remote, *args: Any) -> Any:
-    peer = peer_of(remote)
+def ask(name: str, remote: RemoteObject, *args: Any) -> Any:
+    peer, _, _ = about(remote)
     return peer.decode(peer.request(name, peer.encode(remote), *[peer.encode(arg) for arg in args])[0])
 
 
 def value_of(value: Any) -> Any:
     """The plain value of an object whose class inherits from a plain type; else the object."""
-    return ask("plain", value) if isinstance(value, Remote) and has_value(value) else value
+    return ask("plain", value) if isinstance(value, RemoteObject) and about(value)[2] else value
 
 
-def compare(name: str, one: Remote, other: Any, otherwise: Any) -> Any:
+def compare(name: str, one: RemoteObject, other: Any, otherwise: Any) -> Any:
     mine, theirs = value_of(one), value_of(other)
-    if isinstance(mine, Remote) and isinstance(theirs, Remote):
+    if isinstance(mine, RemoteObject) and isinstance(theirs, RemoteObject):
         return ask(name, mine, theirs)
-    if isinstance(mine, Remote) or isinstance(theirs, Remote):
+    if isinstance(mine, RemoteObject) or isinstance(theirs, RemoteObject):
         return otherwise
     return getattr(operator, name)(mine, theirs)
 
@@ -378,6 +369,6 @@ def _binary(name: str) -> Callable[..., Any]:
 
 
 for _name in UNARY:
-    setattr(Remote, _name, _unary(_name))
+    setattr(RemoteObject, _name, _unary(_name))
 for _name in (*BINARY, *BITS):
-    setattr(Remote, f"__{_name.rstrip('_')}__", _binary(_name))
+    setattr(RemoteObject, f"__{_name.rstrip('_')}__", _binary(_name))

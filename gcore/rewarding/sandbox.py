@@ -48,61 +48,34 @@ for name, code in modules:
     exec(code, module.__dict__)
 sys.modules["gcore.rewarding.sandboxed"].main(task)
 """
-# refused system calls: (x86_64, aarch64). memfd_create, memfd_secret, shmget, unshare, setns, mount, ptrace,
-# process_vm_readv, process_vm_writev, keyctl, add_key, bpf, io_uring_setup, userfaultfd, perf_event_open, open_tree,
-# fsopen, fsmount, pidfd_getfd
-REFUSED = {
-    "x86_64": (
-        0xC000003E,
-        319,
-        447,
-        29,
-        272,
-        308,
-        165,
-        101,
-        310,
-        311,
-        250,
-        248,
-        321,
-        425,
-        323,
-        298,
-        428,
-        430,
-        432,
-        438,
-    ),
-    "aarch64": (
-        0xC00000B7,
-        279,
-        447,
-        194,
-        97,
-        268,
-        40,
-        117,
-        270,
-        271,
-        219,
-        217,
-        280,
-        425,
-        282,
-        241,
-        428,
-        430,
-        432,
-        438,
-    ),
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # numbers of architectures for seccomp
+REFUSED = {  # system calls: their numbers on the machines
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "bpf": (321, 280),
+    "io_uring_setup": (425, 425),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "open_tree": (428, 428),
+    "fsopen": (430, 430),
+    "fsmount": (432, 432),
+    "pidfd_getfd": (438, 438),
 }
 CLONE, CLONE3, NEW_NAMESPACES = {"x86_64": 56, "aarch64": 220}, 435, 0x7E020000
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one run of a program. Limits(sandbox="bwrap", cpu_s=2, wall_s=10.0, memory_mb=512)"""
+class SandboxLimits:
+    """Limits of one run of a program. SandboxLimits(sandbox="bwrap", cpu_s=2, wall_s=10.0, memory_mb=512)"""
 
     sandbox: str
     cpu_s: int
@@ -131,7 +104,7 @@ class Script:
     socket: socket.socket | None = None
 
 
-def run(scripts: Sequence[Script], limits: Limits) -> RunResult:
+def run(scripts: Sequence[Script], limits: SandboxLimits) -> RunResult:
     """Runs the scripts at the same time, each in its own sandbox, until the first one ends: its output is returned.
     RuntimeError if a sandbox does not start."""
     with contextlib.ExitStack() as stack:
@@ -175,7 +148,7 @@ class _Box:
 
 
 @contextlib.contextmanager
-def _started(script: Script, limits: Limits) -> Iterator[_Box]:
+def _started(script: Script, limits: SandboxLimits) -> Iterator[_Box]:
     unconfined = limits.sandbox == "rlimits"
     # If we are root, each run gets another unprivileged user: the limit on processes is per user.
     uid = 20_000 + (os.getpid() + next(_runs)) % 40_000 if os.geteuid() == 0 and not unconfined else 0
@@ -228,7 +201,7 @@ def _started(script: Script, limits: Limits) -> Iterator[_Box]:
             box.end()
 
 
-def _watch(boxes: Sequence[_Box], limits: Limits) -> int | None:
+def _watch(boxes: Sequence[_Box], limits: SandboxLimits) -> int | None:
     """Reads until the first box ends; kills all if it exceeds its time or writes too much, or if one takes too much
     memory. Returns the exit code, None if it was killed."""
     first, deadline, ended = boxes[0], time.monotonic() + limits.wall_s, False
@@ -266,11 +239,11 @@ _runs = itertools.count()
 def _modules(with_tests: bool) -> list[tuple[str, Any]]:
     """The code that a sandbox needs, in the order of its imports."""
     files = ["sandboxed.py", *(["peer.py", "remote_tests.py"] if with_tests else [])]
-    found: list[tuple[str, Any]] = [(name, compile("", name, "exec")) for name in ("gcore", "gcore.rewarding")]
+    modules: list[tuple[str, Any]] = [(name, compile("", name, "exec")) for name in ("gcore", "gcore.rewarding")]
     for file in files:
         path = Path(__file__).with_name(file)
-        found.append((f"gcore.rewarding.{path.stem}", compile(path.read_text(), file, "exec")))
-    return found
+        modules.append((f"gcore.rewarding.{path.stem}", compile(path.read_text(), file, "exec")))
+    return modules
 
 
 def _interpreter() -> str:
@@ -300,15 +273,15 @@ def bwrap_command() -> list[str]:
 @functools.cache
 def _system_calls() -> bytes:
     """A program of classic BPF for seccomp. Other architectures have no filter."""
-    if (machine := platform.machine()) not in REFUSED:
+    if (machine := platform.machine()) not in MACHINES:
         return b""
-    architecture, *refused = REFUSED[machine]
+    architecture, column = MACHINES[machine], list(MACHINES).index(machine)
     load, equal, any_bit, at_least, ret = 0x20, 0x15, 0x45, 0x35, 0x06
     allow, refuse, unknown = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38  # EPERM; ENOSYS: libc then calls clone
     lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), (ret, 0, 0, refuse), (load, 0, 0, 0)]
     lines += [(at_least, 0, 1, 0x40000000), (ret, 0, 0, refuse)]  # the second table of x86_64
-    for number in refused:
-        lines += [(equal, 0, 1, number), (ret, 0, 0, refuse)]
+    for numbers in REFUSED.values():
+        lines += [(equal, 0, 1, numbers[column]), (ret, 0, 0, refuse)]
     lines += [(equal, 0, 1, CLONE3), (ret, 0, 0, unknown), (equal, 0, 3, CLONE[machine])]
     lines += [(load, 0, 0, 16), (any_bit, 0, 1, NEW_NAMESPACES), (ret, 0, 0, refuse), (ret, 0, 0, allow)]
     return b"".join(struct.pack("=HBBI", *line) for line in lines)

@@ -47,13 +47,13 @@ def main(task: Mapping[str, Any]) -> None:
         return
     report = os.dup(1)
     os.dup2(null, 1)
-    from gcore.rewarding.remote_tests import host, judge
+    from gcore.rewarding.remote_tests import run_tests, serve_program
 
-    if task["judges"]:
-        judge(task["source"], task["socket"], report, task["passed"])
+    if task["is_tests"]:
+        run_tests(task["source"], task["socket"], report, task["passed"])
     else:
         os.close(report)
-        host(task["source"], task["socket"])
+        serve_program(task["source"], task["socket"])
     os._exit(0)
 
 

@@ -19,12 +19,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore.config.tree import ScalarReward
+from gcore.config.rewards import ScalarReward
 from gcore.content.answers import render, tokens_of
 from gcore.observe.trace import Tracer
 from gcore.protocols import ScorerStats
@@ -41,8 +42,7 @@ Score = Callable[[Sequence[Ints]], Awaitable[list[float]]]
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     tokens: Ints
-    future: asyncio.Future[float]
-    loop: asyncio.AbstractEventLoop
+    score: Future[float] = field(default_factory=Future)
 
 
 class ScalarModel:
@@ -69,16 +69,15 @@ class ScalarModel:
 
     async def score(self, texts_tokens: Sequence[Ints]) -> list[float]:
         """One number per text, in the same order."""
-        loop = asyncio.get_running_loop()
         for tokens in texts_tokens:
             self._check(tokens)
-        jobs = [_Job(np.asarray(tokens, np.int32), loop.create_future(), loop) for tokens in texts_tokens]
+        jobs = [_Job(np.asarray(tokens, np.int32)) for tokens in texts_tokens]
         with self._wake:
             if self._closed:
                 raise RuntimeError("the scorer has stopped") from self._failure
             self._waiting.extend(jobs)
             self._wake.notify()
-        return list(await asyncio.gather(*(job.future for job in jobs)))
+        return list(await asyncio.gather(*(asyncio.wrap_future(job.score) for job in jobs)))
 
     async def stats(self) -> ScorerStats:
         return ScorerStats(self._scored, self._busy_s, running=len(self._wave), waiting=len(self._waiting))
@@ -124,7 +123,7 @@ class ScalarModel:
         with self._wake:
             self._closed = True
             left, self._wave, self._waiting = [*self._wave, *self._waiting], {}, []
-        self._deliver(left, RuntimeError(f"the scorer {reason}"))
+        _deliver(left, RuntimeError(f"the scorer {reason}"))
 
     def _take(self) -> bool:
         """Moves all queued jobs into the wave. Returns False when the model is closed.
@@ -134,7 +133,7 @@ class ScalarModel:
             while not (self._closed or self._waiting):
                 self._wake.wait()
             if not self._closed:
-                self._wave = {job: None for job in self._waiting if not job.future.done()}  # done: cancelled
+                self._wave = {job: None for job in self._waiting if not job.score.done()}  # done: cancelled
                 self._waiting = []
             return not self._closed
 
@@ -154,7 +153,7 @@ class ScalarModel:
             self._busy_s += time.perf_counter() - started  # per batch: stats() is called during a wave
             for job in jobs:
                 del self._wave[job]
-            self._deliver(jobs, answers)
+            _deliver(jobs, answers)
 
     def _batches(self) -> list[tuple[int, list[list[_Job]]]]:
         """(width, texts), the widest first, so that a batch that does not fit in memory fails early. Each text is a
@@ -165,26 +164,17 @@ class ScalarModel:
         by_width: dict[int, list[list[_Job]]] = {}
         for jobs in texts.values():
             by_width.setdefault(min(padded_width(len(jobs[0].tokens)), self._longest + 1), []).append(jobs)
-        found = []
+        batches = []
         for width in sorted(by_width, reverse=True):
             rows, members = max(1, self._max_tokens // width), by_width[width]
-            found += [(width, members[i : i + rows]) for i in range(0, len(members), rows)]
-        return found
+            batches += [(width, members[i : i + rows]) for i in range(0, len(members), rows)]
+        return batches
 
     def _forward(self, texts: list[Ints], width: int) -> list[float]:
         from gcore.models.networks import score_texts
 
         scores: list[float] = score_texts(self._model, texts, width).tolist()
         return scores
-
-    def _deliver(self, jobs: Sequence[_Job], answers: Sequence[float] | Exception) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[float], float | Exception]]] = {}
-        for i, job in enumerate(jobs):
-            answer = answers if isinstance(answers, Exception) else answers[i]
-            by_loop.setdefault(job.loop, []).append((job.future, answer))
-        for loop, pairs in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
-                loop.call_soon_threadsafe(_resolve, pairs)
 
 
 def padded_width(length: int) -> int:
@@ -194,14 +184,13 @@ def padded_width(length: int) -> int:
     return -(-(length + 1) // block) * block
 
 
-def _resolve(pairs: Sequence[tuple[asyncio.Future[float], float | Exception]]) -> None:
-    for future, answer in pairs:
-        if future.done():  # cancelled
-            continue
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+def _deliver(jobs: Sequence[_Job], answers: Sequence[float] | Exception) -> None:
+    for i, job in enumerate(jobs):
+        with contextlib.suppress(InvalidStateError):  # cancelled
+            if isinstance(answers, Exception):
+                job.score.set_exception(answers)
+            else:
+                job.score.set_result(answers[i])
 
 
 class ScalarSource:

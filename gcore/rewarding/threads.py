@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from gcore.config.tree import RewardFunction
+from gcore.config.rewards import RewardFunction
 from gcore.rewarding.functions import load_reward
 from gcore.rewarding.source import Answer
 from gcore.types import RewardError, Rollout, UserError

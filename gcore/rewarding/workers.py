@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gcore.config.tree import RewardFunction, Rewards
+from gcore.config.rewards import RewardFunction, Rewards
 from gcore.observe.logs import Log
 from gcore.rewarding.processes import exit_reason, has_exited, kill_all, kill_group, shutdown_on_exit
 from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut

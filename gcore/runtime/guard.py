@@ -56,17 +56,17 @@ class Guard:
 def _left(known: dict[int, float], mark: bytes) -> list[psutil.Process]:
     """Processes to kill. Those that are seen here, and their children, are known from then on: one that changes its
     title may overwrite the mark in its environment."""
-    found = []
+    left = []
     for pid in psutil.pids():
         with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
             if pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             if (pid in known and abs(process.create_time() - known[pid]) < 1) or _has_mark(pid, mark):
-                found.append(process)
+                left.append(process)
                 for seen in (process, *process.children(recursive=True)):
                     known.setdefault(seen.pid, seen.create_time())
-    return found
+    return left
 
 
 def _has_mark(pid: int, mark: bytes) -> bool:

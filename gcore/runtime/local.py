@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from gcore.protocols import Rendezvous, RoleError
+from gcore.runtime.protocol import Runtime
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class LocalHandle:
             raise RoleError.of(self.name, error, traceback.format_exc()) from error
 
 
-class LocalRuntime:
+class LocalRuntime(Runtime):
     def __init__(self) -> None:
         self._roles: list[Any] = []
 
@@ -52,35 +53,8 @@ class LocalRuntime:
             handles.append(LocalHandle(name, role))
         return handles
 
-    def prepare(self, kind: str, count: int, imports: Callable[[], None]) -> None:
-        """There is only this process."""
-
-    def processes(self) -> dict[str, int]:
-        return {}
-
-    def ready(self) -> set[str]:
-        return set()
-
     async def watch(self) -> None:
         await asyncio.Event().wait()
-
-    async def revive(self, name: str) -> None:
-        raise AssertionError(f"{name} runs in this process; it cannot die alone")
-
-    def dead(self) -> set[str]:
-        return set()
-
-    async def answers(self, name: str) -> None:
-        """All roles share the process of the caller."""
-
-    def kill(self, name: str) -> None:
-        raise AssertionError(f"{name} runs in this process; it cannot be killed alone")
-
-    def dump_stacks(self) -> None:
-        """A debugger shows them."""
-
-    async def stop_group(self, kind: str) -> None:
-        raise AssertionError(f"{kind}: roles of this process are not restarted")
 
     def stop(self) -> None:
         for role in reversed(self._roles):

@@ -152,7 +152,7 @@ def look_at_nodes(
     try:
         asked = {node: probe.look.remote(paths) for node, probe in probes.items()}
         facts = {node: _facts(ref, nodes[node]) for node, ref in asked.items()}
-        alive = {node: probes[node] for node, found in facts.items() if not found.failure}
+        alive = {node: probes[node] for node, seen in facts.items() if not seen.failure}
         for node, probe in alive.items():
             offset, error = measure_clock(partial(_remote_clock, probe))
             facts[node] = replace(facts[node], clock_s=offset, clock_error_s=error)
@@ -177,8 +177,8 @@ def _facts(ref: Any, address: str) -> NodeFacts:
     from ray import exceptions
 
     try:
-        found: NodeFacts = ray.get(ref, timeout=ANSWER_S)
-        return found
+        facts: NodeFacts = ray.get(ref, timeout=ANSWER_S)
+        return facts
     except exceptions.GetTimeoutError:
         return NodeFacts(address, failure=f"no process of G-Core started there within {ANSWER_S:.0f} s")
     except exceptions.RayError as error:
@@ -224,12 +224,12 @@ def _check_links(probes: Mapping[str, Any], nodes: Mapping[str, str], megabytes:
 
     if len(probes) < 2:
         return {}
-    order, found = list(probes), {}
+    order, links = list(probes), {}
     for node, following in zip(order, [*order[1:], order[0]], strict=True):
         word = secrets.token_hex(16)
         port = ray.get(probes[following].listen.remote(), timeout=ANSWER_S)
         receiving = probes[following].receive.remote(word)
         sending = probes[node].send.remote(nodes[following], port, word, megabytes)
-        found[node] = ray.get(sending, timeout=ANSWER_S + LINK_S)
+        links[node] = ray.get(sending, timeout=ANSWER_S + LINK_S)
         ray.wait([receiving], timeout=CONNECT_S)
-    return found
+    return links

@@ -11,11 +11,12 @@ from gcore.protocols import Handle
 
 
 class Runtime(Protocol):
-    """Starts and monitors roles. Implementations: runtime/local.py, runtime/ray.py."""
+    """Starts and monitors roles. Implementations: runtime/local.py, runtime/ray.py. The methods that have a body do
+    what is right where all roles share one process, which is the caller's."""
 
     def prepare(self, kind: str, count: int, imports: Callable[[], None]) -> None:
         """Start the processes of a group that `start_group` will build later. Meanwhile they call `imports`."""
-        ...
+        return
 
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
@@ -25,11 +26,11 @@ class Runtime(Protocol):
 
     def processes(self) -> dict[str, int]:
         """Role -> process id, for messages and debuggers. Includes roles that are still being built."""
-        ...
+        return {}
 
     def ready(self) -> set[str]:
         """Roles that are built, if roles have their own processes."""
-        ...
+        return set()
 
     async def watch(self) -> None:
         """Never returns; raises RoleDied as soon as a started role dies."""
@@ -37,27 +38,27 @@ class Runtime(Protocol):
 
     async def revive(self, name: str) -> None:
         """Start a dead role again, with the same factory and arguments. Handles to it stay valid."""
-        ...
+        raise AssertionError(f"{name} cannot die alone: it runs in this process")
 
     def dead(self) -> set[str]:
         """Roles whose death `watch` has reported and that are not revived."""
-        ...
+        return set()
 
     async def answers(self, name: str) -> None:
         """Returns when the process of a role has answered: it is neither stopped nor blocked."""
-        ...
+        return
 
     def kill(self, name: str) -> None:
         """End the process of a role at once, also one that is stopped. `watch` reports its death."""
-        ...
+        raise AssertionError(f"{name} cannot be killed alone: it runs in this process")
 
     def dump_stacks(self) -> None:
         """Every process of this machine writes the stacks of its threads to its log."""
-        ...
+        return
 
     async def stop_group(self, kind: str) -> None:
         """End all processes of a kind. Its handles are invalid then, and `start_group` can start it again."""
-        ...
+        raise AssertionError(f"{kind}: roles of this process are not restarted")
 
     def stop(self) -> None:
         """End every process this runtime started."""

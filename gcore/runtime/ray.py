@@ -16,8 +16,9 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 
@@ -27,7 +28,7 @@ from gcore.protocols import Rendezvous, RoleDied, RoleError
 from gcore.runtime.guard import Guard
 from gcore.runtime.ray_cluster import (
     Daemons,
-    Place,
+    ProcessPlace,
     Reservation,
     is_alive,
     is_joined,
@@ -83,6 +84,18 @@ async def translate(name: str, ref: Any) -> Any:
         raise RoleError(name, _first_lines(str(cause or error)), str(error)) from None
 
 
+@dataclass(slots=True)
+class HostedRole:
+    """A role and its process."""
+
+    actor: Any
+    pid: int | None = None  # None: not started yet
+    is_built: bool = False
+    death: Literal["", "by kill", "reported"] = ""  # by `kill` and not reported yet; reported and not revived yet
+    build_args: tuple[Any, ...] = ()  # of Process.build
+    memory_mb: float | None = None  # when last seen
+
+
 class RayRuntime:
     """Implements runtime.protocol.Runtime."""
 
@@ -90,7 +103,7 @@ class RayRuntime:
         self,
         object_store_mb: int,
         bundles: Sequence[int] = (),
-        place_of: Callable[[str, int], Place] | None = None,
+        place_of: Callable[[str, int], ProcessPlace] | None = None,
         logs: Path | None = None,
         bundle_nodes: Sequence[str] = (),
         files: bytes = b"",
@@ -137,13 +150,7 @@ class RayRuntime:
         else:
             join()
         self._files: Any = ray.put(files) if files else b""
-        self._actors: dict[str, Any] = {}
-        self._pids: dict[str, int] = {}
-        self._ready: set[str] = set()
-        self._down: set[str] = set()  # roles whose death was reported and that are not revived yet
-        self._killed: set[str] = set()  # by `kill`, and not reported yet
-        self._build_args: dict[str, tuple[Any, ...]] = {}  # arguments of Process.build, by role
-        self._memory: dict[str, float] = {}
+        self._roles: dict[str, HostedRole] = {}
         self._daemons = Daemons(_descendants() if self._owns_cluster else ())
         self._tracked: dict[int, psutil.Process] = {}  # signals go through these: never to a later process with this id
         self._track_processes()
@@ -160,13 +167,15 @@ class RayRuntime:
         folder = None if self._owns_cluster else os.getcwd()
         names = [f"{kind}-{rank}" for rank in range(count)]
         for name, place in zip(names, self._places(kind, count), strict=True):
-            if name not in self._actors:
-                log, actor = self._log(name), ray.remote(Process).options(**self._options(kind, place))
-                self._actors[name] = actor.remote(name, None if log is None else str(log), folder, self._files)
-        return [self._actors[name] for name in names]
+            if name not in self._roles:
+                log, hosts = self._log(name), ray.remote(Process).options(**self._options(kind, place))
+                self._roles[name] = HostedRole(
+                    hosts.remote(name, None if log is None else str(log), folder, self._files)
+                )
+        return [self._roles[name].actor for name in names]
 
-    def _places(self, kind: str, count: int) -> list[Place]:
-        return [Place() if self._place_of is None else self._place_of(kind, rank) for rank in range(count)]
+    def _places(self, kind: str, count: int) -> list[ProcessPlace]:
+        return [ProcessPlace() if self._place_of is None else self._place_of(kind, rank) for rank in range(count)]
 
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
@@ -184,16 +193,16 @@ class RayRuntime:
             visible = None if self._reserved is None else await self._reserved.visible_gpus(place.bundles)
             build_args.append((factory, arguments, Rendezvous(rank, len(args), address, secret=secret), visible))
 
-        async def build(name: str, actor: Any, arguments: tuple[Any, ...]) -> None:
+        async def build(name: str, arguments: tuple[Any, ...]) -> None:
             """A process is in `processes()` as soon as it runs, and in `ready()` when its role is built."""
-            self._pids[name] = await self._started(name, actor.pid.remote())
-            await self._called(name, actor.build.remote(*arguments))
-            self._ready.add(name)
+            role = self._roles[name]
+            role.pid = await self._started(name, role.actor.pid.remote())
+            await self._called(name, role.actor.build.remote(*arguments))
+            role.is_built, role.build_args = True, arguments
 
-        await asyncio.gather(*map(build, names, actors, build_args))
-        self._pids |= {name: self._pids.pop(name) for name in names}  # in the order of ranks, not of starting
+        await asyncio.gather(*map(build, names, build_args))
+        self._roles |= {name: self._roles.pop(name) for name in names}  # in the order of building, not of `prepare`
         self._track_processes()
-        self._build_args |= dict(zip(names, build_args, strict=True))
         return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
 
     async def _started(self, name: str, ref: Any) -> Any:
@@ -229,7 +238,7 @@ class RayRuntime:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _options(self, kind: str, place: Place) -> dict[str, Any]:
+    def _options(self, kind: str, place: ProcessPlace) -> dict[str, Any]:
         """Options of an actor. Ray restarts a dead process on the same node, `revive` builds its role again."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -243,16 +252,17 @@ class RayRuntime:
         return options
 
     def processes(self) -> dict[str, int]:
-        return dict(self._pids)
+        return {name: role.pid for name, role in self._roles.items() if role.pid is not None}
 
     def ready(self) -> set[str]:
-        return set(self._ready)
+        return {name for name, role in self._roles.items() if role.is_built}
 
     async def watch(self) -> None:
-        if self._killed:  # Ray reports it when the next process is started, seconds later
-            self._down.add(name := self._killed.pop())
-            raise self._died(name)
-        up = [(name, actor) for name, actor in self._actors.items() if name not in self._down]
+        for name, role in self._roles.items():
+            if role.death == "by kill":  # Ray reports it when the next process is started, seconds later
+                role.death = "reported"
+                raise self._died(name)
+        up = [(name, role.actor) for name, role in self._roles.items() if not role.death]
         gone = [asyncio.ensure_future(self._until_gone(name, actor)) for name, actor in up]
         others = [asyncio.ensure_future(self._daemons.until_one_fails()), asyncio.ensure_future(self._watch_memory())]
         try:
@@ -260,8 +270,8 @@ class RayRuntime:
             for task in done:
                 task.result()
         except RoleDied as error:  # the next `watch` reports other roles that died at the same moment
-            self._down.add(error.role)
-            self._killed.discard(error.role)
+            if error.role in self._roles:
+                self._roles[error.role].death = "reported"
             raise
         finally:
             for task in [*gone, *others]:
@@ -274,11 +284,12 @@ class RayRuntime:
     async def _revive(self, name: str) -> None:
         deadline = time.monotonic() + START_S
         while True:
+            role = self._roles[name]
             try:
-                self._pids[name] = await translate(name, self._actors[name].pid.remote())
+                role.pid = await translate(name, role.actor.pid.remote())
                 self._track_processes()
-                await translate(name, self._actors[name].build.remote(*self._build_args[name]))
-                self._down.discard(name)
+                await translate(name, role.actor.build.remote(*role.build_args))
+                role.death = ""
                 return
             except RoleDied as error:  # not back yet
                 if error.detail == NODE_GONE or time.monotonic() > deadline:
@@ -286,27 +297,27 @@ class RayRuntime:
                 await asyncio.sleep(0.1)
 
     def dead(self) -> set[str]:
-        return set(self._down)
+        return {name for name, role in self._roles.items() if role.death == "reported"}
 
     async def answers(self, name: str) -> None:
-        await translate(name, self._actors[name].pid.remote())
+        await translate(name, self._roles[name].actor.pid.remote())
 
     def kill(self, name: str) -> None:
         import ray
 
-        if name not in self._down:
-            self._killed.add(name)
+        role = self._roles[name]
+        role.death = role.death or "by kill"
         if self._owns_cluster:  # by signal: a stopped process does not execute Ray's command
             self._track_processes()
-            if (process := self._tracked.get(self._pids[name])) is not None:
+            if role.pid is not None and (process := self._tracked.get(role.pid)) is not None:
                 _kill(process)
         else:
-            ray.kill(self._actors[name], no_restart=False)
+            ray.kill(role.actor, no_restart=False)
 
     def dump_stacks(self) -> None:
         if self._owns_cluster:
             self._track_processes()
-            for process in filter(None, map(self._tracked.get, self._pids.values())):
+            for process in filter(None, map(self._tracked.get, self.processes().values())):
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(signal.SIGUSR1)
 
@@ -314,20 +325,15 @@ class RayRuntime:
         import ray
 
         self._track_processes()
-        for name in [name for name in self._actors if name.rpartition("-")[0] == kind]:
-            actor, pid = self._actors.pop(name), self._pids.pop(name, None)
-            if self._owns_cluster and (process := self._tracked.get(pid or 0)) is not None:
+        for name in [name for name in self._roles if name.rpartition("-")[0] == kind]:
+            role = self._roles.pop(name)
+            if self._owns_cluster and (process := self._tracked.get(role.pid or 0)) is not None:
                 with contextlib.suppress(psutil.Error):
                     family = [*process.children(recursive=True), process]  # also the reward workers of a controller
                     for member in family:
                         _kill(member)
                     await asyncio.to_thread(psutil.wait_procs, family, STOP_S)
-            ray.kill(actor)
-            self._ready.discard(name)
-            self._down.discard(name)
-            self._killed.discard(name)
-            self._build_args.pop(name, None)
-            self._memory.pop(name, None)
+            ray.kill(role.actor)
 
     async def _until_gone(self, name: str, actor: Any) -> None:
         try:
@@ -338,11 +344,11 @@ class RayRuntime:
 
     def _died(self, name: str) -> RoleDied:
         """What is known about the death of a role."""
-        known = ""
-        if name in self._memory:
+        role, log, known = self._roles.get(name, HostedRole(None)), self._log(name), ""
+        if role.memory_mb is not None:
             free = psutil.virtual_memory().available / 2**20
-            known = f"; it held {self._memory[name]:.0f} MB when last seen, {free:.0f} MB are free on this machine"
-        process, log = f"process {self._pids[name]}" if name in self._pids else "its process", self._log(name)
+            known = f"; it held {role.memory_mb:.0f} MB when last seen, {free:.0f} MB are free on this machine"
+        process = "its process" if role.pid is None else f"process {role.pid}"
         printed = "" if log is None or not log.is_file() else f"; its output is in {log}"
         text = f"{process} is gone (killed, crashed, or out of memory{known}){printed}"
         error = RoleDied(name, text, observed=True)
@@ -356,9 +362,10 @@ class RayRuntime:
     async def _watch_memory(self) -> None:
         while self._owns_cluster:
             self._track_processes()
-            for name, pid in self._pids.items():
-                with contextlib.suppress(psutil.Error, KeyError):
-                    self._memory[name] = self._tracked[pid].memory_info().rss / 2**20
+            for role in self._roles.values():
+                with contextlib.suppress(psutil.Error):
+                    if role.pid in self._tracked:
+                        role.memory_mb = self._tracked[role.pid].memory_info().rss / 2**20
             await asyncio.sleep(MEMORY_S)
         await asyncio.Event().wait()
 
@@ -367,9 +374,9 @@ class RayRuntime:
         import ray
 
         self._track_processes()
-        for actor in self._actors.values() if not self._owns_cluster else ():
-            ray.kill(actor)
-        self._actors.clear()
+        for role in self._roles.values() if not self._owns_cluster else ():
+            ray.kill(role.actor)
+        self._roles.clear()
         if self._daemons.all_work():
             ray.shutdown()
             deadline = time.monotonic() + 3

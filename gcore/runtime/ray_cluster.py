@@ -36,8 +36,8 @@ HIDDEN_MESSAGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process runs. Place(node="75e354...", bundles=(2, 3), gpus=0.475)"""
+class ProcessPlace:
+    """Where a process runs. ProcessPlace(node="75e354...", bundles=(2, 3), gpus=0.475)"""
 
     node: str = ""  # Ray's id of the node; empty: any node
     bundles: tuple[int, ...] = ()  # of the reserved GPUs that it uses; all on one node
@@ -121,7 +121,7 @@ def interface_of(address: str) -> str | None:
     with contextlib.suppress(ValueError):  # a host name
         if ip_address(address).is_loopback:
             address = "127.0.0.1"
-    names = (name for name, found in psutil.net_if_addrs().items() if any(a.address == address for a in found))
+    names = (name for name, addresses in psutil.net_if_addrs().items() if any(a.address == address for a in addresses))
     return next(names, None)
 
 

@@ -83,17 +83,17 @@ class Meeting:
         """Rank 0: wait for all members, then tell each where its parent listens."""
         self._listener.listen(self._size)
         self._listener.settimeout(START_S)
-        found, places = dict[int, Link](), {0: self._parent}
-        while len(found) < self._size - 1:
+        members, places = dict[int, Link](), {0: self._parent}
+        while len(members) < self._size - 1:
             try:
                 link, (channel, rank, place) = self._accepted()
             except TimeoutError:
-                missing = sorted(set(range(1, self._size)) - set(found))
+                missing = sorted(set(range(1, self._size)) - set(members))
                 text = f"the controllers did not meet within {START_S:.0f} s: missing {_names(missing)}"
                 raise TimeoutError(text) from None
             assert channel == "meeting", channel
-            found[rank], places[rank] = link, place
-        for rank, link in found.items():
+            members[rank], places[rank] = link, place
+        for rank, link in members.items():
             link.send(places[parent_of(rank, self._fan_out)])
             link.close()
 
@@ -101,9 +101,9 @@ class Meeting:
         link, own = self._connected(root)
         self._listener = socket.create_server((own, 0))
         link.send(("meeting", self._rank, self._listener.getsockname()[:2]))
-        found: Address = link.recv()
+        parent: Address = link.recv()
         link.close()
-        return found
+        return parent
 
     def connect(self, channel: str) -> tuple[Link | None, dict[int, Link]]:
         """Connections of a group to the parent and to the children. Parents are connected before their children."""
@@ -194,8 +194,8 @@ class TreeGroup:
 
     def _all_gather(self, name: str, value: Any) -> list[Any]:
         own = {self.rank: pickle.dumps(value, pickle.HIGHEST_PROTOCOL)}
-        found = self._exchange(name, own, operator.or_)
-        return [pickle.loads(found[rank]) for rank in range(self.size)]
+        pickled = self._exchange(name, own, operator.or_)
+        return [pickle.loads(pickled[rank]) for rank in range(self.size)]
 
     def _exchange(self, name: str, value: T, merge: Callable[[T, T], T]) -> T:
         problem = ""

@@ -1,11 +1,9 @@
-"""Simulated and emulated clusters: devices that take time but compute nothing, and time that can be virtual.
+"""Simulated clusters, and time that can be virtual.
 
-costs, shapes, planner ...       seconds and bytes of models on GPUs, by formulas: `gcore plan`
-training_memory                  bytes of a trainer rank by phase; what of it is recomputed or off-loaded
-scenario, cluster, fleet, run    whole runs, event by event: `gcore simulate`
-device                           timing of one replica; used by the simulated cluster and the emulated engine
-engine, trainer                  emulated roles for real runs: they sleep instead of computing
-VirtualLoop                      an event loop in which sleeping takes no real time
+scenario         a cluster and its load, from YAML
+cluster, fleet   one rollout, event by event, with the placement rules and the routing of runs
+run, table       whole runs under several rules: `gcore simulate`
+VirtualLoop      an event loop in which sleeping takes no real time
 """
 
 from __future__ import annotations

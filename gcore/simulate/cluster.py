@@ -2,7 +2,7 @@
 
     draw ──> policy replica (siblings together) ──> judges (each response alone) ──> keep, or draw another
                      ^                                     ^
-                     └──── blocks change their owner ──────┘        decide: gcore/placement/rules.py, at every poll
+                     └──── blocks change their owner ──────┘        rule: gcore/placement/rules.py, at every poll
 
 Prompts are drawn as in a run (controller/collect.py): each controller has its share of the prompts and starts its share
 of the missing groups. A rollout ends when enough groups are kept. Groups in progress are then aborted, and start first
@@ -15,19 +15,19 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from gcore.config.placement import Placement
 from gcore.config.sampling import acceptance_rate
-from gcore.config.tree import Placement
-from gcore.emulate.device import Job, observe
+from gcore.emulate.device import DeviceJob, observe
 from gcore.placement.grid import POLICY, Move, Split
 from gcore.placement.meters import GroupCounts, SpeedMeter
 from gcore.placement.monitor import LEAST_RATE, call_quantiles, quantiles
 from gcore.placement.placer import POLL_SHARE
-from gcore.placement.rules import Costs, Decide, Load, View
+from gcore.placement.rules import Costs, Load, Rule, View
 from gcore.protocols import EngineStats
 from gcore.simulate.fleet import Call, Clock, Fleet, Group, RecentLengths
 from gcore.simulate.scenario import Draw, Scenario, StepWork
@@ -55,6 +55,7 @@ class State:
     lengths: RecentLengths
     rate: float = 1.0  # recent share of groups that were kept; controllers also begin with 1
     seconds: float = 0.0  # of the last rollout
+    busy: Mapping[str, float] = field(default_factory=dict)  # share of its slot-seconds with a request, by role
     calls: Sequence[Sequence[float]] = ()  # lengths of siblings that ended recently: quantiles
     counts: GroupCounts = field(default_factory=GroupCounts)
     speeds: SpeedMeter = field(default_factory=SpeedMeter)
@@ -107,9 +108,9 @@ class Controller:
 class Simulation:
     """Simulates one rollout phase. Does not change the given state."""
 
-    def __init__(self, work: StepWork, split: Split, decide: Decide, state: State) -> None:
+    def __init__(self, work: StepWork, split: Split, rule: Rule, state: State) -> None:
         scenario: Scenario = work.scenario
-        self.scenario, self.work, self.decide, self.state = scenario, work, decide, state
+        self.scenario, self.work, self.rule, self.state = scenario, work, rule, state
         self.speeds = deepcopy(state.speeds)
         self.costs = measured_costs(scenario, work.step, state)
         self.grid = self.costs.grid
@@ -192,7 +193,7 @@ class Simulation:
         self.running += 1
         self.result.drawn += 1
         prompt = self.scenario.prompt_length
-        jobs = [Job(tokens, 0) for tokens in draw.tokens]
+        jobs = [DeviceJob(tokens, 0) for tokens in draw.tokens]
         jobs[0].prompt = prompt  # siblings share the prefix: it is prefilled once
         work = len(jobs) * (prompt + self.policy.longest_allowed)
         self.policy.send(Call(Group(number, draw, len(jobs)), jobs, work, len(jobs), len(jobs)))
@@ -207,7 +208,9 @@ class Simulation:
                 # once; its other verdicts find it in the prefix cache
                 prefill = prompt + round(self.scenario.read_by_judges(response))
                 for i, tokens in enumerate(repeats):
-                    judge.send(Call(group, [Job(tokens, 0 if i else prefill)], prefill + judge.longest_allowed, 1, 1))
+                    judge.send(
+                        Call(group, [DeviceJob(tokens, 0 if i else prefill)], prefill + judge.longest_allowed, 1, 1)
+                    )
 
     def _stage_ended(self, fleet: Fleet, group: Group) -> None:
         self.clock.at(self.clock.now + self.scenario.rpc_s, self._next_stage, (fleet, group))
@@ -241,7 +244,7 @@ class Simulation:
         self._polls += 1
         if self._polls % SPEED_POLLS == 0:
             self._measure_speeds()
-        for move in self.decide(self.split, self.view(), self.costs):
+        for move in self.rule(self.split, self.view(), self.costs):
             self._move(move)
         self.clock.at(self.clock.now + self.poll_interval_s, self._poll, None)
 
@@ -358,7 +361,8 @@ class Simulation:
         lengths[f"{POLICY}/longest"] = [max(call) for call in calls]
         cursors = tuple(controller.cursor() for controller in self.controllers)
         counts = self.counts().halved()
-        result.state = State(cursors, lengths, self._rate_now(), now, calls, counts, self.speeds)
+        shares = {role: busy_s / (now * self.grid.slots) for role, busy_s in result.busy_s.items()}
+        result.state = State(cursors, lengths, self._rate_now(), now, shares, calls, counts, self.speeds)
         return result
 
     def _break_cycles(self) -> None:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gcore.emulate.device import Device, Job
+from gcore.cost.replica_speed import ReplicaSpeed
+from gcore.emulate.device import Device, DeviceJob
 from gcore.generation.routing import Router, shared_limit
 from gcore.placement.grid import POLICY, DeviceGrid
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Load, request_limit
 
 RecentLengths = Mapping[str, Sequence[float]]  # of requests that ended recently, by role: quantiles
@@ -40,9 +40,7 @@ class Call:
     """Requests that are routed together: the siblings of a group, or one response to a judge."""
 
     group: Group
-    jobs: Sequence[
-        Job
-    ]  # empty once a replica has them: jobs refer to their call, and reference cycles are slow to free
+    jobs: Sequence[DeviceJob]  # empty once a replica has them: they refer to their call, and cycles are slow to free
     work: int  # tokens, as pools report them to the router: prompt and maximum response length
     size: int  # jobs that were sent
     unfinished: int
@@ -173,7 +171,7 @@ class Fleet:
         """Migrate the requests of a replica. They continue from the tokens they have, which are prefilled again."""
         self.sync(replica)
         replica.event_s = math.inf
-        calls: dict[Call, list[Job]] = {}
+        calls: dict[Call, list[DeviceJob]] = {}
         for job in replica.jobs():
             calls.setdefault(job.tag, []).append(job)
         for call, jobs in calls.items():
@@ -182,7 +180,7 @@ class Fleet:
             for job in jobs:
                 made = replica.remove(job)
                 prefill = (job.prompt or prompt_length) + made if made else job.prompt
-                rest.append(Job(job.tokens - made, prefill, before=job.before + made))
+                rest.append(DeviceJob(job.tokens - made, prefill, before=job.before + made))
             self.in_progress -= len(rest)
             self.send(Call(call.group, rest, call.work, len(rest), len(rest)))
         replica.prefill_until = replica.at
@@ -225,7 +223,7 @@ class Fleet:
             self._end(replica, job)
         self._schedule(replica)
 
-    def _end(self, replica: Replica, job: Job) -> None:
+    def _end(self, replica: Replica, job: DeviceJob) -> None:
         call: Call = job.tag
         self.ended_lengths.append(job.tokens + job.before)
         self.in_progress -= 1

@@ -15,37 +15,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gcore.placement import baselines
-from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, shares, split_by
-from gcore.placement.guard import GuardedRule, GuardState
+from gcore.placement.baselines import (
+    ColocatedEarlyRule,
+    ColocatedRule,
+    EarlySwapRule,
+    ProportionalRule,
+    StartingAtRule,
+    StaticRule,
+    UtilisationRule,
+)
+from gcore.placement.grid import POLICY, DeviceGrid, Split, all_splits, shares, split_by
+from gcore.placement.guard import DynamicRule
 from gcore.placement.monitor import LEAST_RATE
-from gcore.placement.rules import Costs, Decide, Load, MovingRule, View
+from gcore.placement.rules import Load, MovingRule, Rule, View
 from gcore.simulate.cluster import PromptCursor, Rollout, Simulation, State, measured_costs
 from gcore.simulate.scenario import Scenario, StepWork
 from gcore.types import UserError
 
-Begin = Callable[[View, Costs, Rollout | None], Split]
 NAMES = (
     *("dynamic", "unguarded", "colocated", "colocated-early", "early-swap", "static:N", "proportional", "paper"),
     "oracle",
 )
 ORACLE_SPLITS = 16  # static splits that the oracle tries, in addition to the dynamic rule
-
-
-START_WITH_POLICY: dict[str, Decide] = {  # all blocks generate at the start of a step
-    "colocated": baselines.colocated,
-    "colocated-early": baselines.colocated_early,
-    "early-swap": baselines.early_swap,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedRule:
-    """A placement rule: the split at the start of a step, and the moves during it."""
-
-    name: str
-    begin: Begin
-    decide: Decide
 
 
 @dataclass
@@ -101,41 +92,22 @@ class Run:
         path.write_text(json.dumps(self.as_json(compare)))
 
 
-def rule_of(name: str, scenario: Scenario) -> SimulatedRule:
+def rule_of(name: str, scenario: Scenario) -> Rule:
     """A rule by its name: one of NAMES."""
-    grid = scenario.grid
-    all_policy = Split((POLICY,) * grid.num_blocks)
-    if name == "dynamic":
-        guarded = _Guarded()
-        return SimulatedRule(name, guarded.begin, guarded)
-    if name == "unguarded":
-        dynamic = MovingRule()
-        return SimulatedRule(name, lambda view, costs, _: dynamic.begin(view, costs), dynamic)
-    if name in START_WITH_POLICY:
-        return SimulatedRule(name, lambda view, costs, _: all_policy, START_WITH_POLICY[name])
-    if name == "proportional":
-        return SimulatedRule(name, lambda view, costs, last: _in_proportion(costs, last), baselines.static)
-    if name == "paper":
-        utilisation = baselines.Utilisation()
-        return SimulatedRule(name, lambda view, costs, last: last.split if last else _evenly(costs), utilisation)
+    rules: dict[str, Callable[[], Rule]] = {
+        "dynamic": DynamicRule,
+        "unguarded": MovingRule,
+        "colocated": ColocatedRule,
+        "colocated-early": ColocatedEarlyRule,
+        "early-swap": EarlySwapRule,
+        "proportional": ProportionalRule,
+        "paper": UtilisationRule,
+    }
+    if name in rules:
+        return rules[name]()
     if name.startswith("static:"):
-        fixed = static_split(name, scenario)
-        return SimulatedRule(name, lambda view, costs, _: fixed, baselines.static)
+        return StaticRule(static_split(name, scenario))
     raise UserError(f"--rule {name}: not a placement rule; expected one of {', '.join(NAMES)}")
-
-
-class _Guarded:
-    """The rule of real runs, with its state."""
-
-    def __init__(self) -> None:
-        self.rule, self.state = GuardedRule(), GuardState()
-
-    def begin(self, view: View, costs: Costs, last: Rollout | None) -> Split:
-        self.state = self.rule.plan(self.state, view, costs, last.seconds if last else None)
-        return self.state.splits[self.state.candidate]
-
-    def __call__(self, split: Split, view: View, costs: Costs) -> list[Move]:
-        return self.rule.decide(self.state, split, view, costs)
 
 
 def static_name(split: Split, grid: DeviceGrid) -> str:
@@ -170,15 +142,6 @@ def _rest(scenario: Scenario, blocks: int) -> dict[str, int]:
     return {name: blocks // len(names) + (i < blocks % len(names)) for i, name in enumerate(names)}
 
 
-def _evenly(costs: Costs) -> Split:
-    return shares(costs.grid, dict.fromkeys(costs.grid.roles, 1.0))
-
-
-def _in_proportion(costs: Costs, last: Rollout | None) -> Split:
-    """Blocks in proportion to the busy slot-seconds of each role in the last step."""
-    return _evenly(costs) if last is None else shares(costs.grid, last.busy_s)
-
-
 def simulate(
     scenario: Scenario,
     name: str = "dynamic",
@@ -203,41 +166,33 @@ def _rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _steps(
-    scenario: Scenario, name: str, rules: list[SimulatedRule], kept: set[int], report: Callable[[str], None]
-) -> Run:
+def _steps(scenario: Scenario, name: str, rules: list[Rule], kept: set[int], report: Callable[[str], None]) -> Run:
     """Simulates each step under every given rule and continues from the fastest."""
     run, at = Run(scenario, name), 0.0
-    state, last = first_state(scenario), None
+    state, split, took_s = first_state(scenario), evenly(scenario.grid), None
     for step in range(1, scenario.steps + 1):
         work, costs = StepWork(scenario, step), measured_costs(scenario, step, state)
         view = expected_view(scenario, state)
-        tried = []
-        for rule in rules:
-            tried.append(Simulation(work, rule.begin(view, costs, last), rule.decide, state).run())
+        tried = [Simulation(work, rule.begin(view, costs, split, took_s), rule, state).run() for rule in rules]
         rollout = min(tried, key=lambda r: r.seconds)
         update_s = scenario.update(step, rollout.lengths)
         _record(run, step, at, rollout, update_s, work, step in kept)
         at += rollout.seconds + update_s
-        state, last = rollout.state, rollout
+        state, split, took_s = rollout.state, rollout.split, rollout.seconds
         report(f"{name}: step {step}/{scenario.steps}")
     return run
 
 
-def _oracle(scenario: Scenario) -> list[SimulatedRule]:
+def evenly(grid: DeviceGrid) -> Split:
+    return shares(grid, dict.fromkeys(grid.roles, 1.0))
+
+
+def _oracle(scenario: Scenario) -> list[Rule]:
     """The rules that the oracle tries. In each step it uses the fastest, as if it knew all lengths in advance."""
-    grid = scenario.grid
-    splits = all_splits(grid)
-    stride = max(1, len(splits) // ORACLE_SPLITS)
-    dynamic = MovingRule()
-
-    def fixed(split: Split) -> Begin:
-        return lambda view, costs, _: split
-
-    rules = [rule_of("unguarded", scenario), rule_of("colocated", scenario)]
-    for split in splits[::stride]:
-        rules.append(SimulatedRule("oracle", fixed(split), baselines.static))
-        rules.append(SimulatedRule("oracle", fixed(split), dynamic))
+    splits = all_splits(scenario.grid)
+    rules: list[Rule] = [MovingRule(), ColocatedRule()]
+    for split in splits[:: max(1, len(splits) // ORACLE_SPLITS)]:
+        rules += [StaticRule(split), StartingAtRule(split, MovingRule())]
     return rules
 
 
@@ -252,6 +207,7 @@ def expected_view(scenario: Scenario, state: State) -> View:
             lengths=recent[POLICY],
             longest=recent.get(f"{POLICY}/longest", ()),
             prompt=scenario.prompt_length / scenario.samples,
+            busy=state.busy.get(POLICY, 0.0),
         )
     }
     for judge in scenario.judges:
@@ -260,6 +216,7 @@ def expected_view(scenario: Scenario, state: State) -> View:
             needed=needed / scenario.samples * per_group,
             lengths=recent[judge.name],
             prompt=(scenario.prompt_length + response) / judge.repeats,
+            busy=state.busy.get(judge.name, 0.0),
         )
     return View(loads, groups=scenario.prompts, rate=state.rate, samples=scenario.samples, calls=state.calls)
 

@@ -26,8 +26,8 @@ from pydantic import Field, model_validator
 from gcore.config.base import Auto, Fraction, NonNegative, PositiveInt, Section, Seed
 from gcore.config.load import load_config
 from gcore.config.sampling import MAX_OVERSAMPLING
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, DeviceGrid
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Costs
 
 Positive = Annotated[float, Field(gt=0)]

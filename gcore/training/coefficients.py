@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 
 MAX_ERROR = 0.2  # 1909.08593: a KL that is far off counts as 20 % off
 
@@ -35,8 +35,8 @@ class Coefficients:
     @staticmethod
     def restored(counters: dict[str, float], algorithm: Algorithm) -> Coefficients:
         start = Coefficients.of(algorithm)
-        kl = counters.get("kl_coef", start.kl) if algorithm.kl_target is not None else start.kl
-        if algorithm.entropy_target is None:
+        kl = counters.get("kl_coef", start.kl) if algorithm.adaptive_kl is not None else start.kl
+        if algorithm.adaptive_entropy is None:
             return Coefficients(kl, start.entropy)
         return Coefficients(kl, counters.get("entropy_coef", start.entropy), bool(counters.get("entropy_bonus", 1)))
 

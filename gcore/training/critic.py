@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcore.config.tree import Config, Model
+from gcore.config.base import Model
+from gcore.config.tree import Config
 from gcore.hub import model_folder
 from gcore.models.networks import load_scorer, load_whole, make_empty
 from gcore.models.towers import takes_media

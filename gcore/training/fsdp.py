@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from gcore.config.tree import Config, Training
+from gcore.config.training import Training
+from gcore.config.tree import Config
 from gcore.models.towers import takes_media, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import loading, lora, state, tensor_parallel

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gcore.config.tree import Model
+from gcore.config.base import Model
 from gcore.training import lora
 from gcore.training.shards import local_of, materialise, part_of, reshard
 from gcore.weights.pretrained import open_weights, stored_tensors

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gcore.config.tree import Lora
+from gcore.config.base import Lora
 from gcore.models.networks import LORA_A, LORA_B, Adapters, adapters_of
 from gcore.training.shards import local_of, part_of, reshard
 

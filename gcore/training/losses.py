@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.types import UserError
 
 MAX_LOG_RATIO = 20.0
@@ -62,7 +62,7 @@ def sapo(steps: Steps, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     """A soft gate instead of the clip: sigmoid(tau (r - 1)) 4 / tau, which has slope 1 at r = 1 and falls off to both
     sides, faster for negative advantages (SAPO). Nothing is clipped."""
     ratio = _log_ratio(steps).exp()
-    tau = torch.where(steps.advantages_S > 0, algorithm.sapo_tau_positive, algorithm.sapo_tau_negative).to(ratio.dtype)
+    tau = torch.where(steps.advantages_S > 0, *algorithm.sapo_tau).to(ratio.dtype)
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     return -gate * steps.advantages_S, torch.zeros_like(ratio, dtype=torch.bool)
 
@@ -119,16 +119,16 @@ def importance(
     the sample (`sequence`) or their geometric mean (`geometric`). Its logarithm is clamped to +-20.
     Returns the weights, and the steps where the ratio was above the cap and below the floor.
     """
-    log_ratio = (before_S - rollout_S).detach()
-    if algorithm.importance == "sequence":
+    weights, log_ratio = algorithm.importance, (before_S - rollout_S).detach()
+    if weights.level == "sequence":
         log_ratio = _sample_sum(log_ratio, steps)[steps.sample_S]
-    elif algorithm.importance == "geometric":
+    elif weights.level == "geometric":
         log_ratio = _sample_mean(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), steps)[steps.sample_S]
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    above, below = ratio > algorithm.importance_cap, ratio < algorithm.importance_floor
-    if algorithm.importance_mode == "mask":
+    above, below = ratio > weights.cap, ratio < weights.floor
+    if weights.mode == "mask":
         return ratio.masked_fill(above | below, 0.0), above, below
-    return ratio.clamp(algorithm.importance_floor, algorithm.importance_cap), above, below
+    return ratio.clamp(weights.floor, weights.cap), above, below
 
 
 def kl_penalty(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: str = "k3") -> Tensor:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.protocols import Metric, add_metrics
 from gcore.training import losses
 from gcore.training.micro import StepColumns
@@ -86,7 +86,7 @@ def policy(
         else:
             loss_S, own_metrics = losses.call_own(own_loss, steps, algorithm)
         importance_S, capped_S, floored_S = losses.importance(before_S, columns.rollout_logprobs_S, steps, algorithm)
-        applied_S = torch.ones_like(importance_S) if algorithm.importance == "none" else importance_S
+        applied_S = torch.ones_like(importance_S) if algorithm.importance.level == "none" else importance_S
         pg_loss = (columns.at_actions(loss_S) * applied_S * weights_S).sum()
         loss = pg_loss - algorithm.entropy_coef * (entropy_S * weights_S).sum()
         diff_S = (before_S - columns.rollout_logprobs_S).abs()

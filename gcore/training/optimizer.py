@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from gcore.config.tree import Training
+from gcore.config.training import Training
 from gcore.training.schedule import decay_groups
 from gcore.training.shards import local_of
 

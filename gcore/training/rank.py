@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gcore.config.tree import Algorithm, Config
+from gcore.config.algorithm import Algorithm
+from gcore.config.tree import Config
 from gcore.observe.trace import Tracer
 from gcore.protocols import Metric, Receivers, UpdateStats, WeightPlan, Weights
 from gcore.training import bad_batches, losses, objective, preference, state
@@ -210,18 +211,18 @@ class TrainerRank(ComputeRank):
     def _adapt(self, batch: TrainBatch, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """The coefficients of the next training step; returns those of this one."""
         algorithm, now, used = self._config.algorithm, self.coefficients, dict[str, Metric]()
-        if algorithm.kl_target is not None:
+        if (adaptive := algorithm.adaptive_kl) is not None:
             used["actor/kl_coef"] = Metric(now.kl)
             kl, num_samples = (
                 self._mean_over_ranks(metrics.get(KL)),
                 sum(mini.num_samples for mini in batch.mini_batches),
             )
-            next_kl = next_kl_coef(now.kl, kl, num_samples, algorithm.kl_target, algorithm.kl_horizon)
+            next_kl = next_kl_coef(now.kl, kl, num_samples, adaptive.target, adaptive.horizon)
             now = dataclasses.replace(now, kl=next_kl)
-        if algorithm.entropy_target is not None:
+        if (control := algorithm.adaptive_entropy) is not None:
             used["actor/entropy_coef"] = Metric(now.entropy if now.bonus else 0.0)
             entropy = self._mean_over_ranks(metrics.get(ENTROPY))
-            change = next_entropy_coef(now.entropy, entropy, algorithm.entropy_target, algorithm.entropy_change)
+            change = next_entropy_coef(now.entropy, entropy, control.target, control.change)
             now = dataclasses.replace(now, entropy=change[0], bonus=change[1])
         self.coefficients = now
         return used

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from gcore.weights.method import BroadcastError
+from gcore.protocols import BroadcastError
 
 TIMEOUT_S = 30.0
 

@@ -105,12 +105,12 @@ def unpack_bucket(weights: Weights) -> dict[str, torch.Tensor]:
 
 def _views(table: Table, block: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors of the table, as views of the block."""
-    found: dict[str, torch.Tensor] = {}
+    views: dict[str, torch.Tensor] = {}
     for start, (name, shape, kind) in zip(_offsets(table)[:-1], table, strict=True):
         dtype: torch.dtype = getattr(torch, kind)
         end = start + torch.Size(shape).numel() * dtype.itemsize
-        found[name] = block[start:end].view(dtype).view(shape)
-    return found
+        views[name] = block[start:end].view(dtype).view(shape)
+    return views
 
 
 def _offsets(table: Table) -> list[int]:

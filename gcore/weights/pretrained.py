@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcore.config.tree import Model
+from gcore.config.base import Model
 from gcore.hub import model_folder
 from gcore.models.networks import LORA_A, LORA_B, load_whole
 from gcore.types import UserError
@@ -54,18 +54,18 @@ def _match(network: Any, files: WeightFiles) -> tuple[Mapping[str, str] | None, 
     """Name in the network -> name in the files. None and the reason if transformers would convert the tensors."""
     if pattern := _conversion(network, files):
         return None, f"its {pattern} are stored differently"
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, tensor in stored_tensors(network).items():
         stored = next((n for n in _same(network, name) if n in files), None)
         if stored is None:
             return None, f"it has no tensor named {name}"
         if files.shapes[stored] != tuple(tensor.shape):
             return None, f"its {stored} has shape {files.shapes[stored]}, expected {tuple(tensor.shape)}"
-        found[name] = stored
-    known = {n for name in found for n in _same(network, name)}
+        names[name] = stored
+    known = {n for name in names for n in _same(network, name)}
     if unknown := sorted(name for name in set(files) - known if not _ignored(network, name)):
         return None, f"the network has no parameter named {unknown[0]}"
-    return found, ""
+    return names, ""
 
 
 def conversions(network: Any) -> list[Any]:
@@ -82,12 +82,12 @@ def file_names(network: Any, files: WeightFiles) -> dict[str, str]:
     changes, state = conversions(network), network.state_dict()
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if not isinstance(change, WeightRenaming)]
-    found = dict[str, str]()
+    names = dict[str, str]()
     for stored in sorted(files):
         name, converted = rename_source_key(stored, renamings, converters, network.base_model_prefix, state)
         if converted is None and name in state and files.shapes[stored] == tuple(state[name].shape):
-            found[name] = stored
-    return found
+            names[name] = stored
+    return names
 
 
 def _conversion(network: Any, names: Iterable[str]) -> str | None:

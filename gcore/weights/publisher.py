@@ -4,23 +4,44 @@
                                                         by the transfer method: array, CUDA handle, ticket, or tensors
 
 The trainer passes its named parameters with every call: FSDP may have replaced the tensors since the last one. With
-adapters (model.lora) these are only the factors.
+adapters (model.lora) these are only the factors. How the bytes of an update get to the engines (TransferMethod):
+
+in_process    the tensors themselves: trainer and engines share one process (runtime: local)
+cuda_ipc      a handle to GPU memory: rank i and engine i share GPU i (launch/gpu_assignment.py)
+broadcast     one collective from rank 0 to the engines: they are on different GPUs, or placement.weights=broadcast
+host_memory   an array in the shared memory of the machine, which Ray copies to other nodes: all other cases
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gcore.config.placement import Placement
 from gcore.models.networks import LORA_A, LORA_B
 from gcore.protocols import Receivers, WeightPlan, Weights
 from gcore.weights.broadcast import BroadcastSender
 from gcore.weights.bucket import CudaHandle, bucket_names, pack_bucket, to_host_memory
-from gcore.weights.method import TransferMethod
+
+TransferMethod = Literal["in_process", "cuda_ipc", "broadcast", "host_memory"]
+
+
+def choose_method(placement: Placement, one_process: bool, on_gpu: bool, same_gpu: bool = True) -> TransferMethod:
+    """`one_process`: trainer and engines share it. `on_gpu`: all of them compute on GPUs. `same_gpu`: in modes where
+    roles share GPUs, every engine has the GPU of the rank that it reads from, and no other one."""
+    if one_process:
+        return "in_process"
+    if placement.weights != "auto":
+        return "broadcast" if placement.weights == "broadcast" else "host_memory"
+    if not on_gpu:
+        return "host_memory"
+    if placement.mode == "disaggregated":
+        return "broadcast"
+    return "cuda_ipc" if same_gpu else "host_memory"
 
 
 class Sharded(Protocol):

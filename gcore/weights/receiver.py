@@ -26,6 +26,7 @@ from gcore.weights.files import WeightFiles
 
 CHUNK_BYTES = 2**29  # limit of merged matrices held at a time
 Shapes = Mapping[str, tuple[int, ...]]
+Loads = Iterator[tuple[dict[str, Tensor], bool]]  # what to write now; True: the last of the update
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,8 @@ class WeightReceiver:
         return was_incomplete
 
     @contextmanager
-    def receive(
-        self, version: int, weights: Weights, bucket: tuple[int, int]
-    ) -> Iterator[Iterator[tuple[dict[str, Tensor], bool]]]:
-        """Yields what to load now, as (tensors, last): after the last tensors, `version` is served.
+    def receive(self, version: int, weights: Weights, bucket: tuple[int, int]) -> Iterator[Loads]:
+        """Yields what to load now: after the last tensors, `version` is served.
 
         A bucket that does not fit raises ValueError and changes nothing. If loading fails, the update stays incomplete:
         the sender repeats this bucket, or starts again with bucket 0.
@@ -114,7 +113,7 @@ class WeightReceiver:
             if self._base is not None and not self._whole:
                 update.pending = self._base.unpaired(update.pending)
 
-    def _loads(self, tensors: dict[str, Tensor], last: bool) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    def _loads(self, tensors: dict[str, Tensor], last: bool) -> Loads:
         if self._whole and not last:
             return
         if self._base is None:
@@ -149,6 +148,18 @@ class WeightReceiver:
         return known
 
 
+def receiver_in_process(parameters: Mapping[str, Tensor], adapters: Adapters | None) -> WeightReceiver:
+    """Of an engine whose parameters these are. With adapters, only their factors arrive: it keeps a copy of the base
+    matrices."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if adapters is None:
+        return WeightReceiver(shapes)
+    names = [f"{layer}.weight" for layer in adapters.layers]
+    matrices = {name: parameters[name].detach().to("cpu", copy=True) for name in names}
+    first = parameters[names[0]]
+    return WeightReceiver(shapes, Base(adapters, matrices, first.device, first.dtype))
+
+
 # ---- the checkpoint folder that an engine starts from
 
 
@@ -175,8 +186,8 @@ def base_of(
         return None
     names = set(shapes) if whole else {f"{layer}.weight" for layer in adapters.layers}
     files = WeightFiles(folder)
-    found = {name: name for name in files} if stored is None else stored
-    tensors = {name: files.read(found[name]) for name in sorted(names) if name in found}
+    stored = {name: name for name in files} if stored is None else stored
+    tensors = {name: files.read(stored[name]) for name in sorted(names) if name in stored}
     if missing := sorted({f"{layer}.weight" for layer in adapters.layers} - tensors.keys()):
         raise UserError(
             f"model.lora: {folder} has no safetensors with {missing[0]} ({len(missing)} in all), which adapters need"

@@ -3,8 +3,8 @@
     for every bucket:   trainer ranks gather it together ──Ref──> engines load it
                         (bucket i + 1 is gathered while bucket i is loaded; at most two are held)
 
-Only references pass through the controller: the bytes go from a rank's process to the engines' (see method.py). Every
-engine returns the version that it serves, so an engine that missed an update is detected here.
+Only references pass through the controller: the bytes go from a rank's process to the engines' (see publisher.py).
+Every engine returns the version that it serves, so an engine that missed an update is detected here.
 
 An engine that dies is left out; the driver starts it again. If that breaks a broadcast group, the other engines
 report BroadcastError, and the update starts again without the dead engine.
@@ -17,8 +17,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from gcore.clients import CriticClient, EngineClient, TrainerClient
-from gcore.protocols import Receivers, Ref, RoleDied, RoleError, WeightPlan, Weights
-from gcore.weights.method import BroadcastError
+from gcore.protocols import BroadcastError, Receivers, Ref, RoleDied, RoleError, WeightPlan, Weights
 
 ATTEMPTS = 3
 

@@ -18,13 +18,12 @@ import dataclasses
 import itertools
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from gcore.content.base import Content
 from gcore.content.text import PromptTooLong, TextModality
 from gcore.generation.noise import noise_key
 from gcore.types import Message, Prompt, Rollout, UserError
@@ -41,23 +40,14 @@ from gcore.workflows.openai_format import (
     text_response,
 )
 
+if TYPE_CHECKING:
+    from gcore.workflows.context import SampleContext
+
 HOST = "127.0.0.1"
 MAX_BODY = 32 * 2**20  # bytes
 TOO_LONG = "context_length_exceeded"
 ROUTES = "POST chat/completions, POST completions or GET models, at session.base_url"
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "gcore"}]}
-
-
-class Turns(Protocol):
-    """The part of workflows/context.py: SampleContext that a session uses."""
-
-    async def first_turn(
-        self, prompt: Prompt, siblings: Sequence[int], content: Content, params: Mapping[str, Any]
-    ) -> list[Rollout]: ...
-
-    async def next_turn(
-        self, rollout: Rollout, sibling: int, feedback: str | Sequence[Message], params: Mapping[str, Any]
-    ) -> Rollout: ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,16 +59,19 @@ class Node:
     rollout: Rollout
     taken: set[int] = dataclasses.field(default_factory=set)  # numbers of its continuations, also of those under way
 
-    @property
-    def continued(self) -> int:
-        return len(self.taken)
+    def begins(self, said: tuple[str, ...] | str, tools: str) -> bool:
+        """Whether the request continues it."""
+        length = len(self.said)
+        return (
+            type(said) is type(self.said) and tools == self.tools and length < len(said) and said[:length] == self.said
+        )
 
 
 class Session:
     """One sample of the policy. `base_url` and `api_key` are for the agent's client, such as OpenAI(...)."""
 
-    def __init__(self, turns: Turns, modality: TextModality, prompt: Prompt, sibling: int) -> None:
-        self._turns, self._modality, self.prompt, self.sibling = turns, modality, prompt, sibling
+    def __init__(self, context: SampleContext, modality: TextModality, prompt: Prompt, sibling: int) -> None:
+        self._context, self._modality, self.prompt, self.sibling = context, modality, prompt, sibling
         self.base_url = self.api_key = ""  # set by Endpoint.open
         self.model = "policy"
         self.failure: Exception | None = None  # of G-Core: the workflow cannot continue
@@ -89,37 +82,33 @@ class Session:
     @property
     def rollouts(self) -> list[Rollout]:
         """One per conversation, in the order of their last turns. They are siblings of each other."""
-        return [node.rollout for node in self._nodes if not node.continued]
+        return [node.rollout for node in self._nodes if not node.taken]
 
     @property
     def rollout(self) -> Rollout:
         """The conversation of an agent that has only one."""
-        found = self.rollouts
-        if len(found) != 1:
+        rollouts = self.rollouts
+        if len(rollouts) != 1:
             raise RuntimeError(
-                f"the agent of sample {self.sibling} has made {len(found)} conversations; expected one (use "
+                f"the agent of sample {self.sibling} has made {len(rollouts)} conversations; expected one (use "
                 "session.rollouts for several: an agent that changes earlier messages starts another conversation)"
             )
-        return found[0]
+        return rollouts[0]
 
     @property
     def client(self) -> Any:
         """An object like openai.AsyncOpenAI for code in this process: `await client.chat.completions.create(...)`."""
-        chat = SimpleNamespace(completions=_Create(self.chat))
-        return SimpleNamespace(chat=chat, completions=_Create(self.complete), base_url=self.base_url)
+        chat = SimpleNamespace(completions=_client_of(self.chat))
+        return SimpleNamespace(chat=chat, completions=_client_of(self.complete), base_url=self.base_url)
 
     async def chat(self, body: Body) -> Body:
         """POST chat/completions."""
         params, messages, tools = self._params(body), checked_messages(body), body.get("tools") or None
         said = tuple(map(identity, messages))
-        described = json.dumps(tools, sort_keys=True)
-        node = self._last(lambda n: isinstance(n.said, tuple) and n.tools == described and _begins(said, n.said))
-        if node is None:
-            turn, rollout = await self._open(lambda: self._modality.opening(messages, tools), params)
-        else:
-            turn, rollout = await self._continue(node, messages[len(node.said) :], params)
+        rollout = await self._next_turn(said, messages, tools, params)
+        turn = self._turn(rollout)
         message = assistant_message(turn.text, tools is not None, len(self._nodes))
-        self._nodes.append(Node((*said, identity(message)), described, rollout))
+        self._nodes.append(Node((*said, identity(message)), json.dumps(tools, sort_keys=True), rollout))
         return chat_response(self._name(), turn, message, body)
 
     async def complete(self, body: Body) -> Body:
@@ -129,12 +118,9 @@ class Session:
             text = text[0]
         if not isinstance(text, str) or not text:
             raise BadRequest("prompt: expected one string")
-        node = self._last(lambda n: isinstance(n.said, str) and text.startswith(n.said) and text != n.said)
-        if node is None:
-            turn, rollout = await self._open(lambda: self._modality.opening(text, None), params)
-        else:
-            turn, rollout = await self._continue(node, text[len(node.said) :], params)
-        self._nodes.append(Node(text + turn.text, "", rollout))
+        rollout = await self._next_turn(text, text, None, params)
+        turn = self._turn(rollout)
+        self._nodes.append(Node(text + turn.text, json.dumps(None), rollout))
         return text_response(self._name(), turn, body)
 
     def _params(self, body: Body) -> dict[str, Any]:
@@ -145,30 +131,33 @@ class Session:
     def _name(self) -> str:
         return f"p{self.prompt.id}s{self.sibling}r{next(self._requests)}"
 
-    def _last(self, matches: Callable[[Node], bool]) -> Node | None:
-        """The longest conversation that the request continues; of equal ones, the one that was continued least."""
-        found = [node for node in self._nodes if matches(node)]
-        return max(found, key=lambda node: (len(node.said), -node.continued), default=None)
-
-    async def _open(self, content: Callable[[], Content], params: dict[str, Any]) -> tuple[Turn, Rollout]:
+    async def _next_turn(
+        self, said: tuple[str, ...] | str, whole: str | Sequence[Message], tools: Any, params: dict[str, Any]
+    ) -> Rollout:
+        """Of the longest conversation that the request continues (of equal ones, the one that was continued least), or
+        of a new one. `whole`: all messages, or the text, of the request."""
+        described = json.dumps(tools, sort_keys=True)
+        continued = [node for node in self._nodes if node.begins(said, described)]
+        if continued:
+            node = max(continued, key=lambda node: (len(node.said), -len(node.taken)))
+            return await self._continue(node, whole[len(node.said) :], params)
         number = next(self._roots)
         sibling = self.sibling if not number else noise_key("conversation", self.sibling, number) >> 16
         try:
-            (rollout,) = await self._turns.first_turn(self.prompt, [sibling], content(), params)
+            content = self._modality.opening(whole, tools)
+            (rollout,) = await self._context.first_turn(self.prompt, [sibling], content, params)
         except PromptTooLong as error:
             raise BadRequest(str(error), TOO_LONG) from None
-        return self._turn(rollout), rollout
+        return rollout
 
-    async def _continue(
-        self, node: Node, feedback: str | Sequence[Message], params: dict[str, Any]
-    ) -> tuple[Turn, Rollout]:
+    async def _continue(self, node: Node, feedback: str | Sequence[Message], params: dict[str, Any]) -> Rollout:
         start, number = node.rollout, next(i for i in itertools.count() if i not in node.taken)
         sibling = start.sibling
         if number:  # another continuation of the same turn: a sample of its own
             sibling = noise_key("fork", start.sibling, start.num_steps, number) >> 16
         node.taken.add(number)
         try:
-            rollout = await self._turns.next_turn(start, sibling, feedback, params)
+            rollout = await self._context.next_turn(start, sibling, feedback, params)
             if rollout.num_steps == start.num_steps:
                 node.rollout = dataclasses.replace(start, finish="length")
                 raise BadRequest(
@@ -179,7 +168,7 @@ class Session:
         except BaseException:
             node.taken.discard(number)  # without others, it is still the end of its conversation
             raise
-        return self._turn(rollout), rollout
+        return rollout
 
     def _turn(self, rollout: Rollout) -> Turn:
         steps = rollout.num_steps
@@ -187,10 +176,6 @@ class Session:
         texts = self._modality.step_texts(rollout.content)[steps - own :]
         logprobs = [(text, float(p)) for text, p in zip(texts, rollout.logprobs_S[steps - own :], strict=True)]
         return Turn(str(rollout.turn), rollout.finish, rollout.content.size - own, logprobs)
-
-
-def _begins(said: tuple[str, ...], earlier: tuple[str, ...] | str) -> bool:
-    return len(said) > len(earlier) and said[: len(earlier)] == earlier
 
 
 class Endpoint:
@@ -295,36 +280,23 @@ def _error(status: int, message: str, code: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": kind, "code": code}}, status=status)
 
 
-class _Create:
+def _client_of(method: Callable[[Body], Any]) -> SimpleNamespace:
     """`create(messages=..., ...)`: the response with attributes, as OpenAI's library returns it."""
 
-    def __init__(self, method: Callable[[Body], Any]) -> None:
-        self._method = method
-
-    async def create(self, **body: Any) -> Any:
+    async def create(**body: Any) -> Any:
         extra = body.pop("extra_body", None) or {}
-        return _as_object(await self._method({**body, **extra}))
+        return json.loads(json.dumps(await method({**body, **extra})), object_hook=Fields)
+
+    return SimpleNamespace(create=create)
 
 
-class Fields(SimpleNamespace):
+class Fields(dict[str, Any]):
     """A JSON object with attributes; fields that are missing are None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return None
+        return self.get(name)
 
-    def model_dump(self, **_: Any) -> Any:
-        return _as_json(self)
-
-
-def _as_object(value: Any) -> Any:
-    if isinstance(value, dict):
-        return Fields(**{name: _as_object(item) for name, item in value.items()})
-    return [_as_object(item) for item in value] if isinstance(value, list) else value
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Fields):
-        return {name: _as_json(item) for name, item in vars(value).items()}
-    return [_as_json(item) for item in value] if isinstance(value, list) else value
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return self

@@ -35,8 +35,8 @@ State = dict[str, Any]
 def environment_rows(env: Any, split: str = "train") -> list[dict[str, Any]]:
     """The rows of an environment, with `prompt` as messages."""
     names = ("get_dataset", "dataset") if split == "train" else ("get_eval_dataset", "eval_dataset")
-    found = next((value for name in names if (value := getattr(env, name, None)) is not None), None)
-    rows = found() if callable(found) else found
+    dataset = next((value for name in names if (value := getattr(env, name, None)) is not None), None)
+    rows = dataset() if callable(dataset) else dataset
     if rows is None:
         raise UserError(f"{type(env).__name__} has no {names[1]}; expected rows with prompt or question")
     return [_row(env, dict(rows[i])) for i in range(len(rows))]

@@ -100,13 +100,13 @@ def checked_messages(body: Mapping[str, Any]) -> list[Message]:
 
 
 def _checked(message: Message) -> Message:
-    found = {name: value for name, value in message.items() if value is not None}
-    content = found.get("content", "")
+    fields = {name: value for name, value in message.items() if value is not None}
+    content = fields.get("content", "")
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
             raise BadRequest("messages: a part of a content is not text; only text is supported")
         content = "".join(str(part.get("text", "")) for part in content)
-    given = found.get("tool_calls", [])
+    given = fields.get("tool_calls", [])
     if not isinstance(given, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in given
     ):
@@ -115,7 +115,7 @@ def _checked(message: Message) -> Message:
         {**call, "function": {**call["function"], "arguments": _arguments(call["function"].get("arguments"))}}
         for call in given
     ]
-    return {**found, "content": str(content), **({"tool_calls": calls} if calls else {})}
+    return {**fields, "content": str(content), **({"tool_calls": calls} if calls else {})}
 
 
 def _arguments(value: Any) -> Any:

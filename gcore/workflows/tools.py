@@ -54,13 +54,13 @@ def without_tool_calls(text: str) -> str:
 
 def _call(body: str) -> ToolCall:
     try:
-        found = json.loads(body)
+        call = json.loads(body)
     except ValueError as error:
         return ToolCall("", error=f"the call is not JSON: {error}")
-    match found:
+    match call:
         case {"name": str(name), "arguments": dict(arguments)}:
             return ToolCall(name, arguments)
-        case {"name": str(name)} if "arguments" not in found:
+        case {"name": str(name)} if "arguments" not in call:
             return ToolCall(name)
     return ToolCall("", error='expected {"name": ..., "arguments": {...}}')
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Lora, PolicyModel
+from gcore.config.base import Lora, PolicyModel
 from gcore.generation.embedded import EmbeddedBackend, EmbeddedEngine
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.models.networks import Adapters, adapters_in, adapters_of

@@ -41,7 +41,12 @@ LOSSES = {
         for loss in ("ppo", "gspo", "cispo")
         for aggregation in ("token_mean", "sequence_mean", "fixed_length")
     },
-    "entropy, importance": {"entropy_coef": 0.5, "importance": "sequence", "kl_coef": 0.1, "kl_estimator": "k2"},
+    "entropy, importance": {
+        "entropy_coef": 0.5,
+        "importance": {"level": "sequence"},
+        "kl_coef": 0.1,
+        "kl_estimator": "k2",
+    },
     "imitation": None,
 }
 

@@ -23,15 +23,15 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import BuildModel, Model
+from gcore.config.base import BuildModel, Model
 from gcore.content.tokens import Tokens
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, log_normal
 from gcore.generation import sampling
 from gcore.generation.embedded import EmbeddedBackend, EmbeddedEngine
 from gcore.generation.engine_shell import Step, SteppedEngine
 from gcore.generation.noise import noise_key
 from gcore.models.networks import load_model
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import EngineStats
 from gcore.threads import use_threads
@@ -518,7 +518,7 @@ def test_the_distribution_is_the_one_asked_for(make, networks, params):
 def test_extreme_noise_never_leaves_the_allowed_tokens(monkeypatch, noise):
     monkeypatch.setattr(sampling, "uniforms", lambda keys, positions: np.full(len(keys), noise))
     logits = torch.tensor([[1.0, 5.0, 4.9, 0.5], [-200.0, 1.0, 1.0, -200.0], [0.1, 0.2, 0.3, 0.4]])
-    rows = sampling.Rows(3)
+    rows = sampling.SamplingRows(3)
     for i, request in enumerate([ask(prompt(1), top_k=2), ask(prompt(1)), ask(prompt(1))]):
         rows.put(i, request)
     tokens, *_ = sampling.sample(logits, rows)

@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from gcore.config.tree import Model
+from gcore.config.base import Model
 from gcore.content.tokens import Tokens
 from gcore.generation import embedded
 from gcore.generation.embedded import EmbeddedEngine

@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from gcore.config.base import Lora
 from gcore.config.denoising import Denoising
-from gcore.config.tree import Config, Lora
+from gcore.config.tree import Config
 from gcore.content.latents import Latents
 from gcore.diffusion.denoiser import stacked, tensors_of
 from gcore.diffusion.load import check_denoiser, load_denoiser

@@ -41,7 +41,8 @@ PARTS = ("weights", "optimizer", "reference", "critic", "critic_optimizer")
 
 
 def trainer_of(rank: int, world: World, seed: int) -> TrainerRank:
-    algorithm = {"adv_estimator": "gae", "kl_coef": 0.1, "kl_in": "reward", "kl_target": 0.01, "kl_horizon": 100}
+    algorithm = {"adv_estimator": "gae", "kl_coef": 0.1, "kl_in": "reward"}
+    algorithm |= {"adaptive_kl": {"target": 0.01, "horizon": 100}}
     training, critic = {"lr": 1e-2}, {"lr": 1e-2}
     config = config_of(model=QWEN3, algorithm=algorithm, training=training, critic=critic, run={"seed": seed})
     return TrainerRank(config, backend_of(config, world), rank, 1, Tracer(None, f"trainer-{rank}"))

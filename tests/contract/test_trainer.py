@@ -47,8 +47,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kl in the reward, whitened": {"adv_estimator": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward"},
     "gspo": {"policy_loss": "gspo", "mini_batches": 3, "clip_ratio_low": 0.01, "clip_ratio_high": 0.01},
     "ppo with a critic": {
-        **{"adv_estimator": "gae", "mini_batches": 2, "epochs": 2, "gae_lambda": 0.9, "entropy_target": 9.0},
-        **{"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "kl_target": 0.01, "kl_horizon": 100},
+        **{
+            "adv_estimator": "gae",
+            "mini_batches": 2,
+            "epochs": 2,
+            "gae_lambda": 0.9,
+            "adaptive_entropy": {"target": 9.0},
+        },
+        **{"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+        "adaptive_kl": {"target": 0.01, "horizon": 100},
     },
 }
 CASES = list(zip(ALGORITHMS, ("qwen3", "qwen2", "qwen3", "qwen3"), strict=True))

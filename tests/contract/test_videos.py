@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gcore.content.video import VideoProcessor, edges_of_video
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-from gcore.config.tree import Data, Dataset, Model
+from gcore.config.base import Model
+from gcore.config.data import Data, Dataset
 from gcore.content.media import Media, Video
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
+from gcore.media.videos import VideoProcessor, edges_of_video
 from gcore.models.decoders import forbid, forbidden_tokens
 from gcore.models.networks import load_model, make_empty
 from gcore.models.towers import positions_of

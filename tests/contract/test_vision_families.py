@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Data, Dataset, Lora, Model, PolicyModel
+from gcore.config.base import Lora, Model, PolicyModel
+from gcore.config.data import Data, Dataset
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.vllm_core import media_weights

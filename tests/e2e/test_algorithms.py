@@ -22,7 +22,12 @@ def loss(steps, algorithm):
 
 def test_ppo_resumes_to_the_last_bit(tmp_path: Path):
     """Critic, reference and the adapted coefficient are in the checkpoint."""
-    ppo = ("algorithm.preset=ppo", "algorithm.epochs=2", "algorithm.kl_target=0.001", "algorithm.kl_horizon=100")
+    ppo = (
+        "algorithm.preset=ppo",
+        "algorithm.epochs=2",
+        "algorithm.adaptive_kl.target=0.001",
+        "algorithm.adaptive_kl.horizon=100",
+    )
     whole = steps(train(tmp_path, "whole", *LOCAL, *ppo, "run.steps=3", "critic.lr=1e-3"))
     train(tmp_path, "parts", *LOCAL, *ppo, "run.steps=2", "critic.lr=1e-3")
     parts = steps(train(tmp_path, "parts", *LOCAL, *ppo, "run.steps=3", "critic.lr=1e-3", "run.resume=auto"))
@@ -73,14 +78,14 @@ def test_an_estimator_and_a_loss_of_the_user(tmp_path: Path):
 
 # ---- a critic with ranks of its own ---------------------------------------------------------------------------------
 
-PPO = ("algorithm.preset=ppo", "critic.lr=1e-3", "algorithm.epochs=2", "algorithm.kl_target=0.001")
+PPO = ("algorithm.preset=ppo", "critic.lr=1e-3", "algorithm.epochs=2", "algorithm.adaptive_kl.target=0.001")
 OWN = "placement.critic.ranks=1"
 
 
 def test_a_critic_on_its_own_rank_computes_the_same(tmp_path: Path):
     """To the last bit, with a KL in the reward whose coefficient changes."""
-    on_trainer = steps(train(tmp_path, "on_trainer", *LOCAL, *PPO, "algorithm.kl_horizon=100"))
-    apart = steps(train(tmp_path, "apart", *LOCAL, *PPO, "algorithm.kl_horizon=100", OWN))
+    on_trainer = steps(train(tmp_path, "on_trainer", *LOCAL, *PPO, "algorithm.adaptive_kl.horizon=100"))
+    apart = steps(train(tmp_path, "apart", *LOCAL, *PPO, "algorithm.adaptive_kl.horizon=100", OWN))
     assert [untimed(row) for row in apart] == [untimed(row) for row in on_trainer]
     assert on_trainer[-1]["critic/loss"] > 0 and on_trainer[0]["actor/kl_coef"] != on_trainer[1]["actor/kl_coef"]
     for a, b in zip(apart, on_trainer, strict=True):  # each sample is sent twice; then values and penalties

@@ -28,7 +28,7 @@ def recipe(folder: Path, **top: Any) -> dict[str, Any]:
         "run": {"name": "python", "steps": 2, "dir": str(folder), "seed": 3},
         "runtime": "local",
         "controllers": 2,
-        "observe": {"progress": "none", "tensorboard": False, "eval_every": 1},
+        "observe": {"progress": "none", "trackers": [], "eval_every": 1},
         "training": {"lr": 3e-3},
         **top,
     }
@@ -147,7 +147,7 @@ def test_examples_of_environments_and_tools(tmp_path, monkeypatch, example):
     monkeypatch.chdir(ROOT)
     if example == "number_game":
         source: Any = "examples/number_game.yaml"
-        extra = ["runtime=local", "observe.progress=none", "observe.tensorboard=false"]
+        extra = ["runtime=local", "observe.progress=none", "observe.trackers=[]"]
     else:
         source = recipe(tmp_path, model={"build": BUILD}, generation={"max_response_length": 16})
         extra = ["workflow=examples/parallel_tools.py:workflow"]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.helpers import steps, train, untimed
 
-LOCAL = ("runtime=local", "run.steps=4", "data.eval=null", "training.warm_start.steps=25", "observe.tensorboard=false")
+LOCAL = ("runtime=local", "run.steps=4", "data.eval=null", "training.warm_start.steps=25", "observe.trackers=[]")
 
 
 @pytest.mark.parametrize(

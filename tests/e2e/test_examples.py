@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcore.config.tree import BuildModel, Model
+from gcore.config.base import BuildModel, Model
 from gcore.models.networks import load_scorer
 from gcore.prompts.tokenizer import build_char_tokenizer
 from tests.e2e.helpers import RECIPE, gcore, rows, steps, train, untimed, write_recipe
@@ -132,7 +132,7 @@ def test_workflows(tmp_path, scorer, example):
     found = {}
     for controllers in (1, 3):
         flow = (f"workflow={EXAMPLES}/{example}.py:workflow", f"run.name=n{controllers}", f"controllers={controllers}")
-        done = gcore("train", str(path), "runtime=local", "run.steps=2", "observe.tensorboard=false", *flow)
+        done = gcore("train", str(path), "runtime=local", "run.steps=2", "observe.trackers=[]", *flow)
         assert done.returncode == 0, done.stdout + done.stderr
         found[controllers] = [untimed(row) for row in steps(rows(tmp_path / "runs" / f"n{controllers}"))]
     assert found[1] == found[3] and len(found[1]) == 2

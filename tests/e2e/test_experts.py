@@ -12,7 +12,7 @@ from tests.e2e.helpers import gcore, steps, train, write_recipe
 
 LOCAL = ("runtime=local", "run.steps=3", "data.eval=null", "training.warm_start.steps=10", "algorithm.mini_batches=2")
 MIXTURE = (
-    "observe.tensorboard=false",
+    "observe.trackers=[]",
     "model.build.architecture=qwen3_moe",
     "model.build.intermediate_size=32",
     "model.build.experts=4",

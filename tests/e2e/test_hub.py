@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from gcore.config.tree import Model
+from gcore.config.base import Model
 from gcore.models.networks import load_model, load_scorer
 from gcore.prompts.tokenizer import load_tokenizer
 from tests.e2e.helpers import RECIPE, environment, rows

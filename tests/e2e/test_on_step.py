@@ -28,7 +28,7 @@ def recipe(folder: Path, **run: Any) -> dict[str, Any]:
         "run": {"name": "python", "dir": str(folder), "seed": 3, **run},
         "runtime": "local",
         "controllers": 2,
-        "observe": {"progress": "none", "tensorboard": False},
+        "observe": {"progress": "none", "trackers": []},
         "training": {"lr": 3e-3},
     }
 

@@ -130,7 +130,7 @@ def test_a_judge_annotates_pairs(tmp_path, server, monkeypatch):
     tree = {"rewards": {"judges": [judge]}, "data": data, "runtime": "local", "objective": "dpo"}
     preference = {"pairs": "rollouts", "beta": 1.0}
     path = write_recipe(tmp_path, **tree, preference=preference, training={"lr": 3e-3})
-    done = gcore("train", str(path), "run.steps=8", "observe.tensorboard=false")
+    done = gcore("train", str(path), "run.steps=8", "observe.trackers=[]")
     assert done.returncode == 0, done.stdout + done.stderr
     found = steps(rows(tmp_path / "runs" / "tiny"))
     assert all(row["reward/zero_spread_frac"] == 0 and row["preference/loss"] > 0 for row in found)

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from gcore.cli import main
-from gcore.config.tree import Model, ScalarReward
+from gcore.config.base import Model
+from gcore.config.rewards import ScalarReward
 from gcore.content.tokens import Tokens
 from gcore.hub import pin_model
 from gcore.models.networks import load_model, load_scorer

@@ -13,7 +13,7 @@ import pytest
 from gcore.checkpoint import memory, pending_groups, store, writer
 from tests.e2e.helpers import gcore, rows, steps, train, untimed, write_recipe
 
-HERE = ("runtime=local", "controllers=2", "observe.trace=false", "observe.tensorboard=false")
+HERE = ("runtime=local", "controllers=2", "observe.trace=false", "observe.trackers=[]")
 DYNAMIC = ("sampling.filter=spread", "training.warm_start.steps=20", "algorithm.kl_coef=0.05", "run.steps=6")
 EVERY = ("checkpoint.every=1", "checkpoint.keep_last=3")
 

@@ -17,7 +17,8 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from gcore.config.tree import Config, Model
+from gcore.config.base import Model
+from gcore.config.tree import Config
 from gcore.content.media import png_url
 from gcore.prompts.processor import load_processor
 from gcore.prompts.tokenizer import load_tokenizer
@@ -134,7 +135,7 @@ def test_a_controller_decodes_its_share_and_collectives_carry_no_pixels(tmp_path
         name = f"{edge:03d}"
         (tmp_path / name).mkdir()
         data = {**SMALL["data"], "train": {**DIGITS, "args": {**DIGITS["args"], "edge": edge}}, "eval": None}
-        options = ("controllers=4", "run.steps=2", "training.warm_start=null", "observe.tensorboard=false")
+        options = ("controllers=4", "run.steps=2", "training.warm_start=null", "observe.trackers=[]")
         found[name] = steps(train(tmp_path / name, *options, data=data))
     small, large = found.values()
     for before, after in zip(small, large, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gcore.config import load_config
-from gcore.config.tree import Run
+from gcore.config.run import Run
 from gcore.driver import supervise
 from gcore.driver.heal import RestartBudget, RoleWatch, is_healable
 from gcore.observe.events import EventLog, read_events

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gcore.config.tree import BuildModel, Model
+from gcore.config.base import BuildModel, Model
 from gcore.models.networks import load_scorer
 from gcore.observe.metrics import read_rows
 from gcore.prompts.tokenizer import build_char_tokenizer

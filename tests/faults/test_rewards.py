@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from gcore.config.tree import Config, HttpReward, Judge, Model, Rewards
+from gcore.config.base import Model
+from gcore.config.judges import ServedJudge
+from gcore.config.rewards import HttpReward, Rewards
+from gcore.config.tree import Config
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
 from gcore.controller.collect import Collected, Collector, spread
@@ -214,7 +217,7 @@ def test_a_judge_that_never_answers_in_format():
         return ask
 
     seen: Counter[str] = Counter()
-    spec = Judge(
+    spec = ServedJudge(
         name="judge", model=Model(path="x"), template="{{ prompt }}{{ response }}", verdict=r"(\d)", attempts=3
     )
     voices = [EngineBackend(spec, TOKENIZER, (2,), ask_for(seen), "rewards.judges.0") for _ in range(CONTROLLERS)]

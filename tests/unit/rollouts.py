@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gcore.config.tree import Sampling
+from gcore.config.sampling import Sampling
 from gcore.content.tokens import Tokens
 from gcore.controller.collect import Collected, Collector, Filter, spread
 from gcore.controller.step_ledger import REWARD_ERROR

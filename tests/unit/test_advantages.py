@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.algorithm import ESTIMATORS
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import ESTIMATORS, Algorithm
 from gcore.content.tokens import Tokens
 from gcore.preparation.advantages import (
     GROUP_ESTIMATORS,
@@ -257,7 +256,7 @@ def test_entropy_control():
     assert next_entropy_coef(0.01, 0.1, 0.2, 0.005) == (pytest.approx(0.015), True)
     assert next_entropy_coef(0.01, 0.3, 0.2, 0.005) == (pytest.approx(0.005), False)
     assert next_entropy_coef(0.0, 0.3, 0.2, 0.005) == (0.0, False)
-    algorithm = Algorithm(entropy_target=0.2, entropy_coef=0.5, kl_coef=0.1, kl_target=0.05)
+    algorithm = Algorithm(adaptive_entropy={"target": 0.2}, entropy_coef=0.5, kl_coef=0.1, adaptive_kl={"target": 0.05})
     now = Coefficients(0.3, 0.7, bonus=False)
     assert (now.applied(algorithm).kl_coef, now.applied(algorithm).entropy_coef) == (0.3, 0.0)
     assert Coefficients.restored(now.counters(), algorithm) == now

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from gcore.config.data import Data, Dataset
 from gcore.config.preference import OBJECTIVES
-from gcore.config.tree import Data, Dataset
 from gcore.content.answers import answer_steps
 from gcore.content.tokens import Tokens
 from gcore.prompts.answers import demonstration_row, load_answered, pair_row

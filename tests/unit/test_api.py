@@ -51,10 +51,12 @@ def test_functions_and_rows_stand_in_the_place_of_paths():
         RECIPE,
         "run.steps=2",
         reward={"right": right, "bonus": lambda completions, **_: [bonus for _ in completions]},
-        workflow=flow,
-        filter=lambda group: len(group) > 1,
-        data=ROWS,
-        eval_data=ROWS[:2],
+        objects={
+            "workflow": flow,
+            "sampling.filter": lambda group: len(group) > 1,
+            "data.train": ROWS,
+            "data.eval": ROWS[:2],
+        },
     )
     assert config.rewards.names == ["right", "bonus"] and config.run.steps == 2
     there = pickle.loads(pickle.dumps(config))  # in a process of the run
@@ -68,7 +70,7 @@ def test_functions_and_rows_stand_in_the_place_of_paths():
 
 
 def test_a_configuration_file_has_the_names_and_says_that_objects_are_missing():
-    text = dump_config(make_config(RECIPE, reward=right, workflow=flow, data=ROWS))
+    text = dump_config(make_config(RECIPE, reward=right, objects={"workflow": flow, "data.train": ROWS}))
     tree = yaml.safe_load(text)
     assert (tree["workflow"], tree["data"]["train"]["path"]) == ("python:flow", "python:rows")
     config = make_config(parse_yaml(text))
@@ -94,11 +96,11 @@ def test_errors_are_exceptions_with_the_key():
     with pytest.raises(UserError, match="no such recipe"):
         gcore.train("nowhere.yaml")
     with pytest.raises(UserError, match="cannot be sent to the processes"):
-        pickle.dumps(make_config(RECIPE, workflow=_with_lock()))
+        pickle.dumps(make_config(RECIPE, objects={"workflow": _with_lock()}))
     with pytest.raises(UserError, match="expected `async def"):
-        load_workflow(make_config(RECIPE, workflow=right).workflow)
+        load_workflow(make_config(RECIPE, objects={"workflow": right}).workflow)
     with pytest.raises(UserError, match="the first row is 1; expected a mapping"):
-        load_rows(make_config(RECIPE, data=[1, 2]).data.train)
+        load_rows(make_config(RECIPE, objects={"data.train": [1, 2]}).data.train)
 
 
 def _with_lock():

@@ -20,7 +20,7 @@ from gcore.launch.plan import Plan, make_plan
 from gcore.launch.preflight import light_checks
 from gcore.placement.grid import DeviceGrid
 from gcore.types import UserError
-from gcore.weights.method import choose_method
+from gcore.weights.publisher import choose_method
 from tests.e2e.helpers import RECIPE
 from tests.faults.test_kill import EMULATED
 

@@ -7,7 +7,7 @@ import pytest
 
 from gcore.rewarding import memory
 from gcore.rewarding.code import python_tests
-from gcore.rewarding.sandbox import Limits
+from gcore.rewarding.sandbox import SandboxLimits
 from tests.unit.test_code_reward import needs_bwrap, run, said, score, walls
 
 __all__ = ["walls"]  # a fixture
@@ -566,7 +566,7 @@ def test_a_process_and_its_children_are_summed():
         assert 40 << 20 < memory.memory_of(process.pid, 0) < 100 << 20
         assert memory.resident_bytes(process.pid) < 40 << 20
         process.communicate(b"\n")
-    assert Path("/proc").exists() and Limits("bwrap", 1, 1.0, 3).memory_bytes == 3 << 20
+    assert Path("/proc").exists() and SandboxLimits("bwrap", 1, 1.0, 3).memory_bytes == 3 << 20
 
 
 def test_python_tests_clamps():

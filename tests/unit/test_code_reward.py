@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gcore.config.tree import RewardFunction, Rewards
+from gcore.config.rewards import RewardFunction, Rewards
 from gcore.rewarding import code
 from gcore.rewarding import sandbox as boxes
 from gcore.rewarding.code import python_tests
-from gcore.rewarding.sandbox import Limits, RunResult
+from gcore.rewarding.sandbox import RunResult, SandboxLimits
 from gcore.rewarding.threads import FunctionSource
 from gcore.rewarding.workers import sources_of
 from gcore.types import UserError
@@ -40,7 +40,7 @@ def walls(request, monkeypatch):
 
 
 def run(program: str, sandbox: str = "bwrap", cpu_s: int = 5, wall_s: float = 30.0, given: str = "") -> RunResult:
-    return code._output(program, given, Limits(sandbox, cpu_s, wall_s, 512))
+    return code._output(program, given, SandboxLimits(sandbox, cpu_s, wall_s, 512))
 
 
 def said(program: str, sandbox: str = "bwrap") -> str:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore.config import curriculum as config
-from gcore.config.tree import Algorithm, Sampling
+from gcore.config import sampling as config
+from gcore.config.algorithm import Algorithm
+from gcore.config.sampling import Sampling
 from gcore.controller.collect import Collected, answer_all, merge_places, no_filter
 from gcore.launch.build import load_filter
 from gcore.preparation.samples import make_samples
-from gcore.prompts.curriculum import Curriculum
+from gcore.prompts.curriculum import CurriculumOrder
 from gcore.types import Prompt, RewardError, Scored, UserError
 from gcore.workflows.context import StageClock, generate_and_reward
 from tests.seeds import seeds
@@ -108,7 +109,7 @@ def test_a_curriculum_knows_prompts_that_fail(mode):
     learned: list[Any] = []
     for collector in world.collectors:
         collector._source = SimpleNamespace(at=prompt_at, give_order=lambda first, rows: None)  # type: ignore[assignment]
-        collector._curriculum = Curriculum(config.Curriculum(), np.arange(99), seed=0)
+        collector._curriculum = CurriculumOrder(config.Curriculum(), np.arange(99), seed=0)
         collector._curriculum.update = lambda groups: learned.append(sorted(groups))  # type: ignore[method-assign]
     run(world.train(1))
     rates = [(0, 0, 0.5), (1, 1, None), (2, 2, 0.0), (3, 3, 0.5), (4, 4, 0.5)]

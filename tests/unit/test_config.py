@@ -1,6 +1,7 @@
 """Configuration: what a user mistypes is named, all of it, with the key they meant."""
 
 import copy
+import json
 import re
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import yaml
 
 from gcore.cli import main
 from gcore.config import dump_config, load_config
-from gcore.config.load import all_keys, parse_yaml
-from gcore.config.reference import reference
-from gcore.config.tree import Training
+from gcore.config.load import FORMER, all_keys, parse_yaml, read_tree, validate
+from gcore.config.reference import reference, schema
+from gcore.config.training import Training
+from gcore.config.tree import Config
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 
@@ -52,6 +54,22 @@ def refused(path, *overrides) -> str:
 def test_the_nearest_key_is_named(recipe, wrong, meant):
     section = wrong if wrong != "generations.top_k" else "generations"
     assert refused(recipe, f"{wrong}=3") == f"{recipe}: {section}: unknown key; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(("former", "answer"), FORMER.items())
+def test_a_former_name_of_a_key_is_answered(recipe, former, answer):
+    key, _, remark = answer.partition(" ")
+    assert (
+        refused(recipe, f"{former}=3")
+        == f"{recipe}: {former}: unknown key; did you mean {key}?{remark and ' ' + remark}"
+    )
+    assert key in all_keys() and former not in all_keys()
+
+
+def test_a_value_in_the_place_of_a_section(recipe):
+    assert refused(recipe, "algorithm.importance=token") == (
+        f"{recipe}: algorithm.importance: got 'token'; expected a section with keys such as level, mode, cap, floor"
+    )
 
 
 def test_a_key_like_no_other_gets_no_advice(recipe):
@@ -285,13 +303,89 @@ def test_numbers_and_the_tokenizer_are_no_secrets(recipe):
 # --- what ships
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.name)
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
 def test_recipes_parse(path):
     assert load_config(path).run.steps > 0
 
 
 def test_there_are_recipes():
-    assert list((ROOT / "recipes").glob("*.yaml"))
+    assert RECIPES
+
+
+@pytest.mark.parametrize("path", [*RECIPES, ROOT / "examples" / "number_game.yaml"], ids=lambda p: p.name)
+def test_editors_check_recipes_by_the_schema(path):
+    """The first line names the schema, and the recipe is valid by it; a key that does not exist is not."""
+    jsonschema = pytest.importorskip("jsonschema")
+    name = path.read_text().splitlines()[0].removeprefix("# yaml-language-server: $schema=")
+    checks = jsonschema.Draft202012Validator(json.loads((path.parent / name).read_text()))
+    tree = read_tree(path)
+    assert list(checks.iter_errors(tree)) == []
+    for section, wrong in ((tree, "modle"), (tree.setdefault("training", {}), "lrr"), (tree["model"], "buidl")):
+        section[wrong] = 1
+        assert [error.message for error in checks.iter_errors(tree)] == [
+            f"Additional properties are not allowed ({wrong!r} was unexpected)"
+        ]
+        del section[wrong]
+
+
+@pytest.mark.parametrize(
+    ("judge", "is_valid"),
+    [
+        ({"model": {"path": "x"}, "template": "{{ response }}", "replicas": 2}, True),
+        ({"url": "http://h/v1", "template": "{{ response }}", "retries": 2}, True),
+        ({"model": {"path": "x"}, "mode": "teacher"}, True),
+        ({"model": {"path": "x"}, "template": "{{ response }}", "retries": 2}, False),
+        ({"url": "http://h/v1", "template": "{{ response }}", "replicas": 2}, False),
+        ({"model": {"path": "x"}, "mode": "teacher", "template": "{{ response }}"}, False),
+        ({"model": {"path": "x"}}, False),
+    ],
+)
+def test_the_schema_knows_the_kinds_of_judges(judge, is_valid):
+    """As the configuration does."""
+    jsonschema = pytest.importorskip("jsonschema")
+    tree = {**copy.deepcopy(RECIPE), "rewards": {"judges": [{"name": "wise", **judge}]}}
+    tree["data"]["max_prompt_length"] = 8
+    checks = jsonschema.Draft202012Validator(json.loads(schema()))
+    assert checks.is_valid(tree) == is_valid
+    if is_valid:
+        validate(tree, "test", Config)
+    else:
+        with pytest.raises(UserError):
+            validate(tree, "test", Config)
+
+
+def test_the_schema_is_up_to_date(capsys):
+    assert main(["schema"]) == 0
+    assert capsys.readouterr().out == (ROOT / "recipes" / "schema.json").read_text(), "run `make docs`"
+
+
+def test_recipes_have_names(capsys, tmp_path, monkeypatch):
+    assert main(["recipes"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert listed.keys() == {path.stem for path in RECIPES} and all(len(title) > 20 for title in listed.values())
+    monkeypatch.chdir(tmp_path)
+    assert load_config("quickstart") == load_config(ROOT / "recipes" / "quickstart.yaml")
+    assert main(["recipes", "quickstart"]) == 0
+    assert capsys.readouterr().out == (ROOT / "recipes" / "quickstart.yaml").read_text()
+    assert main(["recipes", "quickstrat"]) == 2
+    assert "no such recipe; expected one of diffusion" in capsys.readouterr().err
+    assert main(["train", "quickstrat"]) == 2 and "did you mean quickstart?" in capsys.readouterr().err
+    (tmp_path / "quickstart").write_text("run: {stepz: 1}")  # the user's file of this name is first
+    assert "run.stepz: unknown key" in refused("quickstart")
+
+
+def test_a_recipe_that_needs_an_example_says_so(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "reward_model", "--dry-run"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("gcore: data.train.path: no such file or folder: runs/pairs/train.jsonl")
+    first_command = "python examples/pairs.py runs/pairs && gcore train recipes/reward_model.yaml"
+    assert second == f"(reward_model needs: {first_command}; `gcore recipes --copy .` copies the examples)"
+    assert main(["train", "quickstart", "run.stepz=1"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1  # a slip of the user
 
 
 def test_reference_names_every_key():

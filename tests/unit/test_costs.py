@@ -8,8 +8,8 @@ import pytest
 
 from gcore.cost import costs
 from gcore.cost.costs import ENGINE, GPUS, REACH, SHAPES, Shape, gpu_of, shape_of
-from gcore.placement.replica_speed import ReplicaSpeed
-from gcore.simulate.lengths import Lengths
+from gcore.cost.replica_speed import ReplicaSpeed
+from gcore.planner.lengths import Lengths
 from gcore.types import UserError
 
 H200 = GPUS["h200"]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.critic import CriticPlacement
-from gcore.config.tree import Config, Model, Placement
+from gcore.config.base import Model
+from gcore.config.placement import CriticPlacement, Placement
+from gcore.config.tree import Config
 from gcore.content.tokens import tokens_of
 from gcore.controller.record import actor_row
 from gcore.models.networks import load_scorer
@@ -263,7 +264,9 @@ def test_a_trainer_rank_without_samples_beside_critic_ranks():
     assert update(trainer, [], dataclasses.replace(batch, mini_batches=(mini,))).updates == 1
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"kl_target": 0.01, "kl_horizon": 20, "entropy_target": 9.0}])
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"adaptive_kl": {"target": 0.01, "horizon": 20}, "adaptive_entropy": {"target": 9.0}}]
+)
 def test_a_checkpoint_continues_to_the_last_bit(tmp_path, algorithm):
     config = ppo_config(epochs=2, **algorithm)
     trainer = trainer_of(config)

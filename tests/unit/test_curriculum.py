@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gcore.config import curriculum as config
+from gcore.config import sampling as config
 from gcore.config.tree import Config
-from gcore.prompts.curriculum import Curriculum, make_curriculum
+from gcore.prompts.curriculum import CurriculumOrder, make_curriculum
 from gcore.types import UserError
 from tests.unit.test_training import config_of
 
 KEPT = np.array([2, 3, 5, 7, 11])
 
 
-def curriculum(**keys) -> Curriculum:
-    return Curriculum(config.Curriculum(**keys), KEPT, seed=3)
+def curriculum(**keys) -> CurriculumOrder:
+    return CurriculumOrder(config.Curriculum(**keys), KEPT, seed=3)
 
 
 def test_running_rates_by_hand():
@@ -82,7 +82,7 @@ def test_the_order_depends_on_seed_number_and_rates_only():
     assert all(np.array_equal(one.order(n), restored.order(n)) for n in range(5))
     assert not all(np.array_equal(one.order(n), curriculum().order(n)) for n in range(5))
     assert len({tuple(one.order(n)) for n in range(20)}) > 10
-    reseeded = Curriculum(config.Curriculum(), KEPT, seed=4)
+    reseeded = CurriculumOrder(config.Curriculum(), KEPT, seed=4)
     reseeded.restore(one.state())
     assert not all(np.array_equal(one.order(n), reseeded.order(n)) for n in range(5))
 

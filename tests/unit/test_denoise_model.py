@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.content.latents import Latents
 from gcore.cost.workload import CostModel
 from gcore.preparation.balance import make_layout
@@ -98,7 +98,7 @@ def test_the_gradient_is_that_of_a_finite_difference(tmp_path):
     config = config_of()
     samples, model = trained(config, tmp_path, number=3)
     model.double()
-    algorithm = Algorithm(kl_coef=0.1, kl_estimator="exact", importance="none")
+    algorithm = Algorithm(kl_coef=0.1, kl_estimator="exact", importance={"level": "none"})
     advantages = {key: torch.full((4,), a) for key, a in zip(samples, (1.0, -0.5, 0.3), strict=True)}
     old = pass_of(model_of(config, 0), samples, "logprobs_S")  # fixed, else the value of the loss is constant
     reference = pass_of(model_of(config, 4), samples, "location_SD")

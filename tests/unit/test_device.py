@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from gcore.emulate.device import Device, Job, observe
-from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.cost.replica_speed import ReplicaSpeed
+from gcore.emulate.device import Device, DeviceJob, observe
 from tests.seeds import seeds
 
 
@@ -23,7 +23,7 @@ def run_out(device):
 
 
 def test_one_alone():
-    device, job = Device(speed(base=0.5, per=0.25)), Job(4, 0)
+    device, job = Device(speed(base=0.5, per=0.25)), DeviceJob(4, 0)
     device.add([job])
     assert device.next_s() == 4 * 0.75
     assert device.advance(1.5) == [] and device.progress(job) == 2
@@ -32,13 +32,13 @@ def test_one_alone():
 
 
 def test_others_slow_the_step():
-    device, short, long = Device(speed(base=1.0, per=1.0)), Job(2, 0), Job(5, 0)
+    device, short, long = Device(speed(base=1.0, per=1.0)), DeviceJob(2, 0), DeviceJob(5, 0)
     device.add([short, long])  # steps of 3 s while both run, then of 2 s
     assert run_out(device) == [(short, 6.0), (long, 12.0)]
 
 
 def test_a_late_arrival():
-    device, first, second = Device(speed(base=1.0, per=1.0)), Job(4, 0), Job(1, 0)
+    device, first, second = Device(speed(base=1.0, per=1.0)), DeviceJob(4, 0), DeviceJob(1, 0)
     device.add([first])
     device.advance(4.0)  # two tokens at 2 s
     device.add([second])
@@ -46,7 +46,12 @@ def test_a_late_arrival():
 
 
 def test_prefill_stops_all_decoding_and_is_serial():
-    device, first, second, third = Device(speed(base=1.0, prefill=0.1)), Job(3, 10), Job(3, 20), Job(9, 0)
+    device, first, second, third = (
+        Device(speed(base=1.0, prefill=0.1)),
+        DeviceJob(3, 10),
+        DeviceJob(3, 20),
+        DeviceJob(9, 0),
+    )
     device.add([first, third])
     device.advance(1.5)  # one second of prefill, half a token
     device.add([second])  # two seconds
@@ -58,7 +63,12 @@ def test_prefill_stops_all_decoding_and_is_serial():
 
 def test_more_than_the_cap_wait_in_the_order_of_priority_then_arrival():
     device = Device(speed(cap=1))
-    jobs = [Job(2, 0), Job(2, 0, priority=1.0), Job(2, 0, priority=0.0), Job(2, 0, priority=0.0)]
+    jobs = [
+        DeviceJob(2, 0),
+        DeviceJob(2, 0, priority=1.0),
+        DeviceJob(2, 0, priority=0.0),
+        DeviceJob(2, 0, priority=0.0),
+    ]
     device.add(jobs)
     assert (device.running, device.waiting) == (1, 3)
     assert [job for job, _ in run_out(device)] == [jobs[0], jobs[2], jobs[3], jobs[1]]
@@ -66,7 +76,7 @@ def test_more_than_the_cap_wait_in_the_order_of_priority_then_arrival():
 
 def test_abort_of_the_running_and_of_the_waiting():
     device = Device(speed(base=1.0, per=1.0, cap=2))
-    first, second, third, fourth = (Job(10, 0) for _ in range(4))
+    first, second, third, fourth = (DeviceJob(10, 0) for _ in range(4))
     device.add([first, second, third, fourth])
     device.advance(6.0)  # two tokens of two
     assert device.remove(third) == 0 and device.waiting == 1
@@ -79,7 +89,7 @@ def test_abort_of_the_running_and_of_the_waiting():
 def test_observe():
     """Tokens and busy seconds at any time, including tokens made elsewhere; observing changes nothing."""
     device = Device(speed(base=1.0, per=1.0))
-    device.add([Job(10, 0), Job(10, 0, before=7)])
+    device.add([DeviceJob(10, 0), DeviceJob(10, 0, before=7)])
     assert observe([[device]], 6.0) == ([2], 2, 2 + 2 + 7, 6.0)
     assert observe([[device]], 3.0) == ([2], 2, 1 + 1 + 7, 3.0)
     device.advance(3.0)
@@ -92,17 +102,17 @@ def test_observe():
 def test_observe_blocks():
     """Requests per block, including waiting ones; the other values over all devices, including idle ones."""
     full, idle, busy = (Device(speed(base=1.0, cap=2)) for _ in range(3))
-    full.add([Job(10, 0), Job(10, 0), Job(10, 0)])
-    idle.add([Job(3, 0)])
+    full.add([DeviceJob(10, 0), DeviceJob(10, 0), DeviceJob(10, 0)])
+    idle.add([DeviceJob(3, 0)])
     idle.advance(3.0)
-    busy.add([Job(10, 0)])
+    busy.add([DeviceJob(10, 0)])
     assert observe([[full, idle], [busy], []], 5.0) == ([3, 1, 0], 3, 3 * 5.0, 5.0 + 3.0 + 5.0)
     assert (full.at, idle.at, busy.at) == (0.0, 3.0, 0.0)
 
 
 def test_jobs_in_the_order_of_their_beginning_then_of_their_priority():
     device = Device(speed(cap=2))
-    jobs = [Job(9, 0), Job(1, 0), Job(1, 0, priority=1.0), Job(7, 0)]
+    jobs = [DeviceJob(9, 0), DeviceJob(1, 0), DeviceJob(1, 0, priority=1.0), DeviceJob(7, 0)]
     device.add(jobs)
     assert device.jobs() == [jobs[0], jobs[1], jobs[3], jobs[2]]
     device.advance(1.0)  # the second ends, and the fourth comes before the third
@@ -152,7 +162,11 @@ def test_against_token_by_token(seed):
     aborts = {i: arrivals[i][0] + rng.uniform(0.1, 20) for i in rng.sample(range(12), 3)}
     expected = brute_force(p, arrivals, aborts)
 
-    device, jobs, ends = Device(p), [Job(tokens, prompt, tag=i) for i, (_, tokens, prompt) in enumerate(arrivals)], {}
+    device, jobs, ends = (
+        Device(p),
+        [DeviceJob(tokens, prompt, tag=i) for i, (_, tokens, prompt) in enumerate(arrivals)],
+        {},
+    )
     changes = [(at, 0, i) for i, (at, _, _) in enumerate(arrivals)] + [(at, 1, i) for i, at in aborts.items()]
     for at, abort, i in [*sorted(changes), (math.inf, 0, 0)]:
         while (when := device.next_s()) <= at and when < math.inf:

@@ -193,7 +193,8 @@ def test_a_teacher_on_another_engine_reads_at_temperature_1(engine):
 def test_the_teacher_of_a_recipe_is_the_network_of_its_folder(tmp_path):
     """As a run builds it."""
     from gcore.launch.build import build_judge
-    from gcore.launch.plan import Machine, make_plan
+    from gcore.launch.machines import Machine
+    from gcore.launch.plan import make_plan
     from gcore.protocols import Rendezvous
 
     base = config_of()

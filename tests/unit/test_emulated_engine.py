@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from gcore.content.tokens import Tokens
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, log_normal
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.protocols import EngineStats, MemoryChange
 from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams, UserError

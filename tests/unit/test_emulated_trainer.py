@@ -183,7 +183,8 @@ import sys
 from gcore.config.tree import Config
 from gcore.launch.build import build_engine, build_judge
 from gcore.launch.build_ranks import build_trainer
-from gcore.launch.plan import detect_machine, make_plan
+from gcore.launch.machines import detect_machine
+from gcore.launch.plan import make_plan
 from gcore.protocols import Rendezvous
 config = Config.model_validate({recipe()!r} | {{"rewards": {{"judges": [{{"name": "judge", "model": {{"build": {{}}}},
     "template": "{{{{ response }}}}", "engine": "emulated", "emulated": {{"mean_tokens": 7, "sigma": 0}}}}]}}}})

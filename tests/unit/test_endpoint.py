@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from gcore.config.tree import Generation
+from gcore.config.generation import Generation
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
 from gcore.prompts.tokenizer import build_char_tokenizer

@@ -12,6 +12,7 @@ from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
 from gcore.cost.workload import CostModel
 from gcore.generation.pool import EnginePool
+from gcore.generation.routing import Router
 from gcore.types import Request, SamplingParams
 
 
@@ -52,7 +53,7 @@ async def settle() -> None:
 def test_work_goes_where_the_least_is_outstanding():
     async def main() -> None:
         replicas = [Replica("a"), Replica("b"), Replica("c")]
-        pool = EnginePool(engines(*replicas), (1, 2))
+        pool = EnginePool(engines(*replicas), Router(len(replicas), (1, 2)))
         calls = []
         for n in (3, 1, 1, 1):  # to b, c, a in turn; then c and a are equally loaded, and c comes before a
             calls.append(asyncio.ensure_future(pool.generate(requests(n))))

@@ -12,8 +12,8 @@ from gcore.cost.costs import SHAPES
 from gcore.generation.routing import own_replicas
 from gcore.launch import gpu_memory
 from gcore.launch.gpu_memory import engines_beside, resolve
-from gcore.launch.machines import Cluster
-from gcore.launch.plan import Machine, make_plan
+from gcore.launch.machines import Cluster, Machine
+from gcore.launch.plan import make_plan
 from tests.e2e.helpers import RECIPE, gcore, write_recipe
 from tests.unit.test_gpu_memory import ASLEEP, EIGHT, H200, ONE, folder_of
 

@@ -21,7 +21,7 @@ LONG = [{"prompt": "1" * 13, "answer": "1"}] * 6  # data.max_prompt_length is 12
 
 def config_of(*overrides: str, rows: Any = ROWS, **run: Any) -> Any:
     tree = {name: section for name, section in RECIPE.items() if name != "run"}
-    return make_config({**tree, "run": {"name": "tiny", "seed": 3, **run}}, *overrides, data=rows)
+    return make_config({**tree, "run": {"name": "tiny", "seed": 3, **run}}, *overrides, objects={"data.train": rows})
 
 
 @pytest.mark.parametrize(

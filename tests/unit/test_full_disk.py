@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from gcore.config.tree import Observe
+from gcore.config.observe import Observe
 from gcore.observe import files
 from gcore.observe.events import EventLog, read_events
 from gcore.observe.files import LineFile, problem, take_notes
-from gcore.observe.metrics import MetricsWriter, read_rows, replace_lines
+from gcore.observe.metrics import MetricsWriter, read_rows
 from gcore.observe.trace import Tracer
 
 
@@ -43,7 +43,7 @@ def no_file_above(size: int) -> Iterator[None]:
 
 def test_lines_wait_until_there_is_space_and_the_user_is_told_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(tmp_path, Observe(tensorboard=False), "run", {})
+    writer = MetricsWriter(tmp_path, Observe(trackers=[]), "run", {})
     with no_file_above(0):
         for step in (1, 2):
             writer.log({"step": step, "reward/mean": 0.5})
@@ -94,7 +94,7 @@ def test_a_rewind_needs_no_space(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"1\n2\n3\n4")
     with no_file_above(0):
-        replace_lines(path, [b"1", b"2"])
+        files.replace_lines(path, [b"1", b"2"])
     assert path.read_bytes() == b"1\n2\n"
 
 

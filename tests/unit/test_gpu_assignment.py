@@ -10,8 +10,9 @@ from gcore.config.load import dump_config
 from gcore.launch.auto_placement import choose_mode
 from gcore.launch.build import sleep_level
 from gcore.launch.gpu_assignment import GpuAssignment, separate_gpus, shared_gpus
-from gcore.launch.plan import Machine, make_plan
-from gcore.simulate import planner
+from gcore.launch.machines import Machine
+from gcore.launch.plan import make_plan
+from gcore.planner import plan as planner
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE
 

@@ -13,8 +13,9 @@ from gcore.cost.costs import SHAPES
 from gcore.cost.training_memory import adapter_parameters
 from gcore.launch import gpu_memory
 from gcore.launch.footprint import parts
-from gcore.launch.gpu_memory import decide, decide_critic, engines_beside, memory_lines, rank_of
-from gcore.launch.plan import Machine, make_plan
+from gcore.launch.gpu_memory import engines_beside, memory_lines, plan_critic_memory, plan_memory, rank_of
+from gcore.launch.machines import Machine
+from gcore.launch.plan import make_plan
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE, gcore, write_recipe
 
@@ -58,7 +59,7 @@ def config(tmp_path):
 
 
 def chosen(config: Any, machine: Machine = ONE, total: float = H200) -> tuple[Any, Any]:
-    found = decide(config, make_plan(config, machine), total).config.training
+    found = plan_memory(config, make_plan(config, machine), total).config.training
     return found.activation_checkpointing, found.offload
 
 
@@ -80,27 +81,27 @@ def test_without_a_gpu_nothing_is_planned(config):
     cpu = Machine(8, 0)
     assert chosen(config("7B", "training.offload=all"), cpu) == (False, "none")
     assert chosen(config("7B", "training.device=cpu", "training.activation_checkpointing=true")) == (True, "none")
-    found = decide(config("7B"), make_plan(config("7B"), cpu))
+    found = plan_memory(config("7B"), make_plan(config("7B"), cpu))
     assert (found.choice, found.notes, memory_lines(found)) == (None, [], [])
     emulated = {"backend": "emulated", "emulated": {}}
     device = {"engine": "emulated", "emulated": {}, "max_response_length": 8}
     asked = config("7B", training=emulated, generation=device)
-    assert decide(asked, make_plan(asked, ONE), H200).config == asked
+    assert plan_memory(asked, make_plan(asked, ONE), H200).config == asked
 
 
 def test_unknown_gpus_are_left_to_the_ranks(config, monkeypatch):
     monkeypatch.setattr(gpu_memory, "detect_gpu_bytes", lambda: None)
     asked = config("7B")
-    found = decide(asked, make_plan(asked, ONE))
+    found = plan_memory(asked, make_plan(asked, ONE))
     assert found.config == asked and "decided by each trainer rank at its start" in found.note
     fixed = config("7B", "training.offload=none", "training.activation_checkpointing=true")
-    assert decide(fixed, make_plan(fixed, ONE)).note == "GPU memory is unknown on this machine: nothing is checked"
+    assert plan_memory(fixed, make_plan(fixed, ONE)).note == "GPU memory is unknown on this machine: nothing is checked"
 
 
 def test_a_model_that_the_planner_does_not_know_trains_without_a_plan(config, tmp_path):
     asked = config("7B")
     (tmp_path / "7B" / "config.json").write_text('{"kv_lora_rank": 512}')
-    found = decide(asked, make_plan(asked, ONE), H200)
+    found = plan_memory(asked, make_plan(asked, ONE), H200)
     assert (found.config.training.activation_checkpointing, found.config.training.offload) == (False, "none")
     assert found.note.startswith("GPU memory is not planned: model.path") and "kv_lora_rank" in found.note
 
@@ -132,7 +133,7 @@ def test_a_denoiser_recomputes_if_a_sample_needs_much(tmp_path, denoising, kept,
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_config(tmp_path / "recipe.yaml", [])
     assert chosen(recipe) == (checkpointing, "none")
-    assert f"a sample needs {kept} GB of activations" in decide(recipe, make_plan(recipe, ONE), H200).note
+    assert f"a sample needs {kept} GB of activations" in plan_memory(recipe, make_plan(recipe, ONE), H200).note
     other = str(not checkpointing).lower()
     wanted = load_config(tmp_path / "recipe.yaml", [f"training.activation_checkpointing={other}"])
     assert chosen(wanted) == (not checkpointing, "none")
@@ -213,7 +214,7 @@ def test_judges_stay_awake_unless_they_share_slots(config, tmp_path):
 
 def refused(config: Any, machine: Machine = ONE, total: float = H200) -> str:
     with pytest.raises(UserError) as error:
-        decide(config, make_plan(config, machine), total)
+        plan_memory(config, make_plan(config, machine), total)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -236,16 +237,16 @@ def test_what_cannot_fit_is_refused_with_the_keys_to_change(config):
 
 def test_close_calls_are_warned_of(config):
     asked = config("1.5B", "generation.gpu_memory_utilization=0.92")
-    found = decide(asked, make_plan(asked, ONE), H200)
+    found = plan_memory(asked, make_plan(asked, ONE), H200)
     assert found.choice is not None and found.choice.fits
     assert found.note.startswith("GPU memory is close to its limit: the phase `start` needs 147 of 149 GB per GPU (")
     assert "if it runs out of memory, lower generation.gpu_memory_utilization=0.92" in found.note
-    assert decide(config("1.5B"), make_plan(config("1.5B"), ONE), H200).note == ""
+    assert plan_memory(config("1.5B"), make_plan(config("1.5B"), ONE), H200).note == ""
 
 
 def test_the_lines_of_a_dry_run(config):
     asked = config("7B")
-    assert memory_lines(decide(asked, make_plan(asked, ONE), H200)) == [
+    assert memory_lines(plan_memory(asked, make_plan(asked, ONE), H200)) == [
         "149 GB per GPU, at most 97 GB used; 61 GB of host memory per rank; GB by part:",
         "                weights  gradients  moments  bf16 copy  activations  temporary  buckets  engines   sum",
         "start              30.5          ·        ·          ·            ·          ·      3.2     59.7  93.4",
@@ -298,7 +299,7 @@ APART = (
 def critic_of(config: Any, total: float = H200) -> tuple[Any, Any]:
     """As in a run: the driver decides for the trainer before a critic rank starts."""
     plan = make_plan(config, EIGHT)
-    found = decide_critic(decide(config, plan, total).config, plan, total).training
+    found = plan_critic_memory(plan_memory(config, plan, total).config, plan, total).training
     return found.activation_checkpointing, found.offload
 
 

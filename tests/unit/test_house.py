@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "gcore"
 ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "types": ("content.base",),  # for the type checker
-    "role_errors": (),
-    "protocols": ("role_errors",),
+    "protocols": (),
     "clients": ("protocols",),
-    "user_files": (),
+    "shipped": (),
+    "user_files": ("shipped",),
     "threads": (),
-    "config": (),
+    "config": ("shipped",),
     "user_functions": ("config.objects", "user_files"),
     "http_body": (),
     "content": ("config",),
@@ -29,8 +29,8 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "diffusion": ("config", "hub", "models"),
     "weights": ("clients", "config", "hub", "models", "protocols"),
     "runtime": ("config.engines", "faults", "observe", "protocols", "user_files"),
-    "placement": ("clients", "config", "protocols"),
-    "cost": ("config", "hub", "placement.replica_speed", "simulate.plan_inputs"),
+    "placement": ("clients", "config", "cost.replica_speed", "protocols"),
+    "cost": ("config", "hub"),
     "prompts": ("config", "content", "http_body", "hub", "user_files", "user_functions"),
     "preparation": ("config", "cost.workload", "protocols"),
     # an engine has a WeightReceiver, a trainer rank a WeightPublisher; a rank saves its shards
@@ -49,9 +49,10 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "workflows": ("config", "content", "generation", "prompts.answers", "protocols"),
     # what is emulated and simulated is the code of a run
     "emulate": (
-        *("checkpoint.store", "config", "content", "generation.spec", "hub", "placement.replica_speed", "protocols"),
+        *("checkpoint.store", "config", "content", "cost.replica_speed", "generation.spec", "hub", "protocols"),
     ),
     "simulate": ("config", "cost", "emulate.device", "generation.routing", "observe", "placement", "protocols"),
+    "planner": ("cost", "observe"),
     "modalities": (
         *("checkpoint", "config", "content", "cost", "diffusion", "generation", "hub", "launch", "models", "observe"),
         *("prompts", "protocols", "training", "weights"),
@@ -73,15 +74,25 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "launch": (
         *("checkpoint", "clients", "config", "content", "controller", "cost", "driver.on_step", "emulate"),
         *("faults", "generation", "hub", "modalities", "models", "observe", "placement", "preparation", "prompts"),
-        "protocols",
-        *("rewarding", "runtime", "simulate", "training", "user_files", "weights", "workflows"),
+        *("planner", "protocols", "rewarding", "runtime", "training", "user_files", "weights", "workflows"),
     ),
     "driver": (
         *("checkpoint", "clients", "config", "launch", "observe", "protocols", "runtime", "user_files"),
         "user_functions",
     ),
     "api": ("checkpoint", "config", "driver", "observe", "protocols"),
-    "cli": ("checkpoint", "config", "cost", "driver", "launch", "observe", "protocols", "simulate"),
+    "cli": (
+        "checkpoint",
+        "config",
+        "cost",
+        "driver",
+        "launch",
+        "observe",
+        "planner",
+        "protocols",
+        "shipped",
+        "simulate",
+    ),
 }
 PURE = (
     "gcore.types",
@@ -90,7 +101,9 @@ PURE = (
     "gcore.config",
     "gcore.config.reference",
     "gcore.hub",
-    "gcore.prompts",
+    "gcore.prompts.source",
+    "gcore.prompts.tasks",
+    "gcore.prompts.tokenizer",
     "gcore.launch.pins",
     "gcore.preparation.assignment",
     "gcore.preparation.balance",
@@ -113,7 +126,7 @@ PURE = (
     "gcore.placement.baselines",
     "gcore.placement.forecast",
     "gcore.placement.guard",
-    "gcore.placement.replica_speed",
+    "gcore.cost.replica_speed",
     "gcore",
     "gcore.api",
     "gcore.user_functions",

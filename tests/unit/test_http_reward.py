@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from gcore.config.tree import HttpReward
+from gcore.config.rewards import HttpReward
 from gcore.rewarding import client
 from gcore.rewarding.client import RetryDelays, _retry_after_s
 from gcore.rewarding.http import HttpSource

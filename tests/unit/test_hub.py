@@ -83,7 +83,7 @@ def run(hub: FakeHub, home: Path, code: str, **env: str) -> list[str]:
 
 def pin(path: str = "org/model", more: str = "") -> str:
     return (
-        "from gcore.config.tree import Model\nfrom gcore.hub import model_folder, pin_model\n"
+        "from gcore.config.base import Model\nfrom gcore.hub import model_folder, pin_model\n"
         f"model = pin_model(Model(path={path!r}{more}))\nprint(model.revision)\n"
     )
 
@@ -200,7 +200,7 @@ def test_plan_does_not_repeat_a_request_that_no_hub_answers(tmp_path):
 
 def rows(more: str, key: str = "data.train") -> str:
     return (
-        "from gcore.config.tree import Dataset\nfrom gcore.prompts.rows import load_rows, pin_rows\n"
+        "from gcore.config.data import Dataset\nfrom gcore.prompts.rows import load_rows, pin_rows\n"
         f"spec = pin_rows(Dataset(path='openai/gsm8k'{more}), {key!r})\nprint(spec.revision, spec.subset, spec.split)\n"
         f"print(*(row['question'] for row in load_rows(spec, {key!r})))"
     )
@@ -258,7 +258,7 @@ def test_datasets_that_cannot_be_read(hub, tmp_path):
 def test_a_process_takes_nothing_from_the_hub_that_the_driver_found_in_a_folder(hub, gsm8k, tmp_path):
     """Relative paths mean something else in another working directory."""
     hub.add(MODELS, "org/model", MODEL)
-    code = "from gcore.config.tree import Dataset, Model\n"
+    code = "from gcore.config.base import Model\nfrom gcore.config.data import Dataset\n"
     code += "from gcore.hub import model_folder\nfrom gcore.prompts.rows import load_rows\n"
     [said] = run(hub, tmp_path, code + "model_folder(Model(path='org/model'))")
     assert said.startswith("model.path: no such folder: org/model")
@@ -273,7 +273,7 @@ def test_a_copy_of_a_hub_dataset_is_a_folder(hub, gsm8k, tmp_path):
         (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "copy" / name).write_bytes(content)
     code = (
-        "from gcore.config.tree import Dataset\nfrom gcore.prompts.rows import load_rows\n"
+        "from gcore.config.data import Dataset\nfrom gcore.prompts.rows import load_rows\n"
         f"print(load_rows(Dataset(path={str(tmp_path / 'copy')!r}, subset='main', split='test'))[0]['question'])"
     )
     assert run(hub, tmp_path, code, HF_HUB_OFFLINE="1") == ["c"]

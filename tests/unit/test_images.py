@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from gcore.clients import EngineClient
-from gcore.config.tree import BuildModel, Model
+from gcore.config.base import BuildModel, Model
 from gcore.content.media import raw_image
 from gcore.content.tokens import Tokens
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.generation.pool import EnginePool
 from gcore.generation.request_check import check_request
 from gcore.generation.vllm_core import with_images
 from gcore.models.networks import load_model
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Completion, Pixels, Request, SamplingParams, UserError
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gcore.config.tree import Judge, Model
+from gcore.config.base import Model
+from gcore.config.judges import ServedJudge
 from gcore.content.tokens import Tokens
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.rewarding.judge import JudgeSource, pairs
@@ -49,7 +50,7 @@ def judge_of(script, key="rewards.judges.0", **spec) -> tuple[JudgeSource, Scrip
     engine = script if isinstance(script, Script) else Script(script)
     mode = spec.get("mode", "pointwise")
     defaults = {"name": "wise", "model": Model(path="x"), "template": POINTWISE if mode == "pointwise" else PAIRWISE}
-    judge = Judge(**{**defaults, **spec})
+    judge = ServedJudge(**{**defaults, **spec})
     return JudgeSource(judge, EngineBackend(judge, TOKENIZER, STOPS, engine, key), key), engine
 
 

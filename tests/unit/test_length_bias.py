@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from gcore.config.advice import warnings
-from gcore.config.tree import Config, Sampling
+from gcore.config.sampling import Sampling
+from gcore.config.tree import Config
 from gcore.controller.record import rollout_row
 from gcore.simulate import VirtualLoop
 from tests.unit.rollouts import World, numbers, run

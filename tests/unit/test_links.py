@@ -13,7 +13,7 @@ from gcore.content.tokens import Tokens
 from gcore.generation.pool import EnginePool
 from gcore.observe.links import Links, link_row
 from gcore.observe.page import page_model
-from gcore.observe.page_data import read_source
+from gcore.observe.page_data import read_recording
 from gcore.runtime.local import LocalHandle
 from gcore.types import Completion, Request, SamplingParams
 
@@ -45,7 +45,7 @@ def test_a_pool_counts_the_payloads_of_near_and_far_engines():
 
 
 def test_controllers_add_up_and_one_machine_has_no_links_between_nodes():
-    one, two = Links.of(0, ((0, 1), (0, 1, 1))), Links.of(0, ((), ()))
+    one, two = Links(0, ((0, 1), (0, 1, 1))), Links(0, ((), ()))
     one.add("samples", 2, 3_000_000)
     one.add("samples", 0, 1_000_000)
     two.add("samples", 2, 1_000_000)
@@ -55,6 +55,6 @@ def test_controllers_add_up_and_one_machine_has_no_links_between_nodes():
 def test_the_report_draws_them(tmp_path: Path):
     rows = [{"step": step, "reward/mean": 0.5, "link/samples_between_mb": 2.0 * step} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    charts = {chart["title"]: chart for chart in page_model([read_source(tmp_path)])["charts"]}
+    charts = {chart["title"]: chart for chart in page_model([read_recording(tmp_path)])["charts"]}
     series = charts["Payloads through controllers, MB per step"]["series"][0]
     assert series["y"] == [2.0, 4.0] and "to ranks, between nodes" in series["name"]

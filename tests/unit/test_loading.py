@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from gcore.config.tree import Lora, Model
+from gcore.config.base import Lora, Model
 from gcore.models.networks import load_model, make_empty
 from gcore.protocols import Rendezvous
 from gcore.runtime.gloo import join

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gcore.config.rewards import Rewards
 from gcore.config.secrets import learn
-from gcore.config.tree import Rewards
 from gcore.observe import logs
 from gcore.observe.logs import NOT_USERS, Log, OutputPreview, blocking_line, last_lines, trim
 from gcore.rewarding.workers import WorkerPool

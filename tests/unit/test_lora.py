@@ -18,7 +18,8 @@ import yaml
 from gcore.checkpoint import store, tensors
 from gcore.checkpoint.export import adapter_folder, export
 from gcore.config import load_config
-from gcore.config.tree import Config, Lora
+from gcore.config.base import Lora
+from gcore.config.tree import Config
 from gcore.cost.workload import CostModel
 from gcore.models.networks import LORA_A, LORA_B, adapters_of
 from gcore.observe.trace import Tracer
@@ -114,7 +115,8 @@ def test_a_judge_has_no_lora(tmp_path):
 
 def test_engines_keep_their_weights_while_they_sleep():
     from gcore.launch.build import sleep_level
-    from gcore.launch.plan import Machine, make_plan
+    from gcore.launch.machines import Machine
+    from gcore.launch.plan import make_plan
 
     for config, level in ((config_of(), 2), (lora_of(), 1)):
         on_gpu = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": "vllm"})})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.training.losses import POLICY_LOSSES, Steps, call_own, importance, kl_penalty, step_weights, value_loss
 from gcore.types import UserError
 
@@ -98,7 +98,7 @@ def test_cispo_keeps_every_gradient():
 def test_sapo_by_hand():
     """At a ratio of 1 the gradient is that of ppo; the gate of a ratio of 2 is sigmoid(tau) 4 / tau."""
     given = steps(ratios=[1, 1, 2, 2], advantages=[3, -3, 1, -1])
-    loss, clipped, gradient = run("sapo", given, sapo_tau_positive=1.0, sapo_tau_negative=2.0)
+    loss, clipped, gradient = run("sapo", given, sapo_tau=(1.0, 2.0))
     gates = [4 / (1 + math.exp(-1)), 2 / (1 + math.exp(-2))]
     assert loss == pytest.approx([-6.0, 3.0, -gates[0], gates[1]], abs=1e-12)
     slopes = [2 * 4 * s * (1 - s) for s in (1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2)))]
@@ -150,7 +150,7 @@ def weigh_by_policy(ratios, mask=None, sample=None, **options):
     before = torch.tensor([-1.5] * len(ratios), dtype=torch.float64, requires_grad=True)
     rollout = before.detach() - torch.tensor([LN(r) for r in ratios], dtype=torch.float64)
     given = steps(ratios=[1.0] * len(ratios), advantages=[1.0] * len(ratios), mask=mask, sample=sample)
-    weights_S, capped_S, floored_S = importance(before, rollout, given, Algorithm(**options))
+    weights_S, capped_S, floored_S = importance(before, rollout, given, Algorithm(importance=options))
     assert not weights_S.requires_grad  # a weight, not a way to be likelier
     return weights_S.tolist(), (capped_S.int() - floored_S.int()).tolist()
 
@@ -159,13 +159,13 @@ def test_token_weights_are_the_ratio_up_to_the_cap():
     found, bound = weigh_by_policy([0.25, 1.0, 1.99, 2.01, 50.0])
     assert found == pytest.approx([0.25, 1.0, 1.99, 2.0, 2.0], abs=1e-12)
     assert bound == [0, 0, 0, 1, 1]
-    assert weigh_by_policy([0.25, 4.0], importance_cap=5.0) == (pytest.approx([0.25, 4.0], abs=1e-12), [0, 0])
-    assert weigh_by_policy([0.25, 4.0], importance_cap=0.1) == (pytest.approx([0.1, 0.1], abs=1e-12), [1, 1])
+    assert weigh_by_policy([0.25, 4.0], cap=5.0) == (pytest.approx([0.25, 4.0], abs=1e-12), [0, 0])
+    assert weigh_by_policy([0.25, 4.0], cap=0.1) == (pytest.approx([0.1, 0.1], abs=1e-12), [1, 1])
 
 
 def test_masked_weights_are_0_outside_the_bounds():
-    ratios, bounds = [0.25, 0.5001, 1.0, 4.999, 5.001], {"importance_cap": 5.0, "importance_floor": 0.5}
-    assert weigh_by_policy(ratios, importance_mode="mask", **bounds) == (
+    ratios, bounds = [0.25, 0.5001, 1.0, 4.999, 5.001], {"cap": 5.0, "floor": 0.5}
+    assert weigh_by_policy(ratios, mode="mask", **bounds) == (
         pytest.approx([0, 0.5001, 1.0, 4.999, 0], abs=1e-12),
         [-1, 0, 0, 0, 1],
     )
@@ -179,7 +179,7 @@ def test_importance_of_the_same_policy_is_one_exactly():
     logprobs = torch.tensor([-0.1, -3.0, 0.0], dtype=torch.float64)
     given = steps(ratios=[1.0] * 3, advantages=[1.0] * 3)
     for level in ("token", "sequence", "geometric", "none"):
-        weights_S, *bound = importance(logprobs, logprobs.clone(), given, Algorithm(importance=level))
+        weights_S, *bound = importance(logprobs, logprobs.clone(), given, Algorithm(importance={"level": level}))
         assert (weights_S.tolist(), any(b.any() for b in bound)) == ([1.0] * 3, False)
 
 
@@ -191,18 +191,16 @@ SEQUENCES = {  # sample 0: 2 and 1/2, and 100 that is no action of the policy; s
 
 
 def test_sequence_weights_are_the_product_over_the_actions_of_a_sample():
-    found, bound = weigh_by_policy(**SEQUENCES, importance="sequence", importance_cap=8.0)
+    found, bound = weigh_by_policy(**SEQUENCES, level="sequence", cap=8.0)
     assert found == pytest.approx([1, 1, 1, 8, 8, 1 / 16, 1 / 16], abs=1e-12)
     assert bound == [0, 0, 0, 1, 1, 0, 0]
-    masked, bound = weigh_by_policy(
-        **SEQUENCES, importance="sequence", importance_mode="mask", importance_cap=10.0, importance_floor=0.1
-    )
+    masked, bound = weigh_by_policy(**SEQUENCES, level="sequence", mode="mask", cap=10.0, floor=0.1)
     assert masked == pytest.approx([1, 1, 1, 9, 9, 0, 0], abs=1e-12)
     assert bound == [0, 0, 0, 0, 0, -1, -1]
 
 
 def test_geometric_weights_are_the_geometric_mean():
-    found, bound = weigh_by_policy(**SEQUENCES, importance="geometric")
+    found, bound = weigh_by_policy(**SEQUENCES, level="geometric")
     assert found == pytest.approx([1, 1, 1, 2, 2, 0.25, 0.25], abs=1e-12)
     assert bound == [0, 0, 0, 1, 1, 0, 0]
 
@@ -216,7 +214,7 @@ def test_sequence_weights_are_unbiased_and_geometric_ones_are_not():
     given = steps(ratios=[1.0] * 18, advantages=[1.0] * 18, sample=[i // 2 for i in range(18)])
 
     def mean(level):
-        algorithm = Algorithm(importance=level, importance_cap=1e6)
+        algorithm = Algorithm(importance={"level": level, "cap": 1e6})
         found, *_ = importance(trainer.log()[tokens], engine.log()[tokens], given, algorithm)
         return float((engine[first] * engine[second] * found[::2] * value).sum())
 
@@ -227,7 +225,7 @@ def test_sequence_weights_are_unbiased_and_geometric_ones_are_not():
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_importance_of_a_sample_without_actions_is_one(level):
-    found, _ = weigh_by_policy([5.0, 3.0, 0.5], mask=[0.0, 0, 1], sample=[0, 0, 1], importance=level)
+    found, _ = weigh_by_policy([5.0, 3.0, 0.5], mask=[0.0, 0, 1], sample=[0, 0, 1], level=level)
     assert found == pytest.approx([1.0, 1.0, 0.5], abs=1e-12)
 
 
@@ -235,7 +233,7 @@ def test_importance_of_a_sample_without_actions_is_one(level):
 def test_importance_stays_finite(level):
     given = steps(ratios=[1.0] * 2, advantages=[1.0] * 2, sample=[0, 1])
     far = torch.tensor([-500.0, 0.0], dtype=torch.float64), torch.tensor([0.0, -500.0], dtype=torch.float64)
-    weights_S, capped_S, _ = importance(*far, given, Algorithm(importance=level, importance_cap=1e12))
+    weights_S, capped_S, _ = importance(*far, given, Algorithm(importance={"level": level, "cap": 1e12}))
     assert weights_S.tolist() == pytest.approx([math.exp(-20), math.exp(20)]) and not capped_S.any()
 
 
@@ -304,8 +302,7 @@ def test_policy_loss_same_as_verl(case, name, aggregation):
         clip_ratio_low=batch["clip_ratio_low"],
         clip_ratio_high=batch["clip_ratio_high"],
         clip_ratio_dual=dual,
-        sapo_tau_positive=VERL["tau_pos"],
-        sapo_tau_negative=VERL["tau_neg"],
+        sapo_tau=(VERL["tau_pos"], VERL["tau_neg"]),
     )
     if name == "sapo" and aggregation != "sequence_mean":
         return  # verl's SAPO has one aggregation
@@ -382,7 +379,7 @@ def test_kl_estimators_and_their_gradients_same_as_verl(estimator):
 def test_importance_same_as_verl(case, level, mode):
     """verl's rollout_is: one threshold is truncation, two are IcePop. It writes 0 where there is no action."""
     floor = 0.6 if mode == "mask" else 0.0
-    found_S, mask_S, batch = verl_importance(case, level, importance_mode=mode, importance_floor=floor)
+    found_S, mask_S, batch = verl_importance(case, level, mode=mode, floor=floor)
     expected = flat({**batch, "found": GOLDEN[case]["importance"][level][mode]}, "found")
     assert (found_S * mask_S).tolist() == pytest.approx(expected.tolist(), abs=1e-8)
     assert not torch.equal(found_S * mask_S, mask_S)
@@ -391,9 +388,7 @@ def test_importance_same_as_verl(case, level, mode):
 @pytest.mark.parametrize("case", range(len(GOLDEN)))
 def test_geometric_mask_same_as_verl(case):
     """verl has the geometric mean as rejection (rollout_rs: seq_mean_k1), without weights."""
-    found_S, mask_S, batch = verl_importance(
-        case, "geometric", importance_mode="mask", importance_floor=0.8, importance_cap=1.25
-    )
+    found_S, mask_S, batch = verl_importance(case, "geometric", mode="mask", floor=0.8, cap=1.25)
     expected = flat({**batch, "found": GOLDEN[case]["geometric_kept"]}, "found")
     assert ((found_S > 0) * mask_S).tolist() == expected.tolist()
 
@@ -404,5 +399,5 @@ def verl_importance(case, level, **options):
     sample_S = torch.repeat_interleave(torch.arange(samples), torch.tensor(batch["lengths"]))
     mask_S, old_S = flat(batch, "mask"), flat(batch, "old_log_prob")
     given = Steps(old_S, old_S, flat(batch, "advantages"), mask_S, sample_S, samples)
-    algorithm = Algorithm(**{"importance": level, "importance_cap": 1.5, **options})
+    algorithm = Algorithm(importance={"level": level, "cap": 1.5, **options})
     return importance(old_S, flat(batch, "rollout_log_prob"), given, algorithm)[0], mask_S, batch

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from gcore.config.tree import RewardFunction, Rewards
+from gcore.config.rewards import RewardFunction, Rewards
 from gcore.rewarding import math
 from gcore.rewarding.math import math_answer
 from gcore.rewarding.rewarder import WeightedRewarder

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gcore.config.media import MediaData
-from gcore.config.tree import BuildModel, Data, Dataset, Model
+from gcore.config.base import BuildModel, Model
+from gcore.config.data import Data, Dataset, MediaData
 from gcore.content.media import ArrayRef
 from gcore.content.processor import MediaProcessor
 from gcore.media.images import processors

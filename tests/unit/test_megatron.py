@@ -16,7 +16,7 @@ from gcore.config.megatron import check_family, check_shape
 from gcore.cost.backends import Work, compare, megatron_memory, parameters_of_rank
 from gcore.cost.costs import gpu_of
 from gcore.cost.shapes import shape_of
-from gcore.launch.gpu_memory import decide
+from gcore.launch.gpu_memory import plan_memory
 from gcore.launch.machines import Machine
 from gcore.launch.plan import make_plan
 from gcore.training.megatron.layout import Block, Shape, blocks_of, boxes
@@ -245,8 +245,8 @@ def test_recomputation_is_chosen_by_memory(config):
     """A GPU of 80 GB has a small model; one that is too small is named before anything starts."""
     chosen = config("training.backend=megatron", "training.max_tokens_per_gpu=1000000", "training.device=auto")
     plan = make_plan(chosen, Machine(cores=8, gpus=1))
-    by_memory = {gb: decide(chosen, plan, gb * 1e9).config.training for gb in (80, 3)}
+    by_memory = {gb: plan_memory(chosen, plan, gb * 1e9).config.training for gb in (80, 3)}
     assert [by_memory[gb].activation_checkpointing for gb in (80, 3)] == [False, True]
     assert by_memory[3].offload == "none"
     with pytest.raises(UserError, match=r"training\.backend=megatron and the engines need .* of 0\.1 GB of a GPU"):
-        decide(chosen, plan, 1e8)
+        plan_memory(chosen, plan, 1e8)

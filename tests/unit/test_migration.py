@@ -66,7 +66,7 @@ def test_the_script_has_names_of_the_installed_trl_and_the_values_of_the_recipe(
     assert (given["loss_type"], recipe.algorithm.loss_aggregation) == ("dapo", "token_mean")
     assert (given["scale_rewards"], recipe.algorithm.adv_estimator) == ("group", "grpo")
     assert given["vllm_importance_sampling_mode"] == "token_truncate"
-    assert (recipe.algorithm.importance, recipe.algorithm.importance_mode) == ("token", "truncate")
+    assert (recipe.algorithm.importance.level, recipe.algorithm.importance.mode) == ("token", "truncate")
     assert given["use_vllm"] and recipe.generation.engine == "vllm"
     assert given["bf16"] and recipe.training.dtype == "auto"  # bfloat16 on GPUs
     elsewhere = {"per_device_train_batch_size", "gradient_accumulation_steps", "adam_beta1", "adam_beta2", "bf16",

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gcore.config.tree import Algorithm, Preference
+from gcore.config.algorithm import Algorithm
+from gcore.config.preference import Preference
 from gcore.protocols import Metric, add_metrics
 from gcore.training import objective, preference
 from gcore.training.micro import StepColumns
@@ -40,10 +41,7 @@ def algorithm_of(importance, mode, estimator, aggregation, **more) -> Algorithm:
     return Algorithm(
         clip_ratio_low=KEYS["low"],
         clip_ratio_high=KEYS["high"],
-        importance=importance,
-        importance_mode=mode,
-        importance_cap=KEYS["cap"],
-        importance_floor=KEYS["floor"],
+        importance={"level": importance, "mode": mode, "cap": KEYS["cap"], "floor": KEYS["floor"]},
         kl_coef=KEYS["kl_coef"],
         kl_estimator=estimator,
         loss_aggregation=aggregation,
@@ -128,7 +126,7 @@ OBJECTIVES = {
         f"{loss}/{importance}/{estimator}/{aggregation}": objective.policy(
             Algorithm(
                 policy_loss=loss,
-                importance=importance,
+                importance={"level": importance},
                 kl_estimator=estimator,
                 loss_aggregation=aggregation,
                 kl_coef=0.1,

@@ -18,29 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore.config.tree import Observe
-from gcore.observe import (
-    MetricsWriter,
-    Progress,
-    Status,
-    Tracer,
-    merge_traces,
-    plot_reward,
-    read_rows,
-    rewind,
-    summarize,
-    summary,
-    summary_text,
-)
+from gcore.config.observe import Observe
 from gcore.observe import trace as trace_module
 from gcore.observe.files import take_notes
+from gcore.observe.metrics import MetricsWriter, read_rows, rewind
 from gcore.observe.placement_log import PlacementLog, rewind_placement
-from gcore.observe.progress import View, plain_line, resolve_mode, round_stride
-from gcore.observe.report import smooth
-from gcore.observe.trace import lowest_free_lanes
+from gcore.observe.progress import Progress, RunView, Status, plain_line, resolve_mode, round_stride
+from gcore.observe.report import plot_reward, smooth, summarize, summary_text
+from gcore.observe.trace import Tracer, lowest_free_lanes, merge_traces
 from gcore.observe.values import count, duration, small, sparkline, stage_times
 
-QUIET = Observe(tensorboard=False)
+QUIET = Observe(trackers=[])
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> Path:
@@ -181,7 +169,7 @@ def test_wandb_gets_rows_and_a_resumed_run_goes_on_in_the_same_one(
     wandb = Recorder("wandb", {"init": run})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for _ in range(2):
-        with MetricsWriter(tmp_path, Observe(tensorboard=False, wandb=True), "run", {"lr": 1}) as writer:
+        with MetricsWriter(tmp_path, Observe(trackers=["wandb"]), "run", {"lr": 1}) as writer:
             writer.log({"step": 1, "reward/mean": 0.5, "samples_digest": "ab"})
     assert [call[2]["id"] for call in wandb.calls] == [None, "abc"]
     assert wandb.calls[0][2] | {"id": 0} == {
@@ -198,9 +186,7 @@ def test_mlflow_gets_parameters_once_metrics_and_how_it_ended(tmp_path: Path, mo
     mlflow = Recorder("mlflow", {"start_run": SimpleNamespace(info=SimpleNamespace(run_id="r1"))})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     for _ in range(2):
-        writer = MetricsWriter(
-            tmp_path, Observe(tensorboard=False, mlflow=True), "run", {"training": {"lr": 1}, "x": None}
-        )
+        writer = MetricsWriter(tmp_path, Observe(trackers=["mlflow"]), "run", {"training": {"lr": 1}, "x": None})
         writer.log({"step": 4, "reward/mean": 0.5})
         writer.close(ok=False)
     assert mlflow.calls == [
@@ -221,7 +207,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_file_goes_on(
     run = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
     mlflow = Recorder("mlflow", {"start_run": run, "log_metrics": OSError("server is gone")})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    with MetricsWriter(tmp_path, Observe(tensorboard=False, mlflow=True), "run", {}) as writer:
+    with MetricsWriter(tmp_path, Observe(trackers=["mlflow"]), "run", {}) as writer:
         writer.log({"step": 1, "reward/mean": 0.5})
         writer.log({"step": 2, "reward/mean": 0.5})
     assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
@@ -233,8 +219,8 @@ def test_a_tracker_that_is_not_installed_names_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    observe = QUIET.model_copy(update={name: True})
-    with pytest.raises(ValueError, match=rf"observe\.{name}=true .*pip install {name}") as error:
+    observe = QUIET.model_copy(update={"trackers": [name]})
+    with pytest.raises(ValueError, match=rf"observe\.trackers: {name} .*pip install {name}") as error:
         MetricsWriter(tmp_path, observe, "run", {})
     assert type(error.value).__name__ == "UserError"
 
@@ -318,9 +304,9 @@ def test_torn_lines_do_not_hurt_a_restarted_role(tmp_path: Path) -> None:
     after = Tracer(tmp_path, "engine-0")
     with pytest.raises(RuntimeError), after.span("b"):
         raise RuntimeError
-    after.instant("moved", slot=3)
+    after.span_at("moved", 3, 4, slot=3)
     after.flush()
-    found = {e["name"]: e for e in chrome(tmp_path) if e["ph"] in "Xi"}
+    found = {e["name"]: e for e in chrome(tmp_path) if e["ph"] == "X"}
     assert set(found) == {"a", "b", "moved"}
     assert found["b"]["args"] == {"error": "RuntimeError"} and found["moved"]["args"] == {"slot": 3}
 
@@ -328,11 +314,11 @@ def test_torn_lines_do_not_hurt_a_restarted_role(tmp_path: Path) -> None:
 def test_tracer_keeps_memory_bounded_and_can_be_off(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path, "driver")
     for _ in range(trace_module.FLUSH_EVENTS + 1):
-        tracer.instant("tick")
+        tracer.span_at("tick", 1, 2)
     assert len((tmp_path / "trace" / "driver.jsonl").read_text().splitlines()) == trace_module.FLUSH_EVENTS
     off = Tracer(None, "driver")
     with off.span("nothing"):
-        off.instant("nothing")
+        off.span_at("nothing", 1, 2)
     off.flush()
     assert merge_traces(tmp_path / "empty") is None
 
@@ -358,7 +344,7 @@ TRAIN = {"step": 12, "reward/mean": 0.43, "response_length/mean": 3.1, "actor/kl
 
 
 def test_plain_line() -> None:
-    view = View("run", 150, warm_steps=100)
+    view = RunView("run", 150, warm_steps=100)
     assert plain_line(view, TRAIN | {"timing_s/step": 1.1}) == (
         "step  12/150  reward 0.430  len 3.1  kl 0.0012  tok/s 5.2k  1.1 s"
     )
@@ -421,7 +407,7 @@ def test_auto_is_live_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_view_pace_time_left_and_going_back() -> None:
-    view = View("run", 10)
+    view = RunView("run", 10)
     for step in (1, 2, 3):
         assert view.add({"step": step, "reward/mean": step / 10}, now=step * 2.0) == "train"
     assert view.step_s == 2.0 and view.seconds_left(6.0) == 14.0 and view.seconds_left(7.0) == 13.0
@@ -430,7 +416,7 @@ def test_view_pace_time_left_and_going_back() -> None:
     assert view.rewards == {1: 0.1, 2: 0.9} and view.step == 2
 
 
-def shown(view: View, width: int = 80, height: int = 24) -> list[str]:
+def shown(view: RunView, width: int = 80, height: int = 24) -> list[str]:
     from rich.console import Console
 
     from gcore.observe.live import panel
@@ -441,7 +427,7 @@ def shown(view: View, width: int = 80, height: int = 24) -> list[str]:
 
 
 def test_live_panel_shows_the_run_and_fits() -> None:
-    view = View("sums", 150, "GRPO, 2 controllers", warm_steps=40)
+    view = RunView("sums", 150, warm_steps=40)
     view.add({"step": 0, "eval/accuracy": 0.118}, None)
     for step in range(1, 9):
         view.add({"step": step, "reward/mean": float(step), "timing_s/step": 1.0, "timing_s/training": 0.75}, None)
@@ -449,7 +435,7 @@ def test_live_panel_shows_the_run_and_fits() -> None:
     view.statuses = [Status(f"controller-{i}", "generation", "31/64 samples", 8) for i in range(30)]
     lines = shown(view)
     text = "\n".join(lines)
-    for part in ("sums", "GRPO, 2 controllers", "step 8/150", "▁▂▃▄▅▆▇█", "8.000", "0.118 → 0.500", "2 min 22 s left"):
+    for part in ("sums", "step 8/150", "▁▂▃▄▅▆▇█", "8.000", "0.118 → 0.500", "2 min 22 s left"):
         assert part in text
     assert "■ training 0.75 s  ■ other 0.25 s" in text and "controller-0  ● generation  31/64 samples" in text
     assert "+ 21 more" in text and "21 generation" in text and "warm start" not in text
@@ -505,7 +491,6 @@ def test_a_mean_reward_is_no_accuracy(tmp_path: Path) -> None:
 
 
 def test_summary_text_and_panel(tmp_path: Path) -> None:
-    from rich.console import Console
 
     folder = a_run(tmp_path / "sums")
     plot_reward(folder)
@@ -521,13 +506,10 @@ def test_summary_text_and_panel(tmp_path: Path) -> None:
         f"  run                {folder}",
         f"  reward curve       {folder / 'reward.png'}",
     ]
-    console = Console(width=60, file=io.StringIO(), record=True)
-    console.print(summary(folder))
-    assert "0.125 → 0.875" in console.export_text()
 
 
 def test_summary_of_an_empty_run(tmp_path: Path) -> None:
-    assert "steps  " in summary_text(tmp_path) and summary(tmp_path) is not None and plot_reward(tmp_path) is None
+    assert "steps  " in summary_text(tmp_path) and plot_reward(tmp_path) is None
     assert summarize(written(tmp_path, {"step": 0, "eval/accuracy": 0.5})).accuracy == (0.5,)
 
 

@@ -74,7 +74,7 @@ def test_the_function_stays_in_the_process_of_the_driver() -> None:
     def watch(metrics: object) -> bool:
         return lock.locked()
 
-    config, on_step = open_on_step(make_config(RECIPE, on_step=watch))
+    config, on_step = open_on_step(make_config(RECIPE, objects={"run.on_step": watch}))
     assert on_step is watch and type(config.run.on_step) is str and config.run.on_step == "python:watch"
     assert open_on_step(make_config(RECIPE)) == (make_config(RECIPE), None)
 

@@ -19,8 +19,9 @@ from gcore import cli
 from gcore.driver import supervise
 from gcore.launch.preflight import Checked, DatasetCheck
 from gcore.observe import page, page_samples
-from gcore.observe.page import page_model, page_path, render, totals, write_page, write_report
-from gcore.observe.page_data import Segment, covered, read_source
+from gcore.observe.page import page_model, page_path, totals, write_pages, write_report
+from gcore.observe.page_data import Segment, covered, read_recording
+from gcore.observe.page_html import render
 from gcore.observe.trace import Tracer, merge_traces
 from tests.unit.simulated import simulation
 
@@ -96,7 +97,7 @@ def saved(path: Path, data: Any) -> Path:
 
 
 def model_of(tmp_path: Path, *simulations: dict[str, Any]) -> dict[str, Any]:
-    return page_model([read_source(saved(tmp_path / f"{i}.json", one)) for i, one in enumerate(simulations)])
+    return page_model([read_recording(saved(tmp_path / f"{i}.json", one)) for i, one in enumerate(simulations)])
 
 
 def chart(model: dict[str, Any], title: str) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def test_bars_are_against_our_own_policy(tmp_path: Path) -> None:
 
 
 def test_what_the_summary_does_not_say_comes_from_the_steps(tmp_path: Path) -> None:
-    source = read_source(saved(tmp_path / "a.json", {**small(), "summary": {}}))
+    source = read_recording(saved(tmp_path / "a.json", {**small(), "summary": {}}))
     assert totals(source) == {"rollout_s": 40.0, "idle": (0.1 * 10 + 0.3 * 30) / 40, "moves": 1}
 
 
@@ -179,10 +180,10 @@ def test_idle_is_what_no_role_covers_before_training(tmp_path: Path) -> None:
     data = small()
     for step in data["steps"]:
         del step["idle"]
-    steps = read_source(saved(tmp_path / "a.json", data)).steps
+    steps = read_recording(saved(tmp_path / "a.json", data)).steps
     assert steps[0]["idle"] == 1 - 18 / 20  # two slots, 10 s, a second missing on each
     assert steps[1]["idle"] == 1 - 29 / 70  # no trainer in the timeline: the whole step counts, and slot 1 did nothing
-    more = read_source(saved(tmp_path / "a.json", {**data, "slots": 3}))
+    more = read_recording(saved(tmp_path / "a.json", {**data, "slots": 3}))
     assert more.rows == ("0", "1", "2") and more.steps[0]["idle"] == 1 - 18 / 30  # one that never had a role
 
 
@@ -198,7 +199,7 @@ def test_overlaps_count_once() -> None:
 
 
 def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
-    target = write_page([saved(tmp_path / "a.json", small())], tmp_path / "a.html")
+    target = write_pages([saved(tmp_path / "a.json", small())], tmp_path / "a.html")[0]
     html = target.read_text()
     parsed = Page(html)
     model = model_of(tmp_path, small())
@@ -224,7 +225,7 @@ def test_text_from_files_stays_text(tmp_path: Path) -> None:
     data["steps"][0]["busy"] = {EVIL: 0.5}
     for several in (False, True):
         paths = [saved(tmp_path / "a.json", data)] + [saved(tmp_path / "b.json", small())] * several
-        parsed = Page(write_page(paths, tmp_path / "a.html").read_text())
+        parsed = Page(write_pages(paths, tmp_path / "a.html")[0].read_text())
         assert parsed.tags.count("script") == 2 and "alert(1)" not in parsed.scripts[1]
         assert not set("<>&\u2028") & set(parsed.scripts[0])
         assert parsed.model["sources"][0]["moves"][0][5] == EVIL
@@ -240,7 +241,7 @@ def test_no_number_is_no_problem(tmp_path: Path) -> None:
     data["compare"]["static"]["idle"] = float("inf")
     data["timeline"][0]["busy"] = float("nan")
     data["name"] = "\ud800"  # half of a character
-    Page(write_page([saved(tmp_path / "a.json", data)], tmp_path / "a.html").read_text())
+    Page(write_pages([saved(tmp_path / "a.json", data)], tmp_path / "a.html")[0].read_text())
 
 
 def test_several_lie_over_each_other(tmp_path: Path) -> None:
@@ -255,7 +256,7 @@ def test_several_lie_over_each_other(tmp_path: Path) -> None:
         ("dynamic", True, ""),
         ("static", False, "+25.0 %"),
     ]
-    Page(render(model))
+    Page(render(page.PARTS, model, page.DRAWN))
     other = {**small(), "name": "drift", "rule": "static"}
     assert [s["label"] for s in model_of(tmp_path, small(), other)["sources"]] == ["tiny · dynamic", "drift · static"]
     assert [s["label"] for s in model_of(tmp_path, small(), small())["sources"]] == ["dynamic (1)", "dynamic (2)"]
@@ -265,7 +266,7 @@ def test_without_a_timeline(tmp_path: Path) -> None:
     model = model_of(tmp_path, {**small(), "timeline": [], "moves": []})
     (source,) = model["sources"]
     assert (source["windows"], source["segments"], source["opens"]) == ([], [], None)
-    parsed = Page(render(model))
+    parsed = Page(render(page.PARTS, model, page.DRAWN))
     assert "from policy to judge" not in parsed.text and len(model["charts"]) == 7
 
 
@@ -344,7 +345,7 @@ def a_trace(folder: Path) -> None:
 
 
 def test_a_run_in_numbers(tmp_path: Path) -> None:
-    model = page_model([read_source(a_run(tmp_path / "sums"))])
+    model = page_model([read_recording(a_run(tmp_path / "sums"))])
     assert (model["title"], model["kind"], model["lead"]) == ("sums", "run", "2 steps")
     assert model["sources"][0]["tiles"] == [
         ("Held-out accuracy", "0.500", "from 0.250"),
@@ -353,7 +354,7 @@ def test_a_run_in_numbers(tmp_path: Path) -> None:
         ("Rollout time", "11 s", "5.5 s per step"),
         ("Tokens per second", "200", ""),
     ]
-    assert [row["step"] for row in read_source(tmp_path / "sums").steps] == [0, 1, 2]
+    assert [row["step"] for row in read_recording(tmp_path / "sums").steps] == [0, 1, 2]
     raw, smoothed, accuracy = chart(model, "Reward")["series"]
     assert (raw["x"], raw["y"], raw["thin"]) == ([1, 2], [0.5, 0.75], True)
     assert smoothed["x"] == [1, 2] and 0.5 < smoothed["y"][0] < smoothed["y"][1] < 0.75
@@ -367,14 +368,14 @@ def test_a_run_in_numbers(tmp_path: Path) -> None:
         ("training", [3.0, 4.0]),
         ("other", [1.0, 1.0]),
     ]
-    Page(render(model))
+    Page(render(page.PARTS, model, page.DRAWN))
 
 
 def test_a_run_with_a_trace_shows_its_processes(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "sums")
     a_trace(folder)
     merge_traces(folder)
-    source = read_source(folder)
+    source = read_recording(folder)
     assert source.rows == ("controller-0", "engine-0", "trainer-0", "judge-critic-0") and source.unit == "processes"
     assert source.spans == {1: (10.0, 20.0), 2: (20.0, 30.0)}
     of_step = [(source.rows[s.row], s.role, s.name, s.start, s.end) for s in source.segments if s.step == 1]
@@ -404,18 +405,18 @@ def test_two_judges_are_two_roles(tmp_path: Path) -> None:
         tracer = Tracer(folder, name)
         tracer.span_at("generate", 1011.0, 1012.0)
         tracer.flush()
-    (shown,) = page_model([read_source(folder)])["sources"]
+    (shown,) = page_model([read_recording(folder)])["sources"]
     assert shown["roles"] == ["policy", "critic", "judge trainer", "strict", "style", "trainer", "switch", "controller"]
 
 
 def test_a_trace_that_grew_is_merged_anew(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "sums")
     a_trace(folder)
-    assert len(read_source(folder).spans) == 2  # not merged yet: the run is in progress
+    assert len(read_recording(folder).spans) == 2  # not merged yet: the run is in progress
     tracer = Tracer(folder, "controller-0")
     tracer.span_at("step", 1030.0, 1040.0, step=3)
     tracer.flush()
-    assert len(read_source(folder).spans) == 3
+    assert len(read_recording(folder).spans) == 3
 
 
 def test_a_run_with_a_record_of_placement(tmp_path: Path) -> None:
@@ -427,7 +428,7 @@ def test_a_run_with_a_record_of_placement(tmp_path: Path) -> None:
     lines += [{"kind": "step", **data["steps"][0]}, {"kind": "other"}]
     text = "\n".join(json.dumps(line) for line in lines)
     (folder / "placement.jsonl").write_text(text + '\n{"kind": "timeline", "st')
-    source = read_source(folder)
+    source = read_recording(folder)
     assert (source.rows, source.unit, len(source.segments)) == (("0", "1"), "slots", 7)
     assert source.spans[1] == (0.0, 15.0) and source.spans[2] == (15.0, 44.0)
     assert [move.reason for move in source.moves] == ["judge behind"]
@@ -435,13 +436,13 @@ def test_a_run_with_a_record_of_placement(tmp_path: Path) -> None:
     assert (first["reward"], first["idle"], first["split/judge"], first["rollout_s"]) == (0.5, 0.1, 1.0, 10.0)
     assert second["idle"] == 1 - 29 / 58 and second["rollout_s"] == 5.0
     (folder / "metrics.jsonl").unlink()
-    assert read_source(folder).steps[0]["step"] == 1  # the record alone is enough
+    assert read_recording(folder).steps[0]["step"] == 1  # the record alone is enough
 
 
 def test_metrics_may_speak_of_placement(tmp_path: Path) -> None:
     row = {"reward/mean": 1.0, "placement/idle": 0.2, "placement/busy/judge": 0.9, "placement/sleep_s": 0.1}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i, **row}) + "\n" for i in (1, 2)))
-    model = page_model([read_source(tmp_path)])
+    model = page_model([read_recording(tmp_path)])
     assert [one["title"] for one in model["charts"]] == ["Reward", "Idle share", "Busy share by role"]
 
 
@@ -508,12 +509,12 @@ def test_every_run_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.Monkey
     run_parts = {"model_dump": lambda mode: {}, "model_copy": lambda update: config}
     config = SimpleNamespace(run=run, objective="policy", **run_parts)
     monkeypatch.setattr(supervise, "choose_mode", lambda config, machine: (config, ""))
-    monkeypatch.setattr(supervise, "decide", lambda config, plan: supervise.Decided(config))
+    monkeypatch.setattr(supervise, "plan_memory", lambda config, plan: supervise.MemoryPlan(config))
     monkeypatch.setattr(supervise, "pin", lambda config: config)
     monkeypatch.setattr(supervise, "open_on_step", lambda config: (config, None))
     monkeypatch.setattr(supervise, "with_steps", lambda config: (run, []))
-    for name in ("make_plan", "see_cluster", "model_megabytes", "check_models", "fetch"):
-        monkeypatch.setattr(supervise, name, lambda *args: None)
+    for name in ("make_plan", "see_cluster", "model_megabytes", "check_models", "find_weights"):
+        monkeypatch.setattr(supervise, name, lambda *args, **keys: None)
     train = DatasetCheck("data.train", 1, 1, (), 1, None)
     monkeypatch.setattr(supervise, "preflight", lambda *args: Checked([], [train], None))
     monkeypatch.setattr(supervise, "check_nodes", lambda *args: [])

@@ -14,7 +14,7 @@ import pytest
 
 from gcore.cli import main
 from gcore.observe import page_samples
-from gcore.observe.page import write_page
+from gcore.observe.page import write_pages
 from gcore.observe.page_samples import samples_model, samples_page, thinned
 from tests.unit.test_page import EVIL, Page, a_run, saved, small
 
@@ -43,7 +43,7 @@ def test_the_model() -> None:
 
 def test_run_report_and_samples_link_to_each_other(tmp_path: Path) -> None:
     folder = with_samples(a_run(tmp_path / "sums"), row(1), row(2))
-    report = Page(write_page([folder], folder / "report.html").read_text())
+    report = Page(write_pages([folder], folder / "report.html")[0].read_text())
     samples = Page((folder / "samples.html").read_text())
     assert ("a", "href", "samples.html") in report.attributes
     assert ("a", "href", "report.html") in samples.attributes
@@ -61,18 +61,18 @@ def test_gcore_report_names_both_pages(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_only_a_finger_taps(tmp_path: Path) -> None:
     """A browser without a pointer has no hover either: `hover: none` is true on a desktop without a mouse."""
-    page = write_page([a_run(tmp_path / "sums")], tmp_path / "report.html").read_text()
+    page = write_pages([a_run(tmp_path / "sums")], tmp_path / "report.html")[0].read_text()
     assert 'matchMedia("(pointer: coarse)")' in page and "hover: none" not in page
 
 
 def test_no_samples_no_page(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "sums")
     assert samples_page(folder) is None
-    report = Page(write_page([folder], folder / "report.html").read_text())
+    report = Page(write_pages([folder], folder / "report.html")[0].read_text())
     assert "a" not in report.tags and not (folder / "samples.html").exists()
     with_samples(folder, row(1))
-    elsewhere = Page(write_page([folder], tmp_path / "elsewhere.html").read_text())  # nothing lies beside it
-    both = Page(write_page([folder, saved(tmp_path / "a.json", small())], folder / "both.html").read_text())
+    elsewhere = Page(write_pages([folder], tmp_path / "elsewhere.html")[0].read_text())  # nothing lies beside it
+    both = Page(write_pages([folder, saved(tmp_path / "a.json", small())], folder / "both.html")[0].read_text())
     assert "a" not in elsewhere.tags and "a" not in both.tags
 
 

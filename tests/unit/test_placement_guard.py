@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.forecast import Forecast, best_static_split
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, all_splits, neighbours, num_splits, split_by
 from gcore.placement.guard import COLOCATED, MOVING, STATIC, GuardedRule, GuardState
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import Costs, Load, View
 from gcore.simulate.run import simulate, static_name
 from gcore.simulate.scenario import load_scenario

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gcore.placement.baselines import Utilisation, colocated, colocated_early, early_swap, static
+from gcore.cost.replica_speed import ReplicaSpeed
+from gcore.placement.baselines import ColocatedEarlyRule, ColocatedRule, EarlySwapRule, StaticRule, UtilisationRule
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split, shares, split_by
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.rules import (
     Costs,
     EndEstimate,
@@ -282,23 +282,31 @@ def random_view(rng, roles, blocks):
 
 @pytest.mark.parametrize("roles", [(POLICY, JUDGE), (POLICY, JUDGE, "critic")])
 @pytest.mark.parametrize(
-    "decide", [MovingRule(), Utilisation(cool_down_s=0.0), colocated, colocated_early, early_swap, static]
+    "rule",
+    [
+        MovingRule(),
+        UtilisationRule(cool_down_s=0.0),
+        ColocatedRule(),
+        ColocatedEarlyRule(),
+        EarlySwapRule(),
+        StaticRule(Split(())),
+    ],
 )
-def test_every_move_is_valid(decide, roles):
+def test_every_move_is_valid(rule, roles):
     rng = random.Random(7)
     for _ in range(300):
         blocks = rng.randint(2, 12)
         known = costs(blocks, tuple(rng.choice([1, 2, 4]) for _ in roles), roles=roles)
         split = Split(tuple(rng.choice(roles) for _ in range(blocks)))
-        if decide in (colocated, colocated_early):
+        if isinstance(rule, ColocatedRule):
             split = Split((split[0],) * blocks)
         view = random_view(rng, roles, blocks)
-        moves = decide(split, view, known)
+        moves = rule(split, view, known)
         after = split.after(moves).check(known.grid)
         assert len({m.block for m in moves}) == len(moves)
         assert not {m.block for m in moves} & view.moving
         assert not (view.stopping and moves)
-        if isinstance(decide, MovingRule):
+        if isinstance(rule, MovingRule):
             for role, load in view.loads.items():
                 if load.needed > 0 and split.blocks(role):
                     assert after.blocks(role), f"the last block of {role} was taken"
@@ -342,7 +350,7 @@ def test_begin():
 
 
 def test_colocated_takes_turns():
-    known, all_policy = costs(blocks=2), Split((POLICY, POLICY))
+    known, all_policy, colocated = costs(blocks=2), Split((POLICY, POLICY)), ColocatedRule()
     busy, idle = Load(running=1, needed=1), Load()
     assert colocated(all_policy, View({POLICY: busy, JUDGE: busy}), known) == []
     moves = colocated(all_policy, View({POLICY: idle, JUDGE: busy}), known)
@@ -350,11 +358,11 @@ def test_colocated_takes_turns():
     assert colocated(all_policy, View({POLICY: idle, JUDGE: busy}, moving=frozenset({1})), known) == []
     enough = View({POLICY: Load(running=1), JUDGE: busy})
     assert colocated(all_policy, enough, known) == []
-    assert owners(all_policy, colocated_early(all_policy, enough, known)) == {JUDGE: 2}
+    assert owners(all_policy, ColocatedEarlyRule()(all_policy, enough, known)) == {JUDGE: 2}
 
 
 def test_early_swap_moves_each_block_as_it_drains():
-    known, split = costs(blocks=3), Split((POLICY, POLICY, JUDGE))
+    known, split, early_swap = costs(blocks=3), Split((POLICY, POLICY, JUDGE)), EarlySwapRule()
     judging = Load(running=5, waiting=3, needed=8)
     view = View({POLICY: Load(running=2, needed=2), JUDGE: judging}, work={0: 0.0, 1: 2.0, 2: 5.0})
     assert early_swap(split, view, known) == [Move(0, POLICY, JUDGE, "drained")]
@@ -367,11 +375,11 @@ def test_early_swap_moves_each_block_as_it_drains():
 def test_the_papers_rule_moves_one_block_from_the_least_to_the_most_utilised():
     known, split = costs(blocks=4), Split((POLICY, POLICY, POLICY, JUDGE))
     view = View({POLICY: Load(busy=0.5), JUDGE: Load(busy=0.95)}, work={0: 3, 1: 1, 2: 2})
-    moves = Utilisation()(split, view, known)
+    moves = UtilisationRule()(split, view, known)
     assert moves == [Move(1, POLICY, JUDGE, "judge is 95% busy, policy 50%")]
-    assert Utilisation()(split, replace(view, since_move_s=9.0), known) == []
-    assert Utilisation()(split, View({POLICY: Load(busy=0.8), JUDGE: Load(busy=0.95)}), known) == []
-    assert Utilisation()(Split((POLICY, JUDGE, JUDGE, JUDGE)), view, known) == [], "the last one stays"
+    assert UtilisationRule()(split, replace(view, since_move_s=9.0), known) == []
+    assert UtilisationRule()(split, View({POLICY: Load(busy=0.8), JUDGE: Load(busy=0.95)}), known) == []
+    assert UtilisationRule()(Split((POLICY, JUDGE, JUDGE, JUDGE)), view, known) == [], "the last one stays"
 
 
 def test_a_move_costs_sleep_and_wake_and_the_policy_its_weights():

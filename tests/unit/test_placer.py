@@ -21,13 +21,13 @@ import pytest
 from gcore.clients import EngineClient, TrainerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import Replicas, WeightResender
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine, _sampled
 from gcore.generation.pool import EnginePool
 from gcore.generation.routing import shared_limit
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor, RolloutProgress
 from gcore.placement.placer import RETRY_S, Placer
-from gcore.placement.replica_speed import ReplicaSpeed
 from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.placement.rules import Costs, View, request_limit
 from gcore.protocols import Rendezvous, RoleDied, WeightPlan
@@ -35,6 +35,7 @@ from gcore.runtime.local import Hub, LocalGroup
 from gcore.simulate import VirtualLoop
 from gcore.types import Request, SamplingParams
 from gcore.weights.transfer import WeightTransfer
+from tests.unit.pools import observe
 
 JUDGE, SLOTS, STOP = "judge", 4, 2
 LONG = 40
@@ -195,7 +196,7 @@ class World:
         if moving is None:
             assert placer.split[block] == replica.role, f"{replica.name} is not the owner"
         else:  # the move is decided, and the drain of the pool starts in the next turns of the event loop
-            found = {seen.name: seen.closed for seen in self.pools[rank][replica.role].observe().replicas}
+            found = {seen.name: seen.closed for seen in observe(self.pools[rank][replica.role]).replicas}
             assert moving.move.source == replica.role and not found[replica.name]
         if not replica.gone.is_set():
             assert not replica.asleep, f"{replica.name} is asleep"
@@ -216,7 +217,7 @@ class World:
             assert replica.asleep is not owns, replica.name
             assert self.switches[0][replica.role].replicas[replica.number].awake is owns
             for pools in self.pools:
-                observed = pools[replica.role].observe().replicas[replica.number]
+                observed = observe(pools[replica.role]).replicas[replica.number]
                 assert (observed.requests, observed.closed) == (0, () if owns else ("drained",)), replica.name
 
     # ---- controllers and faults

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from gcore.config import load_config
-from gcore.launch.plan import Machine, first_split, make_plan
+from gcore.launch.machines import Machine
+from gcore.launch.plan import first_split, make_plan
 from gcore.placement.grid import POLICY, DeviceGrid, Split
 from gcore.types import UserError
 from tests.e2e.helpers import RECIPE

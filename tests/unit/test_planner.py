@@ -11,12 +11,12 @@ import pytest
 from gcore.cli import main
 from gcore.cost import costs
 from gcore.cost.costs import GPUS, SHAPES
-from gcore.placement.replica_speed import ReplicaSpeed
-from gcore.simulate.estimate import MODES, Case, estimate, missing_after, training_layouts
-from gcore.simulate.lengths import Lengths
-from gcore.simulate.plan_inputs import Constraints, Workload, modes_of
-from gcore.simulate.planner import MIN_SEQUENCES, plan
-from gcore.simulate.roles import Role
+from gcore.cost.replica_speed import ReplicaSpeed
+from gcore.planner.inputs import Constraints, Workload, modes_of
+from gcore.planner.lengths import Lengths
+from gcore.planner.plan import MIN_SEQUENCES, plan
+from gcore.planner.roles import Role
+from gcore.planner.steps import MODES, Case, estimate, missing_after, training_layouts
 from gcore.types import UserError
 
 H100 = GPUS["h100"]
@@ -365,7 +365,7 @@ def test_wrong_constraints_are_rejected():
 
 
 def test_neither_torch_nor_ray_is_needed():
-    code = "import sys, gcore.simulate.plan_table; print([m for m in ('torch', 'ray') if m in sys.modules])"
+    code = "import sys, gcore.planner.table; print([m for m in ('torch', 'ray') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 

@@ -12,11 +12,12 @@ import pytest
 from gcore.clients import EngineClient, ScorerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas, WeightResender
-from gcore.generation.pool import EnginePool, ScorerPool
-from gcore.generation.replica_pool import Observation, Outstanding, Pool
+from gcore.generation.pool import ClientPool, EnginePool, ScorerPool
+from gcore.generation.routing import Router
 from gcore.protocols import RoleDied, RoleError
 from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams
+from tests.unit.pools import Outstanding, PoolState, observe
 
 STOP = 2
 
@@ -91,8 +92,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def idle(pool: Pool[Any]) -> bool:
-    seen = pool.observe()
+def idle(pool: ClientPool[Any]) -> bool:
+    seen = observe(pool)
     return seen.waiting == 0 and all((r.requests, r.work) == (0, 0) for r in seen.replicas)
 
 
@@ -109,12 +110,12 @@ def same(found: Completion, expected: Completion) -> bool:
 def test_beyond_the_limit_calls_wait_by_priority_then_arrival():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool(engines(replica), limit=1)
+        pool = EnginePool(engines(replica), Router(1, limit=1))
         order = [(0, 5), (1, 7), (2, 5), (3, -1), (4, 7)]
         calls = [begin(pool.generate(ask(key), priority=priority)) for key, priority in order]
         await settle()
         assert replica.keys == [[0]]
-        assert pool.observe() == Observation(waiting=4, replicas=(Outstanding("a", 1, 14),))
+        assert observe(pool) == PoolState(waiting=4, replicas=(Outstanding("a", 1, 14),))
         for n in range(5):
             replica.answer(n, f"answer {n}")
             await settle()
@@ -129,11 +130,11 @@ def test_beyond_the_limit_calls_wait_by_priority_then_arrival():
 def test_no_call_overtakes_a_large_call_and_it_goes_through():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool(engines(replica), limit=2)
+        pool = EnginePool(engines(replica), Router(1, limit=2))
         for keys in ((0,), (1, 2, 3), (4,)):
             begin(pool.generate(ask(*keys)))
         await settle()
-        assert replica.keys == [[0]] and pool.observe().waiting == 4  # 4 would fit, and waits behind the three
+        assert replica.keys == [[0]] and observe(pool).waiting == 4  # 4 would fit, and waits behind the three
         replica.answer(0, "0")
         await settle()
         assert replica.keys == [[0], [1, 2, 3]]
@@ -150,14 +151,14 @@ def test_no_call_overtakes_a_large_call_and_it_goes_through():
 def test_who_gives_up_in_the_line_makes_room_for_who_stands_behind():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool(engines(replica), limit=2)
+        pool = EnginePool(engines(replica), Router(1, limit=2))
         calls = [begin(pool.generate(ask(*keys))) for keys in ((0,), (1, 2), (3,))]
         await settle()
         assert replica.keys == [[0]]
         calls[1].cancel()
         await settle()
-        assert replica.keys == [[0], [3]] and replica.aborted == [] and pool.observe().waiting == 0
-        assert pool.observe().replicas[0].requests == 2
+        assert replica.keys == [[0], [3]] and replica.aborted == [] and observe(pool).waiting == 0
+        assert observe(pool).replicas[0].requests == 2
 
     run(main)
 
@@ -165,13 +166,13 @@ def test_who_gives_up_in_the_line_makes_room_for_who_stands_behind():
 def test_a_place_granted_to_a_cancelled_call_goes_to_the_next():
     async def main() -> None:
         replica = Replica("a")
-        pool = EnginePool(engines(replica), limit=1)
+        pool = EnginePool(engines(replica), Router(1, limit=1))
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         replica.answer(0, "0")
         while not calls[0].done():
             await asyncio.sleep(0)  # the first has its answer, and the second its turn, of which it has not heard yet
-        assert calls[0].done() and replica.keys == [[0]] and pool.observe().replicas[0].requests == 1
+        assert calls[0].done() and replica.keys == [[0]] and observe(pool).replicas[0].requests == 1
         calls[1].cancel()
         await settle()
         assert replica.keys == [[0], [2]]
@@ -202,18 +203,18 @@ def test_limits_of_a_controller():
         for key in range(30):
             begin(pool.generate(ask(key)))
         await settle()
-        assert [r.requests for r in pool.observe().replicas] == [3, 6, 3, 6] and pool.observe().waiting == 12
+        assert [r.requests for r in observe(pool).replicas] == [3, 6, 3, 6] and observe(pool).waiting == 12
         assert replicas[3].keys[0] == [0] and replicas[1].keys[0] == [1]
         shared = EnginePool.for_controller(engines(*replicas[:1]), rank=1, size=2, max_concurrent=1)
         for key in range(3):
             begin(shared.generate(ask(key)))
         await settle()
-        assert shared.observe().replicas[0].requests == 2 and shared.observe().waiting == 1
+        assert observe(shared).replicas[0].requests == 2 and observe(shared).waiting == 1
         roaming = EnginePool.for_controller(engines(*replicas), rank=1, size=4, max_concurrent=3, roam=True)
         for key in range(30):
             begin(roaming.generate(ask(key)))
         await settle()
-        assert [r.requests for r in roaming.observe().replicas] == [2, 2, 2, 2]  # a fourth of six, rounded up
+        assert [r.requests for r in observe(roaming).replicas] == [2, 2, 2, 2]  # a fourth of six, rounded up
 
     run(main)
 
@@ -224,12 +225,12 @@ def test_limits_of_a_controller():
 def test_what_a_dead_replica_had_goes_elsewhere_and_waits_when_no_replica_is_left():
     async def main() -> None:
         replicas = [Replica("a"), Replica("b")]
-        pool = EnginePool(engines(*replicas), limit=1)
+        pool = EnginePool(engines(*replicas), Router(2, limit=1))
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         replicas[0].die()
         await settle()
-        assert pool.observe() == Observation(2, (Outstanding("a", 0, 0, ("dead",)), Outstanding("b", 1, 14)))
+        assert observe(pool) == PoolState(2, (Outstanding("a", 0, 0, ("dead",)), Outstanding("b", 1, 14)))
         assert pool.alive() == {1: EngineClient(replicas[1])}
         replicas[1].answer(0, "1")
         await settle()
@@ -237,7 +238,7 @@ def test_what_a_dead_replica_had_goes_elsewhere_and_waits_when_no_replica_is_lef
         pool.mark_dead("b")
         replicas[1].die()
         await settle()
-        assert pool.observe().waiting == 2 and pool.alive() == {}
+        assert observe(pool).waiting == 2 and pool.alive() == {}
         pool.mark_alive("a")
         pool.mark_alive("unknown")
         await settle()
@@ -280,7 +281,7 @@ def test_a_drain_moves_what_is_not_finished():
         assert a.aborted == [a.ticket(0)] and not drained.done()
         a.answer(0, piece([9, 2], "stop"), piece([3, 4]), piece([]), piece([5], version=1))
         await settle()
-        assert drained.done() and pool.observe().replicas[0] == Outstanding("a", 0, 0, ("drained",))
+        assert drained.done() and observe(pool).replicas[0] == Outstanding("a", 0, 0, ("drained",))
         assert b.keys == [[1, 2, 3]] and b.ticket(0) != a.ticket(0)
         asked = [(r.content.tokens_T.tolist(), r.params.max_tokens, r.position, r.priority) for r in b.generates[0][0]]
         assert asked == [([5, 6, 7, 8, 3, 4], 3, 2, 4), ([5, 6, 7, 8], 5, 0, 4), ([5, 6, 7, 8, 5], 4, 1, 4)]
@@ -311,7 +312,7 @@ def test_a_drain_before_a_request_is_sent_keeps_it_here():
         pool.mark_dead("b")
         call = begin(pool.generate(ask(0, 1)))
         await asyncio.sleep(0)
-        assert pool.observe().replicas[0].requests == 2 and a.keys == []
+        assert observe(pool).replicas[0].requests == 2 and a.keys == []
         pool.mark_alive("b")
         await pool.drain("a")
         await settle()
@@ -353,14 +354,14 @@ def test_an_abort_by_another_caller_is_an_abort():
 def test_what_is_moved_waits_for_a_replica_and_keeps_its_place():
     async def main() -> None:
         a = Replica("a")
-        pool = EnginePool(engines(a), limit=2)
+        pool = EnginePool(engines(a), Router(1, limit=2))
         calls = [begin(pool.generate(ask(*keys))) for keys in ((0, 1), (2,))]
         await settle()
         drained = begin(pool.drain("a"))
         await settle()
         a.answer(0, piece([3]), piece([4]))
         await settle()
-        assert drained.done() and pool.observe() == Observation(3, (Outstanding("a", 0, 0, ("drained",)),))
+        assert drained.done() and observe(pool) == PoolState(3, (Outstanding("a", 0, 0, ("drained",)),))
         pool.mark_alive("a")  # it is alive; that does not open what is drained
         await settle()
         assert a.keys == [[0, 1]]
@@ -411,7 +412,7 @@ def test_a_replica_that_dies_while_it_is_drained():
         await settle()
         assert drained.done() and b.keys == [[0]]
         pool.mark_alive("a")
-        assert pool.observe().replicas[0].closed == ("drained",)
+        assert observe(pool).replicas[0].closed == ("drained",)
         b.answer(0, piece([2], "stop"))
         assert (await call)[0].content.tokens_S.tolist() == [2] and idle(pool)
 
@@ -523,7 +524,7 @@ def test_a_drain_waits_for_every_call():
         await drained
         pool.mark_dead("a")
         pool.reopen("a")
-        assert pool.observe().replicas[0].closed == ("dead",)  # which is another matter
+        assert observe(pool).replicas[0].closed == ("dead",)  # which is another matter
 
     run(main)
 
@@ -563,7 +564,7 @@ def test_a_paused_pool_holds_what_it_has_and_continues_from_its_tokens():
         late = begin(pool.generate(ask(2)))
         await settle()
         assert calls[1].done() and not calls[0].done() and a.keys == [[0], [1]]
-        assert pool.observe().waiting == 2 and pool.take_aborted() == (0, 0)  # nothing was thrown away
+        assert observe(pool).waiting == 2 and pool.take_aborted() == (0, 0)  # nothing was thrown away
         pool.resume()
         await settle()
         assert a.keys == [[0], [1], [0], [2]] and a.generates[2][0][0].position == 2
@@ -593,13 +594,13 @@ def test_tokens_of_callers_that_give_up_are_counted():
 def test_whose_turn_came_as_the_replica_was_closed_goes_elsewhere():
     async def main() -> None:
         a, b = Replica("a"), Replica("b")
-        pool = EnginePool(engines(a, b), limit=1)
+        pool = EnginePool(engines(a, b), Router(2, limit=1))
         calls = [begin(pool.generate(ask(key))) for key in range(3)]
         await settle()
         a.answer(0, "0")
         while not calls[0].done():
             await asyncio.sleep(0)
-        assert pool.observe().replicas[0].requests == 1 and a.keys == [[0]]  # 2 has its turn, and has not heard yet
+        assert observe(pool).replicas[0].requests == 1 and a.keys == [[0]]  # 2 has its turn, and has not heard yet
         await pool.drain("a")
         assert a.keys == [[0]] and a.aborted == []
         b.answer(0, "1")
@@ -637,8 +638,8 @@ def test_who_keeps_silent_is_sent_nothing_new_until_it_answers():
         first = begin(pool.generate(ask(0)))
         await settle()
         assert await pool.check(5.0) == {"a": False}  # an error is an answer; deaths are told by others
-        assert pool.observe().replicas[0] == Outstanding("a", 1, 14, ("suspect",))
-        assert [r.closed for r in pool.observe().replicas[1:]] == [(), ()]
+        assert observe(pool).replicas[0] == Outstanding("a", 1, 14, ("suspect",))
+        assert [r.closed for r in observe(pool).replicas[1:]] == [(), ()]
         for key in range(1, 4):
             begin(pool.generate(ask(key)))
         await settle()
@@ -647,7 +648,7 @@ def test_who_keeps_silent_is_sent_nothing_new_until_it_answers():
         assert await first == ["0"]  # what it had stayed there
         assert await pool.check(5.0) == {}
         silent.clear()
-        assert await pool.check(5.0) == {"a": True} and pool.observe().replicas[0].closed == ()
+        assert await pool.check(5.0) == {"a": True} and observe(pool).replicas[0].closed == ()
         begin(pool.generate(ask(4)))
         await settle()
         assert a.keys == [[0], [4]]
@@ -679,7 +680,7 @@ def test_the_dead_and_the_drained_are_not_asked():
         pool.mark_alive("c")
         assert await pool.check(5.0) == {"c": False}
         pool.mark_alive("c")  # it is another process now
-        assert pool.observe().replicas[2].closed == ()
+        assert observe(pool).replicas[2].closed == ()
 
     run(main)
 

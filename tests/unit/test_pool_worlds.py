@@ -17,15 +17,17 @@ import pytest
 
 from gcore.clients import EngineClient
 from gcore.content.tokens import Tokens
+from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.emulate.engine import EmulatedEngine
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
-from gcore.placement.replica_speed import ReplicaSpeed
+from gcore.generation.routing import Router
 from gcore.protocols import RoleDied
 from gcore.runtime.local import LocalHandle
 from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams
 from tests.contract.test_engine import embedded, network_of
+from tests.unit.pools import observe
 
 STOP, SLOTS, CALLS = 2, 4, 30
 
@@ -92,13 +94,15 @@ class World:
         size = rng.randint(1, 3)
         self.pools = [EnginePool.for_controller(engines(*self.replicas), rank, size, SLOTS) for rank in range(size)]
         if rng.random() < 0.3:
-            self.pools = [EnginePool(engines(*self.replicas), (rank, size)) for rank in range(size)]
+            self.pools = [
+                EnginePool(engines(*self.replicas), Router(len(self.replicas), (rank, size))) for rank in range(size)
+            ]
         self.busy = set[int]()  # replicas something is happening to
 
     def check_sent(self, replica: Replica, args: Any) -> None:
         requests, ticket = args
         (pool,) = (pool for pool in self.pools if ticket.startswith(pool._name))
-        seen = pool.observe().replicas[replica.number]
+        seen = observe(pool).replicas[replica.number]
         assert seen.closed == ()
         tier = pool._router._tiers[replica.number]
         assert tier._limit is None or seen.requests <= max(tier._limit, len(requests))
@@ -113,7 +117,7 @@ class World:
         for task in troubles:
             task.cancel()
         for pool in self.pools:
-            seen = pool.observe()
+            seen = observe(pool)
             assert seen.waiting == 0 and all((r.requests, r.work) == (0, 0) for r in seen.replicas)
             assert not pool._recalled and not any(pool._tickets) and not pool._aborts and not pool._waiting
         for replica in self.replicas:
@@ -188,7 +192,7 @@ class World:
             await asyncio.sleep(2)
             for name, answers in (await pool.check(1.0)).items():
                 self.happened["answers again" if answers else "silent"] += 1
-                seen = next(r for r in pool.observe().replicas if r.name == name)
+                seen = next(r for r in observe(pool).replicas if r.name == name)
                 assert ("suspect" in seen.closed) is not answers
 
 
@@ -215,7 +219,7 @@ def test_a_moved_sample_is_the_undisturbed_one(moves):
     async def main(network: Any) -> tuple[list[Completion], list[Completion], int]:
         engines = [embedded(network, max_concurrent=6) for _ in range(2)]
         clients = [EngineClient(LocalHandle(f"engine-{i}", engine)) for i, engine in enumerate(engines)]
-        pool = EnginePool(clients, limit=12)
+        pool = EnginePool(clients, Router(len(clients), limit=12))
         params = SamplingParams(56, temperature=0.8, top_p=0.95, stop_tokens=(5,))
         prompts = [np.arange(1, 4 + n % 3, dtype=np.int32) + n for n in range(4)]
         groups = [[Request(Tokens(p), params, noise_key(7, n, s)) for s in range(4)] for n, p in enumerate(prompts)]

@@ -12,12 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
-from gcore.config.tree import Config, Lora
+from gcore.config.base import Lora
+from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.generation.noise import noise_key
 from gcore.launch.build import build_engine, build_judge, build_scorer
 from gcore.launch.build_ranks import build_trainer
-from gcore.launch.plan import Machine, make_plan
+from gcore.launch.machines import Machine
+from gcore.launch.plan import make_plan
 from gcore.models.networks import score_texts
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous

@@ -22,7 +22,8 @@ from gcore.driver.start_report import starting_statuses
 from gcore.launch import preflight as checks
 from gcore.launch.dry_run import answers, shortened
 from gcore.launch.footprint import check_sizes, num_parameters, parts
-from gcore.launch.plan import Machine, make_plan
+from gcore.launch.machines import Machine
+from gcore.launch.plan import make_plan
 from gcore.launch.preflight import preflight, sample_of
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Prompt, UserError
@@ -431,7 +432,7 @@ def test_processes_that_exceed_the_cores_several_times_are_warned_of(place):
 
 def test_weights_count_by_the_parameters_and_not_by_the_files(place):
     """A folder in bfloat16 is held in float32 on a CPU, and trained with gradients and two moments."""
-    from gcore.config.tree import Model
+    from gcore.config.base import Model
 
     folder = place / "model"
     folder.mkdir()

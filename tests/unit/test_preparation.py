@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.content.tokens import Tokens
 from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores
 from gcore.preparation.samples import Scoring, advantages_of, make_samples, to_sample, with_advantages
@@ -19,7 +19,7 @@ from gcore.types import MicroBatch, MiniBatch, Prompt, Rollout, Scored, TrainBat
 
 VERL = json.loads((Path(__file__).parents[1] / "parity" / "verl_golden.json").read_text())
 GOLDEN, KL_COEF = VERL["cases"], VERL["kl_coef"]
-MASKED = Algorithm(mask_truncated=True)
+MASKED = Algorithm(overlong={"mask": True})
 
 
 def scored(prompt: int, sibling: int, reward: float, mask, finish="stop") -> Scored:
@@ -54,7 +54,7 @@ def samples_of(groups, algorithm, **options):
 
 def test_overlong_rewards_change_advantages_and_no_reward():
     group = [scored(0, i, 1.0, [1] * n) for i, n in enumerate((3, 8, 9, 10))]
-    algorithm = Algorithm(overlong_buffer=2, overlong_penalty=0.5)
+    algorithm = Algorithm(overlong={"buffer": 2, "penalty": 0.5})
     found = advantages_of([group], Scoring(algorithm, 10), {})[0]
     expected = grpo(np.array([1.0, 1.0, 0.75, 0.5]))
     assert [found[0, i] for i in range(4)] == pytest.approx(expected, abs=1e-12)
@@ -72,7 +72,7 @@ def test_masked_truncated_samples_count_in_the_group_and_not_in_the_loss():
 
 def test_whitening_leaves_masked_samples_out():
     group = [scored(0, 0, 1.0, [1, 1]), scored(0, 1, 0.0, [1]), scored(0, 2, 9.0, [1] * 5, "length")]
-    algorithm = Algorithm(adv_estimator="reinforce_pp", mask_truncated=True)
+    algorithm = Algorithm(adv_estimator="reinforce_pp", overlong={"mask": True})
     samples, advantages = samples_of([group], algorithm), advantages_of([group], Scoring(algorithm), {})[0]
     found = step_targets(samples, advantages, algorithm, Ranks()).advantages
     tokens = np.array([1.0, 1.0, 0.0])

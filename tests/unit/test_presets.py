@@ -49,7 +49,7 @@ def test_a_preset_is_one_line(preset):
     assert tuple(getattr(config.algorithm, name) for name in NAMES) == PAPERS[preset]
     is_dapo = preset == "dapo"
     assert config.sampling.filter == ("spread" if is_dapo else "none")
-    assert (config.algorithm.overlong_buffer, config.algorithm.overlong_penalty) == (2 if is_dapo else 0, 1.0)
+    assert (config.algorithm.overlong.buffer, config.algorithm.overlong.penalty) == (2 if is_dapo else 0, 1.0)
     assert not any("preset" in line for line in warnings(config))
 
 
@@ -58,7 +58,7 @@ def test_the_resolved_file_shows_what_came_of_it(tmp_path):
     tree = yaml.safe_load(dump_config(config))
     shown = {name: tree["algorithm"][name] for name in ("preset", "clip_ratio_low", "clip_ratio_high")}
     assert shown == {"preset": "dapo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.28}
-    assert (tree["algorithm"]["overlong_buffer"], tree["sampling"]["filter"]) == (2, "spread")
+    assert (tree["algorithm"]["overlong"]["buffer"], tree["sampling"]["filter"]) == (2, "spread")
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml") == config
 
@@ -101,10 +101,10 @@ DENOISER = {"model": {"path": None, "build": None, "denoiser": {}}, "generation"
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"algorithm": {"importance_floor": 2.0}}, "importance_floor=2.0 must be below importance_cap=2.0"),
+        ({"algorithm": {"importance": {"floor": 2.0}}}, "algorithm.importance: floor=2.0 must be below cap=2.0"),
         (
-            {"algorithm": {"overlong_buffer": 11}, "generation": {"max_response_length": 10}},
-            "algorithm.overlong_buffer=11 exceeds generation.max_response_length=10",
+            {"algorithm": {"overlong": {"buffer": 11}}, "generation": {"max_response_length": 10}},
+            "algorithm.overlong.buffer=11 exceeds generation.max_response_length=10",
         ),
         (
             {"algorithm": {"adv_estimator": "reinforce_pp_baseline"}, "sampling": {"samples_per_prompt": 1}},
@@ -115,8 +115,8 @@ DENOISER = {"model": {"path": None, "build": None, "denoiser": {}}, "generation"
             r"adv_estimator=gdpo .* needs its weight, which rewards.by_workflow=\['rubric'\] has not",
         ),
         (
-            {**DENOISER, "algorithm": {"entropy_target": 0.1}},
-            "algorithm.entropy_target: the entropy of a denoising step is constant",
+            {**DENOISER, "algorithm": {"adaptive_entropy": {"target": 0.1}}},
+            "algorithm.adaptive_entropy: the entropy of a denoising step is constant",
         ),
     ],
 )
@@ -145,8 +145,8 @@ CONTRADICTIONS = {
         "algorithm": {"kl_coef": 0.1, "kl_estimator": "k3+", "kl_in": "reward", "adv_estimator": "rloo"}
     },
     "its own standard deviation": {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}},
-    "up to 2 version(s) old": {"algorithm": {"importance": "none"}, "sampling": {"max_staleness": 2}},
-    "DAPO uses only one of the two": {"algorithm": {"mask_truncated": True, "overlong_buffer": 2}},
+    "up to 2 version(s) old": {"algorithm": {"importance": {"level": "none"}}, "sampling": {"max_staleness": 2}},
+    "DAPO uses only one of the two": {"algorithm": {"overlong": {"mask": True, "buffer": 2}}},
     "critic.lr: no effect with algorithm.adv_estimator=grpo": {"critic": {"lr": 1e-3}},
     "placement.critic.ranks: no effect with algorithm.adv_estimator=grpo": {"placement": {"critic": {"ranks": 2}}},
     "generation.top_p=0.9, top_k=0": {"generation": {"top_p": 0.9}},

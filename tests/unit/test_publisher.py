@@ -7,12 +7,11 @@ from itertools import product
 import pytest
 import torch
 
-from gcore.config.tree import Placement
+from gcore.config.placement import Placement
 from gcore.protocols import Receivers, WeightPlan
 from gcore.weights import bucket, publisher
 from gcore.weights.bucket import PACKED, bucket_names, unpack_bucket
-from gcore.weights.method import choose_method
-from gcore.weights.publisher import WeightPublisher
+from gcore.weights.publisher import WeightPublisher, choose_method
 
 ENGINES = Receivers(("engine-0",))
 PARAMETERS = {f"layer.{i}": torch.arange(4.0) + i for i in range(4)}

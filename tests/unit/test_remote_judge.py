@@ -12,13 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from pydantic import TypeAdapter
 
 from gcore.config import dump_config
-from gcore.config.tree import Config, Judge, Model
+from gcore.config.base import Model
+from gcore.config.judges import Judge, RemoteJudge
+from gcore.config.tree import Config
 from gcore.generation.noise import noise_key
 from gcore.launch.build import Roles
 from gcore.launch.build_rewarder import build_rewarder
-from gcore.launch.plan import Machine, make_plan
+from gcore.launch.machines import Machine
+from gcore.launch.plan import make_plan
 from gcore.launch.preflight import preflight
 from gcore.rewarding import client, judge_backend
 from gcore.rewarding.client import RetryDelays
@@ -46,7 +50,7 @@ def seed_of(key):
 def judge_at(url, **spec):
     mode = spec.get("mode", "pointwise")
     defaults = {"name": "wise", "url": url, "template": POINTWISE if mode == "pointwise" else PAIRWISE}
-    judge, key = Judge(**{**defaults, **spec}), "rewards.judges.0"
+    judge, key = RemoteJudge(**{**defaults, **spec}), "rewards.judges.0"
     return JudgeSource(judge, RemoteBackend(judge, seed_of, key, RetryDelays(first_s=0.001)), key)
 
 
@@ -410,7 +414,7 @@ def config_of(judge, **top):
 @pytest.mark.parametrize("both", [{}, {"model": Model(path="x"), "url": "http://h/v1"}])
 def test_exactly_one_of_model_and_url(both):
     with pytest.raises(ValueError, match=r"exactly one of model \(.*\) and url \("):
-        Judge(name="wise", template=POINTWISE, **both)
+        TypeAdapter(Judge).validate_python({"name": "wise", "template": POINTWISE, **both})
 
 
 @pytest.mark.parametrize(
@@ -426,12 +430,12 @@ def test_exactly_one_of_model_and_url(both):
 )
 def test_keys_that_would_do_nothing(spec, message):
     with pytest.raises(ValueError, match=message):
-        Judge(name="wise", template=POINTWISE, **spec)
+        TypeAdapter(Judge).validate_python({"name": "wise", "template": POINTWISE, **spec})
 
 
 def test_a_resolved_recipe_loads_again():
     judge = config_of({"url": "http://h/v1", "extra": {"top_k": 4}}).rewards.judges[0]
-    assert Judge(**judge.model_dump()) == judge
+    assert RemoteJudge(**judge.model_dump()) == judge
 
 
 def test_no_replicas_and_no_tokenizer():

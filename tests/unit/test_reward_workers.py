@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.tree import RewardFunction, Rewards
+from gcore.config.rewards import RewardFunction, Rewards
 from gcore.content.tokens import Tokens
 from gcore.rewarding import workers
 from gcore.rewarding.processes import kill_group
@@ -751,7 +751,7 @@ PARENT = """
 import asyncio, json, os, sys
 sys.path[:0] = json.loads(sys.argv[1])
 from tests.unit.test_reward_workers import group_of
-from gcore.config.tree import RewardFunction, Rewards
+from gcore.config.rewards import RewardFunction, Rewards
 from gcore.rewarding.workers import WorkerPool
 name, file = sys.argv[2:4]
 args = {"file": file + ".child", "then": "hang"} if name == "leaves_a_child" else {}

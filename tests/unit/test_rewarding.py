@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gcore.config.tree import RewardFunction
+from gcore.config.rewards import RewardFunction
 from gcore.content.tokens import Tokens
 from gcore.prompts.tasks import make_task
 from gcore.rewarding import rules

@@ -16,8 +16,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from gcore.config import load_config
+from gcore.config.base import BuildModel, Model
+from gcore.config.data import Data, Dataset
 from gcore.config.preference import OBJECTIVES
-from gcore.config.tree import BuildModel, Config, Data, Dataset, Model, ScalarReward
+from gcore.config.rewards import ScalarReward
+from gcore.config.tree import Config
 from gcore.content.tokens import Tokens
 from gcore.models.networks import load_model, load_scorer, score_texts
 from gcore.observe.trace import Tracer

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gcore.config.tree import BuildModel, Judge, Model
+from gcore.config.base import BuildModel, Model
+from gcore.config.judges import RemoteJudge, ServedJudge
 from gcore.content.media import store
 from gcore.content.tokens import Tokens
 from gcore.prompts.processor import load_processor
@@ -35,7 +36,7 @@ def rollout(sibling: int, output: Any, images: list[Any]) -> Rollout:
 
 def judge(model: Model, **options: Any) -> tuple[JudgeSource, list[Tokens]]:
     """A judge of 3 whose questions are recorded."""
-    spec = Judge(name="critic", model=model, template="{{ response }}?", **options)
+    spec = ServedJudge(name="critic", model=model, template="{{ response }}?", **options)
     tokenizer, asked = load_tokenizer(model), list[Tokens]()
 
     async def ask(question: Tokens, params: Any, key: Any) -> Completion:
@@ -81,7 +82,7 @@ def test_images_count_in_the_length_limit():
 
 
 def test_a_server_gets_png():
-    spec = Judge(name="critic", url="http://127.0.0.1:1/v1", template="{{ response }}?", images=True)
+    spec = RemoteJudge(name="critic", url="http://127.0.0.1:1/v1", template="{{ response }}?", images=True)
     backend = RemoteBackend(spec, lambda key: 0, "k")
     message = {"role": "user", "content": [{"type": "image", "image": picture(5)}, {"type": "text", "text": "2?"}]}
     sent = backend.question([message], "here").messages[0]["content"]
@@ -96,7 +97,7 @@ def test_judges_get_no_videos():
     source, _ = judge(SEEING)
     with pytest.raises((UserError, RewardError), match="a video; expected images: judges get no videos"):
         asyncio.run(source.answer([rollout(0, "2", [frames])], 0))
-    spec = Judge(name="critic", url="http://127.0.0.1:1/v1", template="{{ response }}?", images=True)
+    spec = RemoteJudge(name="critic", url="http://127.0.0.1:1/v1", template="{{ response }}?", images=True)
     message = {"role": "user", "content": [{"type": "image", "image": frames}]}
     with pytest.raises(UserError, match="a video; expected images: judges get no videos"):
         RemoteBackend(spec, lambda key: 0, "k").question([message], "here")

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from gcore.cli import main
-from gcore.observe.page_data import read_source
-from gcore.placement.baselines import colocated, static
+from gcore.observe.page_data import read_recording
+from gcore.placement.baselines import ColocatedRule, StaticRule
 from gcore.placement.grid import POLICY, Move, Split, split_by
+from gcore.placement.guard import DynamicRule
 from gcore.simulate import run as runs
 from gcore.simulate.cluster import PromptCursor, Simulation, State, quantiles
-from gcore.simulate.run import NAMES, expected_view, first_state, simulate
+from gcore.simulate.run import NAMES, evenly, expected_view, first_state, simulate
 from gcore.simulate.scenario import (
     CHUNK,
     Drift,
@@ -61,9 +62,12 @@ def scenario(**changes):
     return Scenario(**facts | changes)
 
 
-def rollout(case, split=None, decide=static, step=1, watch=None, state=None):
+STATIC = StaticRule(Split(()))  # its moves, none, for any split
+
+
+def rollout(case, split=None, rule=STATIC, step=1, watch=None, state=None):
     split = split or split_by(case.grid, {POLICY: 2, JUDGE: 2})
-    simulation = Simulation(StepWork(case, step), split, decide, state or replace(first_state(case), rate=0.8))
+    simulation = Simulation(StepWork(case, step), split, rule, state or replace(first_state(case), rate=0.8))
     if watch:
         watch(simulation)
     return simulation, simulation.run()
@@ -101,7 +105,7 @@ def test_invariants(name, seed):
     case = scenario(seed=seed)
     rule = runs.rule_of(name, case)
     view = expected_view(case, first_state(case))
-    simulation, found = rollout(case, rule.begin(view, case.costs(1), None), rule.decide)
+    simulation, found = rollout(case, rule.begin(view, case.costs(1), evenly(case.grid), None), rule)
     assert simulation.kept == case.prompts and len(found.lengths) == case.prompts * case.samples
     assert found.drawn == simulation.kept + simulation.dropped + simulation.running
     generating = simulation.running - simulation.judging
@@ -147,7 +151,7 @@ def test_moves_lose_no_request_and_no_token(seed):
 
             fleet.ended = ended_of
 
-    simulation, found = rollout(case, decide=Shuffle(seed), watch=watch)
+    simulation, found = rollout(case, rule=Shuffle(seed), watch=watch)
     assert len(found.moves) > 5
     for role, fleet in simulation.fleets.items():
         assert len(set(ended[role])) == len(ended[role]), "no group ends twice"
@@ -169,7 +173,7 @@ def test_a_finished_simulation_leaves_no_garbage():
     gc.collect()
     gc.disable()
     try:
-        simulation, found = rollout(case, decide=Shuffle(1))
+        simulation, found = rollout(case, rule=Shuffle(1))
         assert found.moves and simulation.policy.in_progress > 0
         del simulation, found
         assert gc.collect() == 0
@@ -183,7 +187,7 @@ def test_evicted_requests_are_prefilled_again():
     def once(split, view, costs):
         return [] if view.since_move_s < 1e9 or not view.loads[POLICY].age > 5 else [Move(0, POLICY, JUDGE)]
 
-    unmoved, moved = rollout(case)[0], rollout(case, decide=once)[0]
+    unmoved, moved = rollout(case)[0], rollout(case, rule=once)[0]
     prompts = [sum(d.prefilled for d in s.policy.devices) / case.prompt_length for s in (unmoved, moved)]
     assert prompts[0] == int(prompts[0]) and prompts[1] > prompts[0], "a migrated sibling is prefilled with its tokens"
 
@@ -203,7 +207,7 @@ def test_the_view_counts_requests_and_tokens():
         return []
 
     simulation = []
-    rollout(case, decide=decide, watch=simulation.append)
+    rollout(case, rule=decide, watch=simulation.append)
     assert observed and all(a == b and c == pytest.approx(d, abs=1e-6) for a, b, c, d in observed)
 
 
@@ -218,7 +222,7 @@ def test_moving_blocks_are_not_in_the_view():
         return shuffle(split, view, costs)
 
     shuffle = Shuffle(2)
-    rollout(case, decide=decide, watch=simulation.append)
+    rollout(case, rule=decide, watch=simulation.append)
     assert {0, 1} <= set(moving)
 
 
@@ -276,7 +280,7 @@ def drawn_by(simulation):
 def test_each_controller_starts_its_own_share():
     """24 groups at a rate of 0.8 are 30; each of four controllers rounds 7.5 up to 8, of its own prompts."""
     case = scenario(controllers=4, oversampling=1.0)
-    simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case, 0.8))
+    simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), STATIC, state_of(case, 0.8))
     order = drawn_by(simulation)
     simulation._fill()
     assert order == list(range(32))
@@ -292,7 +296,7 @@ def test_each_controller_starts_its_own_share():
 def test_when_one_controller_has_fewer_the_others_start_groups_only_if_more_are_wanted():
     """Four controllers with 8 each (see above); the second loses two, once while 8 are wanted, once while 9 are."""
     case = scenario(controllers=4, oversampling=1.0)
-    simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case, 0.8))
+    simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), STATIC, state_of(case, 0.8))
     order, fewer = drawn_by(simulation), simulation.controllers[1]
     simulation._fill()
     for dropped, expected in ((0, [33, 37]), (1, [32, 34, 35, 41, 45, 49])):  # rate: 6 * 0.8 / 7, 6 / that makes 9
@@ -314,7 +318,7 @@ def state_of(case, rate=1.0, first=()):
 def test_aborted_prompts_start_first():
     case = scenario(controllers=2, prompts=8, oversampling=1.0)
     before = state_of(case, first=((40, 4), (7,)))
-    simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, before)
+    simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), STATIC, before)
     order = drawn_by(simulation)
     simulation._fill()
     assert order == [4, 7, 40, 100, 101, 102, 103, 105], "4 per controller; with fewer aborted ones, more new ones"
@@ -326,7 +330,7 @@ def test_aborted_prompts_start_first():
 def test_aborted_prompts_that_are_not_drawn_stay_first():
     case = scenario(controllers=1, prompts=2, oversampling=1.0)
     simulation = Simulation(
-        StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case, first=((9, 5, 6, 8),))
+        StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), STATIC, state_of(case, first=((9, 5, 6, 8),))
     )
     simulation._fill()
     assert simulation.controllers[0].cursor() == PromptCursor(100, (6, 8, 5, 9)), (
@@ -339,7 +343,7 @@ def test_prompts_are_decided_on_once_or_carried_over():
     case = scenario(steps=4, controllers=4, oversampling=1.5)
     state, split, decided = first_state(case), split_by(case.grid, {POLICY: 2, JUDGE: 2}), []
     for step in range(1, 5):
-        simulation = Simulation(StepWork(case, step), split, static, state)
+        simulation = Simulation(StepWork(case, step), split, STATIC, state)
         order = drawn_by(simulation)
         state = simulation.run().state
         carried = {number for place in state.cursors for number in place.aborted}
@@ -365,7 +369,7 @@ def test_a_step_can_be_repeated_from_the_same_state():
     state = rollout(case)[1].state
     kept = (state.cursors, dict(state.lengths), state.rate, state.seconds)
     work, splits = StepWork(case, 2), [split_by(case.grid, {POLICY: n, JUDGE: 4 - n}) for n in (2, 1, 2)]
-    one, other, again = (Simulation(work, split, static, state).run() for split in splits)
+    one, other, again = (Simulation(work, split, STATIC, state).run() for split in splits)
     assert (state.cursors, dict(state.lengths), state.rate, state.seconds) == kept
     assert one == again and one.seconds != other.seconds and one.state != state
 
@@ -400,7 +404,7 @@ def test_blocks_that_arrive_at_the_same_time_share_the_work():
         counts.append(
             tuple(map(sum, zip(*(queue.router.counts for queue in simulation[0].fleets[JUDGE].queues), strict=True)))
         )
-        return colocated(split, view, costs)
+        return ColocatedRule()(split, view, costs)
 
     rollout(case, Split((POLICY,) * 4), decide, watch=simulation.append, state=first_state(case))
     assert max(counts, key=sum) == (8, 8, 8, 8)
@@ -410,7 +414,7 @@ def test_long_first_only_if_configured():
     case = scenario(controllers=2)
     assert not case.long_first
     for long_first in (False, True):
-        simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), static, state_of(case))
+        simulation = Simulation(StepWork(case, 1), Split((POLICY, POLICY, JUDGE, JUDGE)), STATIC, state_of(case))
         simulation.scenario = case.model_copy(update={"long_first": long_first})
         order = drawn_by(simulation)
         simulation._fill()
@@ -422,7 +426,7 @@ def test_long_first_only_if_configured():
 def test_a_replica_gets_twice_as_many_requests_as_it_decodes(controllers):
     """It decodes 12 and gets 24, six groups of four; the seventh waits. Two controllers send three groups each."""
     case = scenario(slots=4, controllers=controllers, prompts=7, oversampling=1.0)
-    simulation = Simulation(StepWork(case, 1), Split((POLICY, JUDGE)), static, state_of(case))
+    simulation = Simulation(StepWork(case, 1), Split((POLICY, JUDGE)), STATIC, state_of(case))
     simulation._open(0)
     simulation.policy.open(simulation.policy.by_block[0][:1])  # one of the two replicas of the block
     simulation._fill()
@@ -546,7 +550,7 @@ def test_names():
     with pytest.raises(UserError, match=r"--rule fastest: not a placement rule; expected one of dynamic"):
         simulate(scenario(), "fastest")
     assert simulate(scenario(), "dynamic").rule == "dynamic"
-    assert isinstance(runs.rule_of("dynamic", scenario()).decide, runs._Guarded)
+    assert isinstance(runs.rule_of("dynamic", scenario()), DynamicRule), "the rule of runs"
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -583,7 +587,7 @@ def test_command_prints_a_table_and_writes_what_the_report_reads(tiny, tmp_path,
     assert names == ["dynamic", "colocated", "best-static"]
     data = json.loads(file.read_text())
     assert data["rule"] == "dynamic" and set(data["compare"]) == {"dynamic", "colocated", "best-static"}
-    source = read_source(file)
+    source = read_recording(file)
     assert (source.name, source.rule, len(source.rows), len(source.steps)) == ("tiny", "dynamic", 8, 5)
     assert sorted(source.spans) == [1, 2, 3, 4, 5] and {s.role for s in source.segments} >= {POLICY, JUDGE, "trainer"}
     assert {"rollout_s", "update_s", "idle", "busy/policy", "split/judge", "moves", "length"} <= set(source.steps[0])

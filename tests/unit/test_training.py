@@ -276,7 +276,7 @@ def test_gradient_does_not_depend_on_the_split(aggregation, loss):
 def test_gradient_is_that_of_the_formula(aggregation, importance):
     """On policy: sum of -A w logp over the steps that count, each sample alone, divided as the paper says; w is how
     much likelier the trainer finds a token than the engine said it was, at most 2."""
-    trainer = trainer_of(config_of(algorithm={"loss_aggregation": aggregation, "importance": importance}))
+    trainer = trainer_of(config_of(algorithm={"loss_aggregation": aggregation, "importance": {"level": importance}}))
     samples = samples_of()
     found, stats = gradients_of(trainer, samples, batch_of(samples, 40))
     network, losses, ratios = network_of(trainer._config), [], []
@@ -510,7 +510,7 @@ def test_the_number_of_files_is_bounded(tmp_path):
 @pytest.mark.parametrize("per_step", [False, True])
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_the_kl_in_the_reward_is_charged_to_the_sample_or_to_each_step(estimator, per_step):
-    algorithm = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": estimator, "importance": "none"}
+    algorithm = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": estimator, "importance": {"level": "none"}}
     algorithm["adv_estimator"] = "reinforce_pp" if per_step else "grpo"
     trainer, samples = trainer_of(config_of(algorithm=algorithm)), samples_of()
     reference = network_of(trainer._config)

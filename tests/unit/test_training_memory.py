@@ -16,8 +16,8 @@ from gcore.cost.training_memory import (
     kept_per_token,
     training_memory,
 )
-from gcore.simulate.plan_inputs import Constraints, Workload
-from gcore.simulate.planner import memory_by_width
+from gcore.planner.inputs import Constraints, Workload
+from gcore.planner.plan import memory_by_width
 
 GIB = 2**30
 # a layer: 2 * 8 * 4 * (2 + 1) + 3 * 8 * 16 + 2 * 8 = 592 parameters; tables: 2 * 800; all: 2 * 592 + 1600 + 8 = 2792

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Algorithm
+from gcore.config.algorithm import Algorithm
 from gcore.models.networks import load_model
 from gcore.preparation.advantages import GROUP_ESTIMATORS, GroupScores
 from gcore.prompts.tokenizer import load_tokenizer

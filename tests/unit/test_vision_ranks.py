@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Config, Lora
+from gcore.config.base import Lora
+from gcore.config.tree import Config
 from gcore.cost.workload import CostModel
 from gcore.generation.embedded import EmbeddedEngine
 from gcore.models.networks import LORA_A, LORA_B, adapters_of

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from gcore.config.tree import Config, Data
+from gcore.config.data import Data
+from gcore.config.tree import Config
 from gcore.content.media import store
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
@@ -25,11 +26,11 @@ from gcore.media.images import _encode_grids
 from gcore.models.networks import load_model
 from gcore.models.towers import tower_parameters
 from gcore.observe.trace import Tracer
+from gcore.planner.inputs import Workload
 from gcore.preparation.samples import meta_of
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
-from gcore.simulate.plan_inputs import Workload
 from gcore.training import logprob_model
 from gcore.training.critic import new_critic
 from gcore.training.fsdp import FsdpBackend

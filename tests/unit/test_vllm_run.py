@@ -16,7 +16,7 @@ import pytest
 from gcore.content.tokens import Tokens
 from gcore.generation import vllm_run
 from gcore.generation.jobs import Job
-from gcore.generation.vllm_run import PLANNED_STEPS, DecodeRuns, Lengths
+from gcore.generation.vllm_run import PLANNED_STEPS, DecodeRuns, RunLengths
 from gcore.types import Request, SamplingParams
 
 STOP, BLOCK = 7, 16
@@ -323,4 +323,4 @@ def job_with(tokens: int, limit: int = 10_000) -> Job:
 )
 def test_lengths(have, left, positions, step_s, lengths):
     jobs = [job_with(count, count + left) for count in have]
-    assert Lengths.of(jobs, 8, positions, step_s) == lengths
+    assert RunLengths.of(jobs, 8, positions, step_s) == lengths

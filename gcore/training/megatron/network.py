@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from gcore.checkpoint.tensors import Shard, ShardFiles
-from gcore.config.tree import Training
+from gcore.config.training import Training
 from gcore.training.megatron import cpu, head, model
 from gcore.training.megatron.optimizer import DistributedAdamW
 from gcore.training.megatron.weights import fill, parameters_of

@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from torch import Tensor
 
 from gcore.checkpoint.tensors import Shard
-from gcore.config.tree import Training
+from gcore.config.training import Training
 from gcore.training.megatron.weights import Parameter
 from gcore.training.optimizer import MOMENTS, is_finite
 

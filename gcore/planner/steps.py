@@ -23,7 +23,7 @@ import numpy as np
 from gcore.cost import costs
 from gcore.cost.costs import Gpu
 from gcore.cost.training_memory import Offload, TrainingRank, training_memory
-from gcore.simulate.roles import Role
+from gcore.planner.roles import Role
 
 Mode = Literal["colocated", "static", "dynamic", "disaggregated"]
 MODES: tuple[Mode, ...] = get_args(Mode)

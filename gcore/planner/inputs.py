@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from gcore.cost.backends import Work
 from gcore.cost.costs import MEMORY_FRACTION
 from gcore.cost.shapes import Shape
 from gcore.cost.training_memory import Offload
-from gcore.simulate.estimate import MODES, POLICY, Mode
-from gcore.simulate.lengths import Lengths
+from gcore.planner.lengths import Lengths
+from gcore.planner.steps import MODES, POLICY, Mode
 from gcore.types import UserError
 
 WIDTHS = (1, 2, 4, 8)
@@ -132,6 +133,13 @@ class Constraints:
     def widths(self, name: str) -> tuple[int, ...]:
         fixed = self.policy_tp if name == POLICY else self.judge_tp
         return WIDTHS if fixed is None else (fixed,)
+
+
+def work_of(workload: Workload, constraints: Constraints) -> Work:
+    """The update of a step, for the comparison of backends."""
+    mean = (workload.prompt_length + workload.response_length) / 2
+    longest = max(constraints.max_tokens_per_gpu, workload.longest)
+    return Work(workload.trained_tokens, mean, longest, constraints.kl)
 
 
 def modes_of(names: Sequence[str] | None) -> tuple[Mode, ...]:

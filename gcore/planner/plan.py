@@ -20,11 +20,11 @@ from typing import Any
 from gcore.cost import costs
 from gcore.cost.costs import GB, Gpu, Shape
 from gcore.cost.training_memory import OFFLOADS, Choice, Engines, Offload, TrainingRank, choose, training_memory
-from gcore.simulate.estimate import POLICY, Case, Estimate, Mode, estimate
-from gcore.simulate.plan_inputs import WIDTHS, at_least_one
-from gcore.simulate.plan_inputs import Constraints as Constraints
-from gcore.simulate.plan_inputs import Workload as Workload
-from gcore.simulate.roles import Role
+from gcore.planner.inputs import WIDTHS, at_least_one
+from gcore.planner.inputs import Constraints as Constraints
+from gcore.planner.inputs import Workload as Workload
+from gcore.planner.roles import Role
+from gcore.planner.steps import POLICY, Case, Estimate, Mode, estimate
 
 MIN_SEQUENCES = 32  # at the mean context; with a smaller KV cache a replica is too slow
 WIDTHS_TRIED = 2  # per role: the smallest width that fits, and the next

@@ -15,8 +15,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from gcore.cost.costs import Shape
-from gcore.placement.replica_speed import ReplicaSpeed
-from gcore.simulate.lengths import Array, Lengths
+from gcore.cost.replica_speed import ReplicaSpeed
+from gcore.planner.lengths import Array, Lengths
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from gcore.cost.costs import ENGINE, GB, REACH, Gpu, Shape
 from gcore.cost.training_memory import COMFORTABLE, PART_TITLES, Choice
 from gcore.cost.training_memory import PARTS as PARTS_OF_RANK
 from gcore.observe.values import count, duration
-from gcore.simulate.estimate import Estimate
-from gcore.simulate.planner import PlanResult
+from gcore.planner.plan import PlanResult
+from gcore.planner.steps import Estimate
 
 STAGES = {
     "generation": ("generate", "cyan"),
