@@ -41,9 +41,9 @@ class Language:
     unscored: ClassVar[str] = ""
 
     @property
-    def media(self) -> frozenset[str]:
+    def media(self) -> tuple[str, ...]:
         family = media_family(self.config.model)
-        return frozenset(FAMILIES[family].kinds if family else ())
+        return FAMILIES[family].kinds if family else ()
 
     @property
     def _longest(self) -> int:

@@ -1,4 +1,4 @@
-"""Which keys fit a model that takes images, and a model that takes none. No torch."""
+"""Which keys fit a model that takes media, and a model that takes none. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gcore.types import UserError
 
 
 def check_media_keys(config: Config, family: str | None) -> None:
-    """Raises UserError for a key that does not fit. `family`: of a policy that takes images."""
+    """Raises UserError for a key that does not fit. `family`: of a policy that takes media."""
     _check_critic(config, family)
     if family is None:
         if config.training.vision_lr is not None:
@@ -18,15 +18,15 @@ def check_media_keys(config: Config, family: str | None) -> None:
                 f"training.vision_lr={config.training.vision_lr}: the model has no vision tower; expected it unset"
             )
         return
-    kinds = FAMILIES[family].kinds
+    kind, what = FAMILIES[family].kinds[0], _taken(family)
     training, placement, engine = config.training, config.placement.trainer, config.generation.traits
     refused = {
         "training.backend": (training.backend == "megatron", "Megatron-Core trains models of text"),
-        "training.context_parallel": (training.context_parallel > 1, "ranks cannot share a sample with images"),
+        "training.context_parallel": (training.context_parallel > 1, f"ranks cannot share a sample with {what}"),
         "placement.trainer.tensor_parallel": (placement.tensor_parallel > 1, "matrices of a tower are not split"),
         "generation.engine": (
-            not set(kinds) & set(engine.media),
-            f"only {engines_taking(kinds[0])} get {KINDS[kinds[0]].plural}",
+            kind not in engine.media,
+            f"{what} need {engines_taking(kind)}",
         ),
         "generation.engine (with model.build)": (
             engine.loads_folder and config.model.build is not None,
@@ -40,18 +40,25 @@ def check_media_keys(config: Config, family: str | None) -> None:
     }
     for key, (is_refused, why) in refused.items():
         if is_refused:
-            raise UserError(f"{key}={_value(config, key)}: {why}; the model takes images ({family}, docs/vision.md)")
+            raise UserError(f"{key}={_value(config, key)}: {why}; the model takes {what} ({family}, docs/vision.md)")
 
 
 def _check_critic(config: Config, family: str | None) -> None:
-    """Images are processed once, for the policy: the critic must take them in the same form."""
+    """Media are processed once, for the policy: the critic must take them in the same form."""
     model = config.critic.model
     if model is None or not config.algorithm.estimator.critic:
         return
     found = media_family(model, "critic.model")
     if found != family:
-        kinds = [f"takes images ({kind})" if kind else "takes no images" for kind in (found, family)]
+        kinds = [
+            f"takes {_taken(kind)} ({kind})" if kind else f"takes no {_taken(found or family)}"
+            for kind in (found, family)
+        ]
         raise UserError(f"critic.model.path={model.path}: {kinds[0]}; the policy {kinds[1]}, expected the same family")
+
+
+def _taken(family: str) -> str:
+    return KINDS[FAMILIES[family].kinds[0]].plural
 
 
 def _value(config: Config, key: str) -> object:

@@ -29,10 +29,11 @@ def media_family(model: Model, key: str = "model") -> str | None:
     kind = str(config.get("model_type"))
     if kind in FAMILIES:
         return kind
-    if "vision_config" in config:
+    sections = {row.tower: KINDS[row.kinds[0]].plural for row in FAMILIES.values()}
+    if taken := [what for section, what in sections.items() if section in config]:
         raise UserError(
-            f"{key}.path={model.path}: takes images and is of type {kind}; expected one of {', '.join(FAMILIES)}, or a "
-            "model of text"
+            f"{key}.path={model.path}: takes {taken[0]} and is of type {kind}; expected one of {', '.join(FAMILIES)}, "
+            "or a model of text"
         )
     return None
 
@@ -45,7 +46,7 @@ def load_processor(
     family = media_family(model, key)
     if family is None:
         return None
-    if importlib.util.find_spec("PIL") is None:
+    if "image" in FAMILIES[family].kinds and importlib.util.find_spec("PIL") is None:
         raise UserError(f"{key}: a model that takes images needs Pillow: pip install 'gcore-rl[vision]'")
     module = module_of(family)
     if model.build is not None:

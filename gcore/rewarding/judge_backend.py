@@ -88,9 +88,10 @@ class EngineBackend:
         key: str,
         processor: MediaProcessor | None = None,
     ):
-        if spec.images is True and processor is None:
+        takes_images = processor is not None and "image" in processor.kinds
+        if spec.images is True and not takes_images:
             raise UserError(f"{key}.images=true: its model takes no images; expected a vision-language model")
-        self._processor, self.sees = processor, processor is not None and spec.images is not False
+        self._processor, self.sees = processor, takes_images and spec.images is not False
         self.spec, self.tokenizer, self.stop_tokens, self.ask, self.key = spec, tokenizer, stop_tokens, ask, key
         self.counts: Counter[str] = Counter()
         self._decoder = TextDecoder(tokenizer)
