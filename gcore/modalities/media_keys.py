@@ -57,8 +57,8 @@ def _check_critic(config: Config, family: str | None) -> None:
         raise UserError(f"critic.model.path={model.path}: {kinds[0]}; the policy {kinds[1]}, expected the same family")
 
 
-def _taken(family: str) -> str:
-    return KINDS[FAMILIES[family].kinds[0]].plural
+def _taken(family: str | None) -> str:
+    return KINDS[FAMILIES[family].kinds[0]].plural if family else "media"
 
 
 def _value(config: Config, key: str) -> object:
