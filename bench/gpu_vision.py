@@ -233,7 +233,7 @@ def run_trl(args: argparse.Namespace) -> None:
     from PIL import Image
     from trl import GRPOConfig, GRPOTrainer
 
-    from gcore.content.vision import make_processor
+    from gcore.media.images import make_processor
 
     processor = make_processor("qwen2_5_vl", image_settings(args), {}, tokenizer_of())
     processor.chat_template = TEMPLATE

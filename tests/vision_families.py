@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from gcore.content.vision import make_processor
+from gcore.media.images import make_processor
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.types import Key, MicroBatch, Pixels, Sample
 

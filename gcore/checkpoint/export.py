@@ -19,7 +19,7 @@ from gcore.checkpoint import store
 from gcore.config import load_config
 from gcore.config.base import Model
 from gcore.config.tree import Config
-from gcore.content.vision import VisionProcessor
+from gcore.content.processor import MediaProcessor
 from gcore.modalities.table import kind_of
 from gcore.types import UserError
 
@@ -65,7 +65,7 @@ def _export(run: Path, checkpoint: Path, folder: Path) -> int:
 
 
 def export_language_model(
-    config: Config, checkpoint: Path, folder: Path, adapters: Path, tokenizer: Any, processor: VisionProcessor | None
+    config: Config, checkpoint: Path, folder: Path, adapters: Path, tokenizer: Any, processor: MediaProcessor | None
 ) -> int:
     """`processor`: of a model that takes media."""
     from gcore.hub import model_folder

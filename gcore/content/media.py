@@ -15,11 +15,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from gcore.types import Ints, Pixels
+from gcore.content.families import KINDS
+from gcore.types import Ints, Pixels, UserError
 
 MOST_INLINE = 64  # elements of an array in JSON
 NO_PLACES: Ints = np.zeros(0, np.int32)
@@ -48,32 +49,37 @@ class Video:
     frames: Pixels | ArrayRef  # frames x height x width x 3
     fps: float  # of these frames
 
+    @property
+    def array(self) -> Pixels | ArrayRef:
+        return self.frames
+
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image or a video of a sequence: its pixels, and what the model's processor made of them.
+    """An image, a video, ... of a sequence: its array, and what the model's processor made of it.
 
     Media("image", key="9f3c", pixels=ArrayRef(...), inputs={"pixel_values": ArrayRef(...)}, places=[2, 3, 4, 5],
     grid=(1, 2, 2))
     """
 
-    kind: Literal["image", "video"]
-    key: str  # equal for equal pixels that were processed in the same way
+    kind: str  # of KINDS
+    key: str  # equal for equal arrays that were processed in the same way
     pixels: Pixels | ArrayRef  # height x width x 3; of a video, frames x height x width x 3
-    inputs: Mapping[str, np.ndarray | ArrayRef] = field(default_factory=dict)  # of the network's vision tower
+    inputs: Mapping[str, np.ndarray | ArrayRef] = field(default_factory=dict)  # of the network's tower
     places: Ints = field(default_factory=lambda: NO_PLACES)  # in the sequence, of its features, in order
     grid: tuple[int, int, int] = (1, 1, 1)  # of the features: time, height, width
     seconds: float = 0.0  # of a video, between two times of the grid
+    work: tuple[tuple[str, int], ...] = ()  # of the tower, as in SampleWork.media
 
-    @property
-    def tower_sizes(self) -> tuple[tuple[str, int], ...]:
-        """Pixels that the vision tower encodes, after resizing and tiling, if it is known: of the image, or of each
-        time of a video's grid, which the tower encodes like an image."""
-        if (given := self.inputs.get("pixel_values")) is None:
-            return (("image", int(np.prod(self.pixels.shape[:-1]))),)
-        in_patches = len(given.shape) == 2  # of Qwen-VL, where a patch holds an image twice, or two frames
-        pixels, times = int(np.prod(given.shape)) // (6 if in_patches else 3), self.grid[0]
-        return (("image", pixels // times),) * times
+    def check(self) -> None:
+        """Raises UserError if the array is not of this kind."""
+        row, array, axes = KINDS[self.kind], self.pixels, KINDS[self.kind].shape.split(" x ")
+        is_colored = axes[-1] != "3" or array.shape[-1:] == (3,)
+        if str(array.dtype) != row.dtype or len(array.shape) != len(axes) or not is_colored or not all(array.shape):
+            raise UserError(
+                f"an engine request has {'an' if self.kind[0] in 'ai' else 'a'} {self.kind} of {array.dtype} and shape "
+                f"{array.shape}; expected {row.dtype}, {row.shape} (Tokens.media)"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +88,7 @@ class Media:
         return self.places.nbytes + sum(a.nbytes for a in arrays if not isinstance(a, ArrayRef))
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """The inputs of the vision tower, read."""
+        """The inputs of the tower, read."""
         return {name: resolve(value) for name, value in self.inputs.items()}
 
     def moved(self, offset: int) -> Media:
@@ -99,6 +105,7 @@ class Media:
             "places": self.places.tolist(),
             "grid": list(self.grid),
             "seconds": self.seconds,
+            "work": [list(each) for each in self.work],
         }
 
     @staticmethod
@@ -111,6 +118,7 @@ class Media:
             np.array(data["places"], np.int32),
             tuple(data["grid"]),
             data.get("seconds", 0.0),
+            tuple((kind, size) for kind, size in data.get("work", ())),
         )
 
 
@@ -128,7 +136,7 @@ def _ref_of(data: list[Any]) -> Any:
 def raw_image(pixels: Pixels | ArrayRef) -> Media:
     """An image that was not processed, for engines that do so themselves."""
     key = pixels.path if isinstance(pixels, ArrayRef) else hash_of(pixels)
-    return Media("image", key, pixels)
+    return Media("image", key, pixels, work=(("image", pixels.shape[0] * pixels.shape[1]),))
 
 
 def hash_of(array: np.ndarray) -> str:
@@ -149,8 +157,14 @@ def store(array: np.ndarray, folder: Path) -> ArrayRef:
     return ArrayRef(str(path), array.shape, str(array.dtype))
 
 
-def resolve(image: np.ndarray | ArrayRef) -> np.ndarray:
-    return image.read() if isinstance(image, ArrayRef) else image
+def resolve(array: np.ndarray | ArrayRef) -> np.ndarray:
+    return array.read() if isinstance(array, ArrayRef) else array
+
+
+def array_of(given: Any) -> np.ndarray | ArrayRef:
+    """Of a medium before it is processed: an array, or an object that has one, such as a Video."""
+    found: np.ndarray | ArrayRef = given if isinstance(given, np.ndarray | ArrayRef) else given.array
+    return found
 
 
 def png_url(pixels: np.ndarray) -> str:

@@ -17,8 +17,8 @@ from gcore.content.answers import answer_steps, scored_conversation
 from gcore.content.base import Content, Modality
 from gcore.content.decoding import TextDecoder
 from gcore.content.media import resolve
+from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.content.vision import VisionProcessor
 from gcore.types import Bools, Message, Pixels, Prompt, SamplingParams, UserError
 
 MARK = "\u00a7"  # position marker in the rendered template; any text without special tokens would do
@@ -38,10 +38,10 @@ class TextModality:
         tokenizer: Any,
         stop_tokens: tuple[int, ...],
         max_prompt_length: int = 2**31,
-        vision: VisionProcessor | None = None,
+        processor: MediaProcessor | None = None,
         keep_experts: bool = False,
     ) -> None:
-        self._tokenizer, self._max_tokens, self._vision = tokenizer, generation.max_response_length, vision
+        self._tokenizer, self._max_tokens, self._processor = tokenizer, generation.max_response_length, processor
         self._max_prompt_tokens = max_prompt_length
         self._decoder = TextDecoder(tokenizer)
         self._params = SamplingParams(
@@ -100,9 +100,9 @@ class TextModality:
         may have images of tools: parts {"type": "image", "image": pixels}, as arrays or references to arrays."""
         text = feedback if isinstance(feedback, str) else self._end_of_turn() + self._rendered_turns(feedback)
         images = [] if isinstance(feedback, str) else _images(feedback)
-        if images and self._vision is None:
+        if images and self._processor is None:
             raise UserError("ctx.proceed: an image for a model that takes none (keys: workflow, model)")
-        seen = self._vision.content(text, images) if images and self._vision is not None else None
+        seen = self._processor.content(text, images) if images and self._processor is not None else None
         tokens, media = (self._encode(text), ()) if seen is None else (seen.tokens_P, seen.media)
         generated = tokens_of(content).tokens_S
         if not isinstance(feedback, str) and len(tokens) and tokens[0] == generated[-1]:

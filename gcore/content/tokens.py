@@ -98,7 +98,7 @@ class Tokens:
 
     @property
     def work(self) -> SampleWork:
-        return SampleWork(self.size, media=tuple(size for medium in self.media for size in medium.tower_sizes))
+        return SampleWork(self.size, media=tuple(each for medium in self.media for each in medium.work))
 
     @property
     def nbytes(self) -> int:

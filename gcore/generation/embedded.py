@@ -27,17 +27,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from gcore.content.families import FAMILIES
 from gcore.content.tokens import compact_experts, tokens_of
 from gcore.generation.cache import RowCache
 from gcore.generation.decoding import FusedDecoder, SamplingRows, sample
 from gcore.generation.engine_shell import Ended, Job, Step, SteppedEngine
+from gcore.generation.media_prefill import MediaPrefill
 from gcore.generation.request_check import check_request
 from gcore.generation.sleep import GIB, SleepState
 from gcore.generation.spec import EngineSpec
-from gcore.generation.vision import VisionPrefill
-from gcore.models.decoders import as_argument, routers_of, traits_of
+from gcore.models.decoders import as_argument, feature_tokens, routers_of, traits_of
 from gcore.models.networks import Adapters, adapters_of, load_model
-from gcore.models.towers import takes_images
+from gcore.models.towers import takes_media
 from gcore.threads import use_threads
 from gcore.types import Floats, Request
 from gcore.weights.receiver import WeightReceiver, receiver_in_process
@@ -84,7 +85,7 @@ class EmbeddedBackend:
         self._cache = RowCache(self._num_layers)
         self.jobs: list[Job] = []  # jobs[i] has row i of the cache
         self._lengths = np.zeros(_round_up(max_concurrent, ROW_BLOCK), np.int64)  # tokens already in the cache, by row
-        self._offsets = np.zeros_like(self._lengths)  # position - number of a new token: not 0 after images, by row
+        self._offsets = np.zeros_like(self._lengths)  # position - number of a new token: not 0 after media, by row
         self._last = np.zeros_like(self._lengths)  # the token to feed next, by row
         self._rows = SamplingRows(len(self._lengths))
         self._fused = FusedDecoder(model, max_length) if fused and FusedDecoder.supports(model) else None
@@ -92,10 +93,10 @@ class EmbeddedBackend:
         self._routers = routers_of(model)
         embedding: Any = model.get_input_embeddings()
         self._vocabulary = len(embedding.weight)
-        self._vision: VisionPrefill | None = None
-        if takes_images(model):
-            self._vision = VisionPrefill(model, self._traits)
-            self._vocabulary = max(self._vocabulary, model.config.image_token_id + 1)  # prompts may have it
+        self._media: MediaPrefill | None = None
+        if takes_media(model):
+            self._media = MediaPrefill(model, self._traits)
+            self._vocabulary = max(self._vocabulary - 1, *feature_tokens(model.config)) + 1  # prompts may have it
         self._receiver = receiver_in_process(self._parameters, adapters)
 
     def open(self) -> tuple[WeightReceiver, SleepState]:
@@ -113,8 +114,8 @@ class EmbeddedBackend:
             self._parameters[name].copy_(tensor)
 
     def finish_load(self) -> Collection[Job]:
-        if self._vision is not None:
-            self._vision.forget()
+        if self._media is not None:
+            self._media.forget()
         return ()
 
     def free(self, level: int) -> float:
@@ -130,8 +131,8 @@ class EmbeddedBackend:
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        images = self._vision is not None
-        check_request(request, self._max_length, self._vocabulary, accepts_images=images, scores=True)
+        row = FAMILIES.get(self._model.config.model_type)
+        check_request(request, self._max_length, self._vocabulary, row.kinds if row else (), scores=True)
 
     def room(self, waiting: int) -> int:
         return min(self._max_rows - len(self.jobs), waiting)
@@ -148,7 +149,7 @@ class EmbeddedBackend:
             tokens_T = job.content.tokens_T
             self._lengths[i], self._last[i] = len(tokens_T) - 1, tokens_T[-1]
             self._rows.put(i, job.request)
-            self._offsets[i] = self._vision.offset(job.content) if self._vision and job.content.media else 0
+            self._offsets[i] = self._media.offset(job.content) if self._media and job.content.media else 0
             if len(tokens_T) > 1:
                 prompts.setdefault(job.content.prefix_key(), []).append(i)
         self.jobs.extend(jobs)
@@ -174,11 +175,11 @@ class EmbeddedBackend:
                 length = self._lengths[rows[0]]
                 tokens[i, :length] = self.jobs[rows[0]].content.tokens_T[:-1]
             inputs, feature_positions, blocks = dict[str, Any](), None, None
-            if self._vision is not None:
+            if self._media is not None:
                 contents = [self.jobs[rows[0]].content for rows in part]
-                of_images = self._vision.inputs(torch.from_numpy(tokens).to(self._device), contents)
-                inputs, feature_positions, blocks = of_images
-            chunk = PREFILL_CHUNK if width > PREFILL_TOKENS and self._vision is None else width
+                of_media = self._media.inputs(torch.from_numpy(tokens).to(self._device), contents)
+                inputs, feature_positions, blocks = of_media
+            chunk = PREFILL_CHUNK if width > PREFILL_TOKENS and self._media is None else width
             for first in range(0, width, chunk):
                 last = min(first + chunk, width)
                 position = torch.arange(first, last, device=self._device)
@@ -223,7 +224,7 @@ class EmbeddedBackend:
     ) -> torch.Tensor:
         """`inputs`: of the decoder, instead of tokens."""
         state = {"past_key_values": self._cache, "use_cache": True, "attention_mask": as_argument(masks)}
-        if self._vision is not None:  # the joint modules of transformers would search for images
+        if self._media is not None:  # the joint modules of transformers would search for media
             inputs = inputs or {"input_ids": tokens.to(self._device)}
             decoder, head = self._model.get_decoder(), self._model.get_output_embeddings()
             hidden = decoder(**inputs, position_ids=positions, **state).last_hidden_state
@@ -243,7 +244,7 @@ class EmbeddedBackend:
         seen = torch.arange(read_length, device=self._device) <= at_B111
         masks = self._traits.masks(seen, at_B111, self._model.dtype)
         self._cache.begin_step(positions_B, read_length)
-        if self._vision is not None:
+        if self._media is not None:
             self._offsets[n:padded] = 0
             positions_B = positions_B + torch.from_numpy(self._offsets[:padded].copy()).to(self._device)
         experts = None

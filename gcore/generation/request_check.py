@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from gcore.content.families import KINDS
 from gcore.content.tokens import tokens_of
 from gcore.types import Request, UserError
 
@@ -21,10 +24,10 @@ def check_score(request: Request, max_length: int, engine: str) -> None:
 
 
 def check_request(
-    request: Request, max_length: int, vocabulary: int, accepts_images: bool = False, scores: bool = False
+    request: Request, max_length: int, vocabulary: int, accepts: Collection[str] = (), scores: bool = False
 ) -> None:
     """Raise UserError for a request that cannot be served, before vLLM or SGLang gets it. `scores`: the engine serves
-    requests that generate nothing and return the logprobs of their own steps."""
+    requests that generate nothing and return the logprobs of their own steps; `accepts`: kinds of media."""
     params, content = request.params, tokens_of(request.content)
     tokens_T, total = content.tokens_T, content.size + params.max_tokens
     if len(tokens_T) == 0:
@@ -43,20 +46,17 @@ def check_request(
             f"prompt of {len(tokens_T)} tokens + max_tokens {params.max_tokens} = {total} exceeds the engine's "
             f"{max_length} (keys: data.max_prompt_length, generation.max_response_length)"
         )
-    if content.media and not accepts_images:
+    kinds = [medium.kind for medium in content.media]
+    if refused := [kind for kind in kinds if kind not in accepts]:
+        what, served = KINDS[refused[0]].plural, " and ".join(("text", *(KINDS[kind].plural for kind in accepts)))
         raise UserError(
-            f"an engine request has {len(content.media)} images, expected none: this engine serves text only "
-            "(key: model.path or model.build of a model that takes images)"
+            f"an engine request has {len(refused)} {what}, expected none: this engine serves {served} only "
+            f"(key: model.path or model.build of a model that takes {what})"
         )
-    if content.media and params.max_tokens == 0:
+    if kinds and params.max_tokens == 0:
         raise UserError(
-            f"an engine request for the logprobs of given tokens has {len(content.media)} images, expected none: "
-            "teachers read only text (key: rewards.judges, mode=teacher)"
+            f"an engine request for the logprobs of given tokens has {len(kinds)} {KINDS[kinds[0]].plural}, expected "
+            "none: teachers read only text (key: rewards.judges, mode=teacher)"
         )
     for medium in content.media:
-        shape, dims = medium.pixels.shape, 3 if medium.kind == "image" else 4
-        if str(medium.pixels.dtype) != "uint8" or len(shape) != dims or shape[-1] != 3 or not all(shape):
-            raise UserError(
-                f"an engine request has an image of {medium.pixels.dtype} and shape {shape}; "
-                "expected uint8, height x width x 3 (Tokens.media)"
-            )
+        medium.check()

@@ -34,11 +34,11 @@ from gcore.generation.vllm_core import (
     is_cpu,
     keep_logprobs_untruncated,
     load_in_place,
+    media_weights,
     open_core,
     reload_packed,
     shut_core,
     skip_block_accounting,
-    vision_weights,
     with_images,
 )
 from gcore.generation.vllm_run import DecodeRuns, NewTokens, generated
@@ -99,7 +99,7 @@ class VllmBackend:
         self._never = dict.fromkeys(forbidden_tokens(config.hf_config) if self._accepts_images else (), NEVER)
         self._frees = options.sleep and not is_cpu()
         shapes, device = shapes_of(self._folder, config.hf_text_config), "cpu" if whole else "cuda"
-        seen, stored = vision_weights(self._folder) if shapes and self._accepts_images else ({}, {})
+        seen, stored = media_weights(self._folder) if shapes and self._accepts_images else ({}, {})
         shapes = seen or shapes
         base = base_of(self._folder, shapes, options.adapters, device, config.dtype, whole, stored or None)
         memory = SleepState(drops_weights=self._frees, adapters=options.adapters is not None)
@@ -114,7 +114,8 @@ class VllmBackend:
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        check_request(request, self.options.max_length, self._vocabulary, self._accepts_images, scores=True)
+        accepts = ("image", "video") if self._accepts_images else ()  # videos have a message of their own
+        check_request(request, self.options.max_length, self._vocabulary, accepts, scores=True)
         if request.params.max_tokens == 0:
             check_score(request, self.options.max_length, "vLLM")
         media = tokens_of(request.content).media

@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
+from gcore.content.families import FAMILIES
 from gcore.content.media import resolve
 from gcore.content.tokens import tokens_of
 from gcore.generation.sleep import GIB
 from gcore.generation.spec import LibraryOptions
 from gcore.generation.vllm_run import PLANNED_STEPS
-from gcore.models.decoders import VISION
 from gcore.models.networks import auto_class
 from gcore.types import Request, UserError
 from gcore.weights.files import WeightFiles
@@ -206,14 +206,14 @@ def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def vision_weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+def media_weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Of the network in a folder, if it takes images; else empty: shapes of its parameters, tied ones once, and the
     names of its tensors in the files. Trainers send weights by the names of the network. Those of the files often
     differ: transformers renames them."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    if config.model_type not in VISION:
+    if config.model_type not in FAMILIES:
         return {}, {}
     with torch.device("meta"):
         network = auto_class(config).from_config(config)

@@ -89,8 +89,8 @@ def _judge_source(config: Config, index: int, pool: EnginePool | None) -> Source
         return (await pool.generate([Request(question, params, noise(key))], priority, replica_key))[0]
 
     tokenizer = load_tokenizer(spec.model, f"{place}.model", chat=True)
-    vision = load_processor(spec.model, tokenizer, config.run.folder / "media", f"{place}.model")
-    backend = EngineBackend(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place, vision)
+    processor = load_processor(spec.model, tokenizer, config.run.folder / "media", f"{place}.model")
+    backend = EngineBackend(spec, tokenizer, stop_tokens(spec.model, tokenizer), ask, place, processor)
     return JudgeSource(spec, backend, place)
 
 

@@ -29,6 +29,7 @@ from gcore.config.data import Dataset
 from gcore.config.judges import RemoteJudge
 from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config
+from gcore.content.families import KINDS
 from gcore.launch.auto_placement import choose_mode
 from gcore.launch.build import Roles, load_filter, load_workflow, quiet
 from gcore.launch.build_rewarder import build_rewarder
@@ -265,7 +266,9 @@ def _on_cuda(config: Config) -> list[str]:
     return [key for key, device in devices.items() if device == "cuda"]
 
 
-def _open(config: Config, split: DatasetSplit, spec: Dataset, media: frozenset[str], eval_set: str = "") -> OpenDataset:
+def _open(
+    config: Config, split: DatasetSplit, spec: Dataset, media: tuple[str, ...], eval_set: str = ""
+) -> OpenDataset:
     """Open the dataset; each row of the sample has a prompt."""
     key = f"data.{split}.{eval_set}" if eval_set else f"data.{split}"
     rows = load_answered(spec, config.needs, key) if config.trains_on_answers(split) else load_rows(spec, key, media)
@@ -371,9 +374,11 @@ def _render(config: Config, data: OpenDataset, kind: PolicyKind) -> DatasetCheck
             first = prompt
     check_bad_rows(bad, len(data.rows), config.data.media.max_bad_rows, data.key)
     if kind.media and not num_media and not config.data.media.optional:
+        name, row = kind.media[0], KINDS[kind.media[0]]
         raise UserError(
-            f"{data.key}: no image in {len(data.sample)} rows, and the model takes images; expected a column image or "
-            "images, or image parts of messages (a text-only dataset needs data.media.optional=true)"
+            f"{data.key}: no {name} in {len(data.sample)} rows, and the model takes {row.plural}; expected a column "
+            f"{' or '.join(row.columns)}, or {name} parts of messages (a text-only dataset needs "
+            "data.media.optional=true)"
         )
     if first is None and len(data.sample) == len(data.rows):
         raise UserError(

@@ -36,7 +36,7 @@ class PolicyKind(Protocol):
         ...
 
     @property
-    def media(self) -> frozenset[str]:
+    def media(self) -> tuple[str, ...]:
         """The kinds of media that prompts may have. Light."""
         ...
 

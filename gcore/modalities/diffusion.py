@@ -33,7 +33,7 @@ class Diffusion:
 
     config: Config
     unscored: ClassVar[str] = "not called: their input is a picture, which only a run makes"
-    media: ClassVar[frozenset[str]] = frozenset()
+    media: ClassVar[tuple[str, ...]] = ()
     tokenizer: ClassVar[Any] = None
     engines_sleep: ClassVar[bool] = True
 

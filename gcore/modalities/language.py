@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from gcore.config.megatron import check_family, check_shape, check_tensor_parallel
 from gcore.config.tree import Config
 from gcore.content.base import Modality
+from gcore.content.families import FAMILIES
 from gcore.content.text import ConversationModality, TextModality
 from gcore.cost.shapes import model_shape
 from gcore.cost.workload import CostModel
 from gcore.modalities.media_keys import check_media_keys
 from gcore.modalities.router_replay import model_type, replay_warning, replays_experts
-from gcore.prompts.processor import load_processor, media_of, vision_family
+from gcore.prompts.processor import load_processor, media_family
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer, stop_tokens
 from gcore.types import UserError
@@ -24,7 +25,7 @@ from gcore.types import UserError
 if TYPE_CHECKING:
     import torch
 
-    from gcore.content.vision import VisionProcessor
+    from gcore.content.processor import MediaProcessor
     from gcore.launch.gpu_memory import MemoryPlan
     from gcore.launch.plan import Plan
     from gcore.protocols import Engine, TrainerInfo
@@ -40,8 +41,9 @@ class Language:
     unscored: ClassVar[str] = ""
 
     @property
-    def media(self) -> frozenset[str]:
-        return media_of(self.config.model)
+    def media(self) -> tuple[str, ...]:
+        family = media_family(self.config.model)
+        return FAMILIES[family].kinds if family else ()
 
     @property
     def _longest(self) -> int:
@@ -52,7 +54,7 @@ class Language:
         if trains and training.backend == "megatron":
             check_family(model_type(config))
             check_shape(plan.topology, model_shape(config.model, "model"))
-        check_media_keys(config, vision_family(config.model))
+        check_media_keys(config, media_family(config.model))
         if trains and training.backend == "fsdp" and plan.tensor_parallel > 1:
             try:
                 shape = model_shape(config.model, "model")
@@ -86,7 +88,7 @@ class Language:
         return load_tokenizer(self.config.model, chat=self.config.objective == "reward_model")
 
     @cached_property
-    def processor(self) -> VisionProcessor | None:
+    def processor(self) -> MediaProcessor | None:
         """Of a model that takes media."""
         engine = self.config.generation.engine
         return load_processor(self.config.model, self.tokenizer, self.media_folder, engine=engine)
@@ -103,7 +105,7 @@ class Language:
             tokenizer=self.tokenizer,
             stop_tokens=stop_tokens(config.model, self.tokenizer),
             max_prompt_length=config.data.max_prompt_length,
-            vision=self.processor,
+            processor=self.processor,
         )
         in_evaluations = generation.model_copy(update=config.evaluation.sampling)
         return make(generation, keep_experts=replays_experts(config)), make(in_evaluations)
@@ -137,8 +139,8 @@ class Language:
         from gcore.training.critic import new_critic
         from gcore.training.fsdp import FsdpBackend
         from gcore.training.logprob_model import LogprobModel
+        from gcore.training.media_model import MediaLogprobModel
         from gcore.training.score_model import ScoreModel
-        from gcore.training.vision_model import VisionLogprobModel
         from gcore.weights.pretrained import open_weights
 
         config, tokenizer = self.config, self.tokenizer
@@ -155,7 +157,7 @@ class Language:
             read = partial(open_weights, model=model, seed=seed, tokenizer=tokenizer)
             return MegatronBackend(config, make, device, dtype, plan.topology, read, context, critic)
         fill = partial(loading.fill, model=model, seed=seed, device=device, tokenizer=tokenizer)
-        wrap = VisionLogprobModel if self.media else LogprobModel
+        wrap = MediaLogprobModel if self.media else LogprobModel
         shards = (plan.shard, plan.tensor_parallel)
         return FsdpBackend(config, make, device, dtype, *shards, fill, context, wrap, critic)
 

@@ -1,15 +1,16 @@
-"""Which keys fit a model that takes images, and a model that takes none. No torch."""
+"""Which keys fit a model that takes media, and a model that takes none. No torch."""
 
 from __future__ import annotations
 
-from gcore.config.engines import engines_with
+from gcore.config.engines import engines_taking
 from gcore.config.tree import Config
-from gcore.prompts.processor import vision_family
+from gcore.content.families import FAMILIES, KINDS
+from gcore.prompts.processor import media_family
 from gcore.types import UserError
 
 
 def check_media_keys(config: Config, family: str | None) -> None:
-    """Raises UserError for a key that does not fit. `family`: of a policy that takes images."""
+    """Raises UserError for a key that does not fit. `family`: of a policy that takes media."""
     _check_critic(config, family)
     if family is None:
         if config.training.vision_lr is not None:
@@ -17,12 +18,16 @@ def check_media_keys(config: Config, family: str | None) -> None:
                 f"training.vision_lr={config.training.vision_lr}: the model has no vision tower; expected it unset"
             )
         return
+    kind, what = FAMILIES[family].kinds[0], _taken(family)
     training, placement, engine = config.training, config.placement.trainer, config.generation.traits
     refused = {
         "training.backend": (training.backend == "megatron", "Megatron-Core trains models of text"),
-        "training.context_parallel": (training.context_parallel > 1, "ranks cannot share a sample with images"),
+        "training.context_parallel": (training.context_parallel > 1, f"ranks cannot share a sample with {what}"),
         "placement.trainer.tensor_parallel": (placement.tensor_parallel > 1, "matrices of a tower are not split"),
-        "generation.engine": (not engine.images, f"only {engines_with('images')} get images"),
+        "generation.engine": (
+            kind not in engine.media,
+            f"{what} need {engines_taking(kind)}",
+        ),
         "generation.engine (with model.build)": (
             engine.loads_folder and config.model.build is not None,
             f"{engine.library} needs the folder of a model with its processor",
@@ -35,18 +40,25 @@ def check_media_keys(config: Config, family: str | None) -> None:
     }
     for key, (is_refused, why) in refused.items():
         if is_refused:
-            raise UserError(f"{key}={_value(config, key)}: {why}; the model takes images ({family}, docs/vision.md)")
+            raise UserError(f"{key}={_value(config, key)}: {why}; the model takes {what} ({family}, docs/vision.md)")
 
 
 def _check_critic(config: Config, family: str | None) -> None:
-    """Images are processed once, for the policy: the critic must take them in the same form."""
+    """Media are processed once, for the policy: the critic must take them in the same form."""
     model = config.critic.model
     if model is None or not config.algorithm.estimator.critic:
         return
-    found = vision_family(model, "critic.model")
+    found = media_family(model, "critic.model")
     if found != family:
-        kinds = [f"takes images ({kind})" if kind else "takes no images" for kind in (found, family)]
+        kinds = [
+            f"takes {_taken(kind)} ({kind})" if kind else f"takes no {_taken(found or family)}"
+            for kind in (found, family)
+        ]
         raise UserError(f"critic.model.path={model.path}: {kinds[0]}; the policy {kinds[1]}, expected the same family")
+
+
+def _taken(family: str | None) -> str:
+    return KINDS[FAMILIES[family].kinds[0]].plural if family else "media"
 
 
 def _value(config: Config, key: str) -> object:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gcore.config.base import BuildModel, BuildVision
+from gcore.config.base import BuildModel
+from gcore.content.families import built_family, module_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Qwen3VLConfig
+    from transformers import PreTrainedModel
 
 
 def build_network(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) -> PreTrainedModel:
@@ -20,7 +21,6 @@ def build_network(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) ->
         Qwen2Config,
         Qwen3Config,
         Qwen3MoeConfig,
-        Qwen3VLForConditionalGeneration,
     )
 
     families = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
@@ -28,18 +28,18 @@ def build_network(build: BuildModel, tokenizer: Any, seed: int, scorer: bool) ->
     if build.architecture == "qwen3_moe":
         experts = {"num_experts": build.experts, "num_experts_per_tok": build.active_experts, "norm_topk_prob": True}
         experts |= {"moe_intermediate_size": build.intermediate_size, "decoder_sparse_step": 1}
-    make: Any
-    if build.vision is not None and not scorer:
-        config, make = _vision_config(build, build.vision, tokenizer), Qwen3VLForConditionalGeneration
-    else:
-        sizes = _decoder_sizes(build, tokenizer)
-        config = families[build.architecture](**sizes, attn_implementation="sdpa", **experts)
-        make = (AutoModelForSequenceClassification if scorer else AutoModelForCausalLM).from_config
-    if scorer:
-        config.num_labels = 1
+    sizes: dict[str, Any] = _decoder_sizes(build, tokenizer)
+    family = None if scorer else built_family(build)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network: PreTrainedModel = make(config)
+        network: PreTrainedModel
+        if family is not None:
+            network = module_of(family).build_network(build, tokenizer, sizes)
+            return network
+        config: Any = families[build.architecture](**sizes, attn_implementation="sdpa", **experts)
+        if scorer:
+            config.num_labels = 1
+        network = (AutoModelForSequenceClassification if scorer else AutoModelForCausalLM).from_config(config)
         return network
 
 
@@ -58,41 +58,3 @@ def _decoder_sizes(build: BuildModel, tokenizer: Any) -> dict[str, Any]:
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-
-
-def _vision_config(build: BuildModel, vision: BuildVision, tokenizer: Any) -> Qwen3VLConfig:
-    """Of a small Qwen3-VL. Its vision tower also feeds the first decoder layer directly, as in the large ones."""
-    from transformers import Qwen3VLConfig
-
-    token, pairs = tokenizer.convert_tokens_to_ids, build.hidden_size // build.heads // 2
-    across = pairs // 3
-    text = _decoder_sizes(build, tokenizer)
-    text["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": 10_000.0,
-        "mrope_section": [pairs - 2 * across, across, across],
-        "mrope_interleaved": True,
-    }
-    tower = {
-        "depth": vision.layers,
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
-        "num_heads": vision.heads,
-        "patch_size": vision.patch_size,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": build.hidden_size,
-        "num_position_embeddings": (vision.image_size // vision.patch_size) ** 2,
-        "deepstack_visual_indexes": [0],
-    }
-    attention: dict[str, Any] = {"attn_implementation": "sdpa"}
-    return Qwen3VLConfig(
-        text_config=text,
-        vision_config=tower,
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
-        tie_word_embeddings=True,
-        **attention,
-    )

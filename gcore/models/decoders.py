@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcore.content.families import FAMILIES
 from gcore.types import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -29,17 +30,6 @@ EAGER = {"gpt_oss"}  # attention sinks: sdpa in transformers leaves them out
 # Mixtures of experts whose choice of experts can be replayed: where the weights of the chosen experts are normalized.
 AMONG_ALL, AMONG_CHOSEN = {"qwen2_moe", "qwen3_moe", "mixtral"}, {"granitemoe", "gpt_oss"}
 LONG_SEQUENCE_LIMITS = ("keep_window_size", "index_topk")  # of attention
-# take images: model_type -> names of the tokens in prompts that stand for features. No response may contain them.
-VISION = {
-    "qwen2_5_vl": ("image_token_id", "video_token_id"),
-    "qwen3_vl": ("image_token_id", "video_token_id"),
-    "gemma3": ("image_token_id",),
-    "internvl": ("image_token_id",),
-    "idefics3": ("image_token_id",),
-    "smolvlm": ("image_token_id",),
-    "llava_onevision": ("image_token_id", "video_token_id"),
-}
-TOWER = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")  # modules of the vision part
 MASKED_LOGIT = -1e9  # its probability and gradient are 0; with -infinity, 0 * infinity would give NaN
 SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
@@ -54,13 +44,13 @@ class Traits:
     scale: float  # of the logits
     cap: float | None  # then, logits become cap * tanh(logits / cap)
     forbidden: tuple[int, ...] = ()  # tokens that are never sampled: their logits are masked
-    image_blocks: bool = False  # the features of an image attend to each other, also to later ones
+    media_blocks: bool = False  # the features of a medium attend to each other, also to later ones
 
     def masks(
         self, seen: Tensor, query_at: Tensor, dtype: torch.dtype, blocks: Tensor | None = None
     ) -> dict[str, Tensor]:
         """One mask per kind of layer. `seen` [..., Q, K] is that of full attention. Keys are at 0, 1, ... K - 1 and
-        queries at `query_at`, of shape [..., Q, 1]. `blocks` [..., Q, K]: pairs of features of one image."""
+        queries at `query_at`, of shape [..., Q, 1]. `blocks` [..., Q, K]: pairs of features of one medium."""
         masks = {FULL: seen} if FULL in self.kinds else {}
         if SLIDING in self.kinds:
             assert self.window is not None
@@ -102,17 +92,22 @@ def implementation(config: Any) -> str:
 
 
 def forbidden_tokens(config: Any) -> tuple[int, ...]:
-    """The tokens that stand for features in prompts. A response with one would be read as an image that is not there.
+    """The tokens that stand for features in prompts. A response with one would be read as a medium that is not there.
     Some models have more tokens than logits."""
-    ids: list[int | None] = [getattr(config, name, None) for name in VISION.get(config.model_type, ())]
-    return tuple(sorted({i for i in ids if i is not None and i < config.get_text_config().vocab_size}))
+    return tuple(i for i in feature_tokens(config) if i < config.get_text_config().vocab_size)
+
+
+def feature_tokens(config: Any) -> tuple[int, ...]:
+    row = FAMILIES.get(config.model_type)
+    ids: list[int | None] = [getattr(config, name, None) for name in row.tokens] if row else []
+    return tuple(sorted({i for i in ids if i is not None}))
 
 
 def traits_of(config: Any) -> Traits:
     """Raises UserError for models that the engine and the trainer would compute differently from transformers."""
-    if config.model_type in VISION:
+    if (row := FAMILIES.get(config.model_type)) is not None:
         traits = _text_traits(config.get_text_config())
-        return replace(traits, forbidden=forbidden_tokens(config), image_blocks=config.model_type == "gemma3")
+        return replace(traits, forbidden=forbidden_tokens(config), media_blocks=row.blocks)
     return _text_traits(config)
 
 
@@ -252,7 +247,7 @@ def check_network(network: Any) -> None:
     traits = traits_of(network.config)
     if getattr(network, "_is_stateful", False):
         raise _unsupported(network.config, "keeps a recurrent state")
-    if network.config.model_type in VERIFIED | set(VISION):
+    if network.config.model_type in VERIFIED | set(FAMILIES):
         return
     device, lengths = network.device, (5, 7)
     parts = [torch.arange(3, 3 + n, device=device) * 7919 % network.config.vocab_size for n in lengths]

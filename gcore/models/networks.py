@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import importlib
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +22,10 @@ import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from gcore.config.base import Lora, Model, PolicyModel
+from gcore.content.families import FAMILIES, TOWERS, built_family
 from gcore.hub import model_folder
 from gcore.models.built import build_network
-from gcore.models.decoders import TOWER, VERIFIED, VISION, check_length, check_network, implementation, traits_of
+from gcore.models.decoders import VERIFIED, check_length, check_network, implementation, traits_of
 from gcore.types import Ints, UserError
 
 if TYPE_CHECKING:
@@ -84,8 +86,8 @@ def _layer_lists(network: Any, parts: Sequence[str]) -> tuple[str, ...]:
         return tuple(network.layer_lists)
     decoder = network.get_decoder()
     text = next(f"{name}.layers" for name, module in network.named_modules() if module is decoder)
-    has_tower = network.config.model_type in VISION
-    tower = [f"model.{name}" for name, _ in network.model.named_children() if name in TOWER] if has_tower else []
+    has_tower = network.config.model_type in FAMILIES
+    tower = [f"model.{name}" for name, _ in network.model.named_children() if name in TOWERS] if has_tower else []
     if "vision" in parts and not tower:
         raise UserError("model.lora.parts: the model has no vision tower; expected [text]")
     return (*([text] if "text" in parts else ()), *(tower if "vision" in parts else ()))
@@ -119,9 +121,8 @@ def check_policy(model: PolicyModel, tokenizer: Any, max_length: int) -> None:
 
 def auto_class(config: Any) -> Any:
     """The class of transformers that makes a policy of this configuration."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
+    row = FAMILIES.get(config.model_type)
+    return getattr(importlib.import_module("transformers"), row.auto_class if row else "AutoModelForCausalLM")
 
 
 def pick_device(name: str, index: int = 0) -> torch.device:
@@ -171,34 +172,34 @@ def load_whole(model: Model, tokenizer: Any, seed: int, *, max_length: int | Non
 def make_empty(model: Model, tokenizer: Any, max_length: int | None = None, scorer: bool = False) -> PreTrainedModel:
     """The network of `load_model` without its weights: parameters are on the meta device, in float32. Buffers, such as
     rotary frequencies, have their values; they are on the CPU. Raises UserError as `load_model` does. `scorer`: with
-    one label instead of the vocabulary; a network that takes images keeps its vision tower."""
+    one label instead of the vocabulary; a network that takes media keeps its tower."""
     from transformers import AutoModelForSequenceClassification
 
     if model.build is not None:
         with torch.device("meta"):
-            network = build_network(model.build, tokenizer, 0, scorer=scorer and model.build.vision is None)
+            network = build_network(model.build, tokenizer, 0, scorer=scorer and built_family(model.build) is None)
     else:
         config = _config(model, max_length)
-        text_scorer = scorer and config.model_type not in VISION
+        text_scorer = scorer and config.model_type not in FAMILIES
         kind: Any = AutoModelForSequenceClassification if text_scorer else auto_class(config)
         if text_scorer:
             config.num_labels = 1
         with torch.device("meta"):
             network = kind.from_config(config, **_options(model, config))
-    if scorer and network.config.model_type in VISION:
+    if scorer and network.config.model_type in FAMILIES:
         _exchange_head(network)
     _without_dropout(network)
     _make_buffers(network)
     if scorer:
         return network
-    known = network.config.model_type in VERIFIED | set(VISION)
+    known = network.config.model_type in VERIFIED | set(FAMILIES)
     check_network(network.eval() if known else _small_network(model, network.config))
     return network
 
 
 def _exchange_head(network: Any) -> None:
     """One label instead of the vocabulary, as `score.weight`. Transformers has sequence classification for few of the
-    families that take images."""
+    families that take media."""
     del network.lm_head
     with torch.device("meta"):
         network.score = torch.nn.Linear(network.config.get_text_config().hidden_size, 1, bias=False)

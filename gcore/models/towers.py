@@ -1,6 +1,6 @@
-"""The vision part of a vision-language network, as engines and trainers compute it: both call the functions here.
+"""The tower of a network that takes media, as engines and trainers compute it: both call the functions here.
 
-    media of several sequences ──unique──> encode: one pass of the vision tower ──> features of each medium
+    media of several sequences ──unique──> encode: one pass of the tower ──────────> features of each medium
     tokens, features ──embed──> inputs of the decoder         positions: of every token, per sequence
 
 The modules of transformers that join both parts are not called: they find images by their tokens, in a whole batch, and
@@ -17,24 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gcore.content.families import FAMILIES, TOWERS, module_of
 from gcore.content.media import Media
-from gcore.models.decoders import TOWER, VISION
 
-GRID = ("qwen2_5_vl", "qwen3_vl")  # positions with three axes (M-RoPE)
 Features = tuple[Tensor, ...]  # of a medium: [places, width], for the embedding, then for layers of the decoder
 
 
-def takes_images(network: Any) -> bool:
-    return network.config.model_type in VISION
+def takes_media(network: Any) -> bool:
+    return network.config.model_type in FAMILIES
 
 
 def tower_of(network: Any) -> dict[str, Any]:
-    """The modules of the vision part, by name: the tower, and what projects its features to the decoder."""
-    return {f"model.{name}": module for name, module in network.model.named_children() if name in TOWER}
+    """By name: the tower, and what projects its features to the decoder."""
+    return {f"model.{name}": module for name, module in network.model.named_children() if name in TOWERS}
 
 
 def tower_parameters(network: Any) -> dict[str, Any]:
-    """The parameters of the vision part, by their names in the network."""
+    """By their names in the network."""
     found = {
         f"{name}.{p}": value for name, module in tower_of(network).items() for p, value in module.named_parameters()
     }
@@ -54,7 +53,7 @@ def positions_of(config: Any, length: int, media: Sequence[Media]) -> np.ndarray
     times of a video share a start, and the first axis is the time; the text after it does not wait for that axis, as in
     transformers.
     """
-    if config.model_type not in GRID:
+    if config.model_type not in FAMILIES or not FAMILIES[config.model_type].grid:
         return np.arange(length)[None]
     found = np.zeros((3, length), np.int64)
     at, end = 0, 0  # position and token
@@ -76,7 +75,7 @@ def positions_of(config: Any, length: int, media: Sequence[Media]) -> np.ndarray
 def _blocks(config: Any, medium: Media) -> list[tuple[np.ndarray, np.ndarray]]:
     """The places of features that share a start, and the position of each time of the grid among them."""
     times = medium.grid[0]
-    if config.model_type == "qwen2_5_vl" and medium.kind == "video":
+    if FAMILIES[config.model_type].timed and medium.kind == "video":
         step = np.float32(config.vision_config.tokens_per_second) * np.float32(medium.seconds)
         return [(medium.places, (np.arange(times, dtype=np.float32) * step).astype(np.int64))]
     return [(places, np.zeros(1, np.int64)) for places in np.split(medium.places, times)]
@@ -97,59 +96,12 @@ def unique(media: Sequence[Media]) -> dict[str, Media]:
 
 def encode(network: Any, media: Sequence[Media]) -> list[Features]:
     """The features of each medium."""
-    family, model = network.config.model_type, network.model
-    tensors = [{name: torch.from_numpy(np.array(a)) for name, a in medium.tensors().items()} for medium in media]
-    inputs = [{name: t.to(network.device) for name, t in own.items()} for own in tensors]
-    if family in GRID:
-        return _encode_grids(model, inputs)
-    if family in ("gemma3", "internvl"):  # tiles of one size
-        sizes = [len(own["pixel_values"]) for own in inputs]
-        found = model.get_image_features(torch.cat([own["pixel_values"] for own in inputs]), **_options(network))
-        return [(part.flatten(0, 1),) for part in found.pooler_output.split(sizes)]
-    return [(_encode_alone(network, own),) for own in inputs]
+    return module_of(network.config.model_type).encode(network, media)
 
 
-def _encode_grids(model: Any, inputs: Sequence[dict[str, Tensor]]) -> list[Features]:
-    pixels = torch.cat([own["pixel_values"] for own in inputs])
-    found = model.get_image_features(pixels, torch.cat([own["image_grid_thw"] for own in inputs]))
-    sizes = [len(part) for part in found.pooler_output]
-    layers = getattr(found, "deepstack_features", None) or ()  # transformers 5.17 does not divide them among the media
-    parts = [layer.split(sizes) if isinstance(layer, Tensor) else layer for layer in layers]
-    return list(zip(found.pooler_output, *parts, strict=True))
-
-
-def _encode_alone(network: Any, own: dict[str, Tensor]) -> Tensor:
-    if network.config.model_type == "llava_onevision":
-        options = {name: own[name] for name in ("image_sizes", "batch_num_images")}
-        found = network.model.get_image_features(own["pixel_values"], **options, **_options(network))
-        part = found.pooler_output[0]
-        return part if isinstance(part, Tensor) else torch.cat(list(part))
-    mask = own.get("pixel_attention_mask")
-    found = network.model.get_image_features(own["pixel_values"], pixel_attention_mask=mask)
-    return found.pooler_output.flatten(0, 1)
-
-
-def _options(network: Any) -> dict[str, Any]:
-    names = ("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio")
-    return {name: getattr(network.config, name) for name in names if hasattr(network.config, name)}
-
-
-def dummy_media(network: Any) -> Media:
-    """The smallest image that the vision tower takes, for a rank that has none."""
-    vision, family = network.config.vision_config, network.config.model_type
-    if family in GRID:
-        merge = vision.spatial_merge_size
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        inputs = {
-            "pixel_values": np.ones((merge**2, width), np.float32),
-            "image_grid_thw": np.array([[1, merge, merge]]),
-        }
-    else:
-        edges = vision.image_size if isinstance(vision.image_size, list | tuple) else (vision.image_size,) * 2
-        pixels = np.ones((1, 3, *edges), np.float32)
-        inputs = {"pixel_values": pixels if family in ("gemma3", "internvl") else pixels[None]}
-        inputs |= {"image_sizes": np.array([edges]), "batch_num_images": np.array([2])}
-    return Media("image", "", np.zeros((1, 1, 3), np.uint8), inputs)
+def smallest_medium(network: Any) -> Media:
+    """For a rank that has no media, and whose tower learns."""
+    return module_of(network.config.model_type).smallest(network)
 
 
 def embed(network: Any, tokens_RW: Tensor, places: Sequence[Tensor], features: Sequence[Features]) -> dict[str, Any]:

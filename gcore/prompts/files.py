@@ -198,7 +198,7 @@ def reject_media(features: dict[str, Any], key: str) -> None:
         if kinds := sorted(_media_types(feature)):
             raise UserError(
                 f"{key}: column {name!r} holds {kinds[0]} features; expected text only, because the model takes "
-                "no images (use a vision-language model, or remove the column)"
+                "no media (use a model that does, or remove the column)"
             )
 
 

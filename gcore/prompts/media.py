@@ -16,18 +16,18 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from gcore.config.data import MediaData
+from gcore.content.families import KINDS
 from gcore.content.media import Video
 from gcore.http_body import download
 from gcore.types import Message, Pixels, UserError
 
-Kind = Literal["image", "video"]
-COLUMNS: dict[str, Kind] = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-MARKS = re.compile(r"(<image>|<video>)")  # in the text of verl's prompts
+COLUMNS = {column: kind for kind, row in KINDS.items() for column in row.columns}
+MARKS = re.compile(f"({'|'.join(f'<{kind}>' for kind in KINDS)})")  # in the text of verl's prompts
 URL_BYTES, URL_SECONDS = 64 << 20, 20
 
 
@@ -39,7 +39,7 @@ class BadMedia(UserError):
 class Value:
     """An image or a video as it is in the dataset."""
 
-    kind: Kind
+    kind: str
     value: Any
     fps: float | None = None  # of the frames of a video, if the dataset tells
 
@@ -118,17 +118,18 @@ def _parts(content: Any, waiting: Sequence[Value]) -> list[Any]:
     return list(content or ())
 
 
-def _kind(part: Any) -> Kind | None:
+def _kind(part: Any) -> str | None:
     kind = str(part.get("type")) if isinstance(part, Mapping) else ""
     if "audio" in kind:
         raise BadMedia(f"a message part of type {kind!r}; expected text, image or video")
-    return "image" if "image" in kind else "video" if "video" in kind else None
+    return next((known for known in KINDS if known in kind), None)
 
 
 def _own_content(part: Mapping[str, Any]) -> Any:
     """Of {"type": "image", "image": ...} or {"type": "image_url", "image_url": {"url": ...}}."""
     kind = str(part["type"])
-    for name in (kind, "image", "video", "image_url", "video_url", "url", "path", "base64"):
+    urls = [f"{known}_url" for known in KINDS]
+    for name in (kind, *KINDS, *urls, "url", "path", "base64"):
         value = part.get(name)
         if value is not None:
             inner = value.get("url") if isinstance(value, Mapping) and "url" in value else value
@@ -155,7 +156,7 @@ class MediaReader:
         self._limits = limits
         self._root = Path(limits.folder).resolve() if limits.folder else root.resolve() if root else None
 
-    def read(self, values: Sequence[Value]) -> list[tuple[Kind, Pixels | Video]]:
+    def read(self, values: Sequence[Value]) -> list[tuple[str, Pixels | Video]]:
         if len(values) > self._limits.max_images:
             raise BadMedia(f"{len(values)} images; expected at most {self._limits.max_images} (data.media.max_images)")
         return [(v.kind, self.image(v.value) if v.kind == "image" else self.video(v.value, v.fps)) for v in values]

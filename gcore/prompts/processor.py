@@ -1,22 +1,24 @@
-"""Which models take images, and the processor of one."""
+"""Which models take media, and the processor of one."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from gcore import hub
 from gcore.config.base import Model
-from gcore.config.engines import ENGINES, engines_with
-from gcore.content.vision import FAMILIES, VisionProcessor, built_processor, saved_processor
+from gcore.config.engines import ENGINES, engines_taking
+from gcore.content.families import FAMILIES, KINDS, built_family, module_of
+from gcore.content.processor import MediaProcessor
 from gcore.types import UserError
 
 
-def vision_family(model: Model, key: str = "model") -> str | None:
-    """The family of a model that takes images (its model_type); None for a model of text. Reads only config.json."""
+def media_family(model: Model, key: str = "model") -> str | None:
+    """The family of a model that takes media (its model_type); None for a model of text. Reads only config.json."""
     if model.build is not None:
-        return "qwen3_vl" if model.build.vision else None
+        return built_family(model.build)
     if model.path is None:  # a diffusion model
         return None
     file = hub.model_folder(model) / "config.json"
@@ -27,35 +29,35 @@ def vision_family(model: Model, key: str = "model") -> str | None:
     kind = str(config.get("model_type"))
     if kind in FAMILIES:
         return kind
-    if "vision_config" in config:
+    sections = {row.tower: KINDS[row.kinds[0]].plural for row in FAMILIES.values()}
+    if taken := [what for section, what in sections.items() if section in config]:
         raise UserError(
-            f"{key}.path={model.path}: takes images and is of type {kind}; expected one of {', '.join(FAMILIES)}, or a "
-            "model of text"
+            f"{key}.path={model.path}: takes {taken[0]} and is of type {kind}; expected one of {', '.join(FAMILIES)}, "
+            "or a model of text"
         )
     return None
 
 
-def media_of(model: Model) -> frozenset[str]:
-    """The kinds of media that prompts of the model may have."""
-    return frozenset({"image", "video"} if vision_family(model) else ())
-
-
 def load_processor(
     model: Model, tokenizer: Any, folder: Path | None, key: str = "model", engine: str = "embedded"
-) -> VisionProcessor | None:
-    """The processor of a model that takes images, else None. `folder`: where it stores pixels and tensors. `engine`: of
-    the model; videos that it cannot take are refused."""
-    family = vision_family(model, key)
+) -> MediaProcessor | None:
+    """The processor of a model that takes media, else None. `folder`: where it stores arrays and tensors. `engine`: of
+    the model; media that it cannot take are refused."""
+    family = media_family(model, key)
     if family is None:
         return None
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        raise UserError(f"{key}: a model that takes images needs Pillow: pip install 'gcore-rl[vision]'") from None
+    if "image" in FAMILIES[family].kinds and importlib.util.find_spec("PIL") is None:
+        raise UserError(f"{key}: a model that takes images needs Pillow: pip install 'gcore-rl[vision]'")
+    module = module_of(family)
     if model.build is not None:
-        assert model.build.vision is not None
-        return built_processor(model.build.vision, tokenizer, folder)
-    found = saved_processor(family, hub.model_folder(model), tokenizer, folder)
-    if not ENGINES[engine].videos:
-        found.no_videos = f"generation.engine={engine} gets only images here; use {engines_with('videos')} for videos"
-    return found
+        kinds = module.built_processors(model.build, tokenizer)
+    else:
+        kinds = module.processors(family, hub.model_folder(model), tokenizer)
+    taken = ENGINES[engine].media
+    refused = {
+        kind: f"generation.engine={engine} gets only {' and '.join(KINDS[k].plural for k in taken)} here; use "
+        f"{engines_taking(kind)} for {KINDS[kind].plural}"
+        for kind in kinds
+        if kind not in taken
+    }
+    return MediaProcessor(family, tokenizer, kinds, folder, refused)

@@ -10,6 +10,7 @@ from gcore import user_files
 from gcore.config.base import non_finite
 from gcore.config.data import Dataset, Stored
 from gcore.config.objects import is_object, object_of
+from gcore.content.families import KINDS
 from gcore.hub import is_id
 from gcore.prompts.files import READERS, DatasetRows, Row, computed_rows, read_file, short
 from gcore.prompts.media import COLUMNS, has_media, media_parts
@@ -143,13 +144,13 @@ def _lookup(row: Mapping[str, Any], name: str) -> Any:
 
 
 def check_media(row: Mapping[str, Any], key: str) -> None:
-    """Raises UserError if a row has images and the model takes only text: it must not silently train on the text."""
+    """Raises UserError if a row has media and the model takes only text: it must not silently train on the text."""
     for name in COLUMNS:
         value = row.get(name)
         if value is not None and not (isinstance(value, Sequence | Mapping) and not value):
             raise UserError(
-                f"{key}: column {name!r} holds {short(value)}; expected text only, because the model takes no images "
-                "(use a vision-language model, or remove or rename the column)"
+                f"{key}: column {name!r} holds {short(value)}; expected text only, because the model takes no "
+                f"{KINDS[COLUMNS[name]].plural} (use a model that does, or remove or rename the column)"
             )
     for name in PROMPTS:
         messages = row.get(name)
@@ -157,7 +158,7 @@ def check_media(row: Mapping[str, Any], key: str) -> None:
             if isinstance(message, Mapping) and (kinds := media_parts(message.get("content"))):
                 raise UserError(
                     f"{key}: column {name!r} has a message part of type {kinds[0]!r}; expected text only, because the "
-                    "model takes no images (use a vision-language model)"
+                    "model takes no media (use a model that does)"
                 )
 
 

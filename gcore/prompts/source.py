@@ -20,8 +20,9 @@ import numpy.typing as npt
 from gcore.config.data import Data, Dataset
 from gcore.config.tree import Config
 from gcore.content.answers import answer_steps, scored_conversation
+from gcore.content.families import KINDS
+from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens
-from gcore.content.vision import VisionProcessor
 from gcore.prompts.answers import ANSWERS, load_answered
 from gcore.prompts.media import COLUMNS, BadMedia, MediaReader, messages_with_media
 from gcore.prompts.rows import (
@@ -42,8 +43,8 @@ MAX_CHECKED = 200  # rows per dataset
 
 
 class Templater:
-    """Row -> messages -> text -> tokens, for one of the datasets of `data`. `eval_set`: its name, of several. `vision`:
-    of a model that takes images. `scored`: answers are whole conversations, for a reward model."""
+    """Row -> messages -> text -> tokens, for one of the datasets of `data`. `eval_set`: its name, of several.
+    `processor`: of a model that takes media. `scored`: answers are whole conversations, for a reward model."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Templater:
         data: Data,
         split: Literal["train", "eval"] = "train",
         eval_set: str = "",
-        vision: VisionProcessor | None = None,
+        processor: MediaProcessor | None = None,
         scored: bool = False,
     ):
         spec = data.train if split == "train" else data.eval_sets.get(eval_set)
@@ -64,10 +65,10 @@ class Templater:
         self._alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
         self._chat = bool(tokenizer.chat_template)
         self._scored = scored
-        self._vision, self._reader = vision, MediaReader(data.media, media_folder(spec))
-        self.media = vision.kinds if vision is not None else frozenset[str]()  # of prompts
-        if vision is not None and not self._chat:
-            raise no_template("a model that takes images")
+        self._processor, self._reader = processor, MediaReader(data.media, media_folder(spec))
+        self.media = processor.kinds if processor is not None else frozenset[str]()  # of prompts
+        if processor is not None and not self._chat:
+            raise no_template("a model that takes media")
         if data.system_prompt is not None and not self._chat:
             raise no_template("data.system_prompt")
 
@@ -94,16 +95,16 @@ class Templater:
         return messages, text, self._tokens(text, [m.get("content") for m in messages])
 
     def content(self, row: Row) -> tuple[tuple[Message, ...], str, Tokens]:
-        """Messages, text and content of the model's input. With images: messages have them as parts without content.
-        Raises BadMedia if an image cannot be used."""
-        if self._vision is None:
+        """Messages, text and content of the model's input. With media: messages have them as parts without content.
+        Raises BadMedia if one cannot be used."""
+        if self._processor is None:
             messages, text, tokens = self.render(row)
             return messages, text, Tokens(tokens)
         messages, values = messages_with_media(row, self.messages(row))
         self._check_alphabet([part for m in messages for part in _texts(m.get("content"))])
         text = self._text(messages)
         try:
-            return messages, text, self._vision.content(text, self._reader.read(values))
+            return messages, text, self._processor.content(text, self._reader.read(values))
         except BadMedia:
             raise
         except UserError as error:
@@ -168,7 +169,9 @@ class Templater:
         columns["prompt"] = prompt_of(row, self.spec, self.key)
         if content.media:  # references instead of bytes
             columns = {name: value for name, value in columns.items() if name not in COLUMNS}
-            columns |= {"prompt": list(messages), "images": [medium.pixels for medium in content.media]}
+            columns["prompt"] = list(messages)
+            for medium in content.media:
+                columns.setdefault(KINDS[medium.kind].rewards, []).append(medium.pixels)
         answer = answer_of(row, self.spec)
         if answer is not None:
             columns["answer"] = answer

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from gcore import hub, user_files
 from gcore.config.base import Model
-from gcore.content.vision import BUILT_TOKENS
+from gcore.content.families import FAMILIES, built_family
 from gcore.types import UserError
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -16,12 +17,10 @@ CHAR_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# of a model with a vision tower: message parts become text or placeholders, as in Qwen-VL
-VISION_TEMPLATE = (
+# of a model that takes media: message parts become text or placeholders
+MEDIA_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] in ('image', 'video') %}"
-    "<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% else %}{% for part in message['content'] %}{{ MARKS.get(part['type'], part['text']) }}{% endfor %}{% endif %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 # tokens usable for padding, in order of preference: made for padding, or in no text
@@ -36,9 +35,11 @@ def load_tokenizer(model: Model, key: str = "model", *, chat: bool = False) -> A
     """
     if model.build is not None:
         tokenizer, source_key = build_char_tokenizer(model.build.alphabet), f"{key}.build"
-        if model.build.vision is not None:
-            tokenizer.add_special_tokens({"additional_special_tokens": list(BUILT_TOKENS)})
-            tokenizer.chat_template = VISION_TEMPLATE
+        if (family := built_family(model.build)) is not None:
+            marks = dict(FAMILIES[family].marks)
+            tokens = dict.fromkeys(re.findall(r"<\|.*?\|>", "".join(marks.values())))
+            tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
+            tokenizer.chat_template = MEDIA_TEMPLATE.replace("MARKS", repr(marks))
     else:
         folder, source_key = hub.tokenizer_folder(model, key)
         tokenizer = _from_folder(folder, source_key, model.trust_remote_code)

@@ -21,8 +21,8 @@ from jinja2 import TemplateError
 from gcore.config.judges import RemoteJudge, ServedJudge
 from gcore.content.decoding import TextDecoder
 from gcore.content.media import ArrayRef, png_url, resolve
+from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.content.vision import VisionProcessor
 from gcore.rewarding.client import REACH_S, USUAL_DELAYS, JsonClient, RetryDelays
 from gcore.rewarding.source import BadAnswer, short
 from gcore.types import Completion, Message, Pixels, RewardError, SamplingParams, UserError
@@ -86,11 +86,12 @@ class EngineBackend:
         stop_tokens: tuple[int, ...],
         ask: Ask,
         key: str,
-        vision: VisionProcessor | None = None,
+        processor: MediaProcessor | None = None,
     ):
-        if spec.images is True and vision is None:
+        takes_images = processor is not None and "image" in processor.kinds
+        if spec.images is True and not takes_images:
             raise UserError(f"{key}.images=true: its model takes no images; expected a vision-language model")
-        self._vision, self.sees = vision, vision is not None and spec.images is not False
+        self._processor, self.sees = processor, takes_images and spec.images is not False
         self.spec, self.tokenizer, self.stop_tokens, self.ask, self.key = spec, tokenizer, stop_tokens, ask, key
         self.counts: Counter[str] = Counter()
         self._decoder = TextDecoder(tokenizer)
@@ -121,9 +122,9 @@ class EngineBackend:
 
     def question(self, messages: Sequence[Message], where: str) -> Tokens:
         """Tokens of the rendered chat template, without more special tokens: the template contains them."""
-        if self._vision is not None:
+        if self._processor is not None:
             try:
-                content = self._vision.content(self._render(messages), _media(messages))
+                content = self._processor.content(self._render(messages), _media(messages))
             except UserError as error:
                 raise RewardError(f"{where}: {error}") from error
         else:

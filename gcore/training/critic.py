@@ -21,11 +21,11 @@ from gcore.config.base import Model
 from gcore.config.tree import Config
 from gcore.hub import model_folder
 from gcore.models.networks import load_scorer, load_whole, make_empty
-from gcore.models.towers import takes_images
+from gcore.models.towers import takes_media
 from gcore.training.logprob_model import LogprobModel
+from gcore.training.media_model import MediaLogprobModel
 from gcore.training.shards import local_of, materialise, part_of, reshard
 from gcore.training.step_model import ON_CPU, Compute
-from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import UserError
 from gcore.weights.files import WeightFiles
 from gcore.weights.pretrained import Read, stored_tensors
@@ -43,13 +43,13 @@ class ValueModel(LogprobModel):
         return (hidden_SD.float() @ self.network.score.weight[0].float(),)
 
 
-class VisionValueModel(ValueModel, VisionLogprobModel):
+class MediaValueModel(ValueModel, MediaLogprobModel):
     """The same for a network that takes images: packed, placed and encoded as for the policy."""
 
 
 def value_model(network: Any, compute: Compute = ON_CPU) -> ValueModel:
     """A step_model.Wrap."""
-    return (VisionValueModel if takes_images(network) else ValueModel)(network, compute)
+    return (MediaValueModel if takes_media(network) else ValueModel)(network, compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _open(network: Any, model: Model, seed: int, tokenizer: Any) -> tuple[Read, 
         if all(name in files or name == HEAD for name in needed):
             return files.read, set(files)
         log.warning("critic.model.path=%s: names differ; the whole model is read into host memory", model.path)
-        if takes_images(network):
+        if takes_media(network):
             whole = load_whole(model, tokenizer, seed)
         else:
             whole = load_scorer(model, seed, torch.float32, torch.device("cpu"), tokenizer=tokenizer, new_head=True)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gcore.config.tree import Config
-from gcore.models.towers import takes_images, tower_parameters
+from gcore.models.towers import takes_media, tower_parameters
 from gcore.protocols import Metric, TrainerInfo
 from gcore.training import loading, lora, state, tensor_parallel
 from gcore.training.backend import NetworkName, Snapshot, TrainedName
@@ -144,7 +144,7 @@ class FsdpBackend:
 
     def _tower(self, network: Any) -> list[Tensor]:
         """The parameters that have a learning rate of their own (training.vision_lr)."""
-        if self._config.training.vision_lr is None or not takes_images(network):
+        if self._config.training.vision_lr is None or not takes_media(network):
             return []
         return list(tower_parameters(network).values())
 

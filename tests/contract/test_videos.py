@@ -22,10 +22,10 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 from gcore.config.base import Model
 from gcore.config.data import Data, Dataset
 from gcore.content.media import Media, Video
-from gcore.content.video import VideoProcessor, edges_of_video
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
+from gcore.media.videos import VideoProcessor, edges_of_video
 from gcore.models.decoders import forbid, forbidden_tokens
 from gcore.models.networks import load_model, make_empty
 from gcore.models.towers import positions_of
@@ -34,7 +34,7 @@ from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.critic import fill_from_folder, value_model
-from gcore.training.vision_model import VisionLogprobModel
+from gcore.training.media_model import MediaLogprobModel
 from gcore.types import Completion, Pixels, Request, Sample, SamplingParams, UserError
 from tests.vision_families import HALF, VIDEOS, computed, made_once, off, picture, save
 
@@ -80,7 +80,7 @@ class World:
         self.tokenizer = load_tokenizer(self.model)
         self.vision = load_processor(self.model, self.tokenizer, folder / "media")
         self.network = load_model(self.model, self.tokenizer, 0, torch.float32, CPU, max_length=384)
-        self.templater = Templater(self.tokenizer, Data(train=Dataset(path="x")), vision=self.vision)
+        self.templater = Templater(self.tokenizer, Data(train=Dataset(path="x")), processor=self.vision)
         rows = [{"prompt": [{"role": "user", "content": parts}]} for parts in PROMPTS]
         self.contents = [self.templater.prompt(row, i, i).content for i, row in enumerate(rows)]
         params = SamplingParams(6, stop_tokens=(self.tokenizer.eos_token_id,))
@@ -270,7 +270,7 @@ def test_engine_and_trainer_are_the_joint_forward_pass(family: str, worlds: Call
         critic.network.score.weight.normal_(generator=torch.Generator().manual_seed(1))
     values = {key: world.reference(world.samples[key], critic.network.score.weight[0]) for key in keys}
     for rows in ([keys[:3], keys[3:6], keys[6:]], [[key] for key in keys], [keys]):
-        model = VisionLogprobModel(world.network)
+        model = MediaLogprobModel(world.network)
         for model_, wanted in ((model, expected), (critic, values)):
             found = computed(model_, world.samples, rows)
             assert max(off(found[key], wanted[key]) for key in keys) < CLOSE

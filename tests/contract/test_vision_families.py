@@ -21,14 +21,14 @@ from gcore.config.data import Data, Dataset
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
 from gcore.generation.noise import noise_key
-from gcore.generation.vllm_core import vision_weights
+from gcore.generation.vllm_core import media_weights
 from gcore.models.decoders import forbid, forbidden_tokens
 from gcore.models.networks import Adapters, adapters_in, load_model, make_empty
 from gcore.prompts.processor import load_processor
 from gcore.prompts.source import Templater
 from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training.critic import ValueModel, fill_from_folder, value_model
-from gcore.training.vision_model import VisionLogprobModel
+from gcore.training.media_model import MediaLogprobModel
 from gcore.types import Completion, Prompt, Request, Sample, SamplingParams
 from gcore.weights.receiver import base_of
 from tests.vision_families import CONFIGS, computed, made_once, off, picture, processor, save
@@ -47,7 +47,7 @@ class World:
         self.tokenizer = load_tokenizer(self.model)
         self.vision = load_processor(self.model, self.tokenizer, folder / "media")
         self.network = load_model(self.model, self.tokenizer, 0, torch.float32, CPU, max_length=256)
-        templater = Templater(self.tokenizer, Data(train=Dataset(path="x")), vision=self.vision)
+        templater = Templater(self.tokenizer, Data(train=Dataset(path="x")), processor=self.vision)
         self.images = [[picture(10 * i + j, *size) for j, size in enumerate(sizes)] for i, sizes in enumerate(RAGGED)]
         rows = [{"prompt": f"{i}+7", "images": images} for i, images in enumerate(self.images)]
         self.prompts: list[Prompt] = [templater.prompt(row, i, i) for i, row in enumerate(rows)]
@@ -132,7 +132,7 @@ def test_an_engine_that_reads_the_folder_expects_the_names_that_trainers_send(fa
     """The files of most families have other names."""
     network = worlds(family).network
     expected = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
-    assert vision_weights(Path(str(worlds(family).model.path)))[0] == expected
+    assert media_weights(Path(str(worlds(family).model.path)))[0] == expected
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -140,7 +140,7 @@ def test_adapters_are_added_to_the_weights_of_the_network(family, worlds):
     """In an engine that reads the folder: it gets factors, by the names of the network, and merges them."""
     folder, parameters = Path(str(worlds(family).model.path)), dict(worlds(family).network.named_parameters())
     model = PolicyModel(path=str(folder), lora=Lora(rank=2, parts=["text", "vision"]))
-    adapters, (shapes, stored) = adapters_in(folder, model), vision_weights(folder)
+    adapters, (shapes, stored) = adapters_in(folder, model), media_weights(folder)
     assert adapters is not None and any("vis" in layer for layer in adapters.layers)
     for whole in (False, True):
         base = base_of(folder, shapes, adapters, "cpu", torch.float32, whole, stored)
@@ -180,7 +180,7 @@ def test_trainer_packed_and_alone(family: str, worlds: Callable[[str], World]):
     world = worlds(family)
     keys = list(world.samples)
     for rows in ([keys[:4], keys[4:7], keys[7:]], [[key] for key in keys], [keys]):
-        model = VisionLogprobModel(world.network)
+        model = MediaLogprobModel(world.network)
         found = computed(model, world.samples, rows)
         for key in keys:
             assert off(found[key], world.samples[key].rollout_logprobs_S) < CLOSE

@@ -25,6 +25,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "observe": ("config", "content.media"),
     "faults": ("config", "observe"),
     "hub": ("config",),
+    "media": ("config", "content"),
     "models": ("config", "content", "hub"),
     "diffusion": ("config", "hub", "models"),
     "weights": ("clients", "config", "hub", "models", "protocols"),

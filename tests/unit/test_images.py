@@ -115,9 +115,9 @@ def test_engines_of_text_refuse_images(make: Callable[[], Any]):
     "bad", [image().astype(np.float32), image()[0], image()[..., :1], image()[:0], image().transpose(2, 0, 1)]
 )
 def test_only_pixels_are_images(bad: Any):
-    check_request(ask(image(0), image(1)), max_length=64, vocabulary=16, accepts_images=True)
+    check_request(ask(image(0), image(1)), max_length=64, vocabulary=16, accepts=("image",))
     with pytest.raises(UserError, match=r"expected uint8, height x width x 3"):
-        check_request(ask(image(0), bad), max_length=64, vocabulary=16, accepts_images=True)
+        check_request(ask(image(0), bad), max_length=64, vocabulary=16, accepts=("image",))
 
 
 def test_logprobs_of_given_tokens_are_refused_with_images():
@@ -127,9 +127,9 @@ def test_logprobs_of_given_tokens_are_refused_with_images():
         request, params=SamplingParams(0), content=replace(request.content, tokens_S=np.ones(3, np.int32))
     )
     text = replace(request, content=replace(request.content, media=()))
-    check_request(text, max_length=64, vocabulary=16, accepts_images=True, scores=True)
+    check_request(text, max_length=64, vocabulary=16, accepts=("image",), scores=True)
     with pytest.raises(UserError, match=r"has 1 images, expected none: teachers read only text"):
-        check_request(request, max_length=64, vocabulary=16, accepts_images=True, scores=True)
+        check_request(request, max_length=64, vocabulary=16, accepts=("image",), scores=True)
 
 
 # --- what vLLM is told

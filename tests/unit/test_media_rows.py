@@ -17,7 +17,8 @@ from PIL import Image
 from gcore.config.base import BuildModel, Model
 from gcore.config.data import Data, Dataset, MediaData
 from gcore.content.media import ArrayRef
-from gcore.content.vision import saved_processor
+from gcore.content.processor import MediaProcessor
+from gcore.media.images import processors
 from gcore.prompts import media
 from gcore.prompts.media import BadMedia, MediaReader, Value, has_media, messages_with_media
 from gcore.prompts.processor import load_processor
@@ -250,7 +251,7 @@ def tokenizer() -> Any:
 
 def test_rows_by_reference_and_a_budget_of_bad_ones(tokenizer, tmp_path):
     vision = load_processor(MODEL, tokenizer, tmp_path / "media")
-    templater = Templater(tokenizer, Data(train=Dataset(path="x")), vision=vision)
+    templater = Templater(tokenizer, Data(train=Dataset(path="x")), processor=vision)
     good = {"prompt": "1+1=", "images": [picture(0), picture(1)], "answer": "2"}
     prompt = templater.prompt(good, 0, 0)
     assert all(
@@ -274,7 +275,7 @@ def test_rows_by_reference_and_a_budget_of_bad_ones(tokenizer, tmp_path):
 def test_videos_of_a_built_model(tokenizer, tmp_path):
     data = Data(train=Dataset(path="x"))
     row = {"prompt": "1", "video": [picture(0, 40, 40)] * 4}
-    templater = Templater(tokenizer, data, vision=load_processor(MODEL, tokenizer, None))
+    templater = Templater(tokenizer, data, processor=load_processor(MODEL, tokenizer, None))
     with pytest.raises(
         BadMedia, match=r"no token for the characters ' \.<>cdenos' .*\(add them to model\.build\.alphabet"
     ):
@@ -282,7 +283,7 @@ def test_videos_of_a_built_model(tokenizer, tmp_path):
     model = Model(build=BuildModel(alphabet="0123456789+= .<>cdenos", vision={}))
     own = load_tokenizer(model)
     vision = load_processor(model, own, None)
-    templater = Templater(own, data, vision=vision)
+    templater = Templater(own, data, processor=vision)
     found = templater.content(row)[2]
     (medium,) = found.media
     # 40 x 40 -> 32 x 32: the pixels of all frames together are at most 16 * 16**2
@@ -290,7 +291,9 @@ def test_videos_of_a_built_model(tokenizer, tmp_path):
     wrapped = "<0.2 seconds><|vision_start|>" + "<|video_pad|>" * 16 + "<|vision_end|><1.2 seconds><|vision_start|>"
     assert f"<|vision_start|>{wrapped}" in own.decode(found.tokens_P)
     vision.save(tmp_path, None)  # as an export does
-    again = saved_processor("qwen3_vl", tmp_path, own, None).content(*templater_input(templater, row))
+    again = MediaProcessor("qwen3_vl", own, processors("qwen3_vl", tmp_path, own)).content(
+        *templater_input(templater, row)
+    )
     assert again.context_bytes() == found.context_bytes() and again.media[0].grid == medium.grid
 
 

@@ -29,8 +29,8 @@ from gcore.protocols import Receivers, Rendezvous, add_metrics
 from gcore.runtime.gloo import join
 from gcore.training.critic import HEAD, new_critic
 from gcore.training.fsdp import FsdpBackend
+from gcore.training.media_model import MediaLogprobModel
 from gcore.training.rank import TrainerRank
-from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, UserError
 from gcore.weights.bucket import unpack_bucket
 from tests.e2e.test_vision import SMALL
@@ -59,7 +59,7 @@ def config_for(case: str) -> Config:
 
 
 def rank_of(config: Config, rank: int, shard: int) -> TrainerRank:
-    options = {"wrap": VisionLogprobModel, "critic": new_critic(config, load_tokenizer(config.model), CPU, 48)}
+    options = {"wrap": MediaLogprobModel, "critic": new_critic(config, load_tokenizer(config.model), CPU, 48)}
     make = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, shard, **options)
     return TrainerRank(config, make, rank, 1, Tracer(None, f"trainer-{rank}"))
 
@@ -187,7 +187,7 @@ def test_adapters_sit_on_the_parts_that_are_asked_for(parts: list[str], tmp_path
     with torch.no_grad():
         logprobs = model(*packed.inputs)[0].numpy()
     assert np.abs(logprobs - np.concatenate([c.logprobs_S for c in found])).max() < 1e-5
-    base = VisionLogprobModel(network_of(config))
+    base = MediaLogprobModel(network_of(config))
     with torch.no_grad():
         before = base(*packed.inputs)[0].numpy()
     assert np.abs(logprobs - before).max() > 1e-3
@@ -208,7 +208,7 @@ def test_gradients_are_those_of_the_joint_forward_pass(tmp_path: Path):
     config = config_with()
     network, reference = network_of(config), network_of(config)
     samples = {s.key: s for s in samples_of(contents(config, tmp_path, [[0, 1], [2], [1]]))}
-    model = VisionLogprobModel(network)
+    model = MediaLogprobModel(network)
     rows = tuple(samples)[:3], tuple(samples)[3:]
     width = max(sum(samples[key].content.size for key in row) for row in rows)
     packed = model.pack(MicroBatch(rows, width), samples, type("One", (), {"size": 1}))

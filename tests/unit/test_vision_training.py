@@ -23,8 +23,9 @@ from gcore.cost.shapes import model_shape, shape_of
 from gcore.cost.workload import CostModel
 from gcore.generation.embedded import EmbeddedBackend
 from gcore.generation.engine_shell import SteppedEngine
+from gcore.media.images import _encode_grids
 from gcore.models.networks import load_model
-from gcore.models.towers import _encode_grids, tower_parameters
+from gcore.models.towers import tower_parameters
 from gcore.observe.trace import Tracer
 from gcore.planner.inputs import Workload
 from gcore.preparation.samples import meta_of
@@ -34,8 +35,8 @@ from gcore.prompts.tokenizer import load_tokenizer
 from gcore.training import logprob_model
 from gcore.training.critic import new_critic
 from gcore.training.fsdp import FsdpBackend
+from gcore.training.media_model import MediaLogprobModel
 from gcore.training.rank import TrainerRank
-from gcore.training.vision_model import VisionLogprobModel
 from gcore.types import MicroBatch, Request, Sample, SamplingParams, TrainBatch, UserError
 from tests.e2e.test_vision import SMALL
 from tests.unit.test_training import batch_of, config_of
@@ -58,7 +59,7 @@ def contents(config: Config, folder: Path, images: list[list[int]]) -> list[Toke
     """Prompts with pictures of these seeds."""
     tokenizer = load_tokenizer(config.model)
     data = Data(train=config.data.train)
-    templater = Templater(tokenizer, data, vision=load_processor(config.model, tokenizer, folder))
+    templater = Templater(tokenizer, data, processor=load_processor(config.model, tokenizer, folder))
     rows = [{"prompt": f"{i}+1=", "images": [picture(seed) for seed in seeds]} for i, seeds in enumerate(images)]
     return [templater.content(row)[2] for row in rows]
 
@@ -74,7 +75,7 @@ def samples_of(prompts: list[Tokens], siblings: int = 2) -> list[Sample]:
 
 
 def trainer_of(config: Config) -> TrainerRank:
-    options = {"wrap": VisionLogprobModel, "critic": new_critic(config, load_tokenizer(config.model), CPU, 48)}
+    options = {"wrap": MediaLogprobModel, "critic": new_critic(config, load_tokenizer(config.model), CPU, 48)}
     backend = partial(FsdpBackend, config, lambda: network_of(config), CPU, torch.float32, **options)
     return TrainerRank(config, backend, rank=0, threads=1, tracer=Tracer(None, "trainer-0"))
 
@@ -169,7 +170,7 @@ def test_tokens_of_features_are_never_said(tmp_path, monkeypatch):
     samples = {
         (i, 0): Sample(i, 0, prompt.extended(c.content), np.ones(6, bool), c.logprobs_S) for i, c in enumerate(found)
     }
-    model = VisionLogprobModel(network)
+    model = MediaLogprobModel(network)
     micro = MicroBatch(tuple((key,) for key in samples), prompt.size + 6)
     packed = model.pack(micro, samples, type("One", (), {"size": 1}))
     expected = np.concatenate([c.logprobs_S for c in found])
@@ -215,12 +216,12 @@ def test_images_of_tools_in_later_turns(tmp_path):
     config = config_with()
     tokenizer = load_tokenizer(config.model)
     vision = load_processor(config.model, tokenizer, tmp_path)
-    modality = TextModality(config.generation, tokenizer, (2,), vision=vision)
+    modality = TextModality(config.generation, tokenizer, (2,), processor=vision)
     (prompt,) = contents(config, tmp_path, [[0]])
     said = prompt.extended(Tokens.steps(np.array([5, 6, 2], np.int32)))
     tool = [{"role": "tool", "content": [{"type": "image", "image": picture(9)}, {"type": "text", "text": "="}]}]
     whole = said.extended(modality.between_turns(said, tool), Tokens.steps(np.array([7], np.int32)))
-    image = vision._feature
+    image = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     places = np.concatenate([medium.places for medium in whole.media])
     assert np.array_equal(np.flatnonzero(whole.tokens_T == image), places) and len(places) == 8
     assert whole.step_media == whole.media[1:] and whole.digest() != replace(whole, media=prompt.media).digest()
@@ -235,7 +236,7 @@ def test_images_of_tools_in_later_turns(tmp_path):
     (found,) = asyncio.run(engine.generate([Request(whole, SamplingParams(4), 1)]))
     engine.close()
     sample = Sample(0, 0, whole.extended(found.content), np.ones(whole.num_steps + 4, bool), found.logprobs_S)
-    model = VisionLogprobModel(network)
+    model = MediaLogprobModel(network)
     packed = model.pack(MicroBatch((((0, 0),),), sample.content.size), {(0, 0): sample}, type("One", (), {"size": 1}))
     assert np.abs(model(*packed.inputs)[0].detach().numpy()[-4:] - found.logprobs_S).max() < 1e-5
     with pytest.raises(UserError, match="an image for a model that takes none"):

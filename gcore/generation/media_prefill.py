@@ -1,4 +1,4 @@
-"""Images in the prompts of the embedded engine: their features, computed once for all requests that have them."""
+"""Media in the prompts of the embedded engine: their features, computed once for all requests that have them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gcore.models.towers import Features, blocks_of, embed, encode, next_positio
 MAX_KEPT = 1 << 24  # tokens x width of the features that are kept for later requests
 
 
-class VisionPrefill:
-    """The inputs of the decoder for prompts with images. Features are kept until the weights change: the siblings of a
+class MediaPrefill:
+    """The inputs of the decoder for prompts with media. Features are kept until the weights change: the siblings of a
     prompt may come later."""
 
     def __init__(self, network: Any, traits: Traits) -> None:
         self._network, self._traits = network, traits
         self._features: dict[str, Features] = {}
-        self.encoded = 0  # images that the vision tower has computed
+        self.encoded = 0  # media that the tower has computed
 
     def forget(self) -> None:
         """The weights have changed."""
@@ -56,7 +56,7 @@ class VisionPrefill:
         positions = [_padded(self._positions(content, content.size - 1), width) for content in contents]
         positions_ABW = torch.from_numpy(np.stack(positions, 1)).to(device)
         blocks = None
-        if self._traits.image_blocks and places:
+        if self._traits.media_blocks and places:
             blocks = blocks_of((len(contents), width), places)
         inputs = embed(self._network, tokens_BW, places, [self._features[medium.key] for medium in media])
         return inputs, positions_ABW if len(positions_ABW) > 1 else positions_ABW[0], blocks

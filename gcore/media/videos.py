@@ -10,14 +10,18 @@ processor for Pillow, so resized pixels can differ from theirs by a rounding.
 from __future__ import annotations
 
 import importlib
+import json
 import math
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from gcore.content.media import Video
+from gcore.content.processor import Expanded
 from gcore.types import Pixels, UserError
 
 # of the video processors of transformers, where a model's files do not name them
@@ -31,10 +35,58 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_video_tokens": 768,
     },
 }
+VIDEO_FILE = "video_preprocessor_config.json"
 OF_FRAMES = (  # settings that image and video processors share
     *("size", "min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size", "resample"),
     *("rescale_factor", "image_mean", "image_std"),
 )
+
+
+class Videos:
+    """Implements content.processor.KindProcessor. `processor`: of transformers, with a VideoProcessor.
+    `image_features`: tokens; in a video, frames may have those of images."""
+
+    def __init__(self, processor: Any, image_features: tuple[int, ...]) -> None:
+        self._processor, self._tokenizer = processor, processor.tokenizer
+        self._videos: VideoProcessor = processor.video_processor
+        self.placeholder = str(processor.video_token)
+        self.features = (*image_features, int(self._tokenizer.convert_tokens_to_ids(self.placeholder)))
+
+    def variant(self, given: Video, number: int) -> str:
+        """The same frames at another rate are another video: its timestamps or positions differ."""
+        return str(given.fps)
+
+    def expand(self, array: Pixels, given: Video, number: int) -> Expanded:
+        videos = self._videos
+        inputs = videos.inputs(array)
+        text = str(self._processor.replace_video_token(videos.text_inputs(inputs, given), video_idx=0))
+        self._check_alphabet(text)
+        time, height, width = inputs["image_grid_thw"][0].tolist()
+        grid = (time, height // videos.merge_size, width // videos.merge_size)
+        seconds = videos.temporal_patch_size / given.fps
+        return Expanded(text, inputs, grid, seconds, tower_work(inputs, time))
+
+    def save(self, folder: Path) -> None:
+        (folder / VIDEO_FILE).write_text(json.dumps(self._videos.settings, indent=2))
+
+    def _check_alphabet(self, text: str) -> None:
+        """Of a model built from scratch: a timestamp must not become unknown tokens."""
+        special = "|".join(map(re.escape, self._tokenizer.all_special_tokens))
+        alphabet = set(getattr(self._tokenizer, "alphabet", ""))
+        if alphabet and (unknown := set(re.sub(special, "", text)) - alphabet):
+            raise UserError(
+                f"no token for the characters {''.join(sorted(unknown))!r} in the timestamps of a video (add them to "
+                "model.build.alphabet)"
+            )
+
+
+def tower_work(inputs: Mapping[str, np.ndarray], times: int = 1) -> tuple[tuple[str, int], ...]:
+    """Pixels that the tower encodes, after resizing and tiling: of an image, or of each time of a video's grid, which
+    the tower encodes like an image."""
+    given = inputs["pixel_values"]
+    in_patches = given.ndim == 2  # of Qwen-VL, where a patch holds an image twice, or two frames
+    pixels = given.size // (6 if in_patches else 3)
+    return (("image", pixels // times),) * times
 
 
 class VideoProcessor:

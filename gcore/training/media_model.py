@@ -1,6 +1,6 @@
-"""The StepModel of vision-language models: tokens and images -> logprobs and entropies of the selected steps.
+"""The StepModel of language models that take media: tokens and media -> logprobs and entropies of the selected steps.
 
-samples ──pack──> tokens, positions of each sample, its images (siblings share them) ──vision tower, once per image
+samples ──pack──> tokens, positions of each sample, its media (siblings share them) ──tower, once per medium
                   ──> features at their places ──> decoder, as for text (logprob_model.py)
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gcore.content.media import Media
 from gcore.content.tokens import tokens_of
-from gcore.models.towers import blocks_of, dummy_media, embed, encode, positions_of, tower_parameters, unique
+from gcore.models.towers import blocks_of, embed, encode, positions_of, smallest_medium, tower_parameters, unique
 from gcore.training import context
 from gcore.training.logprob_model import LogprobModel, Packed
 from gcore.training.step_model import ON_CPU, Compute
@@ -25,8 +25,8 @@ from gcore.types import Key, MicroBatch, Sample, UserError
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The images of a micro-batch. `places`: of each image of each sample, flat indices into the tokens; `keys`: which
-    image is there."""
+    """The media of a micro-batch. `places`: of each medium of each sample, flat indices into the tokens; `keys`: which
+    medium is there."""
 
     media: Mapping[str, Media]  # each once
     keys: tuple[str, ...]
@@ -35,7 +35,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedVision(Packed):
+class PackedMedia(Packed):
     seen: Seen | None = None
 
     @property
@@ -43,22 +43,22 @@ class PackedVision(Packed):
         return (*Packed.inputs.fget(self), self.seen)  # type: ignore[attr-defined]
 
 
-class VisionLogprobModel(LogprobModel):
+class MediaLogprobModel(LogprobModel):
     """Implements step_model.StepModel."""
 
     def __init__(self, network: Any, compute: Compute = ON_CPU) -> None:
         super().__init__(network, compute)
-        self.varlen = self.varlen and not self.traits.image_blocks
-        self.encoded = 0  # images that the vision tower has computed
+        self.varlen = self.varlen and not self.traits.media_blocks
+        self.encoded = 0  # media that the tower has computed
 
     def check_sharing(self, num_ranks: int) -> None:
         if num_ranks > 1:
             raise UserError(
-                f"training.context_parallel={num_ranks}: ranks cannot share a sample of a model that takes images; "
+                f"training.context_parallel={num_ranks}: ranks cannot share a sample of a model that takes media; "
                 "expected 1"
             )
 
-    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.Ranks) -> PackedVision:
+    def pack(self, micro: MicroBatch, samples: Mapping[Key, Sample], ranks: context.Ranks) -> PackedMedia:
         packed = super().pack(micro, samples, ranks)
         tokens_RW = packed.tokens_RW
         kept = {field.name: getattr(packed, field.name) for field in fields(packed)}
@@ -75,7 +75,7 @@ class VisionLogprobModel(LogprobModel):
                 keys.append(medium.key)
             media.extend(content.media)
         seen = Seen(unique(media), tuple(keys), tuple(places), positions.tensor())
-        return PackedVision(**kept, seen=seen)
+        return PackedMedia(**kept, seen=seen)
 
     def _inputs(self, tokens_RW: Tensor, positions_RW: Tensor, mask: Tensor | None, *more: Any) -> dict[str, Any]:
         (seen,) = more
@@ -84,10 +84,10 @@ class VisionLogprobModel(LogprobModel):
         features = dict(zip(seen.media, found, strict=True))
         inputs = embed(self.network, tokens_RW, seen.places, [features[key] for key in seen.keys])
         if not found and self._tower_learns:  # all ranks must have gradients of the same parameters
-            (unused,) = encode(self.network, [dummy_media(self.network)])
+            (unused,) = encode(self.network, [smallest_medium(self.network)])
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + sum(0.0 * part.sum() for part in unused)
         inputs["position_ids"] = seen.positions
-        if self.traits.image_blocks and seen.places:
+        if self.traits.media_blocks and seen.places:
             causal = torch.ones(tokens_RW.shape[1:] * 2, dtype=torch.bool, device=tokens_RW.device).tril()
             whole = causal.expand(len(tokens_RW), 1, -1, -1) if mask is None else mask
             inputs["attention_mask"] = self._masks(whole, blocks_of(tokens_RW.shape, seen.places))

@@ -1,0 +1,103 @@
+"""Kinds of media and the families of models that take them, as data: one row each. A family names its module:
+
+processors, built_processors ──> placeholders, inputs of the tower    content/processor.py, before the engine
+build_network                ──> a small network, of model.build      models/built.py
+encode, smallest             ──> features of media                    models/towers.py, in engines and trainers
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gcore.config.base import BuildModel
+
+if TYPE_CHECKING:
+    from gcore.content.media import Media
+    from gcore.content.processor import KindProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class MediaKind:
+    """MediaKind("images", "uint8", "height x width x 3", ("image", "images"), rewards="images")"""
+
+    plural: str
+    dtype: str  # of its array
+    shape: str  # names of the axes, or a length
+    columns: tuple[str, ...]  # of datasets
+    rewards: str  # the column in which reward functions receive the arrays of a prompt
+
+
+KINDS = {
+    "image": MediaKind("images", "uint8", "height x width x 3", ("image", "images"), "images"),
+    "video": MediaKind("videos", "uint8", "frames x height x width x 3", ("video", "videos"), "images"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFamily:
+    """MediaFamily("gcore.media.images", kinds=("image",), tokens=("image_token_id",))"""
+
+    module: str  # with the functions of FamilyModule
+    kinds: tuple[str, ...]  # of media in prompts
+    tokens: tuple[str, ...]  # keys of config.json: the tokens that stand for features. No response may contain them
+    auto_class: str = "AutoModelForImageTextToText"  # in transformers
+    tower: str = "vision_config"  # section of config.json
+    grid: bool = False  # positions of features have three axes: time, height, width
+    timed: bool = False  # on the first axis, features of a video are as far apart as its seconds
+    blocks: bool = False  # the features of a medium attend to each other, also to later ones
+    build: str = ""  # section of model.build that makes a small network of this family
+    marks: Mapping[str, str] = field(default_factory=dict)  # in its chat template, for a part of each kind
+
+
+class FamilyModule(Protocol):
+    """The functions of a module."""
+
+    def processors(self, family: str, folder: Path, tokenizer: Any) -> dict[str, KindProcessor]:
+        """By kind of media, with the settings in a model's folder. Imports no torch."""
+        ...
+
+    def built_processors(self, build: BuildModel, tokenizer: Any) -> dict[str, KindProcessor]:
+        """Of a network that is built from the configuration. Imports no torch."""
+        ...
+
+    def build_network(self, build: BuildModel, tokenizer: Any, decoder: dict[str, Any]) -> Any:
+        """A small network of transformers. `decoder`: the sizes of its decoder, as in config.json."""
+        ...
+
+    def encode(self, network: Any, media: Sequence[Media]) -> list[tuple[Any, ...]]:
+        """The features of each medium: [places, width] for the embedding, then for layers of the decoder."""
+        ...
+
+    def smallest(self, network: Any) -> Media:
+        """The smallest medium that the tower takes, for a rank that has none."""
+        ...
+
+
+IMAGES = "gcore.media.images"
+QWEN_TOKENS = ("image_token_id", "video_token_id")
+QWEN_MARKS = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+FAMILIES: dict[str, MediaFamily] = {
+    "qwen2_5_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, timed=True),
+    "qwen3_vl": MediaFamily(IMAGES, ("image", "video"), QWEN_TOKENS, grid=True, build="vision", marks=QWEN_MARKS),
+    "gemma3": MediaFamily(IMAGES, ("image",), ("image_token_id",), blocks=True),
+    "internvl": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
+    "idefics3": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
+    "smolvlm": MediaFamily(IMAGES, ("image",), ("image_token_id",)),
+    "llava_onevision": MediaFamily(IMAGES, ("image",), ("image_token_id", "video_token_id")),
+}
+TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")  # modules: towers, projectors
+
+
+def module_of(family: str) -> FamilyModule:
+    module: Any = importlib.import_module(FAMILIES[family].module)
+    found: FamilyModule = module
+    return found
+
+
+def built_family(build: BuildModel) -> str | None:
+    """The family of a network with a tower; None: it has none."""
+    return next((n for n, row in FAMILIES.items() if row.build and getattr(build, row.build) is not None), None)
