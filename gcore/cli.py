@@ -76,8 +76,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _keys_for(flags: Sequence[str]) -> str:
     """The keys for the flags of another trainer: `--learning_rate 1e-6` ──> training.lr=..."""
-    from gcore.config.foreign_names import key_of, own_name
     from gcore.config.load import all_keys
+    from gcore.config.names import key_of, own_name
 
     names = [flag.lstrip("-").partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--")]
     keys = dict.fromkeys(key_of(own) for name in names if (own := own_name(name, set(all_keys()))))

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from gcore.config.engines import ENGINES, EngineName, EngineTraits
 
@@ -196,6 +196,16 @@ class Model(Section):
         return self
 
 
+def _trained(value: Any) -> None:
+    if value is not None:
+        raise ValueError("a model with random weights cannot score; expected path (objective=reward_model trains one)")
+
+
+class StoredModel(Model):
+    build: Annotated[None, BeforeValidator(_trained)] = None
+    """Not for models that score: their weights are in a folder."""
+
+
 class Lora(Section):
     rank: PositiveInt = 16
     """Rank of the two factors that are trained for each target matrix."""
@@ -244,8 +254,6 @@ class EmulatedDevice(Section):
     """Spread of the lengths: standard deviation of the logarithm."""
     shared: Fraction = 0.0
     """Fraction of the variance of lengths that all responses of a prompt share."""
-    speed: Annotated[float, Field(gt=0)] = 1.0
-    """Emulated seconds per real second; must be equal for everything emulated in a run."""
 
 
 class Serving(Section):
@@ -261,8 +269,6 @@ class Serving(Section):
     """Maximum number of sequences that a replica decodes at once; further requests queue."""
     min_step_s: NonNegative = 0.0
     """Embedded: minimum seconds per decoding step; emulates a slower device."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the model; `auto`: as `training.device`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights; `auto`: float32 on CPU, bfloat16 on GPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.4

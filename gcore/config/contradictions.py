@@ -177,10 +177,6 @@ def _check_emulated(config: Config) -> None:
             f"training.backend=emulated has no weights for engines, got generation.engine={policy.engine}; expected "
             "generation.engine=emulated"
         )
-    sections = (emulated, policy.emulated, *(judge.emulated for judge in config.rewards.engine_judges))
-    speeds = sorted({section.speed for section in sections if section is not None})
-    if len(speeds) > 1:
-        raise ValueError(f"emulated.speed: got {speeds}; expected the same value in all emulated sections of a run")
 
 
 def _check_lora(config: Config) -> None:

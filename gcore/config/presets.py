@@ -1,6 +1,6 @@
 """The algorithms of papers, as one table: each entry names its paper and the keys of `algorithm` that the paper uses.
 
-    algorithm: {preset: NAME}  ──with_preset──>  the keys of the entry that the recipe does not set
+    algorithm: {preset: NAME}  ──implied──>  the keys of the entry  ──filled──>  those that the recipe does not set
 
 The formulas are in preparation/advantages.py and training/step_advantages.py (estimators) and training/objective.py
 (losses). docs/algorithms.md explains the entries.
@@ -102,23 +102,12 @@ def preset_values(preset: str, max_response_length: int) -> dict[str, dict[str, 
     return {"algorithm": algorithm, "sampling": {"filter": "spread"}}
 
 
-def with_preset(tree: Mapping[str, Any], max_response_length: int) -> Mapping[str, Any]:
-    """The parsed configuration plus the keys of its preset. `max_response_length`: used if the key is not set.
-
-    Values of a wrong type are unchanged, so that the validation reports them.
-    """
-    algorithm, generation = (tree.get(name) for name in ("algorithm", "generation"))
-    preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
-    if not isinstance(preset, str) or preset not in PRESETS:
-        return tree
-    length = generation.get("max_response_length") if isinstance(generation, dict) else None
-    return _filled(tree, preset_values(preset, length if isinstance(length, int) else max_response_length))
-
-
-def _filled(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with the values of keys that it does not set."""
-    filled = {**values, **tree}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and isinstance(filled[name], Mapping):
-            filled[name] = _filled(filled[name], value)
-    return filled
+def implied_by_preset(tree: Mapping[str, Any], max_response_length: int) -> Mapping[str, Any]:
+    """What the preset of a parsed recipe sets. `max_response_length`: if the recipe does not say it."""
+    match tree:
+        case {"algorithm": {"preset": str() as preset}} if preset in PRESETS:
+            match tree:
+                case {"generation": {"max_response_length": int() as length}}:
+                    return preset_values(preset, length)
+            return preset_values(preset, max_response_length)
+    return {}

@@ -23,9 +23,16 @@ FREE = (
     *("data.eval*", "data.max_prompt_length", "data.system_prompt"),
     *(f"data.train.{name}" for name in ("path", "subset", "split", "revision", "size", "task", "args*")),
     # resources, patience and addresses
-    *("*.device", "*.max_concurrent", "*.min_step_s", "*.gpu_memory_utilization", "*.tensor_parallel", "*.eager"),
+    *(
+        "training.device",
+        "*.max_concurrent",
+        "*.min_step_s",
+        "*.gpu_memory_utilization",
+        "*.tensor_parallel",
+        "*.eager",
+    ),
     *("*.sleep", "*.timeout_s", "*.retries", "*.attempts", "*.replicas", "*.workers", "*.recycle_after"),
-    *("*.max_error_frac", "*.token_env", "*.url", "*.max_tokens_per_batch"),
+    *("*.max_error_frac", "*.token_env", "*.url"),
 )
 UNSET = "not set"
 

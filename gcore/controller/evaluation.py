@@ -17,7 +17,7 @@ from fractions import Fraction
 from math import comb
 from typing import TYPE_CHECKING, Any
 
-from gcore.config.evaluation import Evaluation
+from gcore.config.run import Evaluation
 from gcore.controller.collect import answer_all
 from gcore.controller.record import exact_sum
 from gcore.observe.values import Row

@@ -121,7 +121,6 @@ class SlotPlacement:
             switches,
             group,
             Monitor(grid, {role: spec.max_concurrent for role, spec in serving.items()}),
-            poll_interval_s=config.placement.poll_interval_s,
             timeout_s=config.run.hang_s,
             note=note,
         )

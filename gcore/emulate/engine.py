@@ -7,8 +7,7 @@ stops during a prefill; all running requests make one token per step, and a step
 prompt that was prefilled before with the same weights is cached (siblings, repeated verdicts). There is no work between
 events.
 
-Time is that of the event loop. In an ordinary loop, `speedup` emulated seconds pass per second. In a VirtualLoop
-(gcore.simulate) there is no waiting: time jumps to the next event.
+Time is that of the event loop. In a VirtualLoop (gcore.simulate) there is no waiting: time jumps to the next event.
 """
 
 from __future__ import annotations
@@ -110,13 +109,10 @@ class EmulatedEngine:
         max_length: int | None = None,  # of prompt + response
         lengths: Lengths = LENGTHS,
         tokens: range = range(4, 1000),
-        speedup: float = 1.0,
     ) -> None:
-        if speed.step_s(1) <= 0 or speedup <= 0:
-            raise ValueError(
-                f"{speed}, speedup {speedup}: expected a decoding step of more than 0 s, and a speedup above 0"
-            )
-        self.speed, self.max_length, self.speedup = speed, max_length, speedup
+        if speed.step_s(1) <= 0:
+            raise ValueError(f"{speed}: expected a decoding step of more than 0 s")
+        self.speed, self.max_length = speed, max_length
         self.version = 0
         self._lengths, self._tokens = lengths, tokens
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -218,7 +214,7 @@ class EmulatedEngine:
         if loop is not self._loop:
             self._loop, self._timer, self._at = loop, None, loop.time()
         now = loop.time()
-        passed_s = (now - self._at) * self.speedup
+        passed_s = now - self._at
         self._at = now
         if self._is_stopped:
             self._loading_s += passed_s if self._num_loads or self._incomplete else 0.0
@@ -230,7 +226,7 @@ class EmulatedEngine:
         if until > device.at:
             self._complete(device.advance(until))
         else:  # the last event was a little after `until`, within the tolerance
-            self._at += (device.at - until) / self.speedup
+            self._at += device.at - until
         return loop
 
     def _advance(self, due: float) -> None:
@@ -247,10 +243,10 @@ class EmulatedEngine:
             self._end(job.tag, job.tokens, "length" if is_cut else "stop", job.began)
         self._reset_if_idle()
 
-    async def _pass(self, emulated_s: float) -> None:
+    async def _pass(self, seconds: float) -> None:
         try:
-            if emulated_s:
-                await asyncio.sleep(emulated_s / self.speedup)
+            if seconds:
+                await asyncio.sleep(seconds)
         finally:
             self._catch_up()
 
@@ -272,7 +268,7 @@ class EmulatedEngine:
         due = self._device.next_s()
         if due == math.inf:
             return
-        when = self._at + (due - self._device.at) / self.speedup
+        when = self._at + due - self._device.at
         if self._timer is not None:
             if self._timer_at <= when:
                 return
@@ -351,7 +347,6 @@ def make_engine(spec: EngineSpec) -> EmulatedEngine:
         max_length=spec.max_length,
         lengths=lengths if serving.seeds else unseeded(lengths),
         tokens=range(4, 4 + len(model.build.alphabet)) if model.build else range(4, 1000),  # after the special tokens
-        speedup=device.speed,
     )
 
 

@@ -134,11 +134,10 @@ def make_engine(
         serving,
         max_length,
         seed=config.run.seed,
-        device=role_device(config, serving.device),
+        device=config.training.device,
         index=index,
         load_tokenizer=load_tokenizer,
         trace=trace_folder(config),
-        threads=plan.engine_threads,
         memory_fraction=serving.gpu_memory_utilization / (plan.engines_per_gpu if is_policy else 1),
         sleeps=bool(sleep_level(config, plan)) and (is_policy or plan.grid is not None),
         restarts=config.runtime == "ray",
@@ -156,7 +155,7 @@ def sleep_level(config: Config, plan: Plan) -> int:
         return 0
     if level != "auto":
         return level
-    on_gpu = any(node.gpus for node in plan.nodes) and role_device(config, config.generation.device) != "cpu"
+    on_gpu = any(node.gpus for node in plan.nodes) and config.training.device != "cpu"
     return (1 if config.model.lora else 2) if on_gpu else 0  # adapters need the base weights, which level 1 keeps
 
 
@@ -170,20 +169,11 @@ def build_scorer(config: Config, plan: Plan, index: int, rendezvous: Rendezvous)
     from gcore.rewarding.scalar import ScalarModel
 
     spec = config.rewards.models[index]
-    device = pick_device(role_device(config, spec.device), rendezvous.rank)
+    device = pick_device(config.training.device, rendezvous.rank)
     tokenizer = with_padding(load_tokenizer(spec.model, f"rewards.models.{index}.model"), spec.model)
     dtype = pick_dtype(spec.dtype, device)
     network = load_scorer(spec.model, config.run.seed, dtype, device, tokenizer=tokenizer)
-    return ScalarModel(
-        network,
-        max_tokens_per_batch=spec.max_tokens_per_batch,
-        threads=plan.engine_threads,
-        tracer=Tracer(trace_folder(config), f"scorer-{spec.name}-{rendezvous.rank}"),
-    )
-
-
-def role_device(config: Config, device: str) -> str:
-    return device if device != "auto" else config.training.device
+    return ScalarModel(network, tracer=Tracer(trace_folder(config), f"scorer-{spec.name}-{rendezvous.rank}"))
 
 
 @dataclass(frozen=True, slots=True)

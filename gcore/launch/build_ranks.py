@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gcore.config.tree import Config
-from gcore.launch.build import arm_faults, quiet, role_device, trace_folder
+from gcore.launch.build import arm_faults, quiet, trace_folder
 from gcore.launch.machines import check_shared_folder
 from gcore.launch.plan import Plan
 from gcore.modalities.table import kind_of
@@ -63,7 +63,7 @@ def build_critic(config: Config, plan: Plan, rendezvous: Rendezvous) -> Critic:
     device, gpu_bytes = _join(config, rendezvous)
     config, dtype = plan_critic_memory(config, plan, gpu_bytes), pick_dtype(config.training.dtype, device)
     make = partial(build_critic_backend, config, plan, device, dtype, load_tokenizer(config.model))
-    return CriticRank(config, make, rendezvous.rank, plan.critic_threads, Tracer(trace_folder(config), name))
+    return CriticRank(config, make, rendezvous.rank, plan.trainer_threads, Tracer(trace_folder(config), name))
 
 
 def _join(config: Config, rendezvous: Rendezvous) -> tuple[torch.device, float]:
@@ -87,7 +87,7 @@ def _publisher(config: Config, plan: Plan, device: torch.device, rendezvous: Ren
     from gcore.weights.broadcast import BroadcastSender
     from gcore.weights.publisher import WeightPublisher, choose_method
 
-    engine_device = pick_device(role_device(config, config.generation.device))
+    engine_device = pick_device(config.training.device)
     on_gpu = device.type == engine_device.type == "cuda"
     same_gpu, one_process = plan.gpu_assignment.engines_share_gpus, rendezvous.address is None
     method = choose_method(config.placement, one_process=one_process, on_gpu=on_gpu, same_gpu=same_gpu)

@@ -94,7 +94,7 @@ def dry_run(config: Config) -> None:
 def _decoding(config: Config, plan: Plan) -> str:
     """How often the scheduler of an engine is called on a GPU."""
     generation = config.generation
-    if not generation.traits.decode_steps or not plan.gpus or "cpu" in (generation.device, config.training.device):
+    if not generation.traits.decode_steps or not plan.gpus or config.training.device == "cpu":
         return ""
     library = generation.traits.library
     if generation.tensor_parallel > 1:

@@ -55,7 +55,7 @@ def parts(config: Config, plan: Plan, trains: bool = True) -> list[MemoryPart]:
     def served(what: str, count: int, key: str, model: Model, by: Serving | ScalarReward) -> MemoryPart:
         if isinstance(by, Serving) and by.emulated is not None:
             return part(what, count, key, EMULATED_MB, 0, idle=True)
-        on_gpu = plan.gpus > 0 and (by.device if by.device != "auto" else config.training.device) != "cpu"
+        on_gpu = plan.gpus > 0 and config.training.device != "cpu"
         width = 0 if on_gpu else 2 if by.dtype == "bfloat16" else 4
         return part(what, count, key, ENGINE_MB, num_parameters(model) * width / 2**20)
 

@@ -344,8 +344,7 @@ def _on_gpu(config: Config, plan: Plan) -> bool:
 
 
 def _uses_gpu(config: Config, by: Serving | ScalarReward) -> bool:
-    device = by.device if by.device != "auto" else config.training.device
-    return device != "cpu" and not (isinstance(by, Serving) and by.emulated is not None)
+    return config.training.device != "cpu" and not (isinstance(by, Serving) and by.emulated is not None)
 
 
 def _awake(config: Config, serving: Serving, parameters: int, gpu_bytes: float) -> float:

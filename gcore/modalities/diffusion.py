@@ -87,7 +87,7 @@ class Diffusion:
     def engine(self, plan: Plan, name: str, index: int) -> Engine:
         from gcore.diffusion.load import load_denoiser
         from gcore.generation.diffusion import DiffusionEngine
-        from gcore.launch.build import quiet, role_device, trace_folder
+        from gcore.launch.build import quiet, trace_folder
         from gcore.launch.machines import check_shared_folder
         from gcore.models.networks import adapters_of, pick_device, pick_dtype
         from gcore.observe.trace import Tracer
@@ -95,7 +95,7 @@ class Diffusion:
         quiet()
         config, generation = self.config, self.config.generation
         check_shared_folder(config.run.folder, plan.nodes)
-        device = pick_device(role_device(config, generation.device), index)
+        device = pick_device(config.training.device, index)
         denoiser = load_denoiser(config, device, pick_dtype(generation.dtype, device), encoders=True)
         lora, stale = config.model.lora, config.sampling.staleness
         return DiffusionEngine(
@@ -104,7 +104,6 @@ class Diffusion:
             config.run.folder / "latents" / name,
             max_concurrent=generation.max_concurrent,
             keep=stale + 2 * config.checkpoint.every if stale else 1,  # checkpoints refer to samples not trained on yet
-            threads=plan.engine_threads,
             min_step_s=generation.min_step_s,
             adapters=adapters_of(denoiser, lora) if lora else None,
             tracer=Tracer(trace_folder(config), name),

@@ -19,7 +19,7 @@ from gcore.observe.trackers import Tracker, open_trackers
 from gcore.observe.values import Row, clean, kind, number, step_of
 
 if TYPE_CHECKING:
-    from gcore.config.observe import Observe
+    from gcore.config.run import Observe
 
 FILE = "metrics.jsonl"
 log = logging.getLogger(__name__)

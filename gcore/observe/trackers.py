@@ -18,7 +18,7 @@ from gcore.observe.files import RecordFile
 from gcore.types import UserError
 
 if TYPE_CHECKING:
-    from gcore.config.observe import Observe
+    from gcore.config.run import Observe
 
 _numbers = itertools.count()  # of event files of this process
 IDS = "trackers.json"  # ids of the remote runs, so that a resumed run continues the same one

@@ -18,7 +18,6 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from gcore.config.placement import Placement
 from gcore.config.sampling import MAX_OVERSAMPLING, acceptance_rate
 from gcore.placement.forecast_pools import RolePool, RolePools
 from gcore.placement.grid import POLICY, Move, Split, neighbours
@@ -27,7 +26,7 @@ from gcore.placement.rules import Costs, Load, Rule, View, arranged, request_lim
 MAX_GROUPS = 64  # groups simulated per step; with more, each represents several
 QUANTILE_STEP = 0.6180339887  # golden ratio: consecutive multiples modulo 1 are evenly spread
 NUM_DRAWS = 4 * MAX_GROUPS
-POLL_INTERVAL_S = Placement().poll_interval_s  # the default: a forecast does not know the configuration
+POLL_INTERVAL_S = 0.25  # between polls of the roles' remaining work; more after long rollouts (placer.POLL_SHARE)
 FORECAST_POLL_SHARE = 0.025  # of a rollout between two polls: less often than in a run (placer.POLL_SHARE), for speed
 MAX_IDLE_POLLS = 400  # polls without an event: the rule never ends this rollout
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from gcore.clients import EngineClient
+from gcore.placement.forecast import POLL_INTERVAL_S
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
 from gcore.placement.monitor import Monitor, Report, RolloutProgress
 from gcore.placement.replica_switch import ReplicaSwitch
@@ -71,9 +72,9 @@ class Placer:
         group: Group,
         monitor: Monitor,
         *,
-        poll_interval_s: float,
         timeout_s: float,
         note: Callable[[str], None],
+        poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         self.grid, self.split, self.monitor = grid, split.check(grid), monitor
         self._rule, self._pools, self._switches, self._note = rule, pools, switches, note

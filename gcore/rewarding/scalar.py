@@ -49,12 +49,12 @@ class ScalarModel:
     """Implements protocols.Scorer: serves a sequence-classification model with one label (models/networks.py)."""
 
     def __init__(
-        self, model: PreTrainedModel, *, max_tokens_per_batch: int, threads: int = 1, tracer: Tracer | None = None
+        self, model: PreTrainedModel, *, max_tokens_per_batch: int = 16384, tracer: Tracer | None = None
     ) -> None:
         from gcore.models.networks import longest_text
 
-        self._model, self._threads, self._tracer = model, threads, tracer or Tracer(None, "scorer")
-        self._max_tokens = max_tokens_per_batch
+        self._model, self._max_tokens = model, max_tokens_per_batch
+        self._tracer = tracer or Tracer(None, "scorer")
         self._longest = longest_text(model)
         embeddings: Any = model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
@@ -110,7 +110,7 @@ class ScalarModel:
 
         from gcore.threads import use_threads
 
-        use_threads(self._threads)
+        use_threads(1)
         reason = "was closed"
         try:
             with torch.inference_mode():

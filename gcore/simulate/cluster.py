@@ -20,9 +20,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gcore.config.placement import Placement
 from gcore.config.sampling import acceptance_rate
 from gcore.emulate.device import DeviceJob, observe
+from gcore.placement.forecast import POLL_INTERVAL_S
 from gcore.placement.grid import POLICY, Move, Split
 from gcore.placement.meters import GroupCounts, SpeedMeter
 from gcore.placement.monitor import LEAST_RATE, call_quantiles, quantiles
@@ -33,7 +33,6 @@ from gcore.simulate.fleet import Call, Clock, Fleet, Group, RecentLengths
 from gcore.simulate.scenario import Draw, Scenario, StepWork
 
 SPEED_POLLS = 4  # speeds are measured at every fourth poll only: faster
-POLL_INTERVAL_S = Placement().poll_interval_s  # scenarios use the default
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import yaml
 
 from gcore.cli import main
 from gcore.config import dump_config, load_config
-from gcore.config.load import FORMER, all_keys, parse_yaml, read_tree, validate
+from gcore.config.load import all_keys, parse_yaml, read_tree, validate
+from gcore.config.names import FORMER
 from gcore.config.reference import reference, schema
 from gcore.config.training import Training
 from gcore.config.tree import Config
@@ -59,11 +60,23 @@ def test_the_nearest_key_is_named(recipe, wrong, meant):
 @pytest.mark.parametrize(("former", "answer"), FORMER.items())
 def test_a_former_name_of_a_key_is_answered(recipe, former, answer):
     key, _, remark = answer.partition(" ")
-    assert (
-        refused(recipe, f"{former}=3")
-        == f"{recipe}: {former}: unknown key; did you mean {key}?{remark and ' ' + remark}"
-    )
-    assert key in all_keys() and former not in all_keys()
+    said = f"did you mean {key}?{remark and ' ' + remark}" if key in all_keys() else answer
+    items = {
+        "rewards.judges": "{name: a, template: b, model: {path: c}}",
+        "rewards.models": "{name: a, model: {path: c}}",
+    }
+    section = next((section for section in items if former.startswith(section)), "")
+    given = former.replace(section, f"{section}.0") if section else former
+    lists = [f"{section}=[{items[section]}]"] if section else []
+    assert refused(recipe, *lists, f"{given}=3") == f"{recipe}: {given}: unknown key; {said}"
+    assert (key in all_keys() or answer.startswith("remove it")) and former not in all_keys()
+
+
+def test_a_model_that_scores_is_not_built(recipe):
+    """With random weights."""
+    said = "a model with random weights cannot score; expected path (objective=reward_model trains one)"
+    assert refused(recipe, "critic.model={build: {}}").endswith(f"critic.model.build: {said}")
+    assert f"rewards.models.0.model.build: {said}" in refused(recipe, "rewards.models=[{name: a, model: {build: {}}}]")
 
 
 def test_a_value_in_the_place_of_a_section(recipe):

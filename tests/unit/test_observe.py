@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore.config.observe import Observe
+from gcore.config.run import Observe
 from gcore.observe import trace as trace_module
 from gcore.observe.files import take_notes
 from gcore.observe.metrics import MetricsWriter, read_rows, rewind

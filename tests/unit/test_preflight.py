@@ -165,12 +165,11 @@ def test_unknown_lora_targets_of_a_folder(place, capsys):
     assert refused(capsys, place, model).startswith("model.lora.targets: no linear layer named foo; expected")
 
 
-@pytest.mark.parametrize("key", ["training.device", "generation.device"])
-def test_a_gpu_that_is_not_there(place, capsys, monkeypatch, key):
+def test_a_gpu_that_is_not_there(place, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert (
-        refused(capsys, place, f"{key}=cuda")
-        == f"{key}=cuda: CUDA_VISIBLE_DEVICES hides all GPUs; use {key}=cpu (or auto)"
+        refused(capsys, place, "training.device=cuda")
+        == "training.device=cuda: CUDA_VISIBLE_DEVICES hides all GPUs; use training.device=cpu (or auto)"
     )
 
 
