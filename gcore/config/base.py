@@ -198,7 +198,7 @@ class Model(Section):
 
 def _trained(value: Any) -> None:
     if value is not None:
-        raise ValueError("a model with random weights cannot score; expected path (objective=reward_model trains one)")
+        raise ValueError("random weights cannot score; expected path instead (objective=reward_model trains a model)")
 
 
 class StoredModel(Model):

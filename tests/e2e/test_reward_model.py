@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from gcore.cli import main
-from gcore.config.base import StoredModel
+from gcore.config.base import Model, StoredModel
 from gcore.config.rewards import ScalarReward
 from gcore.content.tokens import Tokens
 from gcore.hub import pin_model

@@ -74,7 +74,7 @@ def test_a_former_name_of_a_key_is_answered(recipe, former, answer):
 
 def test_a_model_that_scores_is_not_built(recipe):
     """With random weights."""
-    said = "a model with random weights cannot score; expected path (objective=reward_model trains one)"
+    said = "random weights cannot score; expected path instead (objective=reward_model trains a model)"
     assert refused(recipe, "critic.model={build: {}}").endswith(f"critic.model.build: {said}")
     assert f"rewards.models.0.model.build: {said}" in refused(recipe, "rewards.models=[{name: a, model: {build: {}}}]")
 
