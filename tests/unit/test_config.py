@@ -12,7 +12,8 @@ from gcore.cli import main
 from gcore.config import dump_config, load_config
 from gcore.config.load import all_keys, parse_yaml, read_tree, validate
 from gcore.config.names import FORMER
-from gcore.config.reference import reference, schema
+from gcore.config.reference import START, reference, schema
+from gcore.config.resume import leaves_of
 from gcore.config.training import Training
 from gcore.config.tree import Config
 from gcore.types import UserError
@@ -322,6 +323,11 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
 def test_recipes_parse(path):
     assert load_config(path).run.steps > 0
+
+
+def test_the_page_of_keys_opens_with_25_of_them():
+    assert len(list(leaves_of({**read_tree(ROOT / START), "observe": {"eval_every": 1, "trackers": ""}}))) == 25
+    assert (ROOT / START).read_text() in reference()
 
 
 def test_there_are_recipes():
