@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcore.checkpoint import store
-from gcore.config import load_config
 from gcore.config.base import Model
+from gcore.config.load import load_config
 from gcore.config.tree import Config
 from gcore.content.processor import MediaProcessor
 from gcore.modalities.table import kind_of

@@ -10,10 +10,10 @@ from pathlib import Path
 from gcore import __version__
 from gcore.checkpoint import memory, store
 from gcore.checkpoint.remote import Remote
-from gcore.config import Config, dump_config
-from gcore.config.load import parse_yaml
+from gcore.config.load import dump_config, parse_yaml
 from gcore.config.resume import changes, refusal
 from gcore.config.secrets import hide
+from gcore.config.tree import Config
 from gcore.driver.heal import RestartBudget
 from gcore.launch.preflight import DatasetCheck
 from gcore.types import UserError

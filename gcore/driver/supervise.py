@@ -22,8 +22,8 @@ from typing import Any, Literal, TypeVar
 
 from gcore.checkpoint import memory, store
 from gcore.clients import ControllerClient, CriticClient, EngineClient, ScorerClient, TrainerClient
-from gcore.config import Config
 from gcore.config.secrets import hide, learn
+from gcore.config.tree import Config
 from gcore.driver.heal import (
     NodesChanged,
     ProgressWatch,

@@ -91,11 +91,10 @@ def test_the_recipe_that_the_page_of_keys_opens_with(hub, tmp_path):
     load_model(small, tokenizer, 0, torch.float32, torch.device("cpu")).save_pretrained(tmp_path / "small")
     tokenizer.save_pretrained(tmp_path / "small")
     hub.add_folder("Qwen/Qwen2.5-0.5B-Instruct", tmp_path / "small")
-    rows_of = "".join(
-        json.dumps({"question": f"{n}+1?", "answer": f"One more.\n#### {n + 1}"}) + "\n" for n in range(8)
-    )
+    sums = [{"question": f"{n}+1?", "answer": f"One more.\n#### {n + 1}"} for n in range(8)]
+    lines = "".join(json.dumps(row) + "\n" for row in sums).encode()
     card = CARD.replace(b"default", b"main")
-    hub.add(DATASETS, "openai/gsm8k", {"README.md": card, "t.jsonl": rows_of.encode(), "e.jsonl": rows_of.encode()})
+    hub.add(DATASETS, "openai/gsm8k", {"README.md": card, "t.jsonl": lines, "e.jsonl": lines})
     smaller = ("generation.engine=embedded", "run.steps=1", f"run.dir={tmp_path}", "runtime=local", "data.eval.size=2")
     smaller += ("sampling.prompts_per_step=4", "sampling.samples_per_prompt=2", "generation.max_response_length=8")
     done = gcore(hub, tmp_path / "home", "train", "gsm8k", *smaller)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.driver import heal
 from gcore.launch.auto_placement import choose_mode
 from gcore.launch.build import see_cluster, sleep_level

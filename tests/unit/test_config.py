@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from gcore.cli import main
-from gcore.config import dump_config, load_config
-from gcore.config.load import all_keys, parse_yaml, read_tree, validate
+from gcore.config.load import all_keys, dump_config, load_config, parse_yaml, read_tree, validate
 from gcore.config.names import FORMER
 from gcore.config.reference import START, reference, schema
 from gcore.config.resume import leaves_of

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from gcore.cli import main
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.content.tokens import Tokens
 from gcore.driver.start_report import starting_statuses
 from gcore.launch import preflight as checks
@@ -232,14 +232,20 @@ def safetensors(num_bytes: int = 8) -> bytes:
     ("files", "said"),
     [
         ({}, "model.path=FOLDER: no weights there; expected files *.safetensors"),
-        ({"model.safetensors": safetensors()[:-3]}, "model.safetensors is no complete safetensors file: 73 bytes; its"),
+        ({"model.safetensors": safetensors()[:-3]}, "model.safetensors is no complete safetensors file: 73 bytes, in"),
         (
             {"model.safetensors": b""},
-            "model.path: FOLDER/model.safetensors is no complete safetensors file: 0 bytes, and",
+            "model.path: FOLDER/model.safetensors is no complete safetensors file: 0 bytes, header too small",
         ),
-        ({"model.safetensors": bytes([255] * 99)}, "is no complete safetensors file: 99 bytes, and no header"),
-        ({"model.safetensors": safetensors().replace(b"w", b"\xff")}, "its header is damaged: UnicodeDecodeError"),
-        ({"model.safetensors": safetensors().replace(b"data_off", b"data_of_")}, "its header is damaged: KeyError"),
+        ({"model.safetensors": bytes([255] * 99)}, "is no complete safetensors file: 99 bytes, header too large"),
+        (
+            {"model.safetensors": safetensors().replace(b"w", b"\xff")},
+            ": 76 bytes, invalid UTF-8 in header",
+        ),
+        (
+            {"model.safetensors": safetensors().replace(b"data_off", b"data_of_")},
+            "invalid JSON in header: missing field",
+        ),
         (
             {
                 "a.safetensors": safetensors(),

@@ -5,10 +5,9 @@ import copy
 import pytest
 import yaml
 
-from gcore.config import dump_config, load_config
 from gcore.config.advice import warnings
 from gcore.config.algorithm import ESTIMATORS, LOSSES
-from gcore.config.load import validate
+from gcore.config.load import dump_config, load_config, validate
 from gcore.config.presets import ALGORITHMS, PRESETS
 from gcore.config.tree import Config
 from gcore.training.objective import POLICY_LOSSES

@@ -13,7 +13,7 @@ import pytest
 
 from gcore.checkpoint import store
 from gcore.checkpoint.remote import Remote
-from gcore.config import load_config
+from gcore.config.load import load_config
 from gcore.controller.checkpointing import Checkpointer
 from gcore.driver import supervise
 from gcore.driver.heal import RestartBudget

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from gcore.config import dump_config
 from gcore.config.base import Model
 from gcore.config.judges import Judge, RemoteJudge
+from gcore.config.load import dump_config
 from gcore.config.tree import Config
 from gcore.generation.noise import noise_key
 from gcore.launch.build import Roles

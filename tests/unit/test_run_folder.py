@@ -8,8 +8,7 @@ import pytest
 from gcore import __version__
 from gcore.checkpoint import memory, store
 from gcore.checkpoint.export import export, locate
-from gcore.config import dump_config, load_config
-from gcore.config.load import parse_yaml
+from gcore.config.load import dump_config, load_config, parse_yaml
 from gcore.driver.heal import RestartBudget
 from gcore.driver.run_folder import (
     WRITTEN,

@@ -15,9 +15,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig
 
-from gcore.config import load_config
 from gcore.config.base import BuildModel, Model, StoredModel
 from gcore.config.data import Data, Dataset
+from gcore.config.load import load_config
 from gcore.config.preference import OBJECTIVES
 from gcore.config.rewards import ScalarReward
 from gcore.config.tree import Config

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gcore.config import dump_config, load_config
-from gcore.config.load import all_keys, parse_yaml
+from gcore.config.load import all_keys, dump_config, load_config, parse_yaml
 from gcore.config.secrets import FREE_FORM, REDACTED, hide, learn, mask, places, redacted
 from gcore.config.tree import Config
 from gcore.controller import start_run
