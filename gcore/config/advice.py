@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from gcore.config.algorithm import Algorithm
 from gcore.config.base import Section
+from gcore.config.leaves import leaves_of
 from gcore.config.presets import preset_values
-from gcore.config.resume import leaves_of
 from gcore.config.tree import Config
 
 SMALL_CLIP, LARGE_CLIP = 0.01, 0.05  # ratios of whole samples are clipped at about 4e-4, those of tokens at 0.2

@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from gcore.config.leaves import leaves_of
 
 REDACTED = "<redacted>"
 FREE_FORM = ("args", "extra")  # sections without keys of our own
@@ -77,8 +79,9 @@ def learn(tree: Any) -> None:
         return REDACTED
 
     _mapped(tree, remember)
-    for name in _named(tree, "token_env"):
-        remember(os.environ.get(name, ""))
+    for path, value in leaves_of(tree):
+        if path.rpartition(".")[2] == "token_env" and isinstance(value, str):
+            remember(os.environ.get(value, ""))
 
 
 def hide(text: str) -> str:
@@ -92,20 +95,9 @@ def mask(data: bytes) -> bytes:
     return _without(data.decode("latin-1"), lambda secret: "*" * len(secret), known).encode("latin-1")
 
 
-def places(tree: Any, path: str = "") -> Iterator[str]:
-    """The keys whose values a run has not saved: "rewards.functions.0.args.api_key"."""
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else None
-    if items is None and isinstance(tree, str) and REDACTED in tree:
-        yield path
-    for name, value in items or ():
-        yield from places(value, f"{path}.{name}" if path else str(name))
-
-
-def _named(tree: Any, key: str) -> Iterator[str]:
-    if isinstance(tree, Mapping) and isinstance(tree.get(key), str):
-        yield tree[key]
-    for value in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ():
-        yield from _named(value, key)
+def places(tree: Any) -> list[str]:
+    """The keys whose values a run has not saved: ["rewards.functions.0.args.api_key"]."""
+    return [path for path, value in leaves_of(tree) if isinstance(value, str) and REDACTED in value]
 
 
 def _mapped(value: Any, to: To, is_free: bool = False, is_secret: bool = False) -> Any:

@@ -54,10 +54,6 @@ class Tracer:
             # The length is measured by the monotonic clock, because the system clock may be adjusted.
             self._add(name, start, start + time.perf_counter_ns() - started, lane, args)
 
-    def span_at(self, name: str, start_s: float, end_s: float, *, lane: str = MAIN, **args: Any) -> None:
-        """Adds a span measured by the caller, in seconds of time.time()."""
-        self._add(name, round(start_s * 1e9), round(end_s * 1e9), lane, args)
-
     def _add(self, name: str, start_ns: int, end_ns: int, lane: str, args: dict[str, Any]) -> None:
         if self._file is None:
             return

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from gcore.cli import main
+from gcore.config.leaves import leaves_of
 from gcore.config.load import all_keys, dump_config, load_config, parse_yaml, read_tree, validate
 from gcore.config.names import FORMER
 from gcore.config.reference import START, reference, schema
-from gcore.config.resume import leaves_of
 from gcore.config.training import Training
 from gcore.config.tree import Config
 from gcore.types import UserError
