@@ -1,7 +1,7 @@
 """The interfaces between processes, and the small values that they exchange.
 
-driver ──start──> Runtime ──> controllers ──call──> Engine, Scorer, Trainer, Critic  (Handle: a role behind RPC)
-                                  └──all_gather──> controllers                       (Group: metadata only)
+driver ──start──> Runtime ──> Controller ──call──> Engine, Scorer, Trainer, CriticTrainer  (Handle: a role behind RPC)
+                                  └──all_gather──> other controllers                       (Group: metadata only)
 
 A *role* is a kind of process: engine, judge, scorer, trainer, critic, controller. A *replica* is one process of a role.
 Every call between processes is async, and every role has its own event loop. clients.py has a typed client per role.
@@ -80,7 +80,7 @@ class WeightPlan:
 
     num_buckets: int  # more than one, so that no process holds a second copy of all weights
     every_rank: bool  # each rank publishes, to the engines on its GPU; else only rank 0
-    exact_buckets: int = 1  # number of buckets with Receivers.exact
+    critic_buckets: int = 1  # number of buckets if the receivers are critic ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Receivers:
 
     names: tuple[str, ...]
     restarted: bool = False  # some of them are new processes since the last update, or it failed
-    exact: bool = False  # critic ranks instead of engines: in float32, through host memory
+    are_critics: bool = False  # ranks instead of engines: they get float32, through host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +365,7 @@ class Trainer(Rank, Protocol):
         ...
 
 
-class Critic(Rank, Protocol):
+class CriticTrainer(Rank, Protocol):
     """Trains a critic that has ranks of its own (placement.critic). Implementation: training/critic_rank.py."""
 
     async def load_policy(self, weights: Weights) -> None:
@@ -377,6 +377,30 @@ class Critic(Rank, Protocol):
     async def values(self, keys: Sequence[Key]) -> Mapping[Key, Floats]: ...  # after `prepare`: one per step
 
     async def take_penalties(self, penalties: Mapping[Key, Floats]) -> None: ...  # of trainer ranks, before `update`
+
+
+class Controller(Protocol):
+    """Runs the training loop on its share of the prompts; the driver calls it. Implementation: controller/loop.py."""
+
+    async def run(self) -> None: ...  # `gcore train`: until the end of the run
+
+    async def evaluate(self) -> dict[str, Any]: ...  # `gcore eval`: the metrics
+
+    async def status(self) -> ControllerStatus: ...
+
+    async def mark_dead(self, name: str) -> None: ...  # an engine, judge or scorer died
+
+    async def begin_restart(self, name: str) -> None: ...  # only on controller 0; returns when it may be started
+
+    async def restore(self, name: str) -> bool: ...  # only on controller 0, after the restart. False: it died again
+
+    async def mark_alive(self, name: str) -> None: ...
+
+    async def finished_step(self) -> dict[str, Any]:
+        """Only on controller 0, with run.on_step. Waits for the metrics of the next step."""
+        ...
+
+    async def go_on(self, stop: bool) -> None: ...  # after `finished_step`. `stop`: the run ends
 
 
 class Group(Protocol):

@@ -85,7 +85,8 @@ class Checkpointer:
         self._background = services.controllers.subgroup()  # for the collectives of saves in flight
         self._folder = services.config.run.folder
         self._source, self._collector, self._dispatcher = source, services.collector, services.dispatcher
-        self._placement, self._trainers_in_use = services.placement, services.weight_resender.trainers_in_use
+        self._placement, self._trainers_in_use = services.placement, services.weights.trainers_in_use
+        self._num_engines = len(services.pool.replicas)
         self._sampled = sample_digest(source.rows)
         self._tree = parse_yaml(dump_config(services.config))  # without secrets
         self._in_flight: asyncio.Task[str] | None = None  # result: why it failed, or ""
@@ -184,7 +185,7 @@ class Checkpointer:
             "step": position.number,
             "parent": self._parent,
             "score": score,
-            "topology": self._dispatcher.topology,
+            "topology": {**self._dispatcher.topology, "engines": self._num_engines},
             "version": __version__,
             "config": hashlib.sha256(json.dumps(self._tree, sort_keys=True).encode()).hexdigest(),
             "data": self._source.digest,

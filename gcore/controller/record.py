@@ -74,7 +74,6 @@ class Recorder:
                 **(offline_row if self._config.is_offline else rollout_row)(gathered, metas),
                 **actor_row(rank_stats),
                 **(self._dispatcher.balance_metrics if rank_stats else {}),
-                **self._dispatcher.sleep_metrics,
                 **self._placement.row(),
                 **self._status.take_metrics(),
                 **collected.measured,

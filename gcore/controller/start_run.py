@@ -37,10 +37,10 @@ async def open_run(services: Services) -> int:
         services.group_filter,
         services.status.report,
         source,
-        lambda: dispatcher.version,
+        lambda: services.weights.version,
         curriculum,
     )
-    async with services.weight_resender.training():  # engines that die in this block are restarted after it
+    async with services.weights.training():  # engines that die in this block are restarted after it
         await dispatcher.open()
         services.checkpointer = Checkpointer(services, source)
         position = await _resume(services)  # sends the first weights too, if training was resumed
@@ -53,7 +53,7 @@ async def open_run(services: Services) -> int:
     if position.before_training:
         await services.evaluator.evaluate(position.step)
     if config.run.total_steps == 0:  # `gcore sft`: the warm start is the whole run
-        async with services.weight_resender.trainers_in_use:
+        async with services.weights.trainers_in_use:
             await services.checkpointer.save(RunPosition(position.step, warmed=None))
     return position.step
 
@@ -68,9 +68,9 @@ async def open_evaluation(services: Services) -> int:
         )
     _, held_out = await _load_prompts(services)
     resume, pool, missed = services.config.run.resume, services.pool, list[str]()
-    async with services.weight_resender.trainers_in_use:
+    async with services.weights.trainers_in_use:
         if services.controllers.rank == 0 and resume not in ("never", "auto"):
-            served = await services.weight_resender.load_saved(Path(resume) / "weights", dict(enumerate(pool.replicas)))
+            served = await services.weights.load_saved(Path(resume) / "weights", dict(enumerate(pool.replicas)))
             missed = [engine.name for engine in pool.replicas if engine.name not in served]
         for name in (await services.controllers.all_gather("weights to evaluate", missed))[0]:
             pool.mark_dead(name)  # until it is restarted
@@ -165,7 +165,7 @@ def _rewind_files(folder: Path, position: RunPosition) -> None:
 async def _send_first_weights(services: Services, version: int) -> None:
     """Choose the engines of the first rollout and send them weights, as the loop does after each step."""
     engines = await services.placement.choose_engines(services.collector.rate)
-    await services.dispatcher.update_weights(version, engines)
+    await services.weights.update(version, engines)
 
 
 def _open_recorder(services: Services) -> Recorder:

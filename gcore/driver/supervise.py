@@ -15,7 +15,8 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -37,28 +38,20 @@ from gcore.driver.heal import (
     with_notes,
 )
 from gcore.driver.interrupt import end_at_signals
-from gcore.driver.on_step import OnStep, call_after_steps, open_on_step
+from gcore.driver.on_step import call_after_steps, open_on_step
 from gcore.driver.run_folder import Restarts, check_resume, open_evaluation_folder, open_folder, say
 from gcore.driver.run_lock import hold
 from gcore.driver.start_report import reporting_start
-from gcore.launch.build import (
-    Roles,
-    build_controller,
-    build_engine,
-    build_judge,
-    build_runtime,
-    build_scorer,
-    import_controller,
-    log_folder,
-    see_cluster,
-)
+from gcore.launch.build import Roles, build_engine, build_judge, build_runtime, build_scorer, log_folder
+from gcore.launch.build_controller import build_controller, import_controller
 from gcore.launch.build_ranks import build_critic, build_trainer
 from gcore.launch.epochs import with_steps
-from gcore.launch.machines import Cluster
-from gcore.launch.node_checks import NodeGate, check_nodes, sent_files
-from gcore.launch.pins import check_models, find_weights, pin
+from gcore.launch.machines import Cluster, see_cluster
+from gcore.launch.node_checks import NodeGate, sent_files
+from gcore.launch.pins import find_weights, pin
 from gcore.launch.plan import Plan
 from gcore.launch.preflight import make_ready
+from gcore.launch.user_code import OnStep
 from gcore.observe.events import EventLog
 from gcore.observe.files import take_notes
 from gcore.observe.logs import OutputPreview
@@ -77,6 +70,7 @@ GRACE_S = 1.5  # after the first failure, how long to wait for failures that exp
 LAST_STATUS_S = 2.0  # for the last status of controllers before a rollback
 Mode = Literal["train", "eval"]
 C = TypeVar("C")
+T = TypeVar("T")
 
 
 def run(config: Config, mode: Mode = "train") -> Any:
@@ -95,25 +89,24 @@ def _run_alone(config: Config, mode: Mode, lock: Sequence[int] = (), on_step: On
     """`lock`: descriptors of the lock of the run folder. An evaluation needs none: its output is in another folder, and
     it only reads the checkpoint."""
     cluster, config = see_cluster(config), pin(config)
-    check_models(config)
-    decided, plan, notes = _make_ready(config, cluster, mode)
-    gate = NodeGate(see_cluster, cluster.nodes)
+    planned, plan, notes = _make_ready(config, cluster, mode)
     if mode == "train":
-        counted, about_steps = with_steps(decided)
-        open_folder(decided)  # its config.yaml keeps run.epochs, so that a longer one can be resumed
-        decided, config = (each.model_copy(update={"run": counted}) for each in (decided, config))
+        counted, about_steps = with_steps(planned)
+        open_folder(planned)  # its config.yaml keeps run.epochs, so that a longer one can be resumed
+        planned, config = (each.model_copy(update={"run": counted}) for each in (planned, config))
         notes = [*about_steps, *notes]
     restarts = Restarts(config, RestartBudget(config.run.max_restarts if mode == "train" else 0))
+    gate = NodeGate(see_cluster, cluster.nodes)
     try:
         while True:
             try:
-                result = asyncio.run(_run(decided, plan, mode, notes, restarts, gate, on_step, lock))
+                result = asyncio.run(_run_plan(planned, plan, mode, notes, restarts, gate, on_step, lock))
                 if mode == "train":
-                    memory.close_memory(decided.run.folder)
+                    memory.close_memory(planned.run.folder)
                 return result
             except NodesChanged as change:
                 config = restarts.from_last_checkpoint(config)
-                decided, plan, notes = _make_ready(config, gate.see(config), mode)
+                planned, plan, notes = _make_ready(config, gate.see(config), mode)
                 notes = [f"{change}: the run continues on {len(plan.nodes)} node(s)", *notes]
     except asyncio.CancelledError:  # by SIGTERM
         raise KeyboardInterrupt from None
@@ -139,13 +132,12 @@ def _make_ready(config: Config, cluster: Cluster, mode: Mode) -> tuple[Config, P
     if mode == "train":
         check_resume(config, next(data for data in ready.checked.datasets if data.key == "data.train"))
     find_weights(config, of_hub=True)
-    differences = check_nodes(config, ready.plan, mode == "train")
     if mode == "eval":
         config = open_evaluation_folder(config)
-    return config, ready.plan, [*ready.notes, *differences]
+    return config, ready.plan, ready.notes
 
 
-async def _run(
+async def _run_plan(
     config: Config,
     plan: Plan,
     mode: Mode,
@@ -155,6 +147,7 @@ async def _run(
     on_step: OnStep | None,
     lock: Sequence[int],
 ) -> Any:
+    """All processes of the plan, from their start to their end."""
     end_at_signals()
     warm = config.training.warm_start
     history = read_rows(config.run.folder) if config.run.resume != "never" else []
@@ -165,241 +158,195 @@ async def _run(
         warm_steps=warm.steps if warm else 0,
         history=history,
     ) as progress:
-        runtime: Runtime | None = None
+        for text in notes:
+            progress.note(text)
+        progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
+        started, preview, gate.note = time.monotonic(), OutputPreview(log_folder(config)), progress.note
+        files = pack(sent_files(config)).data if Cluster(plan.nodes).is_joined else b""
+        runtime = build_runtime(config, plan, files, lock)
         try:
-            for text in notes:
-                progress.note(text)
-            progress.note("starting " + ("one process" if config.runtime == "local" else "Ray and the processes"))
-            started = time.monotonic()
-            preview = OutputPreview(log_folder(config))
-            files = pack(sent_files(config)).data if Cluster(plan.nodes).is_joined else b""
-            runtime = build_runtime(config, plan, files, lock)
             end_at_signals()  # again: Ray has replaced the handler
-            runtime.prepare("controller", plan.controllers, import_controller)
-            return await _run_to_the_end(
-                runtime, config, plan, mode, progress, preview, restarts, gate, on_step, started
-            )
+            events = EventLog(config.run.folder if mode == "train" else None)
+            watch = RoleWatch(runtime, progress, events, config.run, log_folder(config))
+            supervisor = Supervisor(config, plan, mode, runtime, progress, preview, events, watch)
+            return await supervisor.run(started, restarts, gate, on_step)
         finally:
-            if runtime is not None:
-                runtime.stop()
-                preview.mask_all()
+            runtime.stop()
+            preview.mask_all()
 
 
-async def _run_to_the_end(
-    runtime: Runtime,
-    config: Config,
-    plan: Plan,
-    mode: Mode,
-    progress: Progress,
-    preview: OutputPreview,
-    restarts: Restarts,
-    gate: NodeGate,
-    on_step: OnStep | None,
-    started: float,
-) -> Any:
-    """Start the roles and wait for the controllers. If one of them or a trainer rank dies, start these again: they
-    continue from the last checkpoint."""
-    events = EventLog(config.run.folder if mode == "train" else None)
-    watch = RoleWatch(runtime, progress, events, config.run, log_folder(config))
-    gate.note = progress.note
-    starting: Coroutine[Any, Any, tuple[Roles, list[ControllerClient]]] = _start(runtime, config, plan, mode)
-    roles: Roles | None = None
-    while True:
+@dataclass
+class Supervisor:
+    """Starts the processes of a plan, and waits for the controllers. If one of them or a trainer rank dies, these are
+    started again, and continue from the last checkpoint."""
+
+    config: Config
+    plan: Plan
+    mode: Mode
+    runtime: Runtime
+    progress: Progress
+    preview: OutputPreview
+    events: EventLog
+    watch: RoleWatch
+
+    async def run(self, started: float, restarts: Restarts, gate: NodeGate, on_step: OnStep | None) -> Any:
+        """`started`: since when the user waits."""
+        plan, runtime, note = self.plan, self.runtime, self.progress.note
+        starting: Coroutine[Any, Any, tuple[Roles, list[ControllerClient]]] = self._start()
+        roles: Roles | None = None
+        while True:
+            try:
+                roles, controllers = await reporting_start(starting, runtime, self._counts, self.progress)
+                note(f"{self._ready} ready in {time.monotonic() - started:.1f} s")
+                if pids := runtime.processes():
+                    note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
+                others = [self.watch.watch(controllers), watch_for_new_nodes(plan, self.config, gate.see)]
+                if on_step is not None:
+                    others.append(call_after_steps(controllers, on_step))
+                return await self.wait_for(controllers, others)
+            except (RoleDied, RoleError) as error:
+                if roles is None or not is_healable(error):
+                    raise
+                if not restarts.budget.take():
+                    if self.mode == "train":
+                        self.events.add("gave_up", cause=str(error))
+                        limit = f"run.max_restarts={self.config.run.max_restarts}"
+                        error.add_note(f"the run is not restarted again: at most {limit} times per hour")
+                    raise
+                with contextlib.suppress(Exception):  # what those that are alive have not told yet
+                    await asyncio.wait_for(self._show(controllers), LAST_STATUS_S)
+                started, self.config = time.monotonic(), restarts.from_last_checkpoint(self.config)
+                self.events.add("rollback", cause=str(error))
+                if lost := lost_nodes(plan, partial(see_cluster, self.config)):
+                    raise NodesChanged(f"{error}; lost: {', '.join(node.address for node in lost)}") from error
+                who = "controllers, trainer and critic ranks" if plan.critics else "controllers and trainer ranks"
+                note(with_notes(error, f"; {who} are restarted and load the last checkpoint"))
+                starting = self.watch.guard_start(self.start_again(roles))
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        """Processes by kind."""
+        counts = {kind: len(nodes) for kind, nodes in self.plan.role_nodes.items()}
+        return counts if self.mode == "train" else {**counts, "trainer": 0, "critic": 0}
+
+    @property
+    def _ready(self) -> str:
+        counts, nodes = self._counts, len(self.plan.nodes)
+        return (
+            f"{counts['controller']} controller(s), {counts['engine']} engine(s), {counts['trainer']} trainer rank(s)"
+            + (f", {counts['critic']} critic rank(s)" if counts.get("critic") else "")
+            + "".join(f", judge {name}" for name in self.plan.judges)
+            + "".join(f", scorer {name}" for name in self.plan.scorers)
+            + (f" on {nodes} nodes" if nodes > 1 else "")
+        )
+
+    async def _group(
+        self, kind: str, client: Callable[[Handle], C], build: Callable[..., Any], *more: object
+    ) -> list[C]:
+        """Start all processes of a kind. `more`: arguments of `build`, after the configuration and the plan."""
+        args = [(self.config, self.plan, *more)] * self._counts.get(kind, 0)
+        return [client(handle) for handle in await self.runtime.start_group(kind, build, args)]
+
+    async def _start(self) -> tuple[Roles, list[ControllerClient]]:
+        """All roles that serve requests at the same time, then the controllers, which call them."""
+        self.runtime.prepare("controller", self.plan.controllers, import_controller)
+        judges = {name: self._group(f"judge-{name}", EngineClient, build_judge, name) for name in self.plan.judges}
+        scorers = {
+            name: self._group(f"scorer-{name}", ScorerClient, build_scorer, i)
+            for i, name in enumerate(self.plan.scorers)
+        }
+        served = await asyncio.gather(
+            self._group("engine", EngineClient, build_engine),
+            self._group("trainer", TrainerClient, build_trainer),
+            _by_name(judges),
+            _by_name(scorers),
+            self._group("critic", CriticClient, build_critic),
+        )
+        return await self._with_controllers(Roles(*served))
+
+    async def start_again(self, roles: Roles) -> tuple[Roles, list[ControllerClient]]:
+        """Controllers, trainer and critic ranks. Other roles keep their processes and drop their requests."""
+        await asyncio.gather(*(self.runtime.stop_group(kind) for kind in ("controller", "trainer", "critic")))
+        self.runtime.prepare("controller", self.plan.controllers, import_controller)
         try:
-            roles, controllers = await reporting_start(starting, runtime, _wanted(plan, mode), progress)
-            progress.note(_ready_line(plan, mode, time.monotonic() - started))
-            if pids := runtime.processes():
-                progress.note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
-            others = [watch.watch(controllers), watch_for_new_nodes(plan, config, gate.see)]
-            if on_step is not None:
-                others.append(call_after_steps(controllers, on_step))
-            seen = watch.check_reachable, ProgressWatch(runtime, config.run)
-            return await _supervise(controllers, progress, mode, preview, others, *seen)
-        except (RoleDied, RoleError) as error:
-            if roles is None or not is_healable(error):
-                raise
-            if not restarts.budget.take():
-                if mode == "train":
-                    events.add("gave_up", cause=str(error))
-                    limit = f"run.max_restarts={config.run.max_restarts}"
-                    error.add_note(f"the run is not restarted again: at most {limit} times per hour")
-                raise
-            with contextlib.suppress(Exception):  # what those that are alive have not told yet
-                await asyncio.wait_for(_show(controllers, progress, preview), LAST_STATUS_S)
-            started, config = time.monotonic(), restarts.from_last_checkpoint(config)
-            events.add("rollback", cause=str(error))
-            if lost := lost_nodes(plan, partial(see_cluster, config)):
-                raise NodesChanged(f"{error}; lost: {', '.join(node.address for node in lost)}") from error
-            who = "controllers, trainer and critic ranks" if plan.critics else "controllers and trainer ranks"
-            progress.note(with_notes(error, f"; {who} are restarted and load the last checkpoint"))
-            starting = watch.guard_start(_start_again(runtime, config, plan, roles, watch))
+            async with asyncio.TaskGroup() as tasks:  # if one of them fails, no other must run into the next restart
+                tasks.create_task(self._reset_engines(roles))
+                trainers = tasks.create_task(self._group("trainer", TrainerClient, build_trainer))
+                critics = tasks.create_task(self._group("critic", CriticClient, build_critic))
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+        roles = dataclasses.replace(roles, trainers=trainers.result(), critics=critics.result())
+        return await self._with_controllers(roles)
 
+    async def _with_controllers(self, roles: Roles) -> tuple[Roles, list[ControllerClient]]:
+        return roles, await self._group("controller", ControllerClient, build_controller, roles)
 
-def _ready_line(plan: Plan, mode: Mode, seconds: float) -> str:
-    return (
-        f"{plan.controllers} controller(s), {plan.engines} engine(s), "
-        f"{plan.trainers if mode == 'train' else 0} trainer rank(s)"
-        + (f", {plan.critics} critic rank(s)" if plan.critics and mode == "train" else "")
-        + "".join(f", judge {name}" for name in plan.judges)
-        + "".join(f", scorer {name}" for name in plan.scorers)
-        + (f" on {len(plan.nodes)} nodes" if len(plan.nodes) > 1 else "")
-        + f" ready in {seconds:.1f} s"
-    )
-
-
-async def _start(runtime: Runtime, config: Config, plan: Plan, mode: Mode) -> tuple[Roles, list[ControllerClient]]:
-    """Start all roles that serve requests at the same time, then the controllers, which call them."""
-
-    async def judges() -> dict[str, list[EngineClient]]:
-        groups = (
-            _group(runtime, f"judge-{name}", EngineClient, build_judge, (config, plan, name), count)
-            for name, count in plan.judges.items()
-        )
-        return dict(zip(plan.judges, await asyncio.gather(*groups), strict=True))
-
-    async def scorers() -> dict[str, list[ScorerClient]]:
-        groups = (
-            _group(runtime, f"scorer-{name}", ScorerClient, build_scorer, (config, plan, i), count)
-            for i, (name, count) in enumerate(plan.scorers.items())
-        )
-        return dict(zip(plan.scorers, await asyncio.gather(*groups), strict=True))
-
-    served = await asyncio.gather(
-        _group(runtime, "engine", EngineClient, build_engine, (config, plan), plan.engines),
-        _trainers(runtime, config, plan, plan.trainers if mode == "train" else 0),
-        judges(),
-        scorers(),
-        _critics(runtime, config, plan, plan.critics if mode == "train" else 0),
-    )
-    roles = Roles(*served)
-    return roles, await _controllers(runtime, config, plan, roles)
-
-
-async def _start_again(
-    runtime: Runtime, config: Config, plan: Plan, roles: Roles, watch: RoleWatch
-) -> tuple[Roles, list[ControllerClient]]:
-    """Start controllers, trainer and critic ranks again. Other roles keep their processes and drop their requests."""
-
-    async def reset_engines() -> None:
-        await watch.revive_dead()
+    async def _reset_engines(self, roles: Roles) -> None:
+        await self.watch.revive_dead()
         engines = (*roles.engines, *itertools.chain.from_iterable(roles.judges.values()))
         answers = await asyncio.gather(*(engine.reset() for engine in engines), return_exceptions=True)
         for engine, failed in zip(engines, answers, strict=True):
             if isinstance(failed, RoleDied):  # it has its old requests, or is dead: `watch` restarts it
-                runtime.kill(engine.name)
+                self.runtime.kill(engine.name)
             elif failed is not None:
                 raise failed
 
-    await asyncio.gather(*(runtime.stop_group(kind) for kind in ("controller", "trainer", "critic")))
-    runtime.prepare("controller", plan.controllers, import_controller)
-    try:
-        async with asyncio.TaskGroup() as tasks:  # if one of them fails, the other must not run into the next restart
-            tasks.create_task(reset_engines())
-            trainers = tasks.create_task(_trainers(runtime, config, plan, plan.trainers))
-            critics = tasks.create_task(_critics(runtime, config, plan, plan.critics))
-    except* Exception as errors:
-        raise errors.exceptions[0] from None
-    roles = dataclasses.replace(roles, trainers=trainers.result(), critics=critics.result())
-    return roles, await _controllers(runtime, config, plan, roles)
+    # ---- until the end --------------------------------------------------------------------------------------------
+
+    async def wait_for(
+        self, controllers: Sequence[ControllerClient], watches: Sequence[Coroutine[Any, Any, None]]
+    ) -> Any:
+        """Wait until all controllers are done. The first failure is raised: the error that explains the others best.
+        `watches`: they never return, and raise if the run cannot continue as it is."""
+        runs: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(c.run() if self.mode == "train" else c.evaluate()) for c in controllers
+        ]
+        others = [asyncio.ensure_future(watch) for watch in (*watches, self._poll(controllers))]
+        try:
+            waiting = {*runs, *others}
+            while not all(task.done() for task in runs):
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.exception() for task in done):
+                    await wait_for_cause((*runs, *others), GRACE_S)
+                    raise first_cause([t.exception() for t in (*runs, *others) if t.done() and t.exception()])
+            await self._show(controllers)
+            return runs[0].result()
+        finally:
+            for task in (*runs, *others):
+                task.cancel()
+            await asyncio.gather(*runs, *others, return_exceptions=True)
+
+    async def _poll(self, controllers: Sequence[ControllerClient]) -> None:
+        progress_watch = ProgressWatch(self.runtime, self.config.run)
+        while True:
+            await asyncio.sleep(POLL_S.get(self.progress.mode, DEFAULT_POLL_S))
+            answers = await self._show(controllers)
+            self.watch.check_reachable(answers)
+            await progress_watch.seen(_statuses(answers))
+
+    async def _show(self, controllers: Sequence[ControllerClient]) -> Sequence[ControllerStatus]:
+        """Poll the controllers and show what they report."""
+        answers = await asyncio.gather(*(c.status() for c in controllers))
+        statuses = _statuses(answers)
+        for line in (*self.preview.poll(), *take_notes()):
+            self.progress.note(line)
+        for answer in answers:
+            for text in answer.notes:
+                self.progress.note(text)
+            for row in answer.rows:
+                self.progress.update(statuses, row)
+        self.progress.update(statuses, None)
+        return answers
 
 
-async def _trainers(runtime: Runtime, config: Config, plan: Plan, count: int) -> list[TrainerClient]:
-    return await _group(runtime, "trainer", TrainerClient, build_trainer, (config, plan), count)
-
-
-async def _critics(runtime: Runtime, config: Config, plan: Plan, count: int) -> list[CriticClient]:
-    return await _group(runtime, "critic", CriticClient, build_critic, (config, plan), count)
-
-
-async def _controllers(runtime: Runtime, config: Config, plan: Plan, roles: Roles) -> list[ControllerClient]:
-    args = config, plan, roles
-    return await _group(runtime, "controller", ControllerClient, build_controller, args, plan.controllers)
-
-
-async def _group(
-    runtime: Runtime,
-    kind: str,
-    client: Callable[[Handle], C],
-    factory: Callable[..., Any],
-    args: tuple[Any, ...],
-    count: int,
-) -> list[C]:
-    return [client(handle) for handle in await runtime.start_group(kind, factory, [args] * count)]
-
-
-def _wanted(plan: Plan, mode: Mode) -> dict[str, int]:
-    """Number of processes per kind, by the names that the runtime uses, in the order in which they start."""
-    trains = mode == "train"
-    served = {"engine": plan.engines, "trainer": plan.trainers * trains, "critic": plan.critics * trains}
-    judges = {f"judge-{name}": count for name, count in plan.judges.items()}
-    scorers = {f"scorer-{name}": count for name, count in plan.scorers.items()}
-    return {**served, **judges, **scorers, "controller": plan.controllers}
-
-
-async def _supervise(
-    controllers: Sequence[ControllerClient],
-    progress: Progress,
-    mode: Mode,
-    preview: OutputPreview,
-    watches: Sequence[Coroutine[Any, Any, None]],
-    check_reachable: Callable[[Sequence[ControllerStatus]], None],
-    progress_watch: ProgressWatch,
-) -> Any:
-    """Wait until all controllers are done. The first failure is raised: the error that explains the others best.
-    `watches`: they never return, and raise if the run cannot continue as it is."""
-    runs: list[asyncio.Future[Any]] = [
-        asyncio.ensure_future(c.run() if mode == "train" else c.evaluate()) for c in controllers
-    ]
-    poll = _poll(controllers, progress, preview, check_reachable, progress_watch)
-    others = [asyncio.ensure_future(watch) for watch in (*watches, poll)]
-    try:
-        waiting = {*runs, *others}
-        while not all(task.done() for task in runs):
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if any(task.exception() for task in done):
-                await wait_for_cause((*runs, *others), GRACE_S)
-                raise first_cause([t.exception() for t in (*runs, *others) if t.done() and t.exception()])
-        await _show(controllers, progress, preview)
-        return runs[0].result()
-    finally:
-        for task in (*runs, *others):
-            task.cancel()
-        await asyncio.gather(*runs, *others, return_exceptions=True)
-
-
-async def _poll(
-    controllers: Sequence[ControllerClient],
-    progress: Progress,
-    preview: OutputPreview,
-    check_reachable: Callable[[Sequence[ControllerStatus]], None],
-    progress_watch: ProgressWatch,
-) -> None:
-    while True:
-        await asyncio.sleep(POLL_S.get(progress.mode, DEFAULT_POLL_S))
-        answers = await _show(controllers, progress, preview)
-        check_reachable(answers)
-        await progress_watch.seen(_statuses(answers))
+async def _by_name(calls: Mapping[str, Awaitable[T]]) -> dict[str, T]:
+    return dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
 
 
 def _statuses(answers: Sequence[ControllerStatus]) -> list[Status]:
     return [Status(answer.role, answer.stage, answer.detail, answer.step) for answer in answers]
-
-
-async def _show(
-    controllers: Sequence[ControllerClient], progress: Progress, preview: OutputPreview
-) -> Sequence[ControllerStatus]:
-    """Poll the controllers and show what they report."""
-    answers = await asyncio.gather(*(c.status() for c in controllers))
-    statuses = _statuses(answers)
-    for line in (*preview.poll(), *take_notes()):
-        progress.note(line)
-    for answer in answers:
-        for text in answer.notes:
-            progress.note(text)
-        for row in answer.rows:
-            progress.update(statuses, row)
-    progress.update(statuses, None)
-    return answers
 
 
 def exit_code(error: BaseException) -> int:

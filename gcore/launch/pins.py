@@ -64,8 +64,7 @@ def models_of(config: Config) -> dict[str, Model]:
 
 def check_models(config: Config) -> None:
     """UserError if a path is not a model, or if its context window is too short for the recipe."""
-    whole = config.data.max_prompt_length + config.generation.max_response_length
-    keys_of_whole = "data.max_prompt_length + generation.max_response_length"
+    whole, keys_of_whole = config.max_length, "data.max_prompt_length + generation.max_response_length"
     _check(config.model, "model", keys_of_whole, whole)
     for key, judge in config.rewards.engine_judges_by_key.items():
         if isinstance(judge, ServedJudge):

@@ -31,14 +31,15 @@ from gcore.config.secrets import REDACTED, places
 from gcore.config.tree import Config
 from gcore.content.families import KINDS
 from gcore.launch.auto_placement import choose_mode
-from gcore.launch.build import Roles, load_filter, load_workflow, quiet
+from gcore.launch.build import Roles, quiet
 from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.footprint import MemoryPart, check_sizes, parts
 from gcore.launch.gpu_memory import MemoryPlan, plan_memory
 from gcore.launch.machines import Cluster, Machine
-from gcore.launch.own_algorithm import load_policy_loss, make_scoring
-from gcore.launch.pins import find_weights
+from gcore.launch.node_checks import check_nodes
+from gcore.launch.pins import check_models, find_weights
 from gcore.launch.plan import Plan, make_plan
+from gcore.launch.user_code import load_filter, load_policy_loss, load_workflow, make_scoring
 from gcore.modalities.base import PolicyKind
 from gcore.modalities.table import kind_of
 from gcore.observe.trackers import check_trackers
@@ -110,10 +111,13 @@ class ReadyRun:
 def make_ready(config: Config, cluster: Cluster, trains: bool = True) -> ReadyRun:
     """For these machines: the placement mode, the plan, the memory of the trainer, all checks. Here the plan of a run
     is made, once. UserError if the run cannot work there."""
+    check_models(config)
     config, mode_note = choose_mode(config, cluster)
     plan = make_plan(config, cluster)
     memory = plan_memory(config, plan) if trains else MemoryPlan(config)
-    return ReadyRun(memory.config, plan, mode_note, memory, preflight(memory.config, plan, trains))
+    checked = preflight(memory.config, plan, trains)
+    checked.warnings.extend(check_nodes(memory.config, plan, trains))
+    return ReadyRun(memory.config, plan, mode_note, memory, checked)
 
 
 def preflight(config: Config, plan: Plan, trains: bool = True) -> Checked:
@@ -147,7 +151,7 @@ def light_checks(config: Config, plan: Plan, trains: bool = True) -> tuple[list[
     _devices(config, plan)
     warnings += _sizes(config, plan, trains)
     kind = kind_of(config)
-    warnings += kind.check(plan, trains)
+    warnings += kind.check(plan.topology, trains)
     datasets = [_open(config, "train", config.data.train, kind.media)]
     datasets += [_open(config, "eval", spec, kind.media, name) for name, spec in config.data.eval_sets.items()]
     if config.runtime == "ray" or plan.reward_workers:

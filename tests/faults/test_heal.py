@@ -240,9 +240,15 @@ def test_a_death_explains_the_collective_that_it_broke(monkeypatch, dies):
 
     controllers: Any = [SimpleNamespace(run=broken, status=works), SimpleNamespace(run=works, status=works)]
     others = [died()] if dies else []
-    parts: Any = SimpleNamespace(mode="plain"), "train", None, others, lambda statuses: None, None
+    parts: Any = {"runtime": None, "progress": SimpleNamespace(mode="plain")}
     with pytest.raises(RoleDied if dies else RoleError, match=r"controller-1 died" if dies else "controller-0"):
-        asyncio.run(supervise._supervise(controllers, *parts))
+        asyncio.run(supervisor(**parts).wait_for(controllers, others))
+
+
+def supervisor(**parts: Any) -> supervise.Supervisor:
+    plan: Any = SimpleNamespace(controllers=1, role_nodes={"trainer": (0,), "controller": (0,)})
+    rest: Any = {"config": SimpleNamespace(run=Run()), "preview": None, "events": None, "watch": None, "progress": None}
+    return supervise.Supervisor(**{**rest, "plan": plan, "mode": "train", **parts})
 
 
 class FakeRuntime:
@@ -377,9 +383,9 @@ def test_a_rollback_that_fails_leaves_nothing_behind(tmp_path):
 
     async def main() -> None:
         runtime = Interrupted(engine_1=["hang"], judge_strict_0=["hang"])
-        plan, roles = SimpleNamespace(controllers=1, trainers=1, critics=0), supervise.Roles()
         with pytest.raises(RoleDied, match="trainer-0"):
-            await supervise._start_again(runtime, None, plan, roles, watch_of(runtime, tmp_path))  # type: ignore[arg-type]
+            again = supervisor(runtime=runtime, watch=watch_of(runtime, tmp_path))
+            await again.start_again(supervise.Roles())
         assert sorted(runtime.ended) == sorted(runtime.tries) and asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())

@@ -18,7 +18,7 @@ from gcore.config.algorithm import Algorithm
 from gcore.config.sampling import Sampling
 from gcore.controller.collect import Collected, answer_all, no_filter
 from gcore.controller.prompt_ledger import merge_places
-from gcore.launch.build import load_filter
+from gcore.launch.user_code import load_filter
 from gcore.preparation.samples import make_samples
 from gcore.prompts.curriculum import CurriculumOrder
 from gcore.types import Prompt, RewardError, Scored, UserError
