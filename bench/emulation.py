@@ -227,9 +227,9 @@ def _device(speed: Any, lengths: Any, clock: float) -> dict[str, Any]:
 
 async def start_roles(runtime: Any, config: Config, plan: Any) -> tuple[Sequence[Any], dict[str, Sequence[Any]]]:
     """The controllers of a run, and the replicas that serve them, by kind."""
-    from gcore.driver import supervise
+    from gcore.driver.start import Processes
 
-    roles, controllers = await supervise._start(runtime, config, plan, "train")
+    roles, controllers = await Processes(runtime, config, plan).start()
     judges = {f"judge-{name}": clients for name, clients in roles.judges.items()}
     return controllers, {"engine": roles.engines, "trainer": roles.trainers, **judges}
 

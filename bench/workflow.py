@@ -165,7 +165,7 @@ async def rollout(
     """One step of one controller."""
     import psutil
 
-    from gcore.launch.build import load_filter
+    from gcore.launch.user_code import load_filter
     from gcore.prompts.tokenizer import load_tokenizer
     from gcore.protocols import Rendezvous
     from gcore.rewarding.functions import FunctionSource

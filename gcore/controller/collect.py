@@ -21,39 +21,21 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from gcore.config.sampling import Sampling, acceptance_rate
 from gcore.config.tree import Config
-from gcore.controller.prompt_ledger import FAILURES, NO_SPREAD, Place, ProgressReport, PromptLedger
+from gcore.controller.prompt_ledger import FAILURES, NO_SPREAD, Collected, Place, ProgressReport, PromptLedger
 from gcore.controller.run_prompts import Filter, PromptRunner, reason_of, run_workflow
 from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.curriculum import CurriculumOrder
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
+from gcore.task_group import task_group
 from gcore.types import Prompt, RewardError, SampleMeta, Scored, UserError, WorkflowError
 from gcore.workflows.context import SharedContext, Workflow
 
 EXCHANGE_INTERVAL_S = (0.01, 0.05)  # shortest and longest time between two exchanges
-
-
-@dataclass(slots=True)
-class Collected:
-    """One controller's part of a step: its groups in prompt order, and the counts of its other prompts."""
-
-    groups: list[list[Scored]] = field(default_factory=list)
-    drawn: int = 0  # prompts drawn for the first time
-    dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    pending: int = 0  # prompts drawn, and neither trained on nor dropped yet
-    rewards: list[float] = field(default_factory=list)  # of all finished samples, including dropped groups
-    cause: str | None = None  # message of the first RewardError or WorkflowError on this controller
-    stage_s: dict[str, float] = field(default_factory=dict)  # seconds with at least one prompt in each stage
-    tokens_passed: int = 0  # in groups that passed the filter, trained on or not
-    samples_passed: int = 0
-    failed_globally: int = 0  # failed groups, over all controllers
-    decided_globally: int = 0  # groups kept, dropped or failed, over all controllers
-    measured: dict[str, float] = field(default_factory=dict)  # metrics, the same on all controllers
 
 
 def no_filter(group: list[Scored]) -> tuple[bool, str]:
@@ -79,12 +61,9 @@ async def answer_all(
             collected.cause = collected.cause or str(error)
         report(f"{len(results) + collected.dropped.total()}/{len(prompts)} prompts")
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for prompt in prompts:
-                tasks.create_task(one(prompt))
-    except* Exception as errors:
-        raise errors.exceptions[0] from None
+    async with task_group() as tasks:
+        for prompt in prompts:
+            tasks.create_task(one(prompt))
     collected.stage_s = shared.clock.take()
     collected.groups = [results[prompt.id] for prompt in prompts if prompt.id in results]
     return collected
@@ -317,7 +296,7 @@ class Collector:
         """Take the chosen groups. prompt_ledger.py explains what happens to the other prompts."""
         prompts, ledger, sampling = self.prompts, self.step_ledger, self._sampling
         dropped, num_passed = ledger.dropped, max(ledger.num_passed, len(chosen))  # some passed in earlier steps
-        groups = prompts.take(chosen)
+        prompts.take(chosen)
         self.rate = self._rate_now()
         if sampling.strict:
             last = chosen[-1] if len(chosen) == ledger.target else prompts.step_start + sampling.window - 1
@@ -335,20 +314,11 @@ class Collector:
                 prompts.return_rest()
                 ledger.clear()
             self._set_target_running(sampling.prompts_per_step * sampling.max_staleness)
-        summary = prompts.end_step()
-        return Collected(
-            groups=groups,
-            drawn=summary.drawn,
-            dropped=summary.dropped,
-            pending=summary.pending,
-            rewards=summary.rewards,
-            cause=summary.cause,
-            stage_s=self._runner.shared.clock.take(),
-            tokens_passed=summary.tokens_passed,
-            samples_passed=summary.samples_passed,
-            failed_globally=sum(reason in FAILURES for reason in dropped.values()),
-            decided_globally=num_passed + len(dropped),
-        )
+        collected = prompts.end_step()
+        collected.stage_s = self._runner.shared.clock.take()
+        collected.failed_globally = sum(reason in FAILURES for reason in dropped.values())
+        collected.decided_globally = num_passed + len(dropped)
+        return collected
 
     def close(self) -> None:
         """Cancel the running workflows. The collector cannot be used after this."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gcore.controller.collect import Collected, check_failures
+from gcore.controller.collect import check_failures
+from gcore.controller.prompt_ledger import Collected
 from gcore.controller.record import skipped_line
 from gcore.controller.services import Services
 from gcore.controller.start_run import open_evaluation, open_run

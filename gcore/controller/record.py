@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gcore.config.tree import Config
-from gcore.controller.collect import Collected
-from gcore.controller.prompt_ledger import REWARD_ERROR
+from gcore.controller.prompt_ledger import REWARD_ERROR, Collected
 from gcore.generation.pool import EnginePool
 from gcore.observe.files import problem
 from gcore.observe.histograms import counted

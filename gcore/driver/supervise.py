@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import itertools
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from gcore.checkpoint import memory, store
-from gcore.clients import ControllerClient, CriticClient, EngineClient, ScorerClient, TrainerClient
+from gcore.clients import ControllerClient
 from gcore.config import Config
 from gcore.config.secrets import hide, learn
 from gcore.driver.heal import (
@@ -41,10 +39,8 @@ from gcore.driver.interrupt import end_at_signals
 from gcore.driver.on_step import call_after_steps, open_on_step
 from gcore.driver.run_folder import Restarts, check_resume, open_evaluation_folder, open_folder, say
 from gcore.driver.run_lock import hold
-from gcore.driver.start_report import reporting_start
-from gcore.launch.build import Roles, build_engine, build_judge, build_runtime, build_scorer, log_folder
-from gcore.launch.build_controller import build_controller, import_controller
-from gcore.launch.build_ranks import build_critic, build_trainer
+from gcore.driver.start import Mode, Processes, reporting_start
+from gcore.launch.build import build_runtime, log_folder
 from gcore.launch.epochs import with_steps
 from gcore.launch.machines import Cluster, see_cluster
 from gcore.launch.node_checks import NodeGate, sent_files
@@ -60,17 +56,13 @@ from gcore.observe.page import write_report
 from gcore.observe.progress import Progress, Status
 from gcore.observe.report import plot_reward
 from gcore.observe.trace import merge_traces
-from gcore.protocols import ControllerStatus, Handle, RoleDied, RoleError
-from gcore.runtime.protocol import Runtime
+from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.user_files import pack
 
 POLL_S = {"live": 0.25}  # seconds between two polls of the controllers, by progress view
 DEFAULT_POLL_S = 0.5  # other views print one line per step
 GRACE_S = 1.5  # after the first failure, how long to wait for failures that explain it better
 LAST_STATUS_S = 2.0  # for the last status of controllers before a rollback
-Mode = Literal["train", "eval"]
-C = TypeVar("C")
-T = TypeVar("T")
 
 
 def run(config: Config, mode: Mode = "train") -> Any:
@@ -168,7 +160,7 @@ async def _run_plan(
             end_at_signals()  # again: Ray has replaced the handler
             events = EventLog(config.run.folder if mode == "train" else None)
             watch = RoleWatch(runtime, progress, events, config.run, log_folder(config))
-            supervisor = Supervisor(config, plan, mode, runtime, progress, preview, events, watch)
+            supervisor = Supervisor(Processes(runtime, config, plan, mode), progress, preview, events, watch)
             return await supervisor.run(started, restarts, gate, on_step)
         finally:
             runtime.stop()
@@ -177,13 +169,10 @@ async def _run_plan(
 
 @dataclass
 class Supervisor:
-    """Starts the processes of a plan, and waits for the controllers. If one of them or a trainer rank dies, these are
-    started again, and continue from the last checkpoint."""
+    """Waits for the controllers. If one of them or a trainer rank dies, these are started again, and continue from the
+    last checkpoint."""
 
-    config: Config
-    plan: Plan
-    mode: Mode
-    runtime: Runtime
+    processes: Processes
     progress: Progress
     preview: OutputPreview
     events: EventLog
@@ -191,16 +180,16 @@ class Supervisor:
 
     async def run(self, started: float, restarts: Restarts, gate: NodeGate, on_step: OnStep | None) -> Any:
         """`started`: since when the user waits."""
-        plan, runtime, note = self.plan, self.runtime, self.progress.note
-        starting: Coroutine[Any, Any, tuple[Roles, list[ControllerClient]]] = self._start()
-        roles: Roles | None = None
+        processes, note = self.processes, self.progress.note
+        plan, runtime, train = processes.plan, processes.runtime, processes.mode == "train"
+        starting, roles = processes.start(), None
         while True:
             try:
-                roles, controllers = await reporting_start(starting, runtime, self._counts, self.progress)
-                note(f"{self._ready} ready in {time.monotonic() - started:.1f} s")
+                roles, controllers = await reporting_start(starting, runtime, processes.counts, self.progress)
+                note(f"{processes.listed} ready in {time.monotonic() - started:.1f} s")
                 if pids := runtime.processes():
                     note("process ids: " + ", ".join(f"{name} {pid}" for name, pid in pids.items()))
-                others = [self.watch.watch(controllers), watch_for_new_nodes(plan, self.config, gate.see)]
+                others = [self.watch.watch(controllers), watch_for_new_nodes(plan, processes.config, gate.see)]
                 if on_step is not None:
                     others.append(call_after_steps(controllers, on_step))
                 return await self.wait_for(controllers, others)
@@ -208,92 +197,20 @@ class Supervisor:
                 if roles is None or not is_healable(error):
                     raise
                 if not restarts.budget.take():
-                    if self.mode == "train":
+                    if train:
                         self.events.add("gave_up", cause=str(error))
-                        limit = f"run.max_restarts={self.config.run.max_restarts}"
+                        limit = f"run.max_restarts={processes.config.run.max_restarts}"
                         error.add_note(f"the run is not restarted again: at most {limit} times per hour")
                     raise
                 with contextlib.suppress(Exception):  # what those that are alive have not told yet
                     await asyncio.wait_for(self._show(controllers), LAST_STATUS_S)
-                started, self.config = time.monotonic(), restarts.from_last_checkpoint(self.config)
+                started, processes.config = time.monotonic(), restarts.from_last_checkpoint(processes.config)
                 self.events.add("rollback", cause=str(error))
-                if lost := lost_nodes(plan, partial(see_cluster, self.config)):
+                if lost := lost_nodes(plan, partial(see_cluster, processes.config)):
                     raise NodesChanged(f"{error}; lost: {', '.join(node.address for node in lost)}") from error
                 who = "controllers, trainer and critic ranks" if plan.critics else "controllers and trainer ranks"
                 note(with_notes(error, f"; {who} are restarted and load the last checkpoint"))
-                starting = self.watch.guard_start(self.start_again(roles))
-
-    # ---- start ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _counts(self) -> dict[str, int]:
-        """Processes by kind."""
-        counts = {kind: len(nodes) for kind, nodes in self.plan.role_nodes.items()}
-        return counts if self.mode == "train" else {**counts, "trainer": 0, "critic": 0}
-
-    @property
-    def _ready(self) -> str:
-        counts, nodes = self._counts, len(self.plan.nodes)
-        return (
-            f"{counts['controller']} controller(s), {counts['engine']} engine(s), {counts['trainer']} trainer rank(s)"
-            + (f", {counts['critic']} critic rank(s)" if counts.get("critic") else "")
-            + "".join(f", judge {name}" for name in self.plan.judges)
-            + "".join(f", scorer {name}" for name in self.plan.scorers)
-            + (f" on {nodes} nodes" if nodes > 1 else "")
-        )
-
-    async def _group(
-        self, kind: str, client: Callable[[Handle], C], build: Callable[..., Any], *more: object
-    ) -> list[C]:
-        """Start all processes of a kind. `more`: arguments of `build`, after the configuration and the plan."""
-        args = [(self.config, self.plan, *more)] * self._counts.get(kind, 0)
-        return [client(handle) for handle in await self.runtime.start_group(kind, build, args)]
-
-    async def _start(self) -> tuple[Roles, list[ControllerClient]]:
-        """All roles that serve requests at the same time, then the controllers, which call them."""
-        self.runtime.prepare("controller", self.plan.controllers, import_controller)
-        judges = {name: self._group(f"judge-{name}", EngineClient, build_judge, name) for name in self.plan.judges}
-        scorers = {
-            name: self._group(f"scorer-{name}", ScorerClient, build_scorer, i)
-            for i, name in enumerate(self.plan.scorers)
-        }
-        served = await asyncio.gather(
-            self._group("engine", EngineClient, build_engine),
-            self._group("trainer", TrainerClient, build_trainer),
-            _by_name(judges),
-            _by_name(scorers),
-            self._group("critic", CriticClient, build_critic),
-        )
-        return await self._with_controllers(Roles(*served))
-
-    async def start_again(self, roles: Roles) -> tuple[Roles, list[ControllerClient]]:
-        """Controllers, trainer and critic ranks. Other roles keep their processes and drop their requests."""
-        await asyncio.gather(*(self.runtime.stop_group(kind) for kind in ("controller", "trainer", "critic")))
-        self.runtime.prepare("controller", self.plan.controllers, import_controller)
-        try:
-            async with asyncio.TaskGroup() as tasks:  # if one of them fails, no other must run into the next restart
-                tasks.create_task(self._reset_engines(roles))
-                trainers = tasks.create_task(self._group("trainer", TrainerClient, build_trainer))
-                critics = tasks.create_task(self._group("critic", CriticClient, build_critic))
-        except* Exception as errors:
-            raise errors.exceptions[0] from None
-        roles = dataclasses.replace(roles, trainers=trainers.result(), critics=critics.result())
-        return await self._with_controllers(roles)
-
-    async def _with_controllers(self, roles: Roles) -> tuple[Roles, list[ControllerClient]]:
-        return roles, await self._group("controller", ControllerClient, build_controller, roles)
-
-    async def _reset_engines(self, roles: Roles) -> None:
-        await self.watch.revive_dead()
-        engines = (*roles.engines, *itertools.chain.from_iterable(roles.judges.values()))
-        answers = await asyncio.gather(*(engine.reset() for engine in engines), return_exceptions=True)
-        for engine, failed in zip(engines, answers, strict=True):
-            if isinstance(failed, RoleDied):  # it has its old requests, or is dead: `watch` restarts it
-                self.runtime.kill(engine.name)
-            elif failed is not None:
-                raise failed
-
-    # ---- until the end --------------------------------------------------------------------------------------------
+                starting = self.watch.guard_start(processes.start_again(roles, self.watch.revive_dead))
 
     async def wait_for(
         self, controllers: Sequence[ControllerClient], watches: Sequence[Coroutine[Any, Any, None]]
@@ -301,7 +218,7 @@ class Supervisor:
         """Wait until all controllers are done. The first failure is raised: the error that explains the others best.
         `watches`: they never return, and raise if the run cannot continue as it is."""
         runs: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(c.run() if self.mode == "train" else c.evaluate()) for c in controllers
+            asyncio.ensure_future(c.run() if self.processes.mode == "train" else c.evaluate()) for c in controllers
         ]
         others = [asyncio.ensure_future(watch) for watch in (*watches, self._poll(controllers))]
         try:
@@ -319,7 +236,7 @@ class Supervisor:
             await asyncio.gather(*runs, *others, return_exceptions=True)
 
     async def _poll(self, controllers: Sequence[ControllerClient]) -> None:
-        progress_watch = ProgressWatch(self.runtime, self.config.run)
+        progress_watch = ProgressWatch(self.processes.runtime, self.processes.config.run)
         while True:
             await asyncio.sleep(POLL_S.get(self.progress.mode, DEFAULT_POLL_S))
             answers = await self._show(controllers)
@@ -339,10 +256,6 @@ class Supervisor:
                 self.progress.update(statuses, row)
         self.progress.update(statuses, None)
         return answers
-
-
-async def _by_name(calls: Mapping[str, Awaitable[T]]) -> dict[str, T]:
-    return dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
 
 
 def _statuses(answers: Sequence[ControllerStatus]) -> list[Status]:

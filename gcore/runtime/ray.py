@@ -37,6 +37,7 @@ from gcore.runtime.ray_cluster import (
     quiet_ray,
 )
 from gcore.runtime.ray_process import Process
+from gcore.task_group import task_group
 from gcore.types import UserError
 
 START_S = 300
@@ -151,6 +152,7 @@ class RayRuntime:
             join()
         self._files: Any = ray.put(files) if files else b""
         self._roles: dict[str, HostedRole] = {}
+        self._changed = asyncio.Event()  # a role was killed or revived
         self._daemons = Daemons(_descendants() if self._owns_cluster else ())
         self._tracked: dict[int, psutil.Process] = {}  # signals go through these: never to a later process with this id
         self._track_processes()
@@ -227,16 +229,11 @@ class RayRuntime:
 
     async def _unless_ray_fails(self, work: Coroutine[Any, Any, T]) -> T:
         """Ray's calls wait without end for a daemon that is stopped."""
-        tasks = working, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._daemons.until_one_fails())
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                failing.result()
-            return working.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with task_group() as tasks:
+            failing = tasks.create_task(self._daemons.until_one_fails())
+            result = await work
+            failing.cancel()
+        return result
 
     def _options(self, kind: str, place: ProcessPlace) -> dict[str, Any]:
         """Options of an actor. Ray restarts a dead process on the same node, `revive` builds its role again."""
@@ -258,24 +255,24 @@ class RayRuntime:
         return {name for name, role in self._roles.items() if role.is_built}
 
     async def watch(self) -> None:
-        for name, role in self._roles.items():
-            if role.death == "by kill":  # Ray reports it when the next process is started, seconds later
-                role.death = "reported"
-                raise self._died(name)
-        up = [(name, role.actor) for name, role in self._roles.items() if not role.death]
-        gone = [asyncio.ensure_future(self._until_gone(name, actor)) for name, actor in up]
-        others = [asyncio.ensure_future(self._daemons.until_one_fails()), asyncio.ensure_future(self._watch_memory())]
-        try:
-            done, _ = await asyncio.wait([*gone, *others], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        except RoleDied as error:  # the next `watch` reports other roles that died at the same moment
-            if error.role in self._roles:
-                self._roles[error.role].death = "reported"
-            raise
-        finally:
-            for task in [*gone, *others]:
-                task.cancel()
+        while True:  # again when a role was killed or revived
+            self._changed.clear()
+            for name, role in self._roles.items():
+                if role.death == "by kill":  # Ray reports it when the next process is started, seconds later
+                    role.death = "reported"
+                    raise self._died(name)
+            up = [self._until_gone(name, role.actor) for name, role in self._roles.items() if not role.death]
+            try:
+                async with task_group() as tasks:
+                    others = self._daemons.until_one_fails(), self._watch_memory()
+                    watching = [tasks.create_task(each) for each in (*up, *others)]
+                    await self._changed.wait()
+                    for task in watching:
+                        task.cancel()
+            except RoleDied as error:  # the next `watch` reports other roles that died at the same moment
+                if error.role in self._roles:
+                    self._roles[error.role].death = "reported"
+                raise
 
     async def revive(self, name: str) -> None:
         """Ray restarts the process by itself. Build the role in it again."""
@@ -290,6 +287,7 @@ class RayRuntime:
                 self._track_processes()
                 await translate(name, role.actor.build.remote(*role.build_args))
                 role.death = ""
+                self._changed.set()
                 return
             except RoleDied as error:  # not back yet
                 if error.detail == NODE_GONE or time.monotonic() > deadline:
@@ -307,6 +305,7 @@ class RayRuntime:
 
         role = self._roles[name]
         role.death = role.death or "by kill"
+        self._changed.set()
         if self._owns_cluster:  # by signal: a stopped process does not execute Ray's command
             self._track_processes()
             if role.pid is not None and (process := self._tracked.get(role.pid)) is not None:

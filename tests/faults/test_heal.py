@@ -14,6 +14,8 @@ from gcore.config import load_config
 from gcore.config.run import Run
 from gcore.driver import supervise
 from gcore.driver.heal import RestartBudget, RoleWatch, is_healable
+from gcore.driver.start import Processes
+from gcore.launch.build import Roles
 from gcore.observe.events import EventLog, read_events
 from gcore.protocols import ControllerStatus, RoleDied, RoleError
 from gcore.types import UserError
@@ -240,15 +242,14 @@ def test_a_death_explains_the_collective_that_it_broke(monkeypatch, dies):
 
     controllers: Any = [SimpleNamespace(run=broken, status=works), SimpleNamespace(run=works, status=works)]
     others = [died()] if dies else []
-    parts: Any = {"runtime": None, "progress": SimpleNamespace(mode="plain")}
+    parts: Any = processes_of(None), SimpleNamespace(mode="plain"), None, None, None
     with pytest.raises(RoleDied if dies else RoleError, match=r"controller-1 died" if dies else "controller-0"):
-        asyncio.run(supervisor(**parts).wait_for(controllers, others))
+        asyncio.run(supervise.Supervisor(*parts).wait_for(controllers, others))
 
 
-def supervisor(**parts: Any) -> supervise.Supervisor:
+def processes_of(runtime: Any) -> Processes:
     plan: Any = SimpleNamespace(controllers=1, role_nodes={"trainer": (0,), "controller": (0,)})
-    rest: Any = {"config": SimpleNamespace(run=Run()), "preview": None, "events": None, "watch": None, "progress": None}
-    return supervise.Supervisor(**{**rest, "plan": plan, "mode": "train", **parts})
+    return Processes(runtime, SimpleNamespace(run=Run()), plan)  # type: ignore[arg-type]
 
 
 class FakeRuntime:
@@ -384,8 +385,7 @@ def test_a_rollback_that_fails_leaves_nothing_behind(tmp_path):
     async def main() -> None:
         runtime = Interrupted(engine_1=["hang"], judge_strict_0=["hang"])
         with pytest.raises(RoleDied, match="trainer-0"):
-            again = supervisor(runtime=runtime, watch=watch_of(runtime, tmp_path))
-            await again.start_again(supervise.Roles())
+            await processes_of(runtime).start_again(Roles(), watch_of(runtime, tmp_path).revive_dead)
         assert sorted(runtime.ended) == sorted(runtime.tries) and asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())

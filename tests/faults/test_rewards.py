@@ -20,7 +20,8 @@ from gcore.config.rewards import HttpReward, Rewards
 from gcore.config.tree import Config
 from gcore.content.text import TextModality
 from gcore.content.tokens import Tokens
-from gcore.controller.collect import Collected, Collector, spread
+from gcore.controller.collect import Collector, spread
+from gcore.controller.prompt_ledger import Collected
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
 from gcore.rewarding.client import RetryDelays

@@ -19,8 +19,8 @@ import numpy as np
 
 from gcore.config.sampling import Sampling
 from gcore.content.tokens import Tokens
-from gcore.controller.collect import Collected, Collector, spread
-from gcore.controller.prompt_ledger import REWARD_ERROR
+from gcore.controller.collect import Collector, spread
+from gcore.controller.prompt_ledger import REWARD_ERROR, Collected
 from gcore.controller.run_prompts import Filter
 from gcore.protocols import Rendezvous
 from gcore.runtime.local import Hub, LocalGroup
