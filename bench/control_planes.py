@@ -35,8 +35,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gcore.launch.user_code import make_scoring
-
 from bench.control_roles import (
     ALPHABET,
     FIRST_TOKEN,
@@ -59,6 +57,7 @@ from gcore.cost.workload import CostModel
 from gcore.generation.noise import noise_key
 from gcore.generation.pool import EnginePool
 from gcore.generation.routing import Router, limits_of, own_replicas
+from gcore.launch.user_code import make_scoring
 from gcore.preparation.advantages import advantages_of, with_advantages
 from gcore.preparation.balance import make_layout
 from gcore.preparation.samples import make_samples, meta_of

@@ -26,13 +26,12 @@ from typing import Any
 from gcore.config.sampling import Sampling, acceptance_rate
 from gcore.config.tree import Config
 from gcore.controller.prompt_ledger import FAILURES, NO_SPREAD, Collected, Place, ProgressReport, PromptLedger
-from gcore.controller.run_prompts import Filter, PromptRunner, reason_of, run_workflow
+from gcore.controller.run_prompts import Filter, PromptRunner
 from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.curriculum import CurriculumOrder
 from gcore.prompts.source import PromptSource
 from gcore.protocols import Group
-from gcore.task_group import task_group
-from gcore.types import Prompt, RewardError, SampleMeta, Scored, UserError, WorkflowError
+from gcore.types import SampleMeta, Scored, UserError
 from gcore.workflows.context import SharedContext, Workflow
 
 EXCHANGE_INTERVAL_S = (0.01, 0.05)  # shortest and longest time between two exchanges
@@ -45,28 +44,6 @@ def no_filter(group: list[Scored]) -> tuple[bool, str]:
 def spread(group: list[Scored]) -> tuple[bool, str]:
     """Drop groups whose rewards are all exactly equal: they have no gradient."""
     return any(s.reward != group[0].reward for s in group), NO_SPREAD
-
-
-async def answer_all(
-    workflow: Workflow, shared: SharedContext, prompts: Sequence[Prompt], report: Callable[[str], None]
-) -> Collected:
-    """Run every prompt exactly once, without filter and replacement: for evaluations."""
-    collected, results = Collected(drawn=len(prompts)), dict[int, list[Scored]]()
-
-    async def one(prompt: Prompt) -> None:
-        try:
-            results[prompt.id] = await run_workflow(workflow, shared, prompt)
-        except (RewardError, WorkflowError) as error:
-            collected.dropped[reason_of(error)] += 1
-            collected.cause = collected.cause or str(error)
-        report(f"{len(results) + collected.dropped.total()}/{len(prompts)} prompts")
-
-    async with task_group() as tasks:
-        for prompt in prompts:
-            tasks.create_task(one(prompt))
-    collected.stage_s = shared.clock.take()
-    collected.groups = [results[prompt.id] for prompt in prompts if prompt.id in results]
-    return collected
 
 
 class StepLedger:
@@ -207,9 +184,8 @@ class Collector:
         self.prompts = PromptLedger(group.rank, group.size)
         self.step_ledger = StepLedger(sampling.prompts_per_step, sampling.strict)
         self._target_running = 0  # groups that this controller should have in progress
-        self._runner = PromptRunner(
-            workflow, shared, keep, source, curriculum, self.prompts, version, self._should_start_more
-        )
+        self._version = version
+        self._runner = PromptRunner(workflow, shared, keep, source, curriculum, self.prompts, self._start_prompts)
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -337,7 +313,12 @@ class Collector:
         extra = self._sampling.extra_groups if wanted else 0.0
         missing = self.step_ledger.missing(wanted + extra, self._least_rate(), prompts.rank, prompts.size)
         self._target_running = prompts.reported_running + missing
-        self._runner.start()
+        self._start_prompts()
+
+    def _start_prompts(self) -> None:
+        """As many as should run now."""
+        while self.prompts.draws_left and self._should_start_more():
+            self._runner.start(self.prompts.draw(self._version()))
 
     def _should_start_more(self) -> bool:
         if self._sampling.fixed:

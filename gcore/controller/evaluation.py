@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from math import comb
 from typing import TYPE_CHECKING, Any
 
 from gcore.config.evaluation import Evaluation
-from gcore.controller.collect import answer_all
+from gcore.controller.prompt_ledger import Collected
 from gcore.controller.record import exact_sum
+from gcore.controller.run_prompts import reason_of, run_workflow
 from gcore.observe.values import Row
 from gcore.placement.monitor import RolloutProgress
 from gcore.preparation.samples import to_sample
 from gcore.prompts.source import PromptSource
 from gcore.task_group import task_group
-from gcore.types import Prompt, Scored
-from gcore.workflows.context import stored_answers
+from gcore.types import Prompt, RewardError, Scored, WorkflowError
+from gcore.workflows.context import SharedContext, Workflow, stored_answers
 
 if TYPE_CHECKING:
     from gcore.controller.services import Services
@@ -111,6 +112,28 @@ class Evaluator:
             sets[name] = {**values, "prompts": len({meta.prompt_id for meta in metas})}
             groups[name] = collected.groups
         return sets, groups
+
+
+async def answer_all(
+    workflow: Workflow, shared: SharedContext, prompts: Sequence[Prompt], report: Callable[[str], None]
+) -> Collected:
+    """Run every prompt exactly once, without filter and replacement: for evaluations."""
+    collected, results = Collected(drawn=len(prompts)), dict[int, list[Scored]]()
+
+    async def one(prompt: Prompt) -> None:
+        try:
+            results[prompt.id] = await run_workflow(workflow, shared, prompt)
+        except (RewardError, WorkflowError) as error:
+            collected.dropped[reason_of(error)] += 1
+            collected.cause = collected.cause or str(error)
+        report(f"{len(results) + collected.dropped.total()}/{len(prompts)} prompts")
+
+    async with task_group() as tasks:
+        for prompt in prompts:
+            tasks.create_task(one(prompt))
+    collected.stage_s = shared.clock.take()
+    collected.groups = [results[prompt.id] for prompt in prompts if prompt.id in results]
+    return collected
 
 
 def _as_sibling(scored: Scored, number: int) -> Scored:

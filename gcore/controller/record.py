@@ -241,8 +241,13 @@ def actor_row(ranks: Sequence[UpdateStats]) -> dict[str, float]:
         "actor/grad_norm": first.grad_norm / updates,
         "actor/lr": first.lr / updates,
         "actor/skipped_updates": float(first.skipped),
-        **{name: metric.value for name, metric in add_metrics(*(rank.metrics for rank in ranks)).items()},
+        **values_of(ranks),
     }
+
+
+def values_of(ranks: Sequence[UpdateStats]) -> dict[str, float]:
+    """The metrics of all ranks together."""
+    return {name: metric.value for name, metric in add_metrics(*(rank.metrics for rank in ranks)).items()}
 
 
 def skipped_line(step: int, ranks: Sequence[UpdateStats], folder: Path) -> str | None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from gcore.config.secrets import learn, redacted
 from gcore.controller.checkpointing import START, Checkpointer, RunPosition
 from gcore.controller.collect import Collector
 from gcore.controller.evaluation import Evaluator
-from gcore.controller.record import Recorder
+from gcore.controller.record import Recorder, values_of
 from gcore.controller.services import Services
-from gcore.controller.warm_start import warm_start
 from gcore.observe.metrics import MetricsWriter, rewind
 from gcore.observe.placement_log import rewind_placement
 from gcore.observe.samples import SampleLog, rewind_samples
 from gcore.prompts.curriculum import make_curriculum
 from gcore.prompts.source import PromptSource, Templater, add_digests, check_bad_rows, measure, rows_of
-from gcore.types import UserError
+from gcore.types import Sample, UserError
 from gcore.workflows.context import stored_answers
 
 
@@ -47,7 +48,7 @@ async def open_run(services: Services) -> int:
         services.recorder = _open_recorder(services)
         services.evaluator = Evaluator(services, held_out)
         if position.before_training:
-            await warm_start(services, source, position.warmed or 0)
+            await _warm_start(services, source, position.warmed or 0)
             await dispatcher.begin()
             await _send_first_weights(services, version=0)
     if position.before_training:
@@ -128,6 +129,49 @@ async def _load(
 
 def _some(rows: list[int]) -> str:
     return f" (rows {', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''})"
+
+
+# ---- warm start -----------------------------------------------------------------------------------------------------
+
+
+async def _warm_start(services: Services, source: PromptSource, done: int) -> None:
+    """Supervised steps on the answers of the dataset, dispatched and computed as in training. `done`: those that the
+    restored checkpoint has completed."""
+    config, group, status = services.config, services.controllers, services.status
+    warm, every = config.training.warm_start, config.checkpoint.every
+    if warm is None:
+        return
+    for step in range(done + 1, warm.steps + 1):
+        status.show("warm start", f"{step - 1}/{warm.steps}")
+        cursors = range((step - 1) * warm.batch_size, step * warm.batch_size)
+        samples = [_demonstration(source, c) for c in cursors if c % group.size == group.rank]
+        with status.timed("warm_start", step):
+            _, batches = await services.dispatcher.dispatch_samples(step, samples, "imitation")
+            ranks = await services.dispatcher.update(batches)
+        services.recorder.write(
+            {
+                "phase": "warm_start",
+                "step": step,
+                **values_of(ranks),
+                "warm_start/lr": ranks[0].lr,
+                "timing_s/step": status.take_seconds("warm_start"),
+            }
+        )
+        if every and (step == warm.steps or step % every == 0):
+            await services.checkpointer.save(RunPosition(step=0, warmed=step))
+            status.take_seconds("checkpoint")  # not part of a step of reinforcement learning
+
+
+def _demonstration(source: PromptSource, cursor: int) -> Sample:
+    answer = source.demonstration(cursor)
+    ones = np.ones(answer.num_steps, np.float32)
+    return Sample(
+        prompt_id=cursor,
+        sibling=0,
+        content=source.at(cursor).content.extended(answer),
+        mask_S=ones > 0,
+        rollout_logprobs_S=0 * ones,
+    )
 
 
 # ---- resume ---------------------------------------------------------------------------------------------------------
