@@ -168,11 +168,11 @@ class Metric:
 
 def add_metrics(*parts: Mapping[str, Metric]) -> dict[str, Metric]:
     """Parts of several micro-batches, updates or ranks, by name."""
-    found: dict[str, Metric] = {}
+    added: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            found[name] = found[name] + metric if name in found else metric
-    return found
+            added[name] = added[name] + metric if name in added else metric
+    return added
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import Any
 
 from gcore.config.sampling import Sampling, acceptance_rate
 from gcore.config.tree import Config
-from gcore.controller.prompt_ledger import FAILURES, NO_SPREAD, Collected, Place, ProgressReport, PromptLedger
+from gcore.controller.prompt_ledger import FAILURES, NO_SPREAD, Collected, ProgressReport, PromptLedger
 from gcore.controller.run_prompts import Filter, PromptRunner
 from gcore.placement.monitor import RolloutProgress
 from gcore.prompts.curriculum import CurriculumOrder
@@ -337,10 +337,6 @@ class Collector:
         return acceptance_rate(self.rate, ledger.num_passed, len(ledger.dropped), ledger.target)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
-
-    def place(self) -> Place:
-        """The place of this controller in the prompt order. `merge_places` makes one state from all places."""
-        return self.prompts.place(self.rate)
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint has beside the places: the same on all controllers."""

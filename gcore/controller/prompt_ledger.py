@@ -359,7 +359,8 @@ class PromptLedger:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def place(self, rate: float) -> Place:
-        """The place of this controller in the prompt order. Ready groups are saved separately."""
+        """The place of this controller in the prompt order. `merge_places` makes one state from all places. Ready
+        groups are saved separately."""
         return {
             "base": self.step_start,
             "head": self.head,

@@ -213,9 +213,9 @@ def rollout_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta])
 
 def offline_row(gathered: Sequence[dict[str, Any]], metas: Sequence[SampleMeta]) -> dict[str, Any]:
     """Of answers of the dataset: nothing was sampled or scored."""
-    found = rollout_row(gathered, metas)
+    row = rollout_row(gathered, metas)
     kept = ("response_length/", "batch/", "sampling/", "controller/", "samples_digest")
-    return {name: value for name, value in found.items() if name.startswith(kept)}
+    return {name: value for name, value in row.items() if name.startswith(kept)}
 
 
 def _length_bias(total: Callable[[str], float]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 died ──mark_dead (all controllers)──> begin_restart (controller 0) ──> a new process is started
      ──restore (controller 0: current weights)──> mark_alive (all) ──> serves
 
-The driver (driver/supervise.py) detects the death, restarts the process and makes these calls.
+The driver (driver/heal.py) detects the death, restarts the process and makes these calls.
 """
 
 from __future__ import annotations

@@ -117,12 +117,18 @@ class RoleWatch:
         self._runtime, self._progress, self._events, self._hang_s = runtime, progress, events, run.hang_s
         limit = max(MIN_REVIVALS, run.max_restarts)
         self._budgets: defaultdict[str, RestartBudget] = defaultdict(lambda: RestartBudget(limit))
+        self._no_progress_s = run.no_progress_s
+        self._begin()
+
+    def _begin(self) -> None:
         self._restarting: set[str] = set()
         self._unreachable_since: dict[str, float] = {}
+        self._last: object = None  # what the controllers were doing, and since when
+        self._since = time.monotonic()
 
     async def watch(self, controllers: Sequence[ControllerClient]) -> None:
         """Until the run ends. `controllers` must know which replicas are alive."""
-        self._restarting, self._unreachable_since = set(), {}
+        self._begin()
         async with task_group() as tasks:
             tasks.create_task(self._watch_answers())
             while True:
@@ -170,16 +176,29 @@ class RoleWatch:
     def check_reachable(self, statuses: Sequence[ControllerStatus]) -> None:
         """At each poll of the controllers. If a replica is alive, but a controller cannot call it, the connection was
         cut. The replica may have missed weights, so it is restarted."""
-        found = {name: why for status in statuses for name, why in status.unreachable.items()}
+        unreachable = {name: why for status in statuses for name, why in status.unreachable.items()}
         now, since = time.monotonic(), self._unreachable_since
-        names = found.keys() & self._runtime.processes().keys() - self._restarting
+        names = unreachable.keys() & self._runtime.processes().keys() - self._restarting
         self._unreachable_since = {name: since.get(name, now) for name in names}
         for name, at in self._unreachable_since.items():
-            if now - at > (self._hang_s if found[name] == "suspect" else UNREACHABLE_S):
+            if now - at > (self._hang_s if unreachable[name] == "suspect" else UNREACHABLE_S):
                 self._restarting.add(name)  # until `_restart` is done with it
                 self._events.add("unreachable", role=name)
                 self._progress.note(f"{name} is alive, but a controller cannot call it: it is restarted")
                 self._runtime.kill(name)
+
+    async def check_progress(self, statuses: object) -> None:
+        """At each poll, with what the controllers are doing. RoleDied if none of them has made progress for long."""
+        now = time.monotonic()
+        if statuses != self._last:
+            self._last, self._since = statuses, now
+        elif now - self._since > self._no_progress_s:
+            await write_stacks(self._runtime)
+            raise RoleDied(
+                "run",
+                f"no controller has made progress for {self._no_progress_s:.0f} s ({statuses}); the stacks of all "
+                "processes are in their logs (key: run.no_progress_s)",
+            )
 
     async def revive_dead(self) -> None:
         """Without controllers: restart replicas whose restart a rollback has interrupted. If one cannot be restarted,
@@ -234,27 +253,6 @@ class RoleWatch:
             raise RoleDied(name, f"{text} (key: run.hang_s)", observed=True)
         self._progress.note(f"{name}: {text}; it is restarted")
         self._runtime.kill(name)
-
-
-class ProgressWatch:
-    """Notices that no controller makes progress. `seen`: the status of all controllers, at each poll."""
-
-    def __init__(self, runtime: Runtime, run: Run) -> None:
-        self._runtime, self._limit_s = runtime, run.no_progress_s
-        self._last: object = None
-        self._since = time.monotonic()
-
-    async def seen(self, statuses: object) -> None:
-        now = time.monotonic()
-        if statuses != self._last:
-            self._last, self._since = statuses, now
-        elif now - self._since > self._limit_s:
-            await write_stacks(self._runtime)
-            raise RoleDied(
-                "run",
-                f"no controller has made progress for {self._limit_s:.0f} s ({statuses}); the stacks of all processes "
-                "are in their logs (key: run.no_progress_s)",
-            )
 
 
 class NodesChanged(Exception):

@@ -25,7 +25,6 @@ from gcore.config import Config
 from gcore.config.secrets import hide, learn
 from gcore.driver.heal import (
     NodesChanged,
-    ProgressWatch,
     RestartBudget,
     RoleWatch,
     first_cause,
@@ -236,12 +235,11 @@ class Supervisor:
             await asyncio.gather(*runs, *others, return_exceptions=True)
 
     async def _poll(self, controllers: Sequence[ControllerClient]) -> None:
-        progress_watch = ProgressWatch(self.processes.runtime, self.processes.config.run)
         while True:
             await asyncio.sleep(POLL_S.get(self.progress.mode, DEFAULT_POLL_S))
             answers = await self._show(controllers)
             self.watch.check_reachable(answers)
-            await progress_watch.seen(_statuses(answers))
+            await self.watch.check_progress(_statuses(answers))
 
     async def _show(self, controllers: Sequence[ControllerClient]) -> Sequence[ControllerStatus]:
         """Poll the controllers and show what they report."""

@@ -23,12 +23,12 @@ from gcore.content.tokens import Tokens
 from gcore.launch.build import Roles
 from gcore.launch.build_rewarder import build_rewarder
 from gcore.launch.epochs import with_steps
-from gcore.launch.footprint import memory_line
+from gcore.launch.footprint import memory_line, node_parts
 from gcore.launch.gpu_memory import memory_lines
 from gcore.launch.machines import see_cluster
 from gcore.launch.pins import pin
 from gcore.launch.plan import Plan
-from gcore.launch.preflight import Checked, DatasetCheck, make_ready, node_parts
+from gcore.launch.preflight import Checked, DatasetCheck, make_ready
 from gcore.launch.user_code import load_on_step
 from gcore.modalities.table import kind_of
 from gcore.rewarding.judge import JudgeSource

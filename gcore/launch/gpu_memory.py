@@ -65,7 +65,7 @@ def plan_memory(config: Config, plan: Plan, gpu_bytes: float | None = None) -> M
     training = config.training
     if training.emulated is not None:
         return MemoryPlan(config)
-    if not _on_gpu(config, plan):
+    if not plan.gpus:
         return MemoryPlan(with_keys(config, training.activation_checkpointing is True, "none"))
     if gpu_bytes is None and (gpu_bytes := detect_gpu_bytes()) is None:
         return MemoryPlan(config, note=_unplanned(config))
@@ -139,7 +139,7 @@ def rank_of(config: Config, plan: Plan, shape: Shape) -> TrainingRank:
         critic=critic_shape(config, shape),
         # Those of a vision tower are few beside its activations: they are not counted, but not 0.
         adapters=max(1, "text" in lora.parts and adapter_parameters(shape, lora.rank, lora.targets)) if lora else 0,
-        cpu=not _on_gpu(config, plan),
+        cpu=not plan.gpus,
         float32=training.dtype == "float32",
         compiled=training.compile is not False,
     )
@@ -341,10 +341,6 @@ def with_keys(config: Config, checkpointing: bool | str, offload: str) -> Config
     """With these values of training.activation_checkpointing and training.offload."""
     changes = {"activation_checkpointing": checkpointing, "offload": offload}
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
-
-
-def _on_gpu(config: Config, plan: Plan) -> bool:
-    return plan.gpus > 0 and config.training.device != "cpu"
 
 
 def _uses_gpu(config: Config, by: Serving | ScalarReward) -> bool:

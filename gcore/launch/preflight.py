@@ -33,9 +33,9 @@ from gcore.content.families import KINDS
 from gcore.launch.auto_placement import choose_mode
 from gcore.launch.build import Roles, quiet
 from gcore.launch.build_rewarder import build_rewarder
-from gcore.launch.footprint import MemoryPart, check_sizes, parts
+from gcore.launch.footprint import check_sizes, node_parts
 from gcore.launch.gpu_memory import MemoryPlan, plan_memory
-from gcore.launch.machines import Cluster, Machine
+from gcore.launch.machines import Cluster
 from gcore.launch.node_checks import check_nodes
 from gcore.launch.pins import check_models, find_weights
 from gcore.launch.plan import Plan, make_plan
@@ -217,15 +217,6 @@ def _packages(config: Config) -> None:
                 f"{key}.engine={serving.engine}: {traits.library} is not installed (see docs/engines.md), or use "
                 "engine=embedded"
             )
-
-
-def node_parts(config: Config, plan: Plan, trains: bool = True) -> list[tuple[Machine, list[MemoryPart]]]:
-    """The processes of each node. The driver is counted on the first: it runs there, unless its node has no roles."""
-    nodes = []
-    for i, node in enumerate(plan.nodes):
-        own = parts(config, plan.on_node(i), trains)
-        nodes.append((node, own if i == 0 else [part for part in own if part.what != "driver"]))
-    return [(node, own) for node, own in nodes if own]
 
 
 def _sizes(config: Config, plan: Plan, trains: bool) -> list[str]:

@@ -90,6 +90,7 @@ class HostedRole:
     """A role and its process."""
 
     actor: Any
+    place: ProcessPlace
     pid: int | None = None  # None: not started yet
     is_built: bool = False
     death: Literal["", "by kill", "reported"] = ""  # by `kill` and not reported yet; reported and not revived yet
@@ -104,7 +105,7 @@ class RayRuntime:
         self,
         object_store_mb: int,
         bundles: Sequence[int] = (),
-        place_of: Callable[[str, int], ProcessPlace] | None = None,
+        place_of: Callable[[str, int], ProcessPlace] = lambda kind, rank: ProcessPlace(),
         logs: Path | None = None,
         bundle_nodes: Sequence[str] = (),
         files: bytes = b"",
@@ -159,25 +160,21 @@ class RayRuntime:
         self._reserved = Reservation(bundles, bundle_nodes) if bundles else None
 
     def prepare(self, kind: str, count: int, imports: Callable[[], None]) -> None:
-        for actor in self._create(kind, count):
-            actor.prepare.remote(imports)
+        for name in self._create(kind, count):
+            self._roles[name].actor.prepare.remote(imports)
 
-    def _create(self, kind: str, count: int) -> list[Any]:
-        """Start the processes of a group that are not started yet."""
+    def _create(self, kind: str, count: int) -> list[str]:
+        """Start the processes of a group that are not started yet. Returns the names of all."""
         import ray
 
-        folder = None if self._owns_cluster else os.getcwd()
-        names = [f"{kind}-{rank}" for rank in range(count)]
-        for name, place in zip(names, self._places(kind, count), strict=True):
+        folder, names = None if self._owns_cluster else os.getcwd(), [f"{kind}-{rank}" for rank in range(count)]
+        for rank, name in enumerate(names):
             if name not in self._roles:
-                log, hosts = self._log(name), ray.remote(Process).options(**self._options(kind, place))
-                self._roles[name] = HostedRole(
-                    hosts.remote(name, None if log is None else str(log), folder, self._files)
-                )
-        return [self._roles[name].actor for name in names]
-
-    def _places(self, kind: str, count: int) -> list[ProcessPlace]:
-        return [ProcessPlace() if self._place_of is None else self._place_of(kind, rank) for rank in range(count)]
+                place, log = self._place_of(kind, rank), self._log(name)
+                hosts = ray.remote(Process).options(**self._options(kind, place))
+                actor = hosts.remote(name, None if log is None else str(log), folder, self._files)
+                self._roles[name] = HostedRole(actor, place)
+        return names
 
     async def start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
@@ -187,25 +184,24 @@ class RayRuntime:
     async def _start_group(
         self, kind: str, factory: Callable[..., Any], args: Sequence[tuple[Any, ...]]
     ) -> list[RayHandle]:
-        names, places = [f"{kind}-{rank}" for rank in range(len(args))], self._places(kind, len(args))
-        actors = self._create(kind, len(args))
-        address = await self._started(names[0], actors[0].address.remote())
-        build_args, secret = [], secrets.token_bytes(32)
-        for rank, (arguments, place) in enumerate(zip(args, places, strict=True)):
-            visible = None if self._reserved is None else await self._reserved.visible_gpus(place.bundles)
-            build_args.append((factory, arguments, Rendezvous(rank, len(args), address, secret=secret), visible))
+        names, secret = self._create(kind, len(args)), secrets.token_bytes(32)
+        address = await self._started(names[0], self._roles[names[0]].actor.address.remote())
+        for rank, name in enumerate(names):
+            role, meeting = self._roles[name], Rendezvous(rank, len(args), address, secret=secret)
+            visible = None if self._reserved is None else await self._reserved.visible_gpus(role.place.bundles)
+            role.build_args = factory, args[rank], meeting, visible
 
-        async def build(name: str, arguments: tuple[Any, ...]) -> None:
+        async def build(name: str) -> None:
             """A process is in `processes()` as soon as it runs, and in `ready()` when its role is built."""
             role = self._roles[name]
             role.pid = await self._started(name, role.actor.pid.remote())
-            await self._called(name, role.actor.build.remote(*arguments))
-            role.is_built, role.build_args = True, arguments
+            await self._called(name, role.actor.build.remote(*role.build_args))
+            role.is_built = True
 
-        await asyncio.gather(*map(build, names, build_args))
+        await asyncio.gather(*map(build, names))
         self._roles |= {name: self._roles.pop(name) for name in names}  # in the order of building, not of `prepare`
         self._track_processes()
-        return [RayHandle(name, actor) for name, actor in zip(names, actors, strict=True)]
+        return [RayHandle(name, self._roles[name].actor) for name in names]
 
     async def _started(self, name: str, ref: Any) -> Any:
         """The first answer of a process. Ray waits without a word for a free device, or for free memory."""
@@ -343,7 +339,7 @@ class RayRuntime:
 
     def _died(self, name: str) -> RoleDied:
         """What is known about the death of a role."""
-        role, log, known = self._roles.get(name, HostedRole(None)), self._log(name), ""
+        role, log, known = self._roles.get(name, HostedRole(None, ProcessPlace())), self._log(name), ""
         if role.memory_mb is not None:
             free = psutil.virtual_memory().available / 2**20
             known = f"; it held {role.memory_mb:.0f} MB when last seen, {free:.0f} MB are free on this machine"

@@ -18,6 +18,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "shipped": (),
     "user_files": ("shipped",),
     "threads": (),
+    "task_group": (),
     "config": ("shipped",),
     "user_functions": ("config.objects", "user_files"),
     "http_body": (),
@@ -29,7 +30,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     "models": ("config", "content", "hub"),
     "diffusion": ("config", "hub", "models"),
     "weights": ("clients", "config", "hub", "models", "protocols"),
-    "runtime": ("config.engines", "faults", "observe", "protocols", "user_files"),
+    "runtime": ("config.engines", "faults", "observe", "protocols", "task_group", "user_files"),
     "placement": ("clients", "config", "cost.replica_speed", "protocols"),
     "cost": ("config", "hub"),
     "prompts": ("config", "content", "http_body", "hub", "user_files", "user_functions"),
@@ -60,7 +61,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
     ),
     "controller": (
         *("checkpoint", "clients", "config", "content", "cost", "faults", "generation", "modalities", "observe"),
-        *("placement", "preparation", "prompts", "protocols", "rewarding", "weights", "workflows"),
+        *("placement", "preparation", "prompts", "protocols", "rewarding", "task_group", "weights", "workflows"),
     ),
     "launch": (
         *("checkpoint", "clients", "config", "content", "controller", "cost", "emulate"),
@@ -69,7 +70,7 @@ ROOMS = {  # room or module -> what it may import, beside itself and `types`
         "workflows",
     ),
     "driver": (
-        *("checkpoint", "clients", "config", "launch", "observe", "protocols", "runtime", "user_files"),
+        *("checkpoint", "clients", "config", "launch", "observe", "protocols", "runtime", "task_group", "user_files"),
         "user_functions",
     ),
     "api": ("checkpoint", "config", "driver", "observe", "protocols"),

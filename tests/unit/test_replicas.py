@@ -114,9 +114,8 @@ class Trainers:
 
 def make_checkpointer(config: Config, trainers: Trainers, hub: Hub, weights: EngineWeights) -> Checkpointer:
     group = LocalGroup(Rendezvous(trainers.rank, hub.size, None, hub))
-    collector: Any = SimpleNamespace(
-        place=lambda: {"base": 0, "rate": 1.0}, prompts=SimpleNamespace(ready={}), saved=dict
-    )
+    prompts = SimpleNamespace(place=lambda rate: {"base": 0, "rate": rate}, ready={})
+    collector: Any = SimpleNamespace(prompts=prompts, rate=1.0, saved=dict)
     parts = {"dispatcher": trainers, "placement": SimpleNamespace(saved=dict), "weights": weights}
     parts |= {"pool": SimpleNamespace(replicas=())}
     status = LiveStatus(trainers.rank, Tracer(None, ""))
