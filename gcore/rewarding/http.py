@@ -2,36 +2,32 @@
 
 group ──{"prompts", "completions", columns}──> JsonClient ──{"rewards", ...}──> Answer
 
-Only the client knows which failures are worth a retry. So it retries, and the rewarder does not (`attempts = 1`).
+Only the client knows which failures are worth a retry. So it retries, and the rewarder does not.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from gcore.config.rewards import HttpReward
 from gcore.rewarding.client import USUAL_DELAYS, JsonClient, RetryDelays
-from gcore.rewarding.functions import OWN, adapt
-from gcore.rewarding.source import Answer
+from gcore.rewarding.functions import trl_arguments
+from gcore.rewarding.signatures import OWN
+from gcore.rewarding.source import Answer, Source
+from gcore.rewarding.worker import read_batch
 from gcore.types import RewardError, Rollout, UserError
 
 # names that `columns` must not contain: G-Core sends them itself, or they have another meaning
 RESERVED = OWN["trl"] | {"prompt", "completion"}
 
 
-class HttpSource:
-    """Implements source.Source. The adapter treats the server as a function with TRL's signature."""
-
-    attempts = 1
+class HttpSource(Source):
+    """The server gets the arguments of a function in the style of TRL, and answers what such a function returns."""
 
     def __init__(self, spec: HttpReward, key: str = "rewards.http.0", delays: RetryDelays = USUAL_DELAYS):
+        super().__init__(spec.name, spec.weight)
         self.spec, self.key = spec, key
-        self.name, self.weight = spec.name, spec.weight
-        self.counts: Counter[str] = Counter()
         self.client = JsonClient(spec, key, spec.attempts, self.counts, delays=delays)
-        self._call = adapt(self._post)
 
     def check(self, columns: Collection[str]) -> None:
         self.client.check()
@@ -50,13 +46,14 @@ class HttpSource:
         where = f"reward {self.name!r}, prompt {prompt.id}"
         if missing := [name for name in self.spec.columns if name not in prompt.columns]:
             raise RewardError(f"{where}: the row has no column {', '.join(missing)} (key: {self.key}.columns)")
-        return await self.client.with_retries(lambda: self._call(group), where)
+        given = trl_arguments(group)
+        names = self.spec.columns or [name for name in ("answer",) if name in given]
+        payload = {name: given[name] for name in ("prompts", "completions", *names)}
+
+        async def once() -> Answer:
+            return read_batch(await self.client.post(payload), len(group))
+
+        return await self.client.with_retries(once, where)
 
     def close(self) -> None:
         self.client.close()
-
-    async def _post(self, prompts: list[Any], completions: list[Any], **columns: list[Any]) -> Any:
-        names = self.spec.columns or [name for name in ("answer",) if name in columns]
-        return await self.client.post(
-            {"prompts": prompts, "completions": completions} | {name: columns[name] for name in names}
-        )

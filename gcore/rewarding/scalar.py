@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from gcore.config.rewards import ScalarReward
 from gcore.content.answers import render, tokens_of
 from gcore.observe.trace import Tracer
 from gcore.protocols import ScorerStats
-from gcore.rewarding.source import Answer, BadAnswer, number
+from gcore.rewarding.source import Answer, BadAnswer, Source, number
 from gcore.types import Ints, Message, RewardError, Rollout, UserError
 
 if TYPE_CHECKING:
@@ -193,12 +192,11 @@ def _deliver(jobs: Sequence[_Job], answers: Sequence[float] | Exception) -> None
                 job.score.set_result(answers[i])
 
 
-class ScalarSource:
-    """Implements source.Source. `score` calls a replica of the ScalarModel; `tokenizer` is that model's."""
+class ScalarSource(Source):
+    """`score` calls a replica of the ScalarModel; `tokenizer` is that model's."""
 
     def __init__(self, spec: ScalarReward, tokenizer: Any, score: Score, attempts: int) -> None:
-        self.name, self.weight, self.attempts = spec.name, spec.weight, attempts
-        self.counts: Counter[str] = Counter()
+        super().__init__(spec.name, spec.weight, attempts)
         self._tokenizer, self._score = tokenizer, score
         self._max_length = None if spec.max_length == "auto" else spec.max_length  # None: the model's own limit
 
@@ -219,9 +217,6 @@ class ScalarSource:
         if len(scores) != len(group):
             raise BadAnswer(f"returned {len(scores)} scores; expected {len(group)}, one per text")
         return Answer([number(score, scores) for score in scores])
-
-    def close(self) -> None:
-        pass
 
     def _tokens(self, group: Sequence[Rollout]) -> list[Ints]:
         where = f"reward {self.name!r}, prompt {group[0].prompt.id}"

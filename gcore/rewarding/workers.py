@@ -29,20 +29,15 @@ from gcore.config.rewards import Rewards
 from gcore.observe.logs import Log
 from gcore.rewarding.functions import FunctionSource
 from gcore.rewarding.processes import exit_reason, has_exited, kill_all, kill_group, shutdown_on_exit
-from gcore.rewarding.source import Answer, BadAnswer, Source, TimedOut
+from gcore.rewarding.source import Answer, BadAnswer, TimedOut
 from gcore.rewarding.worker import ANSWER, CALL, CANCEL, HEADER, READY, REFUSED, frame
-from gcore.types import RewardError, UserError
+from gcore.types import RewardError
 
 ASYNC_CALLS = 64  # concurrent calls of async functions per worker
 START_S = 300.0  # timeout for the import of the functions, which may load a model
 GRACE_S = 5.0  # time for a cancelled async call to end before its worker is killed
 Reply = tuple[str, Any, str]  # of a worker: kind, value, traceback
 PACKAGE_ROOT = str(Path(__file__).parents[2])
-
-
-def sources_of(rewards: Rewards, num_workers: int, log: Path | None = None) -> list[Source]:
-    """One source per entry of rewards.functions; they share the workers. Bad paths raise UserError here."""
-    return list(WorkerPool(rewards, num_workers, log).sources)
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +57,10 @@ class _Call:
 
 
 class WorkerPool:
-    """Up to `num_workers` processes for sync functions, and as many, with `ASYNC_CALLS` calls each, for async ones."""
+    """Up to `num_workers` processes for sync functions, and as many, with `ASYNC_CALLS` calls each, for async ones.
+
+    `sources`: one per entry of rewards.functions; they share the workers. Bad paths raise UserError here.
+    """
 
     def __init__(self, rewards: Rewards, num_workers: int, log: Path | None = None):
         """`log`: the file for the workers' output; None: the stderr of this process."""
@@ -78,29 +76,18 @@ class WorkerPool:
         self.closed = False
         self.place = os.getcwd(), list(sys.path)  # workers import the functions from the same places
         self.processes: set[subprocess.Popen[bytes]] = set()
-        kinds = [(is_async, [s for s in self.sources if s.adapter.is_async == is_async]) for is_async in (False, True)]
-        self._dispatchers = {
-            is_async: _Dispatcher(self, sources, is_async, num_workers) for is_async, sources in kinds if sources
-        }
+        self._dispatchers = {is_async: _Dispatcher(self, is_async, num_workers) for is_async in (False, True)}
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         # kills the workers at interpreter exit at the latest; a forked copy of this process is not the owner
         weakref.finalize(self, kill_all, self.processes, os.getpid())
-
-    async def start(self) -> None:
-        """Starts the workers before the first calls. Raises UserError if a worker cannot import the functions."""
-        self._attach()
-        workers = [worker for dispatcher in self._dispatchers.values() for worker in dispatcher.fill()]
-        await asyncio.gather(*(worker.started.wait() for worker in workers))
-        if failed := [worker.failure or worker.died for worker in workers if not worker.ready]:
-            raise UserError(f"rewards.functions: a worker did not start: {failed[0]}")
 
     async def call(self, source: FunctionSource, calls: list[dict[str, Any]], siblings: int) -> Answer:
         self._attach()
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         arguments = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
         call = _Call(next(self._numbers), source, siblings, arguments, future)
-        dispatcher = self._dispatchers[source.adapter.is_async]
+        dispatcher = self._dispatchers[source.loaded.is_async]
         dispatcher.queue.append(call)
         dispatcher.dispatch()
         try:
@@ -110,7 +97,8 @@ class WorkerPool:
                 call.worker.abandon(call)
             raise
         if kind == ANSWER:
-            return Answer(*value)
+            answer: Answer = value
+            return answer
         if kind == REFUSED:
             raise RewardError(value)
         error = BadAnswer(value)
@@ -158,8 +146,9 @@ class WorkerPool:
 class _Dispatcher:
     """The queue of calls of one kind of functions (sync or async), and their workers."""
 
-    def __init__(self, pool: WorkerPool, sources: list[FunctionSource], is_async: bool, num_workers: int):
-        self.pool, self.sources, self.is_async, self.num_workers = pool, sources, is_async, num_workers
+    def __init__(self, pool: WorkerPool, is_async: bool, num_workers: int):
+        self.pool, self.is_async, self.num_workers = pool, is_async, num_workers
+        self.sources = [source for source in pool.sources if source.loaded.is_async == is_async]
         self.capacity = ASYNC_CALLS if is_async else 1
         self.queue: deque[_Call] = deque()
         self.workers: list[_Worker] = []
@@ -177,16 +166,9 @@ class _Dispatcher:
                 break
         if self.queue and not self.pool.closed:
             starting = sum(not worker.ready for worker in self.workers)
-            self._start(-(-len(self.queue) // self.capacity) - starting)
-
-    def fill(self) -> list[_Worker]:
-        """Starts all workers of sync functions; one for async functions, which share it."""
-        self._start(1 - len(self.workers) if self.is_async else self.num_workers)
-        return self.workers.copy()
-
-    def _start(self, num: int) -> None:
-        staying = sum(worker.stays for worker in self.workers)
-        self.workers += [_Worker(self) for _ in range(min(num, self.num_workers - staying))]
+            staying = sum(worker.stays for worker in self.workers)
+            num = min(-(-len(self.queue) // self.capacity) - starting, self.num_workers - staying)
+            self.workers += [_Worker(self) for _ in range(num)]
 
     def worker_ended(self, worker: _Worker) -> None:
         """Puts the calls of an ended worker back in the queue. A call that was alone on a crashed worker fails."""
@@ -218,7 +200,6 @@ class _Worker:
     failure: str = ""  # why the worker could not import the functions
     died: str = ""  # how the process ended
     calls: dict[int, _Call] = field(default_factory=dict)
-    started: asyncio.Event = field(default_factory=asyncio.Event)  # also set if the start failed
     left: int = field(init=False)  # calls until it is replaced
     process: subprocess.Popen[bytes] | None = None
     socket: socket.socket | None = None
@@ -302,7 +283,6 @@ class _Worker:
                 self.writer.close()
             elif self.socket:
                 self.socket.close()
-            self.started.set()
         self.dispatcher.worker_ended(self)
 
     async def _spawn(self) -> asyncio.StreamReader:
@@ -340,7 +320,6 @@ class _Worker:
                 self.failure = message
                 return
             self.ready = True
-            self.started.set()
             self.dispatcher.dispatch()
             while True:
                 self._take(*await _receive(reader))

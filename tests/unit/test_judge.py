@@ -510,9 +510,8 @@ def test_say():
     ],
 )
 def test_check_refuses(spec, message):
-    source, _ = judge_of(lambda text, key: "1", key="rewards.judges.3", **spec)
     with pytest.raises(UserError, match=rf"rewards\.judges\.3.*{message}"):
-        source.check(["prompt", "answer"])
+        judge_of(lambda text, key: "1", key="rewards.judges.3", **spec)[0].check(["prompt", "answer"])
 
 
 @pytest.mark.parametrize(
