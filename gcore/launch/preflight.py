@@ -304,7 +304,7 @@ def _sources(config: Config, datasets: Sequence[OpenDataset]) -> None:
     for data in datasets:
         rows_of: dict[frozenset[str], int] = {}  # the first row that has these columns
         for index in data.sample:
-            rows_of.setdefault(reward_columns(data.rows[index], data.spec, data.key), index)
+            rows_of.setdefault(frozenset(reward_columns(data.rows[index], data.spec, data.key)), index)
         for (names, index), source in itertools.product(rows_of.items(), (*functions, *servers)):
             try:
                 source.check(names)

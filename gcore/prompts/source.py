@@ -30,13 +30,13 @@ from gcore.prompts.rows import (
     check_media,
     check_numbers,
     load_rows,
-    media_folder,
     prompt_column,
     prompt_of,
     reward_columns,
 )
+from gcore.prompts.stored import media_folder
 from gcore.prompts.tokenizer import no_template, stop_tokens
-from gcore.types import Bools, Ints, Message, Prompt, UserError
+from gcore.types import Bools, Message, Prompt, UserError
 
 Row = Mapping[str, Any]
 MAX_CHECKED = 200  # rows per dataset
@@ -80,39 +80,36 @@ class Templater:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
         return (*system, {"role": "user", "content": prompt})
 
-    def render(self, row: Row) -> tuple[tuple[Message, ...], str, Ints]:
-        """Messages, text and tokens of the model's input.
+    def content(self, row: Row) -> tuple[tuple[Message, ...], str, Tokens]:
+        """Messages, text and content of the model's input.
 
         With a chat template: the rendered text and its tokens, without more special tokens (the template contains
         them). Without a template: the unchanged string, with the special tokens that the tokenizer prepends, such as
-        bos.
+        bos. With media: messages have them as parts without content. Raises BadMedia if one cannot be used.
         """
-        check_media(row, self.key)
-        messages = self.messages(row)
-        if not self._chat:
-            return messages, *self._plain(row)
-        text = self._text(messages)
-        return messages, text, self._tokens(text, [m.get("content") for m in messages])
-
-    def content(self, row: Row) -> tuple[tuple[Message, ...], str, Tokens]:
-        """Messages, text and content of the model's input. With media: messages have them as parts without content.
-        Raises BadMedia if one cannot be used."""
         if self._processor is None:
-            messages, text, tokens = self.render(row)
-            return messages, text, Tokens(tokens)
-        messages, values = messages_with_media(row, self.messages(row))
-        self._check_alphabet([part for m in messages for part in _texts(m.get("content"))])
-        text = self._text(messages)
-        try:
-            return messages, text, self._processor.content(text, self._reader.read(values))
-        except BadMedia:
-            raise
-        except UserError as error:
-            raise BadMedia(f"{self.key}: {error}") from None
+            check_media(row, self.key)
+        messages = self.messages(row)
+        if self._processor is not None:
+            messages, values = messages_with_media(row, messages)
+            text = self._text(messages)
+            try:
+                return messages, text, self._processor.content(text, self._reader.read(values))
+            except BadMedia:
+                raise
+            except UserError as error:
+                raise BadMedia(f"{self.key}: {error}") from None
+        if self._chat:
+            text = self._text(messages)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            text, ids = self._plain(row)
+        return messages, text, Tokens(np.asarray(ids, dtype=np.int32))
 
     def _text(self, messages: Sequence[Message]) -> str:
         from jinja2 import TemplateError
 
+        self._check_alphabet([text for m in messages for text in _texts(m.get("content"))])
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
         except (TemplateError, TypeError) as error:  # an unknown role, content that is not text, ...
@@ -121,26 +118,24 @@ class Templater:
                 f"{' '.join(str(error).split())} (change model.chat_template or data.system_prompt)"
             ) from None
 
-    def _plain(self, row: Row) -> tuple[str, Ints]:
+    def _plain(self, row: Row) -> tuple[str, list[int]]:
         text = prompt_of(row, self.spec, self.key)
         if not isinstance(text, str):
             raise no_template(f"{self.key}: column {prompt_column(row, self.spec, self.key)!r} holds messages")
         self._check_alphabet([text])
-        tokens: list[int] = self.tokenizer(text)["input_ids"]
+        ids: list[int] = self.tokenizer(text)["input_ids"]
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if bos is not None and tokens[:2] == [bos, bos]:  # the text contains bos too
-            tokens = tokens[1:]
-        if tokens and tokens[-1] == eos and not text.endswith(str(self.tokenizer.eos_token)):
-            tokens = tokens[:-1]  # some tokenizers append eos, but the response continues this text
-        if not tokens:
+        if bos is not None and ids[:2] == [bos, bos]:  # the text contains bos too
+            ids = ids[1:]
+        if ids and ids[-1] == eos and not text.endswith(str(self.tokenizer.eos_token)):
+            ids = ids[:-1]  # some tokenizers append eos, but the response continues this text
+        if not ids:
             raise UserError(f"{self.key}: an empty prompt has no tokens; expected text")
-        return text, np.asarray(tokens, dtype=np.int32)
+        return text, ids
 
     def demonstration(self, row: Row) -> Tokens:
         """The response to imitate, then eos: the column `demonstration` if not null, else the reference answer."""
-        answer = row.get("demonstration")
-        if answer is None:
-            answer = answer_of(row, self.spec)
+        answer = row["demonstration"] if row.get("demonstration") is not None else answer_of(row, self.spec)
         if answer is None:
             raise UserError(f"{self.key}: no answer to demonstrate in this row (set {self.key}.answer_column)")
         self._check_alphabet([str(answer)])
@@ -164,26 +159,17 @@ class Templater:
     def prompt(self, row: Row, index: int, cursor: int) -> Prompt:
         """The row as a Prompt. `columns["prompt"]` is the prompt as in the dataset: rewards receive this form."""
         messages, text, content = self.content(row)
-        column = prompt_column(row, self.spec, self.key)
-        columns = {name: value for name, value in row.items() if name != column}
-        columns["prompt"] = prompt_of(row, self.spec, self.key)
+        columns = reward_columns(row, self.spec, self.key)
         if content.media:  # references instead of bytes
             columns = {name: value for name, value in columns.items() if name not in COLUMNS}
             columns["prompt"] = list(messages)
             for medium in content.media:
                 columns.setdefault(KINDS[medium.kind].rewards, []).append(medium.pixels)
-        answer = answer_of(row, self.spec)
-        if answer is not None:
-            columns["answer"] = answer
         return Prompt(id=cursor, row=index, messages=messages, text=text, content=content, columns=columns)
 
     def length(self, prompt: Prompt) -> int:
         """In the unit of data.max_prompt_length."""
         return prompt.content.size
-
-    def _tokens(self, text: str, contents: Sequence[Any]) -> Ints:
-        self._check_alphabet(contents)
-        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def _check_alphabet(self, contents: Sequence[Any]) -> None:
         if self._alphabet:  # of a model built from scratch: unknown characters would silently become <unk>
@@ -283,7 +269,7 @@ def measure(
         row = rows[index]
         try:
             check_numbers(row, templater.key)
-            names = reward_columns(row, templater.spec, templater.key)
+            names = frozenset(reward_columns(row, templater.spec, templater.key))
             if check_columns is not None and names not in checked:
                 check_columns(names)
                 checked.add(names)

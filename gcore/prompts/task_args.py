@@ -6,9 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gcore.prompts.files import Row
 from gcore.types import UserError
-
-Row = dict[str, Any]
 
 
 def task_args(task: str, given: Mapping[str, Any], defaults: Row, key: str) -> Row:

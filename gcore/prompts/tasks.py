@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gcore.prompts.digits import make_digits
-from gcore.prompts.draw_digits import make_draw_digits
-from gcore.prompts.files import DatasetRows, computed_rows
-from gcore.prompts.task_args import Row, check_split, nearest, task_args
+from gcore.prompts.digits import make_digits, make_draw_digits
+from gcore.prompts.files import DatasetRows, Row, computed_rows
+from gcore.prompts.task_args import check_split, nearest, task_args
 from gcore.types import UserError
 from gcore.user_functions import load_function, one_line
 

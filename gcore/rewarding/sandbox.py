@@ -238,7 +238,7 @@ _runs = itertools.count()
 @functools.cache
 def _modules(with_tests: bool) -> list[tuple[str, Any]]:
     """The code that a sandbox needs, in the order of its imports."""
-    files = ["sandboxed.py", *(["peer.py", "remote_tests.py"] if with_tests else [])]
+    files = ["sandboxed.py", *(["remote_tests.py"] if with_tests else [])]
     modules: list[tuple[str, Any]] = [(name, compile("", name, "exec")) for name in ("gcore", "gcore.rewarding")]
     for file in files:
         path = Path(__file__).with_name(file)
