@@ -35,7 +35,7 @@ from gcore.prompts.rows import (
     reward_columns,
 )
 from gcore.prompts.stored import media_folder
-from gcore.prompts.tokenizer import no_template, stop_tokens
+from gcore.prompts.tokenizer import no_template
 from gcore.types import Bools, Message, Prompt, UserError
 
 Row = Mapping[str, Any]
@@ -44,7 +44,8 @@ MAX_CHECKED = 200  # rows per dataset
 
 class Templater:
     """Row -> messages -> text -> tokens, for one of the datasets of `data`. `eval_set`: its name, of several.
-    `processor`: of a model that takes media. `scored`: answers are whole conversations, for a reward model."""
+    `processor`: of a model that takes media. Of answers to train on, `stops` are the tokens that end one; `scored`:
+    they are whole conversations, for a reward model."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Templater:
         split: Literal["train", "eval"] = "train",
         eval_set: str = "",
         processor: MediaProcessor | None = None,
+        stops: Sequence[int] = (),
         scored: bool = False,
     ):
         spec = data.train if split == "train" else data.eval_sets.get(eval_set)
@@ -64,7 +66,7 @@ class Templater:
         self.system_prompt = data.system_prompt
         self._alphabet = frozenset(getattr(tokenizer, "alphabet", ""))
         self._chat = bool(tokenizer.chat_template)
-        self._scored = scored
+        self._stops, self._scored = stops, scored
         self._processor, self._reader = processor, MediaReader(data.media, media_folder(spec))
         self.media = processor.kinds if processor is not None else frozenset[str]()  # of prompts
         if processor is not None and not self._chat:
@@ -141,20 +143,20 @@ class Templater:
         self._check_alphabet([str(answer)])
         return answer_steps(self.tokenizer, (), (), str(answer))[0]
 
-    def answers(self, row: Row, stop_tokens: Sequence[int]) -> list[tuple[Tokens, Bools]]:
+    def answers(self, row: Row) -> list[tuple[Tokens, Bools]]:
         """The answers of a row of prompts/answers.py: the steps of each one, or the whole conversations, and which of
         the steps count in the loss."""
-        steps, messages = [], self.messages(row)
+        answers, messages = [], self.messages(row)
         for answer in row[ANSWERS]:
             self._check_alphabet([answer] if isinstance(answer, str) else [m.get("content") for m in answer])
             try:
                 if self._scored:
-                    steps.append(scored_conversation(self.tokenizer, messages, answer))
+                    answers.append(scored_conversation(self.tokenizer, messages, answer))
                 else:
-                    steps.append(answer_steps(self.tokenizer, stop_tokens, messages, answer))
+                    answers.append(answer_steps(self.tokenizer, self._stops, messages, answer))
             except UserError as error:
                 raise UserError(f"{self.key}: {error}") from None
-        return steps
+        return answers
 
     def prompt(self, row: Row, index: int, cursor: int) -> Prompt:
         """The row as a Prompt. `columns["prompt"]` is the prompt as in the dataset: rewards receive this form."""
@@ -226,29 +228,24 @@ def _digest(index: int, row: Row, context: bytes) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """The answers to train on of a row, to measure them."""
+class AnswerLimits:
+    """Of rows with answers to train on. AnswerLimits(longest=256, pairs=True)"""
 
-    of: Callable[[Row], Sequence[Tokens]]
     longest: int  # tokens of one
-    pairs: bool = False  # the two differ
+    pairs: bool = False  # the two of a row differ
 
 
 def rows_of(
     config: Config, split: Literal["train", "eval"], templater: Templater
-) -> tuple[Sequence[Row], Answers | None]:
-    """The rows of a dataset, and how their answers are measured, if they have answers to train on."""
+) -> tuple[Sequence[Row], AnswerLimits | None]:
+    """The rows of a dataset, and the limits of their answers, if they have answers to train on."""
     dataset, key, needs = templater.spec, templater.key, config.needs
     if not config.trains_on_answers(split):
         return load_rows(dataset, key, templater.media), None
-    stops, longest = stop_tokens(config.model, templater.tokenizer), config.generation.max_response_length
+    longest = config.generation.max_response_length
     if config.objective == "reward_model":  # its answers are whole conversations
         longest += config.data.max_prompt_length
-
-    def answers_of(row: Row) -> list[Tokens]:
-        return [answer for answer, _ in templater.answers(row, stops)]
-
-    return load_answered(dataset, needs, key), Answers(answers_of, longest, needs.pairs and not needs.labels)
+    return load_answered(dataset, needs, key), AnswerLimits(longest, needs.pairs and not needs.labels)
 
 
 def measure(
@@ -257,14 +254,14 @@ def measure(
     max_length: int,
     part: int = 0,
     parts: int = 1,
-    answers: Answers | None = None,
+    answers: AnswerLimits | None = None,
     check_columns: Callable[[Collection[str]], None] | None = None,
 ) -> Measured:
     """The rows that have at most `max_length` tokens after templating. A controller measures i % parts == part.
     `answers`: those to train on are short enough too. `check_columns`: raises UserError if the rewards need other
     columns than a row has."""
     kept, too_long, equal, digest, bad, with_media = list[int](), list[int](), list[int](), 0, dict[int, str](), 0
-    checked, longest = set[frozenset[str]](), answers.longest if answers is not None else 0
+    checked = set[frozenset[str]]()
     for index in range(part, len(rows), parts):
         row = rows[index]
         try:
@@ -274,7 +271,7 @@ def measure(
                 check_columns(names)
                 checked.add(names)
             _, _, content = templater.content(row)
-            own = answers.of(row) if answers is not None else ()
+            own = [answer for answer, _ in templater.answers(row)] if answers is not None else []
         except BadMedia as error:
             bad[index] = str(error)
             continue
@@ -282,7 +279,7 @@ def measure(
             raise UserError(f"row {index}: {error}") from None
         if answers is not None and answers.pairs and len({(a.context_bytes(), a.digest()) for a in own}) == 1:
             equal.append(index)
-        elif content.size > max_length or any(answer.size > longest for answer in own):
+        elif content.size > max_length or (answers is not None and any(a.size > answers.longest for a in own)):
             too_long.append(index)
         else:
             kept.append(index)

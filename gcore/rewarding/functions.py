@@ -22,23 +22,17 @@ if TYPE_CHECKING:
 
 class FunctionSource(Source):
     """The function is imported and its signature checked here, before the run, wherever it is called: by `pool`, or
-    without one in a thread of this process, for debuggers; there, a call that hangs cannot be killed. `index`,
-    `timeout_s`: for the pool.
+    without one in a thread of this process, for debuggers; there, a call that hangs cannot be killed. `timeout_s`: for
+    the pool.
 
     A function may have its own check of this machine: `function.preflight(args)`.
     """
 
     def __init__(
-        self,
-        spec: RewardFunction,
-        attempts: int,
-        key: str,
-        pool: WorkerPool | None = None,
-        index: int = 0,
-        timeout_s: float = 0.0,
+        self, spec: RewardFunction, attempts: int, key: str, pool: WorkerPool | None = None, timeout_s: float = 0.0
     ):
         super().__init__(spec.name, spec.weight, attempts)
-        self.pool, self.index, self.timeout_s = pool, index, timeout_s
+        self.key, self.pool, self.timeout_s = key, pool, timeout_s
         self.origin = spec.path, spec.args, key  # for load_reward, in a worker
         self.loaded = load_reward(*self.origin)
 
@@ -51,7 +45,7 @@ class FunctionSource(Source):
         if preflight := getattr(self.loaded.function, "preflight", None):
             preflight(self.loaded.args)
 
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
         prompt = group[0].prompt
         if missing := self.loaded.missing(prompt.columns):  # a retry would not help
             raise RewardError(f"reward {self.name!r}, prompt {prompt.id}: the row has no column {', '.join(missing)}")

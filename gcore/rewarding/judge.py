@@ -72,7 +72,7 @@ class JudgeSource(Source):
     def close(self) -> None:
         self.backend.close()
 
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
         """One request per verdict, all at once. A prompt that is too long fails before any request is sent. A task is
         named by the places of its responses in the group."""
         n = len(group)
@@ -85,8 +85,7 @@ class JudgeSource(Source):
         rollouts = [[group[place] for place in places] for places in tasks]
         questions = [self._question(judged) for judged in rollouts]
         keys = [(judged[0].prompt.id, *(rollout.sibling for rollout in judged)) for judged in rollouts]
-        judged = map(self._judge, questions, keys, [attempt] * len(tasks))
-        results = dict(zip(tasks, await _gather_or_cancel(judged), strict=True))
+        results = dict(zip(tasks, await _gather_or_cancel(map(self._judge, questions, keys)), strict=True))
         return Answer(
             [self._reward(group, i, results) for i in range(n)],
             [_spread(i, results) for i in range(n)] if self.spec.repeats > 1 else [],
@@ -117,24 +116,22 @@ class JudgeSource(Source):
         given = rollouts[0].prompt.columns.get("images") or ()
         return self._prompt.messages(rollouts[0].prompt, texts, [*given, *(i for i in made if i is not None)])
 
-    async def _judge(self, question: Any, key: Key, attempt: int) -> JudgeResult:
+    async def _judge(self, question: Any, key: Key) -> JudgeResult:
         """`key`: prompt id, siblings."""
-        repeats = (self._verdict(question, (*key, repeat), attempt) for repeat in range(self.spec.repeats))
-        verdicts = await _gather_or_cancel(repeats)
+        verdicts = await _gather_or_cancel(self._verdict(question, (*key, i)) for i in range(self.spec.repeats))
         parsed = [verdict for verdict in verdicts if not isinstance(verdict, str)]
         unparsed = [verdict for verdict in verdicts if isinstance(verdict, str)]
         return JudgeResult(
             [value for value, _ in parsed], unparsed[-1] if unparsed else "", [text for _, text in parsed]
         )
 
-    async def _verdict(self, question: Any, key: Key, attempt: int) -> tuple[float, str] | str:
+    async def _verdict(self, question: Any, key: Key) -> tuple[float, str] | str:
         """One verdict and its text, with retries until it can be parsed. Otherwise the last text, and why it was not
         parsed."""
         unparsed = ""
         for retry in range(self.spec.attempts):
             self.counts["verdicts"] += 1
-            noise = (self.name, *key, attempt * self.spec.attempts + retry)
-            text = await self.backend.answer(question, self._params, noise)
+            text = await self.backend.answer(question, self._params, (self.name, *key, retry))
             try:
                 return self._parse(text), text
             except UnparsedVerdict as error:

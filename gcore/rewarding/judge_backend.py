@@ -23,7 +23,7 @@ from gcore.content.decoding import TextDecoder
 from gcore.content.media import ArrayRef, png_url, resolve
 from gcore.content.processor import MediaProcessor
 from gcore.content.tokens import Tokens, tokens_of
-from gcore.rewarding.client import REACH_S, USUAL_DELAYS, JsonClient, RetryDelays
+from gcore.rewarding.http import USUAL_DELAYS, JsonClient, RetryDelays
 from gcore.rewarding.source import BadAnswer, short
 from gcore.types import Completion, Message, Pixels, RewardError, SamplingParams, UserError
 
@@ -188,7 +188,7 @@ class RemoteBackend(JudgeBackend):
     async def reach(self) -> None:
         """One GET of URL/models. Not every server has this path; only a rejected token, a redirect, a server error
         and no answer are errors."""
-        reply = await self.client.reach("models", REACH_S)
+        reply = await self.client.reach("models")
         address = self.client.address("models").partition("?")[0]
         answered = f"{address} answered {self.client.quote(reply)}"
         if reply.status in (401, 403):

@@ -200,7 +200,7 @@ class ScalarSource(Source):
                 "(set its model.chat_template)"
             )
 
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
         scores = await self._score(self._tokens(group))
         if len(scores) != len(group):
             raise BadAnswer(f"returned {len(scores)} scores; expected {len(group)}, one per text")

@@ -45,8 +45,7 @@ class Source:
         self.name, self.weight, self.attempts = name, weight, attempts
         self.counts: Counter[str] = Counter()  # events since the counters were last read: "timeouts", "unparsed", ...
 
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
-        """`attempt` counts from 0: a source that samples must use other noise in each attempt."""
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
         raise NotImplementedError
 
     def check(self, columns: Collection[str]) -> None:

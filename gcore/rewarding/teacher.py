@@ -25,7 +25,7 @@ class TeacherSource(Source):
         super().__init__(name, weight)  # one attempt: the pool repeats requests of a replica that dies
         self._ask = ask
 
-    async def answer(self, group: Sequence[Rollout], attempt: int) -> Answer:
+    async def answer(self, group: Sequence[Rollout]) -> Answer:
         requests = [Request(r.content, SamplingParams(0, temperature=r.temperature), noise_key=0) for r in group]
         scored = await self._ask(requests, group[0].prompt.id)
         steps, extras = [], []

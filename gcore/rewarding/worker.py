@@ -164,7 +164,7 @@ def main() -> None:
     calls = _AsyncCalls(connection) if is_async else _SyncCalls(connection)
     threading.Thread(target=_watch, args=(connection, calls.deliver), daemon=True).start()
     try:
-        functions = {index: load_reward(*origin) for index, origin in origins.items()}
+        functions = {key: load_reward(*origin) for key, origin in origins.items()}
         for loaded in functions.values():
             if isinstance(loaded.function, Instance):
                 loaded.function.make()  # counts in the start timeout, not in the first call's timeout
@@ -191,7 +191,7 @@ class _SyncCalls:
         self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.deliver = self.requests.put
 
-    def serve(self, functions: Mapping[int, LoadedReward]) -> None:
+    def serve(self, functions: Mapping[str, LoadedReward]) -> None:
         while True:
             _, number, function, siblings, arguments = self.requests.get()
             try:
@@ -210,12 +210,12 @@ class _AsyncCalls:
         self.connection = connection
         self.loop = asyncio.new_event_loop()
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.functions: Mapping[int, LoadedReward] = {}
+        self.functions: Mapping[str, LoadedReward] = {}
 
     def deliver(self, request: Any) -> None:
         self.loop.call_soon_threadsafe(self._take, request)
 
-    def serve(self, functions: Mapping[int, LoadedReward]) -> None:
+    def serve(self, functions: Mapping[str, LoadedReward]) -> None:
         self.functions = functions
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
@@ -227,7 +227,7 @@ class _AsyncCalls:
             case (str(kind), int(number)) if kind == CANCEL and number in self.tasks:
                 self.tasks[number].cancel()
 
-    async def _run(self, number: int, function: int, siblings: int, arguments: bytes) -> None:
+    async def _run(self, number: int, function: str, siblings: int, arguments: bytes) -> None:
         loaded = self.functions[function]
         try:
             answers = await await_all(call_all(loaded, pickle.loads(arguments)))

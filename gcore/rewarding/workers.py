@@ -55,6 +55,10 @@ class _Call:
         if not self.future.done():
             self.future.set_exception(error)
 
+    def disarm(self) -> None:
+        if self.deadline:
+            self.deadline.cancel()
+
 
 class WorkerPool:
     """Up to `num_workers` processes for sync functions, and as many, with `ASYNC_CALLS` calls each, for async ones.
@@ -67,9 +71,7 @@ class WorkerPool:
         self._log_path = log
         self._log: Log | None = None
         self.sources = [
-            FunctionSource(
-                spec, rewards.attempts, f"rewards.functions.{i}", self, i, spec.timeout_s or rewards.timeout_s
-            )
+            FunctionSource(spec, rewards.attempts, f"rewards.functions.{i}", self, spec.timeout_s or rewards.timeout_s)
             for i, spec in enumerate(rewards.functions)
         ]
         self.recycle_after = rewards.recycle_after
@@ -224,14 +226,14 @@ class _Worker:
         call.worker = self
         loop = asyncio.get_running_loop()
         call.deadline = loop.call_later(call.source.timeout_s, self._expire, call)
-        self._write((CALL, call.number, call.source.index, call.siblings, call.arguments))
+        self._write((CALL, call.number, call.source.key, call.siblings, call.arguments))
 
     def abandon(self, call: _Call) -> None:
         """Stops a call whose caller is gone. Sync: kills the worker. Async: cancels the call, and kills the worker
         only if the call does not end."""
         if call.number not in self.calls:
             return
-        self._disarm(call)
+        call.disarm()
         if self.dispatcher.is_async:
             self._write((CANCEL, call.number))
             asyncio.get_running_loop().call_later(GRACE_S, self._kill_for, call)
@@ -278,7 +280,7 @@ class _Worker:
             raise
         finally:
             for call in self.calls.values():
-                self._disarm(call)
+                call.disarm()
             if self.writer:
                 self.writer.close()
             elif self.socket:
@@ -304,7 +306,7 @@ class _Worker:
             )
         pool.processes.add(self.process)
         reader, self.writer = await asyncio.open_unix_connection(sock=self.socket)
-        functions = {source.index: source.origin for source in self.dispatcher.sources}
+        functions = {source.key: source.origin for source in self.dispatcher.sources}
         self._write((path, {} if old is None else {"PYTHONPATH": old}, functions, self.dispatcher.is_async))
         return reader
 
@@ -326,17 +328,12 @@ class _Worker:
 
     def _take(self, number: int, kind: str, value: Any, trace: str) -> None:
         call = self.calls.pop(number)
-        self._disarm(call)
+        call.disarm()
         if not call.future.done():
             call.future.set_result((kind, value, trace))
         if not self.left and not self.calls:
             self._kill("recycled")
         self.dispatcher.dispatch()
-
-    @staticmethod
-    def _disarm(call: _Call) -> None:
-        if call.deadline:
-            call.deadline.cancel()
 
     async def _end(self) -> None:
         """Waits until the process and all that it started are gone. Records how a crashed process ended."""

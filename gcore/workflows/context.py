@@ -63,33 +63,32 @@ class StageClock:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._inside: dict[str, int] = {}
-        self._since: dict[str, float] = {}
+        self._inside: Counter[str] = Counter()  # workflows in each stage
+        self._last = 0.0
 
     @contextlib.contextmanager
     def within(self, stage: str) -> Iterator[None]:
-        if not self._inside.get(stage):
-            self._since[stage] = time.perf_counter()
-        self._inside[stage] = self._inside.get(stage, 0) + 1
+        self._count()
+        self._inside[stage] += 1
         try:
             yield
         finally:
+            self._count()
             self._inside[stage] -= 1
-            if not self._inside[stage]:
-                self._add(stage, time.perf_counter())
 
     def take(self) -> dict[str, float]:
         """Seconds per stage since the last call."""
-        now = time.perf_counter()
-        for stage, inside in self._inside.items():
-            if inside:
-                self._add(stage, now)
-                self._since[stage] = now
+        self._count()
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    def _add(self, stage: str, now: float) -> None:
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._since[stage]
+    def _count(self) -> None:
+        """Adds the time since the last event to the stages that went on."""
+        now = time.perf_counter()
+        for stage, inside in self._inside.items():
+            if inside:
+                self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
+        self._last = now
 
 
 class SharedContext:

@@ -23,8 +23,7 @@ from gcore.content.tokens import Tokens
 from gcore.controller.collect import Collected, Collector, spread
 from gcore.prompts.tokenizer import build_char_tokenizer
 from gcore.protocols import Rendezvous
-from gcore.rewarding.client import RetryDelays
-from gcore.rewarding.http import HttpSource
+from gcore.rewarding.http import HttpSource, RetryDelays
 from gcore.rewarding.judge import JudgeSource
 from gcore.rewarding.judge_backend import EngineBackend
 from gcore.rewarding.rewarder import WeightedRewarder

@@ -152,7 +152,7 @@ def test_from_a_worker_and_from_a_thread(sandbox):
     worker = WorkerPool(Rewards(functions=[spec]), 1).sources
     for source in (*worker, FunctionSource(spec, 1, "rewards.functions.0")):
         source.check(["tests"])
-        assert asyncio.run(source.answer(group, 0)).values == [1.0, 1 / 3]
+        assert asyncio.run(source.answer(group)).values == [1.0, 1 / 3]
         source.close()
 
 
@@ -260,7 +260,7 @@ def test_programs_end_with_the_worker_that_is_killed(sandbox):
     program = f"import os\nos.execv('/usr/bin/sleep', ['sleep', '{marker}'])"
 
     async def cancel():
-        call = asyncio.create_task(source.answer(group_of(program, tests=PAIRS), 0))
+        call = asyncio.create_task(source.answer(group_of(program, tests=PAIRS)))
         await until(lambda: someone_runs(marker))
         call.cancel()
         await until(lambda: not someone_runs(marker))

@@ -264,7 +264,7 @@ def test_all_signatures_and_what_they_see(place, pool_of):
     group = group_of("2", "33", answer="2", other=1)
 
     async def each():
-        return [await source.answer(group, 0) for source in pool.sources]
+        return [await source.answer(group) for source in pool.sources]
 
     trl, verl, openrlhf, later = asyncio.run(each())
     assert trl.values == [1.0 + 2, 0.0 + 3]
@@ -342,7 +342,7 @@ def test_classes_and_factories_are_made_with_args(place):
     group = group_of("2", "33", answer="2")
 
     async def each():
-        return [(await source.answer(group, 0)).values for _ in range(2) for source in pool.sources]
+        return [(await source.answer(group)).values for _ in range(2) for source in pool.sources]
 
     try:
         assert asyncio.run(each()) == [[3.0, 0.0], [5.0, 5.0], [5.0, 10.0]] * 2
@@ -382,7 +382,7 @@ def test_columns_and_preflight_are_checked_before_the_run(place, pool_of):
             with pytest.raises(UserError, match=expected) if expected else contextlib.nullcontext():
                 source.check(["answer"])
         with pytest.raises(RewardError, match="prompt 70: the row has no column answer"):
-            asyncio.run(worker.answer(group_of("2"), 0))
+            asyncio.run(worker.answer(group_of("2")))
         worker.close()
 
 
@@ -397,10 +397,10 @@ def test_workers_start_with_the_first_calls_and_stay(pool_of):
     assert not pool.processes
 
     async def call():
-        await asyncio.gather(*(pool.sources[i].answer(group_of("2", answer="2"), 0) for i in (0, 0, 0, 1, 1)))
+        await asyncio.gather(*(pool.sources[i].answer(group_of("2", answer="2")) for i in (0, 0, 0, 1, 1)))
         assert len(pool.processes) == 3 + 1  # sync functions, and one for the async ones
         pids = {process.pid for process in pool.processes}
-        await asyncio.gather(*(pool.sources[0].answer(group_of("2"), 0) for _ in range(9)))
+        await asyncio.gather(*(pool.sources[0].answer(group_of("2")) for _ in range(9)))
         assert {process.pid for process in pool.processes} == pids
 
     asyncio.run(call())
@@ -410,9 +410,9 @@ def test_one_call_starts_one_worker(pool_of):
     pool = pool_of("ok", num_workers=3)
 
     async def call():
-        await pool.sources[0].answer(group_of("2"), 0)
+        await pool.sources[0].answer(group_of("2"))
         assert len(pool.processes) == 1
-        await asyncio.gather(*(pool.sources[0].answer(group_of("2"), 0) for _ in range(30)))
+        await asyncio.gather(*(pool.sources[0].answer(group_of("2")) for _ in range(30)))
         assert len(pool.processes) <= 3
 
     asyncio.run(call())
@@ -441,7 +441,7 @@ def test_a_pool_serves_one_loop_after_another(pool_of):
     loop = asyncio.new_event_loop()
     loop.run_until_complete(blend(pool).reward(group_of("2")))
     with pytest.raises(RuntimeError, match="one event loop at a time"):
-        asyncio.run(pool.sources[0].answer(group_of("2"), 0))
+        asyncio.run(pool.sources[0].answer(group_of("2")))
     pool.close()
     loop.run_until_complete(asyncio.sleep(0.05))
     loop.close()
@@ -495,8 +495,8 @@ def test_a_hanging_function_does_not_hold_up_another(pool_of):
 
     async def both():
         return await asyncio.gather(
-            pool.sources[0].answer(group_of("2"), 0),
-            *(pool.sources[1].answer(group_of("22"), 0) for _ in range(20)),
+            pool.sources[0].answer(group_of("2")),
+            *(pool.sources[1].answer(group_of("22")) for _ in range(20)),
             return_exceptions=True,
         )
 
@@ -525,8 +525,8 @@ def test_workers_that_die_are_replaced(pool_of, name, message):
     async def ask():
         for _ in range(2):
             with pytest.raises(ValueError, match=message):
-                await bad.answer(group_of("2"), 0)
-        return (await good.answer(group_of("222"), 0)).values
+                await bad.answer(group_of("2"))
+        return (await good.answer(group_of("222"))).values
 
     assert asyncio.run(ask()) == [3.0]
     assert (bad.counts, good.counts) == ({"worker_restarts": 2}, {})
@@ -552,7 +552,7 @@ def test_what_is_not_a_reward(pool_of):
 
 def test_none_does_not_apply(pool_of):
     (source,) = pool_of("answers").sources
-    assert asyncio.run(source.answer(group_of("2", "3", what="applies"), 0)).values == [None, 1.0]
+    assert asyncio.run(source.answer(group_of("2", "3", what="applies"))).values == [None, 1.0]
 
 
 def test_exceptions_come_back_as_text(pool_of):
@@ -560,7 +560,7 @@ def test_exceptions_come_back_as_text(pool_of):
     pool = pool_of(*names)
 
     async def ask():
-        answers = (source.answer(group_of("2"), 0) for source in pool.sources)
+        answers = (source.answer(group_of("2")) for source in pool.sources)
         return await asyncio.gather(*answers, return_exceptions=True)
 
     results = asyncio.run(ask())
@@ -598,7 +598,7 @@ def test_an_alarm_left_behind_does_not_go_off_in_the_next_call(pool_of):
     (source,) = pool_of("leaves_an_alarm").sources
 
     async def both():
-        return [(await source.answer(group_of(text), 0)).values for text in ("set", "wait")]
+        return [(await source.answer(group_of(text))).values for text in ("set", "wait")]
 
     assert asyncio.run(both()) == [[1.0], [1.0]]
     assert source.counts == {}
@@ -613,8 +613,8 @@ def test_async_calls_share_a_worker_and_one_that_hangs_is_cancelled(place, pool_
     first, second = pool.sources
 
     async def ask():
-        calls = [first.answer(group_of("2"), 0) for _ in range(39)]
-        results = await asyncio.gather(*calls, second.answer(group_of("hang"), 0), return_exceptions=True)
+        calls = [first.answer(group_of("2")) for _ in range(39)]
+        results = await asyncio.gather(*calls, second.answer(group_of("hang")), return_exceptions=True)
         await until(lambda: "cancelled" in log.read_text())
         return results
 
@@ -631,8 +631,8 @@ def test_one_that_ignores_its_cancellation_is_killed_and_the_others_begin_again(
     first, second = pool.sources
 
     async def ask():
-        calls = [second.answer(group_of("slow"), 0) for _ in range(3)]
-        return await asyncio.gather(*calls, first.answer(group_of("stubborn"), 0), return_exceptions=True)
+        calls = [second.answer(group_of("slow")) for _ in range(3)]
+        return await asyncio.gather(*calls, first.answer(group_of("stubborn")), return_exceptions=True)
 
     *others, stubborn = asyncio.run(ask())
     assert str(stubborn) == "no answer within 0.5 s; it was cancelled"
@@ -684,14 +684,14 @@ def test_a_cancelled_call_ends_its_worker_and_no_other(place, pool_of):
     sleeps, tenth, ok = pool.sources
 
     async def cancel():
-        await asyncio.gather(*(ok.answer(group_of("2"), 0) for _ in range(2)))
+        await asyncio.gather(*(ok.answer(group_of("2")) for _ in range(2)))
         await until(lambda: sum(worker.ready for worker in pool._dispatchers[False].workers) == 2)
-        doomed = asyncio.create_task(sleeps.answer(group_of("2"), 0))
+        doomed = asyncio.create_task(sleeps.answer(group_of("2")))
         await asyncio.sleep(0)
-        other = asyncio.create_task(tenth.answer(group_of("2"), 0))
+        other = asyncio.create_task(tenth.answer(group_of("2")))
         await asyncio.sleep(0)
         worker = next(iter(pool._dispatchers[False].workers[0].calls.values())).worker
-        waiting = [asyncio.create_task(tenth.answer(group_of("2"), 0)) for _ in range(3)]
+        waiting = [asyncio.create_task(tenth.answer(group_of("2"))) for _ in range(3)]
         await asyncio.sleep(0)
         waiting[1].cancel()
         doomed.cancel()
@@ -710,13 +710,13 @@ def test_a_cancelled_async_call_leaves_its_worker_alone(place, pool_of):
     (source,) = pool.sources
 
     async def cancel():
-        doomed = asyncio.create_task(source.answer(group_of("hang"), 0))
-        other = asyncio.create_task(source.answer(group_of("2"), 0))
+        doomed = asyncio.create_task(source.answer(group_of("hang")))
+        other = asyncio.create_task(source.answer(group_of("2")))
         await other
         doomed.cancel()
         await until(lambda: "cancelled" in log.read_text())
         await until(lambda: not pool._dispatchers[True].workers[0].calls)
-        return only_pid(pool), (await source.answer(group_of("3"), 0)).extras, (await other).extras
+        return only_pid(pool), (await source.answer(group_of("3"))).extras, (await other).extras
 
     pid, *extras = asyncio.run(cancel())
     assert extras == [[{"pid": pid}]] * 2
@@ -728,8 +728,8 @@ def test_close_leaves_no_process_and_tells_who_waits(place, pool_of):
     pids: list[int] = []
 
     async def close():
-        waiting = [asyncio.create_task(pool.sources[0].answer(group_of("2"), 0)) for _ in range(3)]
-        waiting.append(asyncio.create_task(pool.sources[1].answer(group_of("hang"), 0)))
+        waiting = [asyncio.create_task(pool.sources[0].answer(group_of("2"))) for _ in range(3)]
+        waiting.append(asyncio.create_task(pool.sources[1].answer(group_of("hang"))))
         await until(lambda: (place / "log").read_text() and sum(w.ready for w in pool._dispatchers[False].workers) == 2)
         pids.extend(process.pid for process in pool.processes)
         pool.close()
@@ -744,7 +744,7 @@ def test_close_leaves_no_process_and_tells_who_waits(place, pool_of):
     assert len(pids) == 3
     assert [str(r) for r in results] == ["the reward workers were closed"] * 4
     with pytest.raises(RewardError, match="are closed"):
-        asyncio.run(pool.sources[0].answer(group_of("2"), 0))
+        asyncio.run(pool.sources[0].answer(group_of("2")))
 
 
 PARENT = """
@@ -757,7 +757,7 @@ name, file = sys.argv[2:4]
 args = {"file": file + ".child", "then": "hang"} if name == "leaves_a_child" else {}
 pool = WorkerPool(Rewards(functions=[RewardFunction(name="f", path=f"users.py:{name}", args=args)]), 1)
 async def main():
-    call = asyncio.create_task(pool.sources[0].answer(group_of("2"), 0))
+    call = asyncio.create_task(pool.sources[0].answer(group_of("2")))
     while not pool.processes:
         await asyncio.sleep(0.01)
     open(file, "w").write(str(next(iter(pool.processes)).pid))
