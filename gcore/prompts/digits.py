@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gcore.prompts.files import DatasetRows, Row, computed_rows
-from gcore.prompts.task_args import task_args
+from gcore.prompts.task_args import expect, task_args
 from gcore.types import UserError
 
 EVAL_DRAWINGS = 100
@@ -56,10 +56,9 @@ def make_digits(given: Mapping[str, Any], size: int | None, key: str) -> Dataset
     The pictures of the held-out split are never in a training problem."""
     args = task_args("digits", given, DIGITS, key)
     for name, least, most in (("count", 1, 8), ("eval_pictures", 1, 1796), ("edge", 8, 512), ("size", 1, 2**31)):
-        if not least <= args[name] <= most:
-            raise UserError(f"{key}.args.{name}: expected {least} to {most}, got {args[name]}")
-    if (kind := args["answer"]) not in ("read", "sum", "steps"):
-        raise UserError(f"{key}.args.answer: expected read, sum or steps, got {kind!r}")
+        expect(least <= args[name] <= most, f"{key}.args.{name}", f"{least} to {most}", args[name])
+    kind = args["answer"]
+    expect(kind in ("read", "sum", "steps"), f"{key}.args.answer", "read, sum or steps", kind)
     scans, labels = _scans(key, "digits", "vision")
     nearest = np.arange(args["edge"]) * 8 // args["edge"]
     pictures = np.repeat(scans.astype(np.uint8)[:, nearest][:, :, nearest][..., None], 3, -1)

@@ -23,7 +23,7 @@ import os
 import sys
 import types
 
-from gcore.rewarding.sandboxed import main_module, run_program
+from gcore.rewarding.sandboxed import PASSED, main_module, run_program
 
 TYPE_CHECKING = False  # as in sandboxed.py
 if TYPE_CHECKING:
@@ -312,8 +312,8 @@ def plain(value: Any) -> Any:
 # --- the process of the tests -----------------------------------------------------------------------------------------
 
 
-def run_tests(tests: str, connection: int, report: int, passed: bytes) -> None:
-    """Writes `passed` for each assert that passes; without asserts at the top level, once if all statements pass."""
+def run_tests(tests: str, connection: int, report: int) -> None:
+    """Writes PASSED for each assert that passes; without asserts at the top level, once if all statements pass."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 4 * DEPTH))
     peer = TestsPeer(connection)
     namespace = main_module() | peer.names(wanted_names(tests))
@@ -329,11 +329,11 @@ def run_tests(tests: str, connection: int, report: int, passed: bytes) -> None:
                 exec(code, namespace)
             except BaseException:
                 continue
-            os.write(report, passed)
+            os.write(report, PASSED)
         else:
             exec(code, namespace)
     if whole:
-        os.write(report, passed)
+        os.write(report, PASSED)
 
 
 def wanted_names(tests: str) -> list[str]:
@@ -504,25 +504,10 @@ def update(old: Any, new: Any) -> None:
 
 BINARY = ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 BITS = ("and_", "or_", "xor", "lshift", "rshift")
+OF_BUILTINS = ("len", "iter", "next", "bool", "str", "repr", "hash", "int", "float", "reversed", "setattr", "delattr")
 UNARY: dict[str, Callable[..., Any]] = {
-    "__len__": len,
-    "__iter__": iter,
-    "__next__": next,
-    "__bool__": bool,
-    "__str__": str,
-    "__repr__": repr,
-    "__hash__": hash,
-    "__int__": int,
-    "__float__": float,
-    "__index__": operator.index,
-    "__neg__": operator.neg,
-    "__abs__": abs,
-    "__reversed__": reversed,
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-    "__delitem__": operator.delitem,
-    "__setattr__": setattr,
-    "__delattr__": delattr,
+    **{f"__{name}__": getattr(builtins, name) for name in OF_BUILTINS},
+    **{f"__{name}__": getattr(operator, name) for name in ("index", "neg", "abs", "getitem", "setitem", "delitem")},
     "__enter__": lambda it: it.__enter__(),
     "__exit__": lambda it: it.__exit__(None, None, None),
     "__copy__": lambda it: importlib.import_module("copy").copy(it),

@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gcore.config.rewards import Rewards
 from gcore.observe.logs import Log
@@ -176,16 +176,16 @@ class _Dispatcher:
         """Puts the calls of an ended worker back in the queue. A call that was alone on a crashed worker fails."""
         self.workers.remove(worker)
         calls = [call for call in worker.calls.values() if not call.future.done()]
-        if worker.ending is None:
+        if not worker.killed:
             next((call.source for call in calls), self.sources[0]).counts["worker_restarts"] += 1
         if not worker.ready:
             # If the functions do not import, no call can succeed. If the process died, the next worker may start.
             for call in [*self.queue] if worker.failure else [*self.queue][:1]:
                 call.fail(BadAnswer(f"its worker did not start: {worker.failure or worker.died}"))
-        elif worker.ending is None and len(calls) == 1:
+        elif not worker.killed and len(calls) == 1:
             calls.pop().fail(BadAnswer(f"its worker {worker.failure or worker.died}"))
         for call in reversed(calls):
-            call.alone = call.alone or worker.ending is None
+            call.alone = call.alone or not worker.killed
             call.worker = None
             self.queue.appendleft(call)
         self.dispatch()
@@ -197,7 +197,7 @@ class _Worker:
 
     dispatcher: _Dispatcher
     ready: bool = False
-    ending: Literal["abandoned", "recycled"] | None = None  # why we killed it; None also if it crashed
+    killed: bool = False  # by us
     ended: bool = False  # the child does not answer any more
     failure: str = ""  # why the worker could not import the functions
     died: str = ""  # how the process ended
@@ -214,7 +214,7 @@ class _Worker:
 
     @property
     def stays(self) -> bool:
-        return self.left > 0 and self.ending is None and not self.ended
+        return self.left > 0 and not self.killed and not self.ended
 
     def takes(self, call: _Call) -> bool:
         alone = call.alone or any(other.alone for other in self.calls.values())
@@ -246,20 +246,20 @@ class _Worker:
         self.abandon(call)
 
     def _kill_for(self, call: _Call) -> None:
-        if call.number in self.calls and not self.ending:
+        if call.number in self.calls and not self.killed:
             call.source.counts["worker_restarts"] += 1
-            self._kill("abandoned")
+            self._kill()
 
-    def _kill(self, why: Literal["abandoned", "recycled"]) -> None:
+    def _kill(self) -> None:
         """Kills the process group. The task then reads the end of the socket and cleans up."""
         assert self.process and self.socket
-        self.ending = why
+        self.killed = True
         kill_group(self.process)
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def _write(self, value: Any) -> None:
-        if self.writer and not self.ending:
+        if self.writer and not self.killed:
             self.writer.write(frame(value))
 
     async def _live(self) -> None:
@@ -332,7 +332,7 @@ class _Worker:
         if not call.future.done():
             call.future.set_result((kind, value, trace))
         if not self.left and not self.calls:
-            self._kill("recycled")
+            self._kill()
         self.dispatcher.dispatch()
 
     async def _end(self) -> None:
@@ -340,7 +340,7 @@ class _Worker:
         process = self.process
         if process is None:
             return
-        until = time.monotonic() + (0 if self.ending or self.failure else 1)
+        until = time.monotonic() + (0 if self.killed or self.failure else 1)
         while not has_exited(process) and time.monotonic() < until:
             await asyncio.sleep(0.002)
         kill_group(process)  # before its id can be reused

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gcore.config.rewards import RewardFunction, Rewards
-from gcore.rewarding import code
+from gcore.rewarding import code, sandboxed
 from gcore.rewarding import sandbox as boxes
 from gcore.rewarding.code import python_tests
 from gcore.rewarding.functions import FunctionSource
@@ -216,7 +216,7 @@ def test_a_fork_bomb_is_bounded_and_gone(walls):
     if walls == "of a user" and os.getuid() == 0:
         pytest.skip("the kernel does not limit processes of root")
     num, error = said(FORKS).split()
-    assert 0 < int(num) < boxes.PROCESSES
+    assert 0 < int(num) < sandboxed.PROCESSES
     assert error == "BlockingIOError"
 
 
