@@ -15,11 +15,10 @@ from typing import Any
 
 from gcore.cost.replica_speed import ReplicaSpeed
 from gcore.placement.grid import POLICY, DeviceGrid, Move, Split
-from gcore.placement.meters import DEFAULT_SPEED, GroupCounts, LinearFit, SpeedMeter
+from gcore.placement.meters import DEFAULT_SPEED, GroupCounts, LinearFit, SpeedMeter, call_quantiles, quantiles
 from gcore.placement.rules import Costs, Load, View
 from gcore.protocols import EngineStats, RoleReport
 
-QUANTILES = 64
 MAX_LENGTHS = 2048  # recent lengths that are kept per role
 MAX_CALLS = 512  # recent calls
 LEAST_RATE = 0.05  # lower bound of the acceptance rate when the missing groups are estimated
@@ -220,21 +219,3 @@ class Monitor:
         self._ended, self._decided, self._judging = dict.fromkeys(self._ended, 0), {}, 0
         self._at_s, self._before = None, {}
         return decided > 0
-
-
-def quantiles(lengths: Sequence[int]) -> list[float]:
-    """At most QUANTILES sorted values that represent all; the longest is one of them."""
-    ordered = sorted(lengths)
-    if len(ordered) <= QUANTILES:
-        return [float(length) for length in ordered]
-    last = len(ordered) - 1
-    return [float(ordered[round(i * last / (QUANTILES - 1))]) for i in range(QUANTILES)]
-
-
-def call_quantiles(calls: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """At most QUANTILES calls that represent all, by their longest request."""
-    ordered = sorted(calls, key=max)
-    if len(ordered) <= QUANTILES:
-        return ordered
-    last = len(ordered) - 1
-    return [ordered[round(i * last / (QUANTILES - 1))] for i in range(QUANTILES)]

@@ -24,8 +24,8 @@ from gcore.config.placement import Placement
 from gcore.config.sampling import acceptance_rate
 from gcore.emulate.device import DeviceJob, observe
 from gcore.placement.grid import POLICY, Move, Split
-from gcore.placement.meters import GroupCounts, SpeedMeter
-from gcore.placement.monitor import LEAST_RATE, call_quantiles, quantiles
+from gcore.placement.meters import GroupCounts, SpeedMeter, call_quantiles, quantiles
+from gcore.placement.monitor import LEAST_RATE
 from gcore.placement.placer import POLL_SHARE
 from gcore.placement.rules import Costs, Load, Rule, View
 from gcore.protocols import EngineStats

@@ -15,8 +15,9 @@ from gcore.observe.page_data import read_recording
 from gcore.placement.baselines import ColocatedRule, StaticRule
 from gcore.placement.grid import POLICY, Move, Split, split_by
 from gcore.placement.guard import DynamicRule
+from gcore.placement.meters import quantiles
 from gcore.simulate import run as runs
-from gcore.simulate.cluster import PromptCursor, Simulation, State, quantiles
+from gcore.simulate.cluster import PromptCursor, Simulation, State
 from gcore.simulate.run import NAMES, evenly, expected_view, first_state, simulate
 from gcore.simulate.scenario import (
     CHUNK,
