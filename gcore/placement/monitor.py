@@ -64,7 +64,7 @@ class Monitor:
         self._judging = 0  # groups, at the last poll
         self._at_s: float | None = None
         self.switch_s: dict[str, float] = {}  # of the last move to a role
-        self.latest: dict[tuple[str, int], EngineStats] = {}  # role, replica -> its last counters
+        self._latest: dict[tuple[str, int], EngineStats] = {}  # role, replica -> its last counters
         self._before: dict[tuple[str, int], EngineStats] = {}  # its counters at the previous poll of this rollout
         self.busy: dict[str, float] = dict.fromkeys(grid.roles, 0.0)
 
@@ -101,6 +101,11 @@ class Monitor:
     def is_measured(self, role: str) -> bool:
         """Whether the speed of the role rests on enough measurements."""
         return role in self._speeds.fits and self._speeds.fits[role].n >= 8
+
+    def busy_of(self, role: str, block: int) -> float:
+        """Seconds with a request of the replicas of a role on a block, mean, since they were started."""
+        counters = [self._latest.get((role, i)) for i in self._grid.replicas(role, block)]
+        return sum(c.busy_s for c in counters if c is not None) / len(counters)
 
     def record_switch(self, target: str, seconds: float) -> None:
         self.switch_s[target] = seconds
@@ -162,7 +167,7 @@ class Monitor:
             for report in reports:
                 for i, counters in report.roles[role].replicas.items():
                     before = before_all.get((role, i))
-                    self.latest[role, i] = self._before[role, i] = counters
+                    self._latest[role, i] = self._before[role, i] = counters
                     block = i // self._grid.per_block(role)
                     if before is None or split[block] != role or block in moving:
                         continue
