@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.virtual_loop import VirtualLoop
 from gcore.clients import EngineClient, TrainerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.engine_weights import EngineWeights
@@ -33,7 +34,6 @@ from gcore.placement.replica_switch import ReplicaSwitch
 from gcore.placement.rules import Costs, View, request_limit
 from gcore.protocols import Rendezvous, RoleDied, WeightPlan
 from gcore.runtime.local import Hub, LocalGroup
-from gcore.simulate import VirtualLoop
 from gcore.types import Request, SamplingParams
 from gcore.weights.transfer import WeightTransfer
 from tests.unit.pools import observe

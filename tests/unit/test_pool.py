@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.virtual_loop import VirtualLoop
 from gcore.clients import EngineClient, ScorerClient
 from gcore.content.tokens import Tokens
 from gcore.controller.engine_weights import EngineWeights
@@ -16,7 +17,6 @@ from gcore.controller.replicas import ANSWER_S, CHECK_S, Replicas
 from gcore.generation.pool import ClientPool, EnginePool, ScorerPool
 from gcore.generation.routing import Router
 from gcore.protocols import RoleDied, RoleError
-from gcore.simulate import VirtualLoop
 from gcore.types import Completion, Request, SamplingParams
 from tests.unit.pools import Outstanding, PoolState, observe
 
