@@ -92,6 +92,11 @@ class Config(Section):
         return not self.is_offline or (self.data.eval is not None and bool(self.rewards.names))
 
     @property
+    def max_length(self) -> int:
+        """Tokens of a prompt with its response."""
+        return self.data.max_prompt_length + self.generation.max_response_length
+
+    @property
     def has_reference(self) -> bool:
         """The trainer keeps the initial policy."""
         return self.algorithm.kl_coef > 0 if self.objective == "policy" else self.needs.reference
